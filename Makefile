@@ -1,0 +1,46 @@
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+FAST := not e2e and not mooncake and not gpu and not slow
+export VENV
+
+.PHONY: help setup demo test test-fast check bench format clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make setup      the environment in .venv (all other targets see to it themselves)
+setup:
+	@scripts/setup.sh
+
+## make demo       two engines share one pool; prints what it saved
+demo: setup
+	@$(PYTHON) examples/demo.py
+
+## make test       the whole suite, real engines included
+test: setup
+	$(PYTHON) -m pytest
+
+## make test-fast  what needs neither engines nor servers: under a minute
+test-fast: setup
+	$(PYTHON) -m pytest -m "$(FAST)"
+
+## make check      lint, format, types, layers
+check: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest -q tests/test_layering.py
+
+## make bench      every benchmark, with its numbers
+bench: setup
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PYTHON) $$file; done
+
+## make format     let ruff put files in order
+format: setup
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+## make clean      what tools left behind; keeps the environment
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that everything here runs in: .venv, or $VENV.
+#
+#   scripts/setup.sh             nothing left to do: returns at once
+#   PYTHON=python3.12            the interpreter to use (3.11 to 3.13)
+#   TORCH_INDEX=URL              where the CPU build of torch comes from
+#
+# For Debian 12, Ubuntu 22.04 and later, as root or not. Never asks, never removes the environment.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=${VENV:-.venv}
+TORCH_VERSION=2.13.0+cpu
+PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
+HEARTBEAT_S=15
+STAMP=$VENV/.kvpool-setup
+
+# Library the wheels load -> Debian package that has it. libnuma: vLLM; the others: Mooncake.
+declare -A PACKAGE_OF=(
+    [libnuma.so.1]=libnuma1
+    [libibverbs.so.1]=libibverbs1
+    [librdmacm.so.1]=librdmacm1
+    [libcurl.so.4]=libcurl4
+)
+
+say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+LOG=$(mktemp)
+CHILD=
+trap 'rm -f "$LOG"; [[ -z $CHILD ]] || kill "$CHILD" 2>/dev/null || true' EXIT
+
+# step WHAT USUAL_TIME COMMAND...: runs it quietly, with a sign of life, and shows its end if it fails.
+step() {
+    local what=$1 usual=$2 began=$SECONDS ticks=0
+    shift 2
+    say "$what (usually $usual)"
+    "$@" >"$LOG" 2>&1 </dev/null &
+    CHILD=$!
+    while kill -0 "$CHILD" 2>/dev/null; do
+        sleep 0.2
+        ticks=$((ticks + 1))
+        ((ticks % (HEARTBEAT_S * 5) != 0)) || say "  still at it, $((SECONDS - began)) s"
+    done
+    if ! wait "$CHILD"; then
+        CHILD=
+        tail -n 15 "$LOG" >&2
+        return 1
+    fi
+    CHILD=
+}
+
+fingerprint() {
+    cat requirements/*.txt pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1
+}
+
+missing_packages() {
+    # ldconfig is not in the PATH of everyone.
+    local known library
+    known=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p)
+    for library in "${!PACKAGE_OF[@]}"; do
+        grep -q "$library " <<<"$known" || echo "${PACKAGE_OF[$library]}"
+    done
+}
+
+# apt PACKAGE...: installs where that needs no password; false where it may not.
+apt() {
+    local -a as_root=()
+    if ((EUID != 0)); then
+        command -v sudo >/dev/null && sudo -n true 2>/dev/null || return 1
+        as_root=(sudo -n)
+    fi
+    command -v apt-get >/dev/null || return 1
+    step "refreshing the list of Debian packages" "10 s" "${as_root[@]}" apt-get update -q || true
+    step "installing $*" "10 s" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -q --no-install-recommends "$@"
+}
+
+usable_python() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if usable_python "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+make_venv() {
+    local python version
+    [[ ! -x $VENV/bin/python ]] || return 0
+    python=$(find_python) || {
+        # Ubuntu 22.04 has 3.11 beside its default.
+        apt python3.11 python3.11-venv || die "needs Python 3.11 to 3.13; none found"
+        python=$(find_python) || die "needs Python 3.11 to 3.13; none found"
+    }
+    version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+    "$python" -c 'import ensurepip, venv' 2>/dev/null \
+        || apt "$version-venv" || die "$version lacks venv; install the package $version-venv"
+    step "making $VENV with $("$python" --version)" "4 s" "$python" -m venv "$VENV"
+}
+
+pip() {
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"
+}
+
+install_torch() {
+    local what="installing torch $TORCH_VERSION" have
+    have=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)
+    [[ $have != "$TORCH_VERSION" ]] || return 0
+    if [[ -z ${TORCH_INDEX:-} ]]; then
+        # PyPI has no CPU builds, but pip here may be set up with a source that has.
+        if pip install -q --dry-run --no-deps "torch==$TORCH_VERSION" >"$LOG" 2>&1 </dev/null; then
+            step "$what" "20 s" pip install -q --no-deps "torch==$TORCH_VERSION"
+            return
+        fi
+    fi
+    step "$what from ${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "60 s" \
+        pip install -q --no-deps --index-url "${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "torch==$TORCH_VERSION"
+}
+
+main() {
+    local wanted
+    wanted=$(fingerprint)
+    if [[ -x $VENV/bin/python && -f $STAMP && $(<"$STAMP") == "$wanted" && -z $(missing_packages) ]]; then
+        exit 0
+    fi
+    say "setting up $VENV (a first time usually takes 2 to 4 minutes)"
+    local -a missing
+    mapfile -t missing < <(missing_packages)
+    if ((${#missing[@]})); then
+        apt "${missing[@]}" || true
+        mapfile -t missing < <(missing_packages)
+        ((${#missing[@]} == 0)) || die "missing Debian packages: ${missing[*]} (sudo apt-get install ${missing[*]})"
+    fi
+    make_venv
+    install_torch
+    step "installing the pinned requirements" "90 s" \
+        pip install -q --no-deps -r requirements/base.txt -r requirements/test.txt
+    step "installing vllm-kvpool itself" "3 s" \
+        pip install -q --no-deps --no-build-isolation --editable .
+    echo "$wanted" >"$STAMP"
+    say "ready: $VENV"
+}
+
+main

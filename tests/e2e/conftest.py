@@ -1,0 +1,59 @@
+"""Models and engines that the end-to-end tests share.
+
+Engines are expensive to start (6 s, and 12 s with two ranks), so tests that ask for equal
+`EngineSpec`s get the same one, with its own prefix cache emptied.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine import Engine, EngineSpec
+from vllm_kvpool.testing.models import LlamaShape, make_llama
+
+# Idle ranks of a TP=2 engine poll, and each engine holds about 1 GB.
+MAX_LIVE_ENGINES = 3
+
+
+class EngineShelf:
+    """Engines by spec, least recently used first; closes the oldest beyond the limit."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._engines: dict[str, Engine] = {}
+
+    def get(self, spec: EngineSpec) -> Engine:
+        """Return a live engine of this spec with an empty prefix cache, starting one if needed."""
+        name = repr(spec)
+        engine = self._engines.pop(name, None)
+        if engine is None or not engine.alive:
+            while len(self._engines) >= MAX_LIVE_ENGINES:
+                self._engines.pop(next(iter(self._engines))).close()
+            engine = Engine(spec, self._directory / f"engine{next(self._numbers)}.log")
+        self._engines[name] = engine
+        assert engine.reset_prefix_cache(), "the engine still holds blocks of earlier requests"
+        return engine
+
+    def close(self) -> None:
+        """Close all, even if some do not end well."""
+        engines, self._engines = list(self._engines.values()), {}
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LlamaShape], Path]:
+    """`llama(shape)`: the path of a tiny model."""
+    directory = tmp_path_factory.mktemp("models")
+    return lambda shape: make_llama(directory, shape)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
+    """`engines.get(spec)`: a running engine, shared between tests."""
+    shelf = EngineShelf(tmp_path_factory.mktemp("engines"))
+    yield shelf
+    shelf.close()

@@ -1,0 +1,229 @@
+"""A real vLLM engine in a child process, driven by JSON lines.
+
+The parent half of `engine_child.py`. Every wait has a bound; the child leads its own process
+group, which is killed whole, so that no worker process outlives its test. What the child prints
+goes to a file, whose end is part of every error.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+CHILD = Path(__file__).with_name("engine_child.py")
+
+START_TIMEOUT_S = 110.0
+CALL_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+LOG_TAIL_BYTES = 6_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with; `llm` holds further arguments of `vllm.LLM`."""
+
+    model: Path
+    tp: int = 1
+    block_size: int = 32
+    kv_transfer_config: Mapping[str, Any] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    llm: Mapping[str, Any] = field(default_factory=dict)
+    python: Path = Path(sys.executable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One request; `embeds` names a .npy file of float32 [tokens, hidden] in place of ids."""
+
+    ids: Sequence[int] = ()
+    max_tokens: int = 4
+    logprobs: int | None = 5
+    cache_salt: str | None = None
+    lora: Path | None = None
+    embeds: Path | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine answered; `logprobs` has one `{token id: value}` for each token."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    cached_tokens: int
+    first_token_s: float
+    kv_transfer_params: dict[str, Any] | None
+
+
+class EngineError(AssertionError):
+    """The child died, answered late or raised; carries the end of its log."""
+
+
+class Engine:
+    """Owns one child process. Not thread-safe: one call at a time."""
+
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        """Start the child and wait until it is ready."""
+        self.spec = spec
+        self.log = log
+        began = time.monotonic()
+        reply_read, reply_write = os.pipe()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [str(spec.python), str(CHILD), str(reply_write)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(spec),
+                pass_fds=[reply_write],
+                start_new_session=True,
+            )
+        os.close(reply_write)
+        self._replies = reply_read
+        self._buffer = b""
+        self._call("start", _llm_arguments(spec), START_TIMEOUT_S)
+        self.start_s = time.monotonic() - began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can be made: not closed, killed or dead of itself."""
+        return self._replies >= 0 and self._process.poll() is None
+
+    def generate(self, *prompts: Prompt, timeout_s: float = CALL_TIMEOUT_S) -> list[Completion]:
+        """Run the prompts as one batch; answers come in their order."""
+        answers = self._call("generate", [_plain(prompt) for prompt in prompts], timeout_s)
+        return [_completion(answer) for answer in answers]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the engine's own cache (never the pool); False while blocks are in use."""
+        return bool(self._call("reset_prefix_cache", None, CALL_TIMEOUT_S))
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name (vLLM's Prometheus names), summed over labels."""
+        return dict(self._call("metrics", None, CALL_TIMEOUT_S))
+
+    def close(self) -> None:
+        """Let the engine shut down in order, then kill whatever is left of its group.
+
+        Raises EngineError if the engine did not end by itself with status 0.
+        """
+        if self._process.stdin is None or self._process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            status = self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        self.kill()
+        if status != 0:
+            raise EngineError(self._story(f"engine ended with status {status}"))
+
+    def kill(self) -> None:
+        """Kill the whole group at once, as a crash would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_TIMEOUT_S)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._replies >= 0:
+            os.close(self._replies)
+            self._replies = -1
+
+    def _call(self, op: str, argument: object, timeout_s: float) -> Any:
+        assert self._process.stdin is not None
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._process.stdin.write(json.dumps([op, argument]).encode() + b"\n")
+            self._process.stdin.flush()
+            outcome, value = json.loads(self._read_line(deadline, op))
+        except (BrokenPipeError, TimeoutError, EOFError) as error:
+            self.kill()
+            raise EngineError(self._story(f"{op}: {error}")) from None
+        if outcome == "error":
+            raise EngineError(self._story(f"{op}: {value}"))
+        return value
+
+    def _read_line(self, deadline: float, op: str) -> bytes:
+        while b"\n" not in self._buffer:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([self._replies], [], [], left_s)[0]:
+                raise TimeoutError(f"no answer to {op} in time")
+            data = os.read(self._replies, 1 << 20)
+            if not data:
+                raise EOFError("the engine's process ended")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _story(self, what: str) -> str:
+        tail = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        return f"{what}\n--- end of {self.log} ---\n{tail}"
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    """The child's environment: ours, minus what would leak in, plus what makes CPU engines work."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    env |= {
+        # The scheduler runs in the child itself: one process less to start, and worker
+        # processes exist only where there is more than one rank.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Sampling has a few compiled functions; compiling them costs 10 s and a C++ compiler.
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if spec.tp > 1:
+        # One core for each rank; vLLM's own choice wants one NUMA node for each.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tp))
+    return env | dict(spec.env)
+
+
+def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(spec.model),
+        "tensor_parallel_size": spec.tp,
+        "block_size": spec.block_size,
+        "dtype": "float32",
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        # With the size given, vLLM skips its warm-up pass.
+        "kv_cache_memory_bytes": 256 << 20,
+        # Needed for the time to the first token and for `metrics`.
+        "disable_log_stats": False,
+    }
+    if spec.kv_transfer_config is not None:
+        arguments["kv_transfer_config"] = dict(spec.kv_transfer_config)
+    return arguments | dict(spec.llm)
+
+
+def _plain(prompt: Prompt) -> dict[str, Any]:
+    plain = asdict(prompt)
+    for name in ("lora", "embeds"):
+        plain[name] = plain[name] and str(plain[name])
+    return plain
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    logprobs = [{int(token): value for token, value in step.items()} for step in answer["logprobs"]]
+    return Completion(**answer | {"logprobs": logprobs})

@@ -1,0 +1,123 @@
+"""The process that holds a vLLM engine; `engine.py` starts it and describes the protocol.
+
+Reads `[op, argument]` lines from standard input and writes `[outcome, value]` lines to the file
+descriptor given as first argument. Standard output stays free for what vLLM prints. The end of
+standard input is the order to stop, so a parent that was killed leaves no engine behind.
+"""
+
+import json
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+
+class Child:
+    """Answers the calls of `Engine`; `llm` is None until `start`."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.ops: dict[str, Callable[[Any], Any]] = {
+            "start": self.start,
+            "generate": self.generate,
+            "reset_prefix_cache": lambda _: self.llm.reset_prefix_cache(),
+            "metrics": lambda _: self.metrics(),
+        }
+
+    def start(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+
+    def generate(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        loras = [_lora(prompt["lora"]) for prompt in prompts]
+        outputs = self.llm.generate(
+            [_engine_prompt(prompt) for prompt in prompts],
+            [_sampling(prompt) for prompt in prompts],
+            use_tqdm=False,
+            lora_request=loras if any(loras) else None,
+        )
+        return [_answer(output) for output in outputs]
+
+    def metrics(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                totals[metric.name] = totals.get(metric.name, 0.0) + metric.value
+        return totals
+
+    def stop(self) -> None:
+        # vLLM stops its scheduler and workers when the engine core shuts down; waiting for the
+        # garbage collector would leave that to the interpreter's exit.
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+
+
+def _engine_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
+    engine_prompt: dict[str, Any] = {}
+    if prompt["embeds"]:
+        import numpy
+        import torch
+
+        engine_prompt["prompt_embeds"] = torch.from_numpy(numpy.load(prompt["embeds"]))
+    else:
+        engine_prompt["prompt_token_ids"] = prompt["ids"]
+    if prompt["cache_salt"]:
+        engine_prompt["cache_salt"] = prompt["cache_salt"]
+    return engine_prompt
+
+
+def _sampling(prompt: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    params = prompt["kv_transfer_params"]
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=prompt["max_tokens"],
+        # Random weights choose the end token at random; lengths must be what the test asked for.
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=prompt["logprobs"],
+        extra_args={"kv_transfer_params": params} if params is not None else None,
+        **prompt["sampling"],
+    )
+
+
+def _lora(path: str | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    # vLLM tells adapters apart by a positive number.
+    return path and LoRARequest(os.path.basename(path), zlib.crc32(path.encode()) // 2 + 1, path)
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    best = output.outputs[0]
+    return {
+        "token_ids": list(best.token_ids),
+        "logprobs": [
+            {token: entry.logprob for token, entry in step.items()} for step in best.logprobs or []
+        ],
+        "cached_tokens": output.num_cached_tokens,
+        "first_token_s": output.metrics.first_token_latency,
+        "kv_transfer_params": output.kv_transfer_params,
+    }
+
+
+def main(reply_fd: int) -> None:
+    child = Child()
+    with os.fdopen(reply_fd, "w") as replies:
+        for line in sys.stdin:
+            op, argument = json.loads(line)
+            try:
+                reply = ["ok", child.ops[op](argument)]
+            except Exception:  # reported to the test that asked
+                reply = ["error", traceback.format_exc()]
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+        child.stop()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

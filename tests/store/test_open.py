@@ -1,0 +1,249 @@
+"""Store urls: what they say, what is refused and with which words."""
+
+import builtins
+import json
+import socket
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_kvpool.errors import ConfigError, StoreUnreachable
+from vllm_kvpool.store.mooncake import MooncakeOptions
+from vllm_kvpool.store.open import (
+    DEFAULT_FILE_BYTES,
+    DEFAULT_LOCAL_BUFFER_BYTES,
+    DEFAULT_SEGMENT_BYTES,
+    MAX_STORE_BYTES,
+    FileOptions,
+    MemoryOptions,
+    StoreSpec,
+    check_capacity,
+    load_store_spec,
+    open_store,
+    parse_size,
+    parse_store_url,
+)
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4096", 4096),
+        (4096, 4096),
+        ("12B", 12),
+        ("3KB", 3_000),
+        ("3KiB", 3 << 10),
+        ("512MB", 512_000_000),
+        ("512MiB", 512 << 20),
+        ("50GiB", 50 << 30),
+        (" 4 gb ", 4_000_000_000),
+        ("2TiB", 2 << 40),
+        ("2TB", 2 * 10**12),
+        ("0", 0),
+    ],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1", "1.5GB", "4GG", "4 G B", "4iB", "1e9", "\u0664\u0662Q"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_size(text)
+
+
+def test_a_file_url() -> None:
+    assert parse_store_url("file:///nvme/kv%20pool/?size=500GiB&required=1") == StoreSpec(
+        url="file:///nvme/kv%20pool/?size=500GiB&required=1",
+        scheme="file",
+        required=True,
+        options=FileOptions(path="/nvme/kv pool", size_bytes=500 << 30),
+    )
+    assert parse_store_url("file:///x").options == FileOptions("/x", DEFAULT_FILE_BYTES)
+
+
+def test_a_memory_url() -> None:
+    spec = parse_store_url("memory://Name?size=2MiB&required=false")
+    assert spec == StoreSpec(spec.url, "memory", False, MemoryOptions("Name", 2 << 20))
+
+
+def test_a_mooncake_url() -> None:
+    url = "mooncake://10.0.0.1:50051?protocol=rdma&segment=8GiB&device=mlx5_0,mlx5_1&local_buffer=64MiB"
+    options = parse_store_url(url + "&metadata=http://m:8080/metadata&local_hostname=me").options
+    assert options == MooncakeOptions(
+        master_host="10.0.0.1",
+        master_port=50051,
+        protocol="rdma",
+        device="mlx5_0,mlx5_1",
+        metadata="http://m:8080/metadata",
+        segment_bytes=8 * GIB,
+        local_buffer_bytes=64 << 20,
+        local_hostname="me",
+    )
+    options = parse_store_url("mooncake://[fe80::1]:50051?segment=0").options
+    assert options == MooncakeOptions(
+        "fe80::1", 50051, "tcp", "", "P2PHANDSHAKE", 0, DEFAULT_LOCAL_BUFFER_BYTES, ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("", "not a store url"),
+        ("/var/cache", "write for example file:///"),
+        ("file:/var/cache", "not a store url"),
+        ("flie:///x", "unknown store scheme flie://; did you mean file?"),
+        ("redis://h:1", "known are file, memory, mooncake"),
+        ("file:///x?sise=1GiB", "unknown option sise; did you mean size?"),
+        ("memory://x?segment=1GiB", "unknown option segment; known are required, size"),
+        ("file:///x?size=1GiB&size=2GiB", "size is given twice"),
+        ("file:///x?size=lots", "size: not a size: 'lots'"),
+        ("file:///x?size=", "not a size: ''"),
+        ("file:///x?size=1023KiB", "size=1023KiB must be from 1048576"),
+        ("memory://?size=0", "must be from 1048576"),
+        ("file:///x?size=2000TiB", f"to {MAX_STORE_BYTES} bytes"),
+        ("file:///x?required=maybe", "required=maybe must be 0 or 1"),
+        ("file://relative/path", "absolute, with three slashes: file:///relative"),
+        ("file://", "name a directory"),
+        ("file:///", "name a directory"),
+        ("file:///a%00b", "name a directory"),
+        ("file:///a#b", "no #fragment"),
+        ("memory://a/b", "no path"),
+        ("mooncake://host", "needs a host and a port, not 'host'"),
+        ("mooncake://:50051", "needs a host and a port"),
+        ("mooncake://host:port", "'port' is not a port"),
+        ("mooncake://host:0", "'0' is not a port"),
+        ("mooncake://host:65536", "'65536' is not a port"),
+        ("mooncake://[::1:50051", "Invalid IPv6 URL"),
+        ("mooncake://host:1/path", "no path"),
+        ("mooncake://host:1?protocol=rmda", "unknown protocol rmda; did you mean rdma?"),
+        ("mooncake://host:1?segment=1MiB", "segment=1MiB must be from .* or 0"),
+        ("mooncake://host:1?local_bufer=1GiB", "did you mean local_buffer?"),
+        ("mooncake://", "MOONCAKE_CONFIG_PATH"),
+    ],
+)
+def test_what_is_refused_and_with_which_words(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        parse_store_url(url)
+
+
+def test_mooncake_without_a_host_is_configured_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    config = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": "10.0.0.2:50052",
+        "protocol": "rdma",
+        "device_name": "mlx5_2",
+        "global_segment_size": "4GB",
+        "local_buffer_size": 1 << 30,
+        "mode": "embedded",
+    }
+    path.write_text(json.dumps(config))
+    environ = {"MOONCAKE_CONFIG_PATH": str(path)}
+    expected = MooncakeOptions(
+        "10.0.0.2", 50052, "rdma", "mlx5_2", "P2PHANDSHAKE", 4 * 10**9, 1 << 30, ""
+    )
+    assert load_store_spec("mooncake://", environ).options == expected
+    tcp = load_store_spec("mooncake://?protocol=tcp&required=1", environ)
+    assert isinstance(tcp.options, MooncakeOptions)
+    assert (tcp.required, tcp.options.protocol, tcp.options.device) == (True, "tcp", "mlx5_2")
+    named = load_store_spec("mooncake://h:1", environ).options
+    assert named == MooncakeOptions(
+        "h", 1, "tcp", "", "P2PHANDSHAKE", DEFAULT_SEGMENT_BYTES, DEFAULT_LOCAL_BUFFER_BYTES, ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "needs a host and a port"),
+        ('{"master_server_address": "h:1", "global_segment_size": 1.5}', "whole number"),
+        ('{"master_server_address": "h:1", "global_segment_size": "4XB"}', "segment: not a size"),
+    ],
+)
+def test_a_bad_mooncake_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_store_spec("mooncake://", {"MOONCAKE_CONFIG_PATH": str(path)})
+
+
+def test_a_mooncake_file_that_is_not_there(tmp_path: Path) -> None:
+    environ = {"MOONCAKE_CONFIG_PATH": str(tmp_path / "absent.json")}
+    with pytest.raises(ConfigError, match=r"absent\.json cannot be read"):
+        load_store_spec("mooncake://", environ)
+    with pytest.raises(ConfigError, match="set MOONCAKE_CONFIG_PATH"):
+        load_store_spec("mooncake://", {})
+
+
+@pytest.mark.parametrize(
+    ("url", "cell_bytes", "fits"),
+    [
+        ("memory://?size=1MiB", 1 << 20, True),
+        ("memory://?size=1MiB", (1 << 20) + 1, False),
+        ("file:///x?size=1048577", 1 << 20, True),
+        ("file:///x?size=1048577", (1 << 20) + 1, False),  # occupies a block more
+        ("mooncake://h:1?segment=16MiB", 17 << 20, False),
+        ("mooncake://h:1?segment=0", 17 << 20, True),
+    ],
+)
+def test_a_store_smaller_than_a_cell_is_refused(url: str, cell_bytes: int, fits: bool) -> None:
+    spec = parse_store_url(url)
+    if fits:
+        check_capacity(spec, cell_bytes)
+    else:
+        with pytest.raises(ConfigError, match="one cell needs"):
+            check_capacity(spec, cell_bytes)
+
+
+def test_open_makes_the_store_that_the_url_names(tmp_path: Path) -> None:
+    for url, name in [("memory://", "memory"), (f"file://{tmp_path}/pool", "file")]:
+        store = open_store(parse_store_url(url), segment=False)
+        assert store.capabilities.name == name
+        store.close()
+
+
+def test_an_unwritable_path_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="file store /proc/kvpool cannot be used: No such file"):
+        open_store(parse_store_url("file:///proc/kvpool"), segment=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'mooncake'", name="mooncake"), "pip install"),
+        (
+            ImportError("libibverbs.so.1: cannot open shared object file: No such file"),
+            "libibverbs1 librdmacm1 libnuma1 libcurl4",
+        ),
+    ],
+)
+def test_a_missing_wheel_or_library_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, error: ImportError, words: str
+) -> None:
+    real_import = builtins.__import__
+
+    def fail_for_mooncake(name: str, *args: object, **kwargs: object) -> ModuleType:
+        if name.startswith("mooncake"):
+            raise error
+        return real_import(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", fail_for_mooncake)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        spec = parse_store_url(f"mooncake://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=words):
+            open_store(spec, segment=False)
+
+
+def test_a_master_that_is_down_is_unreachable_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(StoreUnreachable, match=f"{address}.*mooncake_master"):
+        open_store(parse_store_url(f"mooncake://{address}"), segment=False)

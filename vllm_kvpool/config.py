@@ -1,0 +1,225 @@
+"""The pool's configuration: one frozen value, read once, checked before anything starts.
+
+The only reader of `kv_connector_extra_config` and of the environment. Every option may also come
+from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. Variables with
+other names are left alone: a cluster may inject its own (`KVPOOL_SERVICE_HOST`).
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.sizes import parse_size
+
+ENV_PREFIX = "KVPOOL_"
+MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
+MIN_CHUNK_TOKENS = 16
+MAX_CHUNK_TOKENS = 16_384
+DEFAULT_STORE_SIZE = "20GiB"
+MAX_EXPECT_TIMEOUT_MS = 600_000
+
+
+class Role(Enum):
+    """vLLM's `kv_role`."""
+
+    PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
+    BOTH = "kv_both"
+
+
+class LoadPolicy(Enum):
+    ALWAYS = "always"
+    AUTO = "auto"
+
+
+class LoadFailure(Enum):
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class Verify(Enum):
+    CHECKSUM = "checksum"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPoolConfig:
+    """Every option of the KV pool connector, with its default."""
+
+    store: str | tuple[str, ...] = ""
+    """Store URL, or a list of them, nearest tier first. Empty: files under the cache directory."""
+    chunk_tokens: int = 256
+    """Tokens of a cell. Engines share only with engines of the same value."""
+    layer_span: int = 0
+    """Layers of a cell; 0 chooses a quarter of the model or less."""
+    per_head_storage: bool = True
+    """One cell per KV head. False: one per rank, for engines that all have the same TP size."""
+    namespace: str = ""
+    """Engines with different namespaces never see each other's cells."""
+    weights_id: str = ""
+    """Says that weights kept in different files are the same. Empty: the files are sampled."""
+    staging_bytes: int | str = "256MiB"
+    """Bound of the staging arena of each worker process."""
+    layerwise: bool = False
+    """Save and load layer by layer."""
+    load_policy: LoadPolicy = LoadPolicy.ALWAYS
+    """Load every hit, or (`auto`) only where loading should beat computing."""
+    load_failure: LoadFailure = LoadFailure.RECOMPUTE
+    """Compute what could not be loaded, or (`fail`) end the request with an error."""
+    lookup_timeout_ms: int = 500
+    """How long a new request may wait for the answer whether the pool has its prefix."""
+    load_timeout_s: float = 30.0
+    """How long a load may take; what has arrived by then is kept, the rest is computed."""
+    save_decode: bool = False
+    """Save what is generated too, and let a `kv_consumer` save."""
+    verify: Verify = Verify.CHECKSUM
+    """Check every loaded byte, or only header and length."""
+    shutdown_timeout_s: float = 4.0
+    """How long exit may wait for saves. vLLM ends worker processes after about 5 s."""
+    stats_file: str = ""
+    """Where counters are written as JSON: `{stats_file}.kv.{scheduler|worker}.{rank}`."""
+
+    @property
+    def store_urls(self) -> tuple[str, ...]:
+        return (self.store,) if isinstance(self.store, str) else self.store
+
+    @property
+    def staging_nbytes(self) -> int:
+        return parse_size(self.staging_bytes, "staging_bytes")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: the nearest known name, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "known are: " + ", ".join(names)
+
+
+def default_store_url(env: Mapping[str, str] | None = None) -> str:
+    """The file store under the user's cache directory."""
+    env = os.environ if env is None else env
+    base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return f"file://{Path(base).absolute()}/vllm-kvpool?size={DEFAULT_STORE_SIZE}"
+
+
+def mooncake_config(env: Mapping[str, str] | None = None) -> dict[str, object] | None:
+    """What the file named by Mooncake's own variable holds; None if the variable is not set."""
+    path = (os.environ if env is None else env).get(MOONCAKE_CONFIG_ENV)
+    if not path:
+        return None
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{MOONCAKE_CONFIG_ENV}={path} cannot be read: {error}") from None
+
+
+def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> KVPoolConfig:
+    """Build the configuration from `kv_connector_extra_config` and the environment.
+
+    Raises ConfigError naming the option and what to do.
+    """
+    env = os.environ if env is None else env
+    known = {f.name: f for f in fields(KVPoolConfig)}
+    for name in extra:
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {name!r} in kv_connector_extra_config; {nearest(name, known)}"
+            )
+    values: dict[str, Any] = {}
+    try:
+        for name in known:
+            from_env = env.get(ENV_PREFIX + name.upper())
+            if name in extra:
+                values[name] = extra[name]
+            elif from_env is not None:
+                values[name] = _from_env(name, from_env)
+        config = msgspec.convert(values, KVPoolConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    _check(config)
+    return config
+
+
+def _from_env(name: str, text: str) -> Any:
+    """A value of the option's type; text that is no JSON of that type stays text."""
+    if name == "store" and text.startswith("["):
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{ENV_PREFIX}STORE: not a JSON list: {error}") from None
+    field_type = {f.name: f.type for f in fields(KVPoolConfig)}[name]
+    if field_type in (int, float, bool):
+        try:
+            return msgspec.convert(text, field_type, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{ENV_PREFIX}{name.upper()}: {error}") from None
+    return text
+
+
+def _check(config: KVPoolConfig) -> None:
+    if not MIN_CHUNK_TOKENS <= config.chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise ConfigError(
+            f"chunk_tokens is {config.chunk_tokens}; choose {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+        )
+    if config.layer_span < 0:
+        raise ConfigError(
+            f"layer_span is {config.layer_span}; choose 1 or more, or 0 for the default"
+        )
+    for name in ("lookup_timeout_ms", "load_timeout_s", "shutdown_timeout_s"):
+        value = getattr(config, name)
+        if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
+            raise ConfigError(f"{name} is {value}; choose a positive time")
+    if config.layerwise:
+        raise ConfigError("layerwise is not supported yet; leave it out")
+    if len(config.store_urls) != 1:
+        raise ConfigError(
+            f"store lists {len(config.store_urls)} tiers; this release takes exactly one store URL"
+        )
+    _ = config.staging_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """`kv_transfer_params: {"kvpool": {...}}` of one request."""
+
+    save: bool = True
+    load: bool = True
+    expect_tokens: int = 0
+    """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool."""
+    expect_timeout_ms: int = 10_000
+
+
+def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
+    """Read one request's options; ConfigError for what cannot be honoured."""
+    ours = (params or {}).get("kvpool")
+    if ours is None:
+        return _DEFAULT_REQUEST
+    if not isinstance(ours, Mapping):
+        raise ConfigError(f"kv_transfer_params.kvpool: expected an object, got {ours!r}")
+    known = {f.name for f in fields(RequestOptions)}
+    for name in ours:
+        # What an earlier request answered may be sent back as it is.
+        if name not in known and name != "tokens":
+            raise ConfigError(
+                f"kv_transfer_params.kvpool: unknown option {name!r}; {nearest(name, known)}"
+            )
+    try:
+        options = msgspec.convert({k: v for k, v in ours.items() if k in known}, RequestOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_transfer_params.kvpool: {error}") from None
+    if options.expect_tokens < 0 or not 0 <= options.expect_timeout_ms <= MAX_EXPECT_TIMEOUT_MS:
+        raise ConfigError(
+            "kv_transfer_params.kvpool: expect_tokens must not be negative and expect_timeout_ms "
+            f"must be 0 to {MAX_EXPECT_TIMEOUT_MS}"
+        )
+    return options
+
+
+_DEFAULT_REQUEST = RequestOptions()

@@ -1,0 +1,276 @@
+"""vLLM's entry: chooses a side by role and forwards. No logic of its own.
+
+The scheduler's process holds a `SchedulerSide`, every worker a `WorkerSide` from the moment its KV
+caches are registered. All hooks are called by the process's main loop thread.
+"""
+
+import atexit
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from vllm_kvpool import vllm_adapt
+from vllm_kvpool.config import KVPoolConfig, read_config
+from vllm_kvpool.pool.metadata import StepPlan, StepReport
+from vllm_kvpool.pool.scheduler import Step
+from vllm_kvpool.pool.sides import SchedulerSide, WorkerSide
+from vllm_kvpool.vllm_stats import KVPoolProm, KVPoolStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class KVPoolMetadata(KVConnectorMetadata):
+    """A step's plan on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
+    """The workers' report on its way to the scheduler."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVPoolWorkerMetadata":
+        """Merge another rank's report."""
+        assert isinstance(other, KVPoolWorkerMetadata)
+        return KVPoolWorkerMetadata(self.report.merged(other.report))
+
+
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
+    """One pool of KV cache for any number of engines. See README.md for the options."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = read_config(vllm_adapt.extra_config(vllm_config))
+        self._facts = vllm_adapt.read_engine(vllm_config, kv_cache_config, self._config)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        self._invalid_blocks: frozenset[int] = frozenset()
+        self._closed = False
+        if role is KVConnectorRole.SCHEDULER:
+            vllm_adapt.prefer_recompute(vllm_config, self._config)
+            self._adapters = vllm_adapt.AdapterDigests()
+            self._scheduler_side = SchedulerSide(
+                self._config,
+                vllm_adapt.role_of(vllm_config),
+                self._facts.shape,
+                vllm_config.parallel_config.data_parallel_rank,
+            )
+            self._cache_hit_source = vllm_adapt.hit_source(self._scheduler_side.store_name)
+        # vLLM does not call `shutdown` in every way a process can end.
+        atexit.register(self.shutdown)
+
+    # What the engine asks before it starts
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a cache's content is never owed to anybody."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Prefer head-major pages, which are gathered in larger pieces."""
+        return vllm_adapt.preferred_layout(vllm_config)
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """The pages are allocated: open the store and start the lanes."""
+        assert self._kv_cache_config is not None
+        self._worker_side = WorkerSide(
+            self._config,
+            self._facts.shape,
+            vllm_adapt.rank_place(self._vllm_config),
+            vllm_adapt.layer_pages(
+                kv_caches, self._kv_cache_config, self._facts, self._vllm_config
+            ),
+            vllm_adapt.make_copier,
+            finish_in_step=vllm_adapt.on_cpu(kv_caches),
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step's plan is here: start its loads at once, beside the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self.start_load_kv(None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the step's loads."""
+        if self._worker_side is not None:
+            self._worker_side.worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end before their request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: saves start when the step has ended."""
+
+    def wait_for_save(self) -> None:
+        """Start the step's saves."""
+        if self._worker_side is not None:
+            self._worker_side.worker.start_saves(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose load has ended in this rank."""
+        if self._worker_side is None:
+            return None, None
+        plan = self._plan() if self.has_connector_metadata() else None
+        if plan is not None:
+            # Some releases skip `wait_for_save` in steps without tokens.
+            self._worker_side.worker.start_saves(plan)
+        results = self._worker_side.worker.finish_step(plan, finished_req_ids)
+        self._invalid_blocks |= results.invalid_blocks
+        self._worker_side.stats.write()
+        return None, set(results.loaded) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a load reported as ended has not filled."""
+        blocks, self._invalid_blocks = self._invalid_blocks, frozenset()
+        return set(blocks)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler side is to know."""
+        if self._worker_side is None:
+            return None
+        report = self._worker_side.worker.take_report()
+        return None if report is None else KVPoolWorkerMetadata(report)
+
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVPoolMetadata)
+        return metadata.plan
+
+    # Scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The block pool, in which saves hold references."""
+        self._scheduler.bind_pins(vllm_adapt.PoolPins(gpu_block_pool))
+
+    def on_new_request(self, request: "Request") -> None:
+        """A request has arrived."""
+        self._scheduler.add(
+            vllm_adapt.VllmRequest(request, self._adapters, self._facts.media_are_named)
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the computed ones a load can bring; never blocks on the store."""
+        return self._scheduler.match(request.request_id, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated."""
+        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        self._scheduler.allocated(request.request_id, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """The step's plan for the workers."""
+        side = self._scheduler_side
+        assert side is not None
+        side.stats.write()
+        step = Step(
+            scheduler_output.num_scheduled_tokens, vllm_adapt.block_tables(scheduler_output)
+        )
+        return KVPoolMetadata(side.scheduler.plan_step(step))
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """What the workers have reported."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KVPoolWorkerMetadata):
+            self._scheduler.apply(meta.report)
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.load_ended(request_id)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; its blocks need not be kept."""
+        return False, self._scheduler.finish(request.request_id, block_ids)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, where blocks come by KV cache group."""
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting frees blocks sooner than preempting would."""
+        return self._scheduler.has_pins
+
+    def has_pending_push_work(self) -> bool:
+        """Whether a further step is needed although no request is left."""
+        return self._scheduler.has_pending_work
+
+    def reset_cache(self) -> bool | None:
+        """Remove every cell of the own namespace, and no other."""
+        return self._scheduler.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        """No KV events yet."""
+        return ()
+
+    @property
+    def _scheduler(self) -> Any:
+        assert self._scheduler_side is not None
+        return self._scheduler_side.scheduler
+
+    # Both sides
+
+    def get_kv_connector_stats(self) -> KVPoolStats | None:
+        """What has been counted since the last call."""
+        side = self._scheduler_side or self._worker_side
+        return None if side is None else KVPoolStats.since_last(side.tally)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPoolStats | None:
+        """The statistics object of `data`, in the process that logs."""
+        return KVPoolStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVPoolProm:
+        """The Prometheus metrics, in the process that serves them."""
+        return KVPoolProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Flush saves for a bounded time, then end everything; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.shutdown)
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.close()
+
+
+__all__ = ["KVPoolConfig", "KVPoolConnector"]

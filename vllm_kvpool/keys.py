@@ -1,0 +1,158 @@
+"""The grammar of cell keys; the only module that builds or parses them.
+
+    {model_name}@fmt:{12 hex}@pcp{r}of{n}@dcp{r}of{n}@head:{h}@layers:{a}-{b}@{chunk_hash hex}
+    `------- namespace ------'
+
+`h` is the global KV head and `a-b` the half-open global layer range. One cell per rank, where
+`per_head_storage` is off, says `@rank:{r}of{n}` instead of `@head:{h}`; layers of a model with
+several kinds of attention are counted within one kind and say `@kind:{name}` after the layers.
+Keys hold only the characters of `_SAFE` and `@:`, so that every store can take them as they are.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import NewType, Self
+from urllib.parse import quote
+
+CellKey = NewType("CellKey", str)
+Namespace = NewType("Namespace", str)
+
+FORMAT_DIGEST_HEX = 12
+MAX_MODEL_NAME_CHARS = 96
+KEY_DIGEST_BYTES = 16
+
+_SAFE = r"[A-Za-z0-9._~%+-]"
+_NAMESPACE = re.compile(rf"{_SAFE}{{1,{MAX_MODEL_NAME_CHARS}}}@fmt:[0-9a-f]{{{FORMAT_DIGEST_HEX}}}")
+_KEY = re.compile(
+    rf"(?P<namespace>{_NAMESPACE.pattern})"
+    r"@pcp(?P<pcp_rank>\d+)of(?P<pcp_size>\d+)"
+    r"@dcp(?P<dcp_rank>\d+)of(?P<dcp_size>\d+)"
+    r"@(?:head:(?P<head>\d+)|rank:(?P<rank>\d+)of(?P<rank_count>\d+))"
+    r"@layers:(?P<layer_start>\d+)-(?P<layer_stop>\d+)"
+    rf"(?:@kind:(?P<kind>{_SAFE}+))?"
+    r"@(?P<chunk_hash>[0-9a-f]+)"
+)
+
+
+def make_namespace(model_name: str, format_digest: str) -> Namespace:
+    """Join a model name, escaped and bounded, with the first hex digits of a format digest.
+
+    A name that is too long keeps its beginning and ends in a digest of the whole, so two long
+    names never meet.
+    """
+    escaped = quote(model_name, safe="+").replace("/", "%2F") or "%00"
+    if len(escaped) > MAX_MODEL_NAME_CHARS:
+        tail = "~" + hashlib.blake2b(model_name.encode(), digest_size=8).hexdigest()
+        escaped = escaped[: MAX_MODEL_NAME_CHARS - len(tail)] + tail
+    namespace = f"{escaped}@fmt:{format_digest[:FORMAT_DIGEST_HEX]}"
+    assert _NAMESPACE.fullmatch(namespace), namespace
+    return Namespace(namespace)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart:
+    """The cell holds one global KV head."""
+
+    head: int
+
+    def __str__(self) -> str:
+        return f"head:{self.head}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The cell holds all heads of rank `rank` of `count` distinct (not replicated) ranks."""
+
+    rank: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"rank:{self.rank}of{self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRank:
+    """Rank and size of the two context-parallel dimensions, whose ranks hold different tokens."""
+
+    pcp_rank: int = 0
+    pcp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+
+    def __str__(self) -> str:
+        return f"pcp{self.pcp_rank}of{self.pcp_size}@dcp{self.dcp_rank}of{self.dcp_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """A half-open range of global layers of one kind of attention (`kind` "" if there is one)."""
+
+    start: int
+    stop: int
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.stop, self
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        suffix = f"@kind:{quote(self.kind, safe='')}" if self.kind else ""
+        return f"layers:{self.start}-{self.stop}{suffix}"
+
+
+class KeyMaker:
+    """Builds the keys of one namespace for one context-parallel rank."""
+
+    __slots__ = ("_head",)
+
+    def __init__(self, namespace: Namespace, context: ContextRank) -> None:
+        self._head = f"{namespace}@{context}@"
+
+    def key(self, part: HeadPart | RankPart, span: LayerSpan, chunk_hash: bytes) -> CellKey:
+        """Name the cell of one chunk, one head (or rank) and one span of layers."""
+        return CellKey(f"{self._head}{part}@{span}@{chunk_hash.hex()}")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedKey:
+    """What a key says, for tools and tests; the data path never parses."""
+
+    namespace: Namespace
+    context: ContextRank
+    part: HeadPart | RankPart
+    span: LayerSpan
+    chunk_hash: bytes
+
+    @classmethod
+    def parse(cls, key: str) -> Self:
+        """Read a key back; ValueError if it is not one."""
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ValueError(f"not a cell key: {key[:200]!r}")
+        get = match.group
+        context = ContextRank(
+            *(int(get(n)) for n in ("pcp_rank", "pcp_size", "dcp_rank", "dcp_size"))
+        )
+        part = (
+            HeadPart(int(get("head")))
+            if get("head") is not None
+            else RankPart(int(get("rank")), int(get("rank_count")))
+        )
+        span = LayerSpan(int(get("layer_start")), int(get("layer_stop")), get("kind") or "")
+        return cls(
+            Namespace(get("namespace")), context, part, span, bytes.fromhex(get("chunk_hash"))
+        )
+
+
+def namespace_of(key: str) -> Namespace | None:
+    """The namespace a key begins with, or None for a string that is no key of ours."""
+    match = _NAMESPACE.match(key)
+    return Namespace(match.group()) if match and key[match.end() :].startswith("@") else None
+
+
+def key_digest(key: str) -> bytes:
+    """`KEY_DIGEST_BYTES` bytes that go into the cell header, so that a swapped object is seen."""
+    return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()

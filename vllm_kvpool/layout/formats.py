@@ -1,0 +1,148 @@
+"""Page formats as values: an engine's tensors in, `LayerPages` out.
+
+Only the address and the strides of a tensor are used, so any dtype and any device will do. Strides
+are trusted over sizes: pages may be padded, transposed or interleaved with other layers.
+
+Legend: B kernel blocks, H KV heads, N tokens per kernel block, D key row, E value row, C = D + E.
+MLA's latent is token content with one head and needs no function of its own.
+"""
+
+import torch
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.pages import LayerPages, Run
+
+
+def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
+    """vLLM's logical view of a layer, `K | V` per token, in any `KVCacheLayout`."""
+    _check_view("token content", pages_bhnc, blocks_per_id)
+    num_heads, num_tokens = pages_bhnc.shape[1:3]
+    row_bytes = pages_bhnc.shape[3] * pages_bhnc.element_size()
+    return LayerPages(
+        runs=(_whole_rows(pages_bhnc, head_dim=1, token_dim=2, row_offset=0),),
+        row_bytes=row_bytes,
+        num_heads=num_heads,
+        tokens_per_block=num_tokens,
+        blocks_per_id=blocks_per_id,
+        owner=(pages_bhnc,),
+    )
+
+
+def from_cpu_attention(
+    pages_bhnc: torch.Tensor, key_dim: int, value_dim: int, *, blocks_per_id: int = 1
+) -> LayerPages:
+    """CPU attention ("vec", "vec16"): each head of a block holds `K[D, N]`, then `V[N, E]`."""
+    _check_view("CPU attention", pages_bhnc, blocks_per_id)
+    num_heads, num_tokens, content = pages_bhnc.shape[1:]
+    if content != key_dim + value_dim:
+        raise ConfigError(
+            f"CPU attention pages hold {content} elements per token, but the model has "
+            f"{key_dim} for K and {value_dim} for V; set per_head_storage: false"
+        )
+    if num_tokens > 1 and pages_bhnc.stride(2) != content:
+        raise ConfigError(
+            f"CPU attention pages need each head of a block contiguous, got strides "
+            f"{pages_bhnc.stride()}; unset VLLM_KV_CACHE_LAYOUT or set it to HND"
+        )
+    elem_bytes = pages_bhnc.element_size()
+    base = pages_bhnc.data_ptr()
+    block_stride, head_stride = (s * elem_bytes for s in pages_bhnc.stride()[:2])
+    key = Run(
+        base=base,
+        block_stride=block_stride,
+        head_stride=head_stride,
+        token_stride=elem_bytes,
+        elem_stride=num_tokens * elem_bytes,
+        elem_bytes=elem_bytes,
+        num_elems=key_dim,
+        row_offset=0,
+    )
+    value_bytes = value_dim * elem_bytes
+    value = Run(
+        base=base + key.nbytes * num_tokens,
+        block_stride=block_stride,
+        head_stride=head_stride,
+        token_stride=value_bytes,
+        elem_stride=value_bytes,
+        elem_bytes=value_bytes,
+        num_elems=1,
+        row_offset=key.nbytes,
+    )
+    return LayerPages(
+        runs=(key, value),
+        row_bytes=key.nbytes + value.nbytes,
+        num_heads=num_heads,
+        tokens_per_block=num_tokens,
+        blocks_per_id=blocks_per_id,
+        owner=(pages_bhnc,),
+    )
+
+
+def from_pair(
+    k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int = 1
+) -> LayerPages:
+    """Separate K and V tensors (vLLM-Ascend); for one `[2, B, N, H, D]` tensor pass `t[0], t[1]`."""
+    _check_view("K of the pair", k_bnhd, blocks_per_id)
+    _check_view("V of the pair", v_bnhe, blocks_per_id)
+    if k_bnhd.shape[:3] != v_bnhe.shape[:3]:
+        raise ConfigError(
+            f"K and V pages must agree in blocks, tokens and heads, got {tuple(k_bnhd.shape)} and "
+            f"{tuple(v_bnhe.shape)}; set per_head_storage: false"
+        )
+    key = _whole_rows(k_bnhd, head_dim=2, token_dim=1, row_offset=0)
+    value = _whole_rows(v_bnhe, head_dim=2, token_dim=1, row_offset=key.nbytes)
+    _, num_tokens, num_heads, _ = k_bnhd.shape
+    return LayerPages(
+        runs=(key, value),
+        row_bytes=key.nbytes + value.nbytes,
+        num_heads=num_heads,
+        tokens_per_block=num_tokens,
+        blocks_per_id=blocks_per_id,
+        owner=(k_bnhd, v_bnhe),
+    )
+
+
+def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int) -> Run:
+    """The run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
+    item_bytes = pages.element_size()
+    nbytes = pages.shape[3] * item_bytes
+    return Run(
+        base=pages.data_ptr(),
+        block_stride=pages.stride(0) * item_bytes,
+        head_stride=pages.stride(head_dim) * item_bytes,
+        token_stride=pages.stride(token_dim) * item_bytes,
+        elem_stride=nbytes,
+        elem_bytes=nbytes,
+        num_elems=1,
+        row_offset=row_offset,
+    )
+
+
+def _check_view(name: str, pages: torch.Tensor, blocks_per_id: int) -> None:
+    """Refuse a tensor whose rows cannot be addressed, or whose rows share memory."""
+    shape, strides = tuple(pages.shape), pages.stride()
+    remedy = "use a backend with plain per-head pages, or set per_head_storage: false"
+    if len(shape) != 4 or 0 in shape:
+        raise ConfigError(f"{name}: pages must have four non-empty dimensions, got {shape}; {remedy}")
+    if shape[3] > 1 and strides[3] != 1:
+        raise ConfigError(
+            f"{name}: the elements of a row must be adjacent, got strides {strides} for shape "
+            f"{shape}; {remedy}"
+        )
+    if _rows_overlap(shape, strides):
+        raise ConfigError(f"{name}: rows share memory, strides {strides} of {shape}; {remedy}")
+    if blocks_per_id < 1 or shape[0] % blocks_per_id:
+        raise ConfigError(
+            f"{name}: {shape[0]} kernel blocks are no whole number of blocks of {blocks_per_id}; "
+            "set the block size to a multiple of the attention backend's"
+        )
+
+
+def _rows_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Sorted by stride, each dimension must step over all that the smaller ones span."""
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False

@@ -1,0 +1,88 @@
+"""Where the bytes of KV heads lie in an engine's pages, as strides.
+
+The canonical form of a cell is, for each head, for each layer, for each token, one **row**:
+`K[D] | V[Dv]`. A page format is a value: the list of **runs** that a row is made of, each with its
+address arithmetic. Everything downstream (gather, scatter, on any device) sees only runs.
+
+    address(block, head, token, i) = base + block * block_stride + head * head_stride
+                                          + token * token_stride + i * elem_stride
+
+Token-major pages and vLLM's `[B, H, N, C]` views are one run with one element (a whole row); CPU
+attention's pages are two runs, K with strided elements (it is stored transposed) and V.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Equally spaced elements of a row; strides in bytes, `base` the address of index zero.
+
+    `num_elems` elements of `elem_bytes` bytes each, `elem_stride` apart in the page and adjacent
+    in the row, beginning at `row_offset`.
+    """
+
+    base: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    elem_stride: int
+    elem_bytes: int
+    num_elems: int
+    row_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.elem_bytes * self.num_elems
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's pages on this rank. `owner` keeps the memory alive and names the device.
+
+    A manager block (the scheduler's id) is `blocks_per_id` consecutive kernel blocks of
+    `tokens_per_block` tokens: token t of a request lies in kernel block
+    `ids[t // (tokens_per_block * blocks_per_id)] * blocks_per_id + (t // tokens_per_block) % blocks_per_id`.
+    """
+
+    runs: tuple[Run, ...]
+    row_bytes: int
+    num_heads: int
+    tokens_per_block: int
+    blocks_per_id: int
+    owner: "tuple[torch.Tensor, ...]"
+
+    def __post_init__(self) -> None:
+        covered = sorted((r.row_offset, r.row_offset + r.nbytes) for r in self.runs)
+        ends = [0, *(stop for _, stop in covered)]
+        assert [start for start, _ in covered] == ends[:-1], "runs must tile the row"
+        assert ends[-1] == self.row_bytes, (ends, self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CellMove:
+    """One cell between a staging slot and this rank's pages.
+
+    The payload at `address` is laid out `[heads][layers][chunk_tokens][row_bytes]`. `block_ids` is
+    the manager block table that covers the chunk, beginning with the block that holds token
+    `table_start` (a multiple of the block size). Only tokens `[token_start, token_stop)` are
+    moved; `chunk_start` is the token of payload row 0. All token numbers count from the start of
+    the request.
+    """
+
+    address: int
+    layer_start: int  # local layer indices, half open
+    layer_stop: int
+    head_start: int  # local head indices, half open
+    head_stop: int
+    block_ids: Sequence[int]
+    table_start: int
+    chunk_start: int
+    chunk_tokens: int
+    token_start: int
+    token_stop: int

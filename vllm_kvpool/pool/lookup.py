@@ -1,0 +1,75 @@
+"""How long the stored prefix of a request is, in few questions (pure).
+
+A prefix is stored from its first chunk on, so the search asks for the first and the last chunk,
+then narrows between them, `FANOUT` chunks a round: about log4 of the chunks in rounds, each of
+which is one batched `exists`. Eviction can leave a hole that no question meets; loads verify.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_kvpool.keys import CellKey, ContextRank, KeyMaker, Namespace
+from vllm_kvpool.layout.topology import Topology
+
+FANOUT = 3
+
+
+class PrefixSearch:
+    """Narrows [found, absent): chunks before `found` are taken as stored, `absent` is not."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.found = 0
+        self._absent = num_chunks
+        self._first_round = True
+
+    @property
+    def done(self) -> bool:
+        return self.found >= self._absent
+
+    def questions(self) -> tuple[int, ...]:
+        """The chunk indices to ask for next, ascending; empty when the search is done."""
+        if self.done:
+            return ()
+        low, high = self.found, self._absent
+        if self._first_round:
+            return (low, high - 1) if high - low > 1 else (low,)
+        width = high - low
+        if width <= FANOUT:
+            return tuple(range(low, high))
+        return tuple(low + width * i // (FANOUT + 1) for i in range(1, FANOUT + 1))
+
+    def tell(self, questions: Sequence[int], present: Sequence[bool]) -> None:
+        """Take the answers to `questions`."""
+        self._first_round = False
+        for chunk, there in zip(questions, present, strict=True):
+            if not there:
+                self._absent = chunk
+                return
+            self.found = chunk + 1
+
+
+@dataclass(frozen=True, slots=True)
+class CellNames:
+    """The keys of every cell of a chunk: all heads, all spans, all context-parallel ranks."""
+
+    namespace: Namespace
+    makers: tuple[KeyMaker, ...]
+    topology: Topology
+
+    @classmethod
+    def of(cls, namespace: Namespace, topology: Topology, context: ContextRank) -> "CellNames":
+        makers = tuple(
+            KeyMaker(namespace, ContextRank(p, context.pcp_size, d, context.dcp_size))
+            for p in range(context.pcp_size)
+            for d in range(context.dcp_size)
+        )
+        return cls(namespace, makers, topology)
+
+    def of_chunk(self, chunk_hash: bytes) -> list[CellKey]:
+        """Every key that must exist for the chunk to be a hit."""
+        return [
+            maker.key(part, span, chunk_hash)
+            for maker in self.makers
+            for span in self.topology.all_spans()
+            for part in self.topology.all_parts()
+        ]

@@ -1,0 +1,52 @@
+"""What the two sides of the connector tell each other once a step. Frozen, small, picklable."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Scheduler -> every worker."""
+
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+    idle: bool = False
+    """No tokens are scheduled: the step may wait a moment for a load to end."""
+    generation: int = 0
+    """Grows with every reset; saves of an older generation are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Workers -> scheduler, merged over ranks by `merged`."""
+
+    gathered: Mapping[JobId, int] = field(default_factory=dict)
+    """How many ranks have gathered a save since their last report."""
+    load_stops: Mapping[str, int] = field(default_factory=dict)
+    """Request -> tokens that are in the pages of every reporting rank, for loads that stopped."""
+    load_tokens: float = 0
+    load_seconds: float = 0
+    generation_acks: int = 0
+    """Ranks that have dropped the saves of the generation before the newest."""
+
+    def merged(self, other: "StepReport") -> "StepReport":
+        """The report of both ranks together."""
+        gathered = dict(self.gathered)
+        for job, count in other.gathered.items():
+            gathered[job] = gathered.get(job, 0) + count
+        stops = dict(self.load_stops)
+        for request_id, tokens in other.load_stops.items():
+            stops[request_id] = min(tokens, stops.get(request_id, tokens))
+        return StepReport(
+            gathered,
+            stops,
+            self.load_tokens + other.load_tokens,
+            self.load_seconds + other.load_seconds,
+            self.generation_acks + other.generation_acks,
+        )
+
+    @property
+    def empty(self) -> bool:
+        return not (self.gathered or self.load_stops or self.generation_acks or self.load_seconds)

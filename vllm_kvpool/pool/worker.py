@@ -1,0 +1,149 @@
+"""The worker side: a step's plan -> the executor, the executor's reports -> what vLLM asks for.
+
+Owned by the model's thread. Nothing here calls the store. Where the model runs on the CPU the
+gather of a step's saves is finished inside the step (`finish_in_step`): an in-process engine may
+have no further step in which blocks could be released. Elsewhere saves stay asynchronous.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.pool.metadata import StepPlan, StepReport
+from vllm_kvpool.transfer.engine import CancelRequest, DropSaves
+from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.transfer.ops import (
+    CellOutcome,
+    JobId,
+    LoadDone,
+    LoadPlan,
+    Report,
+    SaveGathered,
+)
+
+GATHER_WAIT_S = 5.0
+IDLE_WAIT_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What the engine is told after a step: requests whose load has ended, blocks not loaded."""
+
+    loaded: frozenset[str]
+    invalid_blocks: frozenset[int]
+
+
+class PoolWorker:
+    """See the module docstring. `executor` None: the store cannot be used; everything is a miss."""
+
+    def __init__(
+        self,
+        executor: Executor | None,
+        chunk_tokens: int,
+        block_size: int,
+        finish_in_step: bool,
+        tally: Tally,
+    ) -> None:
+        self._executor = executor
+        self._chunk_tokens = chunk_tokens
+        self._block_size = block_size
+        self._finish_in_step = finish_in_step
+        self._tally = tally
+        self._generation = 0
+        self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
+        self._saves: set[JobId] = set()
+        self._loads_posted: StepPlan | None = None
+        self._saves_posted: StepPlan | None = None
+        self._ended_here: list[Report] = []
+        self._report = StepReport()
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Post the step's loads, as early as the plan is known; again for the same plan does nothing."""
+        if plan is self._loads_posted:
+            return
+        self._loads_posted = plan
+        if plan.generation > self._generation:
+            self._generation = plan.generation
+            if self._executor is not None:
+                self._executor.post(DropSaves())
+            self._report = self._report.merged(StepReport(generation_acks=1))
+        for load in plan.loads:
+            if self._executor is None:
+                self._ended_here.append(
+                    LoadDone(
+                        load.job_id, load.request_id, load.first_chunk, CellOutcome.UNREACHABLE
+                    )
+                )
+            else:
+                self._executor.post(load)
+            self._loads[load.job_id] = (load, time.monotonic())
+
+    def start_saves(self, plan: StepPlan) -> None:
+        """Post the step's saves, after the forward pass; again for the same plan does nothing."""
+        if plan is self._saves_posted:
+            return
+        self._saves_posted = plan
+        for save in plan.saves:
+            self._saves.add(save.job_id)
+            if self._executor is None:
+                self._ended_here.append(SaveGathered(save.job_id, save.request_id))
+            else:
+                self._executor.post(save)
+        if plan.saves and self._finish_in_step and self._executor is not None:
+            mine = {save.job_id for save in plan.saves}
+            self._executor.wait(lambda reports: mine <= _gathered(reports), GATHER_WAIT_S)
+
+    def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
+        """Collect what has ended since the last step."""
+        reports, self._ended_here = self._ended_here, []
+        if self._executor is not None:
+            if plan is not None and plan.idle and self._loads:
+                # Nothing to compute: give the lanes the core instead of spinning through steps.
+                self._executor.wait(lambda pending: bool(pending), IDLE_WAIT_S)
+            reports += self._executor.drain()
+            for load, _ in self._loads.values():
+                if load.request_id in finished_requests:
+                    self._executor.post(CancelRequest(load.request_id))
+        loaded: set[str] = set()
+        invalid: set[int] = set()
+        for report in reports:
+            if isinstance(report, SaveGathered):
+                self._saves.discard(report.job_id)
+                self._report = self._report.merged(StepReport(gathered={report.job_id: 1}))
+            elif isinstance(report, LoadDone):
+                loaded.add(report.request_id)
+                invalid.update(self._load_ended(report))
+        return StepResults(frozenset(loaded), frozenset(invalid))
+
+    def _load_ended(self, done: LoadDone) -> Sequence[int]:
+        """The blocks of the load that do not hold what they should."""
+        plan, began = self._loads.pop(done.job_id)
+        kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
+        if kept == plan.token_stop:
+            seconds = time.monotonic() - began
+            tokens = plan.token_stop - plan.token_start
+            self._report = self._report.merged(StepReport(load_tokens=tokens, load_seconds=seconds))
+            return ()
+        self._tally.add("kvpool_failures", kind=f"load_{done.reason.value}")
+        self._report = self._report.merged(StepReport(load_stops={plan.request_id: kept}))
+        # From the block that holds the first token not loaded; earlier ones may be shared.
+        return plan.block_ids[(kept - plan.table_start) // self._block_size :]
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler side is to know, since the last call."""
+        report, self._report = self._report, StepReport()
+        return None if report.empty else report
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    @property
+    def num_ungathered(self) -> int:
+        """Saves whose pages are still in use."""
+        return len(self._saves)
+
+
+def _gathered(reports: Sequence[Report]) -> set[JobId]:
+    return {r.job_id for r in reports if isinstance(r, SaveGathered)}

@@ -1,0 +1,410 @@
+"""Gather and scatter between host memory and pages in host memory, compiled with numba.
+
+One kernel call performs any number of moves with the GIL released. The kernel has no state, so
+different copiers may run on different threads at once. It knows addresses and strides, not formats.
+
+Moves that differ only in their heads form one group, whose heads are the innermost loop over
+token-major pages: these are then read once from end to end. Destinations are written with non-temporal
+stores, since neither a slot nor a page is read again soon and plain stores fetch each line first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types  # type: ignore[import-untyped]
+from numba.core import cgutils  # type: ignore[import-untyped]
+from numba.extending import intrinsic  # type: ignore[import-untyped]
+
+from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
+
+LINE_BYTES = 64  # a cache line: what one non-temporal store should fill
+ELEM_BYTES = (1, 2, 4, 8)  # of elements that can be transposed
+VECTOR_BYTES = 16  # the transposing tiles are this wide, which every 64-bit CPU supports
+
+# Columns of the tables that the kernel reads.
+_BASE, _BLOCK_STRIDE, _HEAD_STRIDE, _TOKEN_STRIDE, _ELEM_STRIDE = range(5)
+_ELEM_BYTES, _NUM_ELEMS, _ROW_OFFSET, _RUN_COLUMNS = range(5, 9)
+_BLOCK_TOKENS, _BLOCKS_PER_ID, _ROW_BYTES, _ROWS_BEFORE, _RUN_START, _RUN_STOP = range(6)
+_LAYER_START, _LAYER_STOP, _CHUNK_START, _CHUNK_TOKENS, _TOKEN_START, _TOKEN_STOP = range(6)
+_TABLE_START, _ENTRY_START, _ENTRY_STOP, _IDS_START, _GROUP_COLUMNS = range(6, 11)
+_HEAD, _ADDRESS, _ENTRY_COLUMNS = range(3)
+
+
+class CpuCopier:
+    """A `Copier` for pages in host memory. Call `warm_up` before the first move."""
+
+    def __init__(self, layers: Sequence[LayerPages]) -> None:
+        self._layers = tuple(layers)
+        for run in (run for pages in layers for run in pages.runs):
+            if not _is_one_piece(run):
+                assert run.token_stride == run.elem_bytes in ELEM_BYTES, run
+        self._runs = _table([_run_row(run) for pages in layers for run in pages.runs], _RUN_COLUMNS)
+        rows: list[tuple[int, ...]] = []
+        rows_before = run_start = 0
+        for pages in layers:
+            run_stop = run_start + len(pages.runs)
+            block = (pages.tokens_per_block, pages.blocks_per_id)
+            rows.append((*block, pages.row_bytes, rows_before, run_start, run_stop))
+            rows_before += pages.row_bytes
+            run_start = run_stop
+        self._layer_table = _table(rows, _RUN_STOP + 1)
+        self._rows_before = [row[_ROWS_BEFORE] for row in rows] + [rows_before]
+
+    def warm_up(self) -> None:
+        """Compile the kernel, or load it from numba's cache directory."""
+        self._run([], is_gather=True)
+
+    def gather(self, moves: Sequence[CellMove]) -> None:
+        self._run(moves, is_gather=True)
+
+    def scatter(self, moves: Sequence[CellMove]) -> None:
+        self._run(moves, is_gather=False)
+
+    def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
+        by_shape: dict[tuple[tuple[int, ...], ...], list[CellMove]] = {}
+        for move in moves:
+            self._check(move)
+            shape = (
+                move.layer_start,
+                move.layer_stop,
+                move.chunk_start,
+                move.chunk_tokens,
+                move.token_start,
+                move.token_stop,
+                move.table_start,
+            )
+            by_shape.setdefault((shape, tuple(move.block_ids)), []).append(move)
+        groups: list[tuple[int, ...]] = []
+        entries: list[tuple[int, int]] = []
+        block_ids: list[int] = []
+        for (shape, table), group in by_shape.items():
+            entry_start = len(entries)
+            for move in group:
+                entries += self._entries(move)
+            groups.append((*shape, entry_start, len(entries), len(block_ids)))
+            block_ids += table
+        _move_groups(
+            is_gather,
+            self._runs,
+            self._layer_table,
+            _table(groups, _GROUP_COLUMNS),
+            _table(entries, _ENTRY_COLUMNS),
+            np.array(block_ids, dtype=np.int64),
+        )
+
+    def _entries(self, move: CellMove) -> list[tuple[int, int]]:
+        """(local head, address of its part of the payload) for each head of the move."""
+        span_bytes = self._rows_before[move.layer_stop] - self._rows_before[move.layer_start]
+        head_bytes = span_bytes * move.chunk_tokens
+        heads = range(move.head_start, move.head_stop)
+        return [(head, move.address + i * head_bytes) for i, head in enumerate(heads)]
+
+    def _check(self, move: CellMove) -> None:
+        """The kernel believes what it is given; a wrong number would corrupt memory."""
+        assert 0 <= move.layer_start <= move.layer_stop <= len(self._layers), move
+        assert move.chunk_start <= move.token_start <= move.token_stop, move
+        assert move.token_stop <= move.chunk_start + move.chunk_tokens, move
+        assert 0 <= move.head_start <= move.head_stop, move
+        assert move.table_start <= move.token_start, move
+        for pages in self._layers[move.layer_start : move.layer_stop]:
+            covered = len(move.block_ids) * pages.tokens_per_block * pages.blocks_per_id
+            assert move.token_stop <= move.table_start + covered, move
+            assert move.head_stop <= pages.num_heads, move
+
+
+def _is_one_piece(run: Run) -> bool:
+    return run.num_elems == 1 or run.elem_stride == run.elem_bytes
+
+
+def _run_row(run: Run) -> tuple[int, ...]:
+    strides = (run.block_stride, run.head_stride, run.token_stride, run.elem_stride)
+    return (run.base, *strides, run.elem_bytes, run.num_elems, run.row_offset)
+
+
+def _table(rows: Sequence[tuple[int, ...]], num_columns: int) -> "np.ndarray[Any, Any]":
+    return np.array(rows, dtype=np.int64).reshape(len(rows), num_columns)
+
+
+# --- Intrinsics: what numba cannot say about raw addresses ---------------------------------------
+
+
+def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _store(builder: Any, value: Any, address: Any, *, stream: bool) -> None:
+    store = builder.store(value, _pointer(builder, address, value.type))
+    store.align = LINE_BYTES if stream else 1
+    if stream:
+        flag = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", flag)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _copy_few(typing_context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8)
+        pointers = [_pointer(builder, address, byte) for address in args[:2]]
+        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _publish(typing_context: Any) -> Any:
+    """Non-temporal stores are ordered by nothing weaker than a full fence."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """A hint, which cannot fault: the address may lie outside all memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(builder, args[0], ir.IntType(8))
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for_reading, keep_near, data = word(0), word(3), word(1)
+        builder.call(prefetch, [pointer, for_reading, keep_near, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def _line_copier(*, stream: bool) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def copy_line(typing_context: Any, dst: Any, src: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            line = ir.VectorType(ir.IntType(8), LINE_BYTES)
+            value = builder.load(_pointer(builder, args[1], line), align=1)
+            _store(builder, value, args[0], stream=stream)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return copy_line
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return builder.shuffle_vector(a, b, mask)
+
+
+def _transposed_square(builder: Any, rows: list[Any]) -> list[Any]:
+    """log2(n) rounds that interleave the rows of the upper half with those of the lower."""
+    width = len(rows)
+    low = [lane for i in range(width // 2) for lane in (i, i + width)]
+    high = [lane + width // 2 for lane in low]
+    for _ in range(width.bit_length() - 1):
+        pairs = list(zip(rows[: width // 2], rows[width // 2 :], strict=True))
+        rows = [_shuffle(builder, a, b, lanes) for a, b in pairs for lanes in (low, high)]
+    return rows
+
+
+def _joined(builder: Any, parts: list[Any]) -> Any:
+    while len(parts) > 1:
+        lanes = range(2 * parts[0].type.count)
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [_shuffle(builder, a, b, lanes) for a, b in pairs]
+    return parts[0]
+
+
+def _tile_transposer(elem_bytes: int, *, stream: bool) -> Any:
+    """Reads a vector from each of a line's number of rows; writes a line for each column."""
+    width = VECTOR_BYTES // elem_bytes
+    num_rows = LINE_BYTES // elem_bytes
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def copy_tile(typing_context: Any, dst: Any, dst_stride: Any, src: Any, src_stride: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            dst, dst_stride, src, src_stride = args
+            vector = ir.VectorType(ir.IntType(8 * elem_bytes), width)
+            rows = []
+            for _ in range(num_rows):
+                rows.append(builder.load(_pointer(builder, src, vector), align=1))
+                src = builder.add(src, src_stride)
+            squares = [
+                _transposed_square(builder, rows[i : i + width]) for i in range(0, num_rows, width)
+            ]
+            for column in zip(*squares, strict=True):
+                _store(builder, _joined(builder, list(column)), dst, stream=stream)
+                dst = builder.add(dst, dst_stride)
+            return context.get_dummy_value()
+
+        int64 = types.int64
+        return types.void(int64, int64, int64, int64), codegen
+
+    return copy_tile
+
+
+# --- Leaves of the kernel ------------------------------------------------------------------------
+
+_copy_line = _line_copier(stream=False)
+_stream_line = _line_copier(stream=True)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _copy_bytes(dst: int, src: int, nbytes: int) -> None:
+    if nbytes < LINE_BYTES:
+        _copy_few(dst, src, nbytes)
+        return
+    start = -dst & (LINE_BYTES - 1)
+    if start:  # the ragged ends are whole lines too, overlapping the aligned ones
+        _copy_line(dst, src)
+    for i in range(start, nbytes - LINE_BYTES + 1, LINE_BYTES):
+        _stream_line(dst + i, src + i)
+    if (nbytes - start) & (LINE_BYTES - 1):
+        _copy_line(dst + nbytes - LINE_BYTES, src + nbytes - LINE_BYTES)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _transpose_edge(
+    dst: int, dst_stride: int, src: int, src_stride: int, shape: tuple[int, int], elem_bytes: int
+) -> None:
+    """Transpose one element at a time: for the ragged edges that no tile covers."""
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            _copy_few(
+                dst + row * elem_bytes + column * dst_stride,
+                src + row * src_stride + column * elem_bytes,
+                elem_bytes,
+            )
+
+
+def _matrix_transposer(elem_bytes: int) -> Callable[..., None]:
+    """Specialised by element size: rows of `src` become columns of `dst`."""
+    width = VECTOR_BYTES // elem_bytes
+    tile_rows = LINE_BYTES // elem_bytes
+    copy_tile = _tile_transposer(elem_bytes, stream=False)
+    stream_tile = _tile_transposer(elem_bytes, stream=True)
+
+    @njit  # type: ignore[untyped-decorator]
+    def transpose(
+        dst: int, dst_stride: int, src: int, src_stride: int, shape: tuple[int, int]
+    ) -> None:
+        rows = shape[0] // tile_rows * tile_rows
+        columns = shape[1] // width * width
+        is_aligned = ((dst | dst_stride) & (LINE_BYTES - 1)) == 0
+        for row in range(0, rows, tile_rows):
+            to = dst + row * elem_bytes
+            origin = src + row * src_stride
+            for start in range(0, columns, tile_rows):
+                # Hardware does not foresee so many short rows: ask for the next tile's.
+                ahead = origin + start * elem_bytes + tile_rows * src_stride
+                for i in range(tile_rows):
+                    _prefetch(ahead + i * src_stride)
+                for column in range(start, min(start + tile_rows, columns), width):
+                    at, step = to + column * dst_stride, column * elem_bytes
+                    if is_aligned:
+                        stream_tile(at, dst_stride, origin + step, src_stride)
+                    else:
+                        copy_tile(at, dst_stride, origin + step, src_stride)
+        for row_start, row_stop, column_start in ((0, rows, columns), (rows, shape[0], 0)):
+            _transpose_edge(
+                dst + row_start * elem_bytes + column_start * dst_stride,
+                dst_stride,
+                src + row_start * src_stride + column_start * elem_bytes,
+                src_stride,
+                (row_stop - row_start, shape[1] - column_start),
+                elem_bytes,
+            )
+
+    return transpose  # type: ignore[no-any-return]
+
+
+_transpose_1, _transpose_2, _transpose_4, _transpose_8 = map(_matrix_transposer, ELEM_BYTES)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _move_pieces(
+    is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
+) -> None:
+    """A run whose elements are adjacent in the page."""
+    head_stride, token_stride = run[_HEAD_STRIDE], run[_TOKEN_STRIDE]
+    piece = run[_ELEM_BYTES] * run[_NUM_ELEMS]
+    if token_stride == row_bytes and piece == row_bytes:
+        piece *= num_rows
+        num_rows = 1
+    # The page is visited in the order of its addresses.
+    inner_rows = num_rows if token_stride < head_stride else 1
+    for start in range(0, num_rows, inner_rows):
+        for entry in range(len(entries)):
+            slot = entries[entry, _ADDRESS] + row
+            at = page + entries[entry, _HEAD] * head_stride
+            for token in range(start, start + inner_rows):
+                in_slot, in_page = slot + token * row_bytes, at + token * token_stride
+                dst, src = (in_slot, in_page) if is_gather else (in_page, in_slot)
+                _copy_bytes(dst, src, piece)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _move_elems(
+    is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
+) -> None:
+    """A run whose elements lie apart, but each beside the same element of the next token."""
+    elem_stride, elem_bytes, num_elems = run[_ELEM_STRIDE], run[_ELEM_BYTES], run[_NUM_ELEMS]
+    for entry in range(len(entries)):
+        slot = entries[entry, _ADDRESS] + row
+        at = page + entries[entry, _HEAD] * run[_HEAD_STRIDE]
+        if is_gather:
+            dst, dst_stride, src, src_stride = slot, row_bytes, at, elem_stride
+            shape = num_elems, num_rows
+        else:
+            dst, dst_stride, src, src_stride = at, elem_stride, slot, row_bytes
+            shape = num_rows, num_elems
+        if elem_bytes == 1:
+            _transpose_1(dst, dst_stride, src, src_stride, shape)
+        elif elem_bytes == 2:
+            _transpose_2(dst, dst_stride, src, src_stride, shape)
+        elif elem_bytes == 4:
+            _transpose_4(dst, dst_stride, src, src_stride, shape)
+        else:
+            _transpose_8(dst, dst_stride, src, src_stride, shape)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _move_span(
+    is_gather: bool, runs: Any, layers: Any, group: Any, entries: Any, block_ids: Any
+) -> None:
+    first_layer = group[_LAYER_START]
+    token_stop, table_start = group[_TOKEN_STOP], group[_TABLE_START]
+    for layer in range(first_layer, group[_LAYER_STOP]):
+        block_tokens, blocks_per_id = layers[layer, _BLOCK_TOKENS], layers[layer, _BLOCKS_PER_ID]
+        row_bytes = layers[layer, _ROW_BYTES]
+        rows_before = layers[layer, _ROWS_BEFORE] - layers[first_layer, _ROWS_BEFORE]
+        layer_offset = rows_before * group[_CHUNK_TOKENS]
+        token = group[_TOKEN_START]
+        while token < token_stop:
+            index, within = divmod(token - table_start, block_tokens)
+            block = block_ids[index // blocks_per_id] * blocks_per_id + index % blocks_per_id
+            num_rows = min(block_tokens - within, token_stop - token)
+            row = layer_offset + (token - group[_CHUNK_START]) * row_bytes
+            for i in range(layers[layer, _RUN_START], layers[layer, _RUN_STOP]):
+                page = runs[i, _BASE] + block * runs[i, _BLOCK_STRIDE]
+                page += within * runs[i, _TOKEN_STRIDE]
+                at = row + runs[i, _ROW_OFFSET]
+                if runs[i, _NUM_ELEMS] == 1 or runs[i, _ELEM_STRIDE] == runs[i, _ELEM_BYTES]:
+                    _move_pieces(is_gather, runs[i], page, entries, at, row_bytes, num_rows)
+                else:
+                    _move_elems(is_gather, runs[i], page, entries, at, row_bytes, num_rows)
+            token += num_rows
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _move_groups(
+    is_gather: bool, runs: Any, layers: Any, groups: Any, entries: Any, block_ids: Any
+) -> None:
+    for i in range(len(groups)):
+        group = groups[i]
+        heads = entries[group[_ENTRY_START] : group[_ENTRY_STOP]]
+        _move_span(is_gather, runs, layers, group, heads, block_ids[group[_IDS_START] :])
+    _publish()

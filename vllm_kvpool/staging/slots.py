@@ -1,0 +1,71 @@
+"""A bounded set of equal slots: who holds which, and which must not be touched (pure).
+
+A slot is free, held, or quarantined: given up by its holder while a transfer may still write to
+it. Saves leave `reserve` slots to loads, so a store that takes no puts cannot starve loads.
+Owned by the engine thread.
+"""
+
+from enum import Enum
+from typing import NewType
+
+Slot = NewType("Slot", int)
+
+
+class SlotUse(Enum):
+    LOAD = "load"
+    SAVE = "save"
+
+
+class SlotPool:
+    """Hands out slot numbers [0, count)."""
+
+    def __init__(self, count: int, reserve_for_loads: int) -> None:
+        assert 0 <= reserve_for_loads < count, (count, reserve_for_loads)
+        self._count = count
+        self._reserve = reserve_for_loads
+        self._free = [Slot(i) for i in reversed(range(count))]
+        self._held: dict[Slot, SlotUse] = {}
+        self._quarantined: set[Slot] = set()
+
+    def take(self, use: SlotUse) -> Slot | None:
+        """A free slot, or None when this use may have none now."""
+        floor = self._reserve if use is SlotUse.SAVE else 0
+        if len(self._free) <= floor:
+            return None
+        slot = self._free.pop()
+        self._held[slot] = use
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The holder is done, or the late transfer of a quarantined slot has ended."""
+        if slot in self._quarantined:
+            self._quarantined.remove(slot)
+        else:
+            del self._held[slot]
+        self._free.append(slot)
+
+    def quarantine(self, slot: Slot) -> None:
+        """The holder gives up, but a transfer may still write: out of use until `give_back`."""
+        del self._held[slot]
+        self._quarantined.add(slot)
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def check(self) -> None:
+        """Every slot is in exactly one place."""
+        places = [*self._free, *self._held, *self._quarantined]
+        assert sorted(places) == list(range(self._count)), places

@@ -1,0 +1,94 @@
+"""The contract of a store: a shared place that holds cells by key.
+
+Every call is batched and blocking, and is made from a lane or the probe thread, never from the
+engine's threads. A store knows bytes and keys; it does not know layers, heads or engines.
+
+What an implementor owes:
+* one result per key, in order; a problem with one key is that key's outcome, never an exception;
+* `StoreError` only when nothing can be said about any key (connection lost, directory gone);
+* an object becomes visible whole or not at all, and the first writer of a key wins;
+* `get` fills a buffer only when the object has exactly the buffer's size;
+* methods may be called from several threads at once; `close` is called last and once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+
+class Buffer(NamedTuple):
+    """Bytes in memory that outlive the call: `view` (uint8, contiguous) starts at `address`."""
+
+    address: int
+    view: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+
+class PutOutcome(Enum):
+    """What became of one key of a `put`."""
+
+    STORED = "stored"
+    EXISTED = "existed"  # somebody stored this key before; their bytes stay
+    FULL = "full"  # no room now; a later put may succeed
+    FAILED = "failed"
+
+
+class GetOutcome(Enum):
+    """What became of one key of a `get`."""
+
+    OK = "ok"
+    MISSING = "missing"
+    WRONG_SIZE = "wrong_size"  # the object's size differs from the buffer's
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do, asked once after opening; an ability is a field, not a method."""
+
+    name: str  # label in metrics: "file", "memory", "mooncake"
+    persistent: bool  # objects survive the process that wrote them
+    needs_registration: bool  # `register` must have covered every buffer
+    max_batch_keys: int
+    max_batch_bytes: int
+
+
+class Store(Protocol):
+    """See the module docstring for the rules."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def register(self, buffer: Buffer) -> None:
+        """Prepare memory for transfers; once per arena, before its first put or get."""
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Undo `register`, after the last transfer and before `close`."""
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key can be read now. Raises StoreError when that cannot be known."""
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+    ) -> list[PutOutcome]:
+        """Store each buffer's bytes under its key.
+
+        `groups` names for each key the set it is best evicted with (all cells of a chunk); a
+        store without groups ignores it. Buffers stay unchanged and owned by the caller.
+        """
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        """Fill each buffer with its key's object. A buffer's bytes are undefined unless OK."""
+
+    def remove(self, keys: Sequence[str]) -> int:
+        """Remove keys; absent ones are no error. Returns how many were removed."""
+
+    def remove_namespace(self, namespace: str) -> int:
+        """Remove every key that begins with `{namespace}@`. Returns how many were removed."""
+
+    def close(self) -> None:
+        """Release everything; no call may follow."""

@@ -1,0 +1,77 @@
+"""What weights are, told from a sample of their files.
+
+Two models of one name and one shape must never share KV, so their weights' identity is part of the
+namespace. Reading all of a large model would take minutes; for every tensor of every safetensors
+file a few short pieces are read instead, and of other files pieces at equal distances. LoRA
+adapters are small and are read whole.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+DIGEST_BYTES = 16
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+PIECE_BYTES = 64
+PIECES_PER_TENSOR = 3
+PIECES_PER_OTHER_FILE = 256
+MAX_SAFETENSORS_HEADER = 100 << 20
+ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
+
+
+def sample_weights(directory: Path) -> str | None:
+    """A hex digest of a sample of the weight files, or None if there are none.
+
+    Reads about 200 bytes a tensor. Raises OSError.
+    """
+    files = sorted(p for p in directory.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
+    if not files:
+        return None
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
+            if header:
+                text = file.read(header)
+                digest.update(text)
+                spans = _tensor_spans(text, 8 + header)
+            else:
+                spans = iter([(0, size, PIECES_PER_OTHER_FILE)])
+            for start, stop, pieces in spans:
+                for i in range(pieces):
+                    file.seek(start + max(0, stop - start - PIECE_BYTES) * i // max(1, pieces - 1))
+                    digest.update(file.read(min(PIECE_BYTES, stop - start)))
+    return digest.hexdigest()
+
+
+def _safetensors_header(first: bytes, size: int) -> int:
+    """The header's length, or 0 if this is no safetensors file."""
+    length = int.from_bytes(first, "little")
+    return length if 0 < length <= min(size - 8, MAX_SAFETENSORS_HEADER) else 0
+
+
+def _tensor_spans(header: bytes, data_start: int) -> Iterator[tuple[int, int, int]]:
+    try:
+        tensors = json.loads(header)
+    except ValueError:
+        return
+    for name in sorted(tensors):
+        offsets = tensors[name].get("data_offsets") if name != "__metadata__" else None
+        if offsets:
+            yield data_start + offsets[0], data_start + offsets[1], PIECES_PER_TENSOR
+
+
+def digest_adapter(directory: Path) -> bytes:
+    """A digest of everything in a LoRA adapter's directory that shapes its output."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    files = sorted(p for p in directory.iterdir() if p.suffix in ADAPTER_FILES and p.is_file())
+    if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
+        raise FileNotFoundError(f"no adapter weights in {directory}")
+    for path in files:
+        digest.update(f"{path.name}:{path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.digest()
