@@ -18,12 +18,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_kvpool import vllm_adapt
-from vllm_kvpool.config import KVPoolConfig, read_config
+from vllm_kvpool.adapt import engine as adapt
+from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
+from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
+from vllm_kvpool.config import read_config
+from vllm_kvpool.plugin import register
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
-from vllm_kvpool.pool.scheduler import Step
+from vllm_kvpool.pool.request import Step
+from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.sides import SchedulerSide, WorkerSide
-from vllm_kvpool.vllm_stats import KVPoolProm, KVPoolStats
 
 if TYPE_CHECKING:
     import torch
@@ -63,22 +66,30 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = read_config(vllm_adapt.extra_config(vllm_config))
-        self._facts = vllm_adapt.read_engine(vllm_config, kv_cache_config, self._config)
+        self._config = read_config(adapt.extra_config(vllm_config))
+        self._facts = adapt.read_engine(vllm_config, kv_cache_config, self._config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._invalid_blocks: frozenset[int] = frozenset()
         self._closed = False
         if role is KVConnectorRole.SCHEDULER:
-            vllm_adapt.prefer_recompute(vllm_config, self._config)
-            self._adapters = vllm_adapt.AdapterDigests()
+            adapt.prefer_recompute(vllm_config, self._config)
+            self._adapters = AdapterDigests()
             self._scheduler_side = SchedulerSide(
                 self._config,
-                vllm_adapt.role_of(vllm_config),
+                adapt.role_of(vllm_config),
                 self._facts.shape,
                 vllm_config.parallel_config.data_parallel_rank,
             )
-            self._cache_hit_source = vllm_adapt.hit_source(self._scheduler_side.store_name)
+            logger.info(
+                "kvpool: namespace %s, store %s, %d tokens a chunk, %d cells a chunk",
+                self._facts.shape.namespace,
+                self._scheduler_side.store_name,
+                self._config.chunk_tokens,
+                len(self._facts.shape.topology.all_parts())
+                * len(self._facts.shape.topology.all_spans()),
+            )
+            self._cache_hit_source = adapt.hit_source(self._scheduler_side.store_name)
         # vLLM does not call `shutdown` in every way a process can end.
         atexit.register(self.shutdown)
 
@@ -92,7 +103,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """Prefer head-major pages, which are gathered in larger pieces."""
-        return vllm_adapt.preferred_layout(vllm_config)
+        return adapt.preferred_layout(vllm_config)
 
     # Worker side
 
@@ -102,12 +113,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side = WorkerSide(
             self._config,
             self._facts.shape,
-            vllm_adapt.rank_place(self._vllm_config),
-            vllm_adapt.layer_pages(
-                kv_caches, self._kv_cache_config, self._facts, self._vllm_config
-            ),
-            vllm_adapt.make_copier,
-            finish_in_step=vllm_adapt.on_cpu(kv_caches),
+            adapt.rank_place(self._vllm_config),
+            adapt.layer_pages(kv_caches, self._kv_cache_config, self._facts, self._vllm_config),
+            adapt.make_copier,
+            finish_in_step=adapt.on_cpu(kv_caches),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -167,13 +176,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool, in which saves hold references."""
-        self._scheduler.bind_pins(vllm_adapt.PoolPins(gpu_block_pool))
+        self._scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""
-        self._scheduler.add(
-            vllm_adapt.VllmRequest(request, self._adapters, self._facts.media_are_named)
-        )
+        self._scheduler.add(VllmRequest(request, self._adapters, self._facts.media_are_named))
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -193,9 +200,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler_side
         assert side is not None
         side.stats.write()
-        step = Step(
-            scheduler_output.num_scheduled_tokens, vllm_adapt.block_tables(scheduler_output)
-        )
+        step = Step(scheduler_output.num_scheduled_tokens, adapt.block_tables(scheduler_output))
         return KVPoolMetadata(side.scheduler.plan_step(step))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -235,7 +240,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     @property
-    def _scheduler(self) -> Any:
+    def _scheduler(self) -> PoolScheduler:
         assert self._scheduler_side is not None
         return self._scheduler_side.scheduler
 
@@ -273,4 +278,4 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
 
 
-__all__ = ["KVPoolConfig", "KVPoolConnector"]
+register()  # for engines that name this module instead of the plugin

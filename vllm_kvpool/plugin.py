@@ -1,10 +1,17 @@
 """Entry point of the `vllm.general_plugins` group: makes the class names known to vLLM."""
 
+import logging
+
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def register() -> None:
-    """Called once in every vLLM process; a second call does nothing."""
+    """Called in every vLLM process; a second call does nothing."""
+    ours, theirs = logging.getLogger("vllm_kvpool"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        # Our messages go where the engine's go, in its form and from its level on.
+        ours.handlers, ours.propagate = theirs.handlers, False
+        ours.setLevel(theirs.level)
     if "KVPoolConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "KVPoolConnector", "vllm_kvpool.connector", "KVPoolConnector"

@@ -10,8 +10,10 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Child:

@@ -74,7 +74,13 @@ class Pages:
     def _sizes(self) -> dict[str, int]:
         blocks = self.num_ids * self.blocks_per_id
         content = self.key_dim + self.value_dim
-        return dict(L=self.num_layers, B=blocks, H=self.num_heads, N=self.block, C=content)
+        return {
+            "L": self.num_layers,
+            "B": blocks,
+            "H": self.num_heads,
+            "N": self.block,
+            "C": content,
+        }
 
     def _num_elems(self) -> int:
         return int(np.prod([n + (dim == self.padded) for dim, n in self._sizes().items()]))
@@ -227,23 +233,23 @@ def check_scatter(cell: Cell, make: Callable[[list[LayerPages]], Copier]) -> Non
 
 def check_both_ways(pages: Pages, chunk_start: int = CHUNK, **cell: int | tuple[int, int]) -> None:
     ids = block_table(pages, chunk_start + CHUNK)
-    whole = dict(
-        clip=(chunk_start, chunk_start + CHUNK),
-        heads=(0, pages.num_heads),
-        layers=(0, pages.num_layers),
-    )
+    whole = {
+        "clip": (chunk_start, chunk_start + CHUNK),
+        "heads": (0, pages.num_heads),
+        "layers": (0, pages.num_layers),
+    }
     for make in COPIERS:
         for check in (check_gather, check_scatter):
             check(Cell(pages, ids, chunk_start, **{**whole, **cell}), make)
 
 
-@pytest.mark.parametrize(("block", "blocks_per_id"), [(16, 1), (32, 2), (64, 1), (96, 1), (128, 1), (16, 8)])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize(
+    ("block", "blocks_per_id"), [(16, 1), (32, 2), (64, 1), (96, 1), (128, 1), (16, 8)]
+)
 @pytest.mark.parametrize("page_format", FORMATS)
 def test_every_format_and_block_size(page_format: str, block: int, blocks_per_id: int) -> None:
     num_ids = 2 * -(-2 * CHUNK // (block * blocks_per_id))
-    check_both_ways(
-        Pages(page_format, block=block, blocks_per_id=blocks_per_id, num_ids=num_ids)
-    )
+    check_both_ways(Pages(page_format, block=block, blocks_per_id=blocks_per_id, num_ids=num_ids))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -287,9 +293,7 @@ def test_addresses_need_no_alignment(page_format: str, misaligned: int) -> None:
 
 
 def test_an_opaque_latent_of_656_bytes() -> None:
-    check_both_ways(
-        Pages("LBHNC", torch.int8, num_heads=1, key_dim=656, value_dim=0, num_ids=33)
-    )
+    check_both_ways(Pages("LBHNC", torch.int8, num_heads=1, key_dim=656, value_dim=0, num_ids=33))
 
 
 @pytest.mark.parametrize("make", COPIERS)
@@ -299,7 +303,7 @@ def test_writer_and_reader_of_any_two_formats(make: Callable[[list[LayerPages]],
         for i, reader_format in enumerate(FORMATS):
             writer = Pages(writer_format, block=32)
             reader = Pages(reader_format, block=blocks[i % 3][0], blocks_per_id=blocks[i % 3][1])
-            span = dict(clip=(CHUNK, 2 * CHUNK), heads=(0, 2), layers=(0, 2))
+            span = {"clip": (CHUNK, 2 * CHUNK), "heads": (0, 2), "layers": (0, 2)}
             cell = Cell(writer, block_table(writer, 2 * CHUNK), CHUNK, **span)
             num_tokens = len(cell.ids) * writer.id_tokens
             rows = random_rows(writer, num_tokens)
@@ -390,7 +394,7 @@ def test_any_geometry(cell: Cell) -> None:
 def test_a_move_outside_the_pages_trips_an_assertion() -> None:
     pages = Pages()
     ids = block_table(pages, CHUNK)
-    inside = dict(clip=(0, CHUNK), heads=(0, 2), layers=(0, 2))
+    inside = {"clip": (0, CHUNK), "heads": (0, 2), "layers": (0, 2)}
     for wrong in ({"heads": (1, 3)}, {"layers": (1, 3)}, {"clip": (0, CHUNK + 1)}):
         outside = Cell(pages, ids, 0, **{**inside, **wrong})
         with pytest.raises(AssertionError):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store import files, files_space
+from vllm_kvpool.store import files_space
 from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_space import locked, read_usage, write_usage
+from vllm_kvpool.store.files_space import Space, locked, read_usage, write_usage
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -42,7 +42,7 @@ class TestFileStoreWithoutHardLinks(StoreContract):
         def link(source: str, target: str) -> None:
             raise OSError(errno.EPERM, "Operation not permitted")
 
-        monkeypatch.setattr(files_space.os, "link", link)
+        monkeypatch.setattr(os, "link", link)
         store = FileStore(str(root), 64 * MIB)
         yield store
         assert_counted(root)
@@ -312,7 +312,7 @@ def test_a_directory_of_somebody_else_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.mkdir(mode=0o700)
-    monkeypatch.setattr(files.os, "geteuid", lambda: root.stat().st_uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="a directory of your own"):
         FileStore(str(root), MIB)
 
@@ -344,7 +344,7 @@ def test_a_full_disk_is_full_and_gives_the_charge_back(
         room[0] -= nbytes
         return writev(fd, [views[0][:nbytes]])
 
-    monkeypatch.setattr(files.os, "writev", writev_until_full)
+    monkeypatch.setattr(os, "writev", writev_until_full)
     full = [PutOutcome.FULL] * 2
     assert store.put(keys, [buffer] * 4, ["g"] * 4) == [PutOutcome.STORED] * 2 + full
     assert used_bytes(root) == disk_bytes(root) == 2 * CELL
@@ -363,7 +363,7 @@ def test_an_unwritable_disk_fails_the_key_and_says_so_once(
     def writev(fd: int, views: list[memoryview]) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(files.os, "writev", writev)
+    monkeypatch.setattr(os, "writev", writev)
     assert store.put(keys, [buffer] * 3, ["g"] * 3) == [PutOutcome.FAILED] * 3
     assert [record.getMessage().count("Input/output") for record in caplog.records] == [1]
     assert used_bytes(root) == disk_bytes(root) == 0
@@ -379,10 +379,10 @@ def test_a_file_that_ends_early_while_read_fails(
     put_one(store, key, buffer)
     preadv = os.preadv
     monkeypatch.setattr(
-        files.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(5000 - at, 0)]], at)
+        os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(5000 - at, 0)]], at)
     )
     assert get_one(store, key, buffer) is GetOutcome.FAILED
-    monkeypatch.setattr(files.os, "preadv", lambda fd, v, at: preadv(fd, [v[0][:3000]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, v, at: preadv(fd, [v[0][:3000]], at))
     buffer.view[:] = b"x" * CELL
     assert get_one(store, key, buffer) is GetOutcome.OK
     assert bytes(buffer.view) == bytes(CELL)
@@ -473,4 +473,41 @@ def test_a_forked_child_may_use_the_store_and_the_parent_goes_on(root: Path) -> 
     assert os.waitpid(pid, 0)[1] == 0
     assert store.exists([key_of(namespace, n) for n in range(2)]) == [True, True]
     assert_counted(root)
+    store.close()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, has_links: bool) -> None:
+    spaces = [FileStore(str(root), MIB)._space for _ in range(2)]
+    path = path_of(root, key_of(new_namespace(), 0))
+    temps = [space.reserve(CELL) for space in spaces]
+    published = []
+    for space, temp, letter in zip(spaces, temps, (b"a", b"b"), strict=True):
+        assert temp is not None
+        space._has_links = has_links
+        os.write(temp.fd, letter * CELL)
+        os.close(temp.fd)
+        published.append(space.publish(temp, str(path)))
+    assert published == [True, False]
+    assert path.read_bytes() == b"a" * CELL
+    assert used_bytes(root) == disk_bytes(root) == CELL
+    for space in spaces:
+        space.close()
+
+
+def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:
+    store = FileStore(str(root), 16 * CELL)
+    other = Space(str(root), 16 * CELL)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    temps = [other.reserve(CELL) for _ in range(8)]
+    keys = [key_of(namespace, number) for number in range(20)]
+    assert store.put(keys, [buffer] * 20, ["g"] * 20) == [PutOutcome.STORED] * 20
+    assert used_bytes(root) == (8 + len(object_files(root))) * CELL <= 16 * CELL
+    for temp in temps:
+        assert temp is not None
+        os.close(temp.fd)
+        other.release(temp)
+    assert_counted(root)
+    other.close()
     store.close()

@@ -211,3 +211,4 @@ def test_close_leaves_a_hanging_call_alone() -> None:
             assert not call.done()
             master.resume()
             assert call.result(CHILD_LIMIT_S) == [False]
+        mooncake._left_open.pop().close()

@@ -78,10 +78,8 @@ def from_cpu_attention(
     )
 
 
-def from_pair(
-    k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int = 1
-) -> LayerPages:
-    """Separate K and V tensors (vLLM-Ascend); for one `[2, B, N, H, D]` tensor pass `t[0], t[1]`."""
+def from_pair(k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
+    """Separate K and V tensors (vLLM-Ascend); of one tensor `[2, B, N, H, D]` the two halves."""
     _check_view("K of the pair", k_bnhd, blocks_per_id)
     _check_view("V of the pair", v_bnhe, blocks_per_id)
     if k_bnhd.shape[:3] != v_bnhe.shape[:3]:
@@ -123,7 +121,9 @@ def _check_view(name: str, pages: torch.Tensor, blocks_per_id: int) -> None:
     shape, strides = tuple(pages.shape), pages.stride()
     remedy = "use a backend with plain per-head pages, or set per_head_storage: false"
     if len(shape) != 4 or 0 in shape:
-        raise ConfigError(f"{name}: pages must have four non-empty dimensions, got {shape}; {remedy}")
+        raise ConfigError(
+            f"{name}: pages must have four non-empty dimensions, got {shape}; {remedy}"
+        )
     if shape[3] > 1 and strides[3] != 1:
         raise ConfigError(
             f"{name}: the elements of a row must be adjacent, got strides {strides} for shape "

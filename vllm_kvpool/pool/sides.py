@@ -1,4 +1,4 @@
-"""Puts the two sides together and takes them apart: who is opened, started and closed in which order.
+"""Puts the two sides together and takes them apart: what is opened, started, closed, in order.
 
 `SchedulerSide` owns a metadata-only store, the probe thread and the scheduler's bookkeeping;
 `WorkerSide` a store, the staging arena, the engine and its lanes. Both are made, used and closed

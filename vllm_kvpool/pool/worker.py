@@ -59,7 +59,7 @@ class PoolWorker:
         self._report = StepReport()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Post the step's loads, as early as the plan is known; again for the same plan does nothing."""
+        """Post the step's loads as early as its plan is known; once for a plan."""
         if plan is self._loads_posted:
             return
         self._loads_posted = plan

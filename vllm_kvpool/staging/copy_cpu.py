@@ -1,35 +1,45 @@
 """Gather and scatter between host memory and pages in host memory, compiled with numba.
 
 One kernel call performs any number of moves with the GIL released. The kernel has no state, so
-different copiers may run on different threads at once. It knows addresses and strides, not formats.
+several threads may call copiers at once. It knows addresses and strides, not formats.
 
-Moves that differ only in their heads form one group, whose heads are the innermost loop over
-token-major pages: these are then read once from end to end. Destinations are written with non-temporal
-stores, since neither a slot nor a page is read again soon and plain stores fetch each line first.
+Moves that differ only in their heads form one group, so that a token-major page is read once from
+end to end. Destinations are written with non-temporal stores: neither a slot nor a page is read
+again soon, and plain stores would fetch each line first.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from itertools import accumulate, count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types  # type: ignore[import-untyped]
-from numba.core import cgutils  # type: ignore[import-untyped]
-from numba.extending import intrinsic  # type: ignore[import-untyped]
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
+from vllm_kvpool.layout.pages import CellMove, LayerPages
 
 LINE_BYTES = 64  # a cache line: what one non-temporal store should fill
 ELEM_BYTES = (1, 2, 4, 8)  # of elements that can be transposed
 VECTOR_BYTES = 16  # the transposing tiles are this wide, which every 64-bit CPU supports
 
-# Columns of the tables that the kernel reads.
+# Columns of the tables that the kernel reads; those of a run are its fields.
 _BASE, _BLOCK_STRIDE, _HEAD_STRIDE, _TOKEN_STRIDE, _ELEM_STRIDE = range(5)
 _ELEM_BYTES, _NUM_ELEMS, _ROW_OFFSET, _RUN_COLUMNS = range(5, 9)
-_BLOCK_TOKENS, _BLOCKS_PER_ID, _ROW_BYTES, _ROWS_BEFORE, _RUN_START, _RUN_STOP = range(6)
+_BLOCK_TOKENS, _BLOCKS_PER_ID, _ROW_BYTES, _ROWS_BEFORE = range(4)
+_RUN_START, _RUN_STOP, _LAYER_COLUMNS = range(4, 7)
 _LAYER_START, _LAYER_STOP, _CHUNK_START, _CHUNK_TOKENS, _TOKEN_START, _TOKEN_STOP = range(6)
 _TABLE_START, _ENTRY_START, _ENTRY_STOP, _IDS_START, _GROUP_COLUMNS = range(6, 11)
 _HEAD, _ADDRESS, _ENTRY_COLUMNS = range(3)
+
+# The first columns of a group, in their order.
+_shape_of: Callable[[CellMove], tuple[int, ...]] = attrgetter(
+    "layer_start", "layer_stop", "chunk_start", "chunk_tokens", "token_start", "token_stop",
+    "table_start",
+)  # fmt: skip
 
 
 class CpuCopier:
@@ -37,20 +47,19 @@ class CpuCopier:
 
     def __init__(self, layers: Sequence[LayerPages]) -> None:
         self._layers = tuple(layers)
-        for run in (run for pages in layers for run in pages.runs):
-            if not _is_one_piece(run):
+        runs = [run for pages in layers for run in pages.runs]
+        for run in runs:
+            if run.num_elems > 1 and run.elem_stride != run.elem_bytes:
                 assert run.token_stride == run.elem_bytes in ELEM_BYTES, run
-        self._runs = _table([_run_row(run) for pages in layers for run in pages.runs], _RUN_COLUMNS)
-        rows: list[tuple[int, ...]] = []
-        rows_before = run_start = 0
-        for pages in layers:
-            run_stop = run_start + len(pages.runs)
-            block = (pages.tokens_per_block, pages.blocks_per_id)
-            rows.append((*block, pages.row_bytes, rows_before, run_start, run_stop))
-            rows_before += pages.row_bytes
-            run_start = run_stop
-        self._layer_table = _table(rows, _RUN_STOP + 1)
-        self._rows_before = [row[_ROWS_BEFORE] for row in rows] + [rows_before]
+        self._runs = _table([astuple(run) for run in runs], _RUN_COLUMNS)
+        run_stops = list(accumulate((len(pages.runs) for pages in layers), initial=0))
+        self._rows_before = list(accumulate((pages.row_bytes for pages in layers), initial=0))
+        starts = zip(self._rows_before, run_stops, run_stops[1:], strict=False)
+        layer_rows = [
+            (pages.tokens_per_block, pages.blocks_per_id, pages.row_bytes, *start)
+            for pages, start in zip(layers, starts, strict=True)
+        ]
+        self._layer_table = _table(layer_rows, _LAYER_COLUMNS)
 
     def warm_up(self) -> None:
         """Compile the kernel, or load it from numba's cache directory."""
@@ -66,23 +75,17 @@ class CpuCopier:
         by_shape: dict[tuple[tuple[int, ...], ...], list[CellMove]] = {}
         for move in moves:
             self._check(move)
-            shape = (
-                move.layer_start,
-                move.layer_stop,
-                move.chunk_start,
-                move.chunk_tokens,
-                move.token_start,
-                move.token_stop,
-                move.table_start,
-            )
-            by_shape.setdefault((shape, tuple(move.block_ids)), []).append(move)
+            by_shape.setdefault((_shape_of(move), tuple(move.block_ids)), []).append(move)
         groups: list[tuple[int, ...]] = []
         entries: list[tuple[int, int]] = []
         block_ids: list[int] = []
         for (shape, table), group in by_shape.items():
             entry_start = len(entries)
             for move in group:
-                entries += self._entries(move)
+                span = self._rows_before[move.layer_stop] - self._rows_before[move.layer_start]
+                addresses = count(move.address, span * move.chunk_tokens)
+                heads = range(move.head_start, move.head_stop)
+                entries += zip(heads, addresses, strict=False)
             groups.append((*shape, entry_start, len(entries), len(block_ids)))
             block_ids += table
         _move_groups(
@@ -94,13 +97,6 @@ class CpuCopier:
             np.array(block_ids, dtype=np.int64),
         )
 
-    def _entries(self, move: CellMove) -> list[tuple[int, int]]:
-        """(local head, address of its part of the payload) for each head of the move."""
-        span_bytes = self._rows_before[move.layer_stop] - self._rows_before[move.layer_start]
-        head_bytes = span_bytes * move.chunk_tokens
-        heads = range(move.head_start, move.head_stop)
-        return [(head, move.address + i * head_bytes) for i, head in enumerate(heads)]
-
     def _check(self, move: CellMove) -> None:
         """The kernel believes what it is given; a wrong number would corrupt memory."""
         assert 0 <= move.layer_start <= move.layer_stop <= len(self._layers), move
@@ -108,19 +104,13 @@ class CpuCopier:
         assert move.token_stop <= move.chunk_start + move.chunk_tokens, move
         assert 0 <= move.head_start <= move.head_stop, move
         assert move.table_start <= move.token_start, move
+        assert min(move.block_ids, default=0) >= 0, move
+        last_id = max(move.block_ids, default=0)
         for pages in self._layers[move.layer_start : move.layer_stop]:
             covered = len(move.block_ids) * pages.tokens_per_block * pages.blocks_per_id
             assert move.token_stop <= move.table_start + covered, move
             assert move.head_stop <= pages.num_heads, move
-
-
-def _is_one_piece(run: Run) -> bool:
-    return run.num_elems == 1 or run.elem_stride == run.elem_bytes
-
-
-def _run_row(run: Run) -> tuple[int, ...]:
-    strides = (run.block_stride, run.head_stride, run.token_stride, run.elem_stride)
-    return (run.base, *strides, run.elem_bytes, run.num_elems, run.row_offset)
+            assert (last_id + 1) * pages.blocks_per_id <= pages.owner[0].shape[0], move
 
 
 def _table(rows: Sequence[tuple[int, ...]], num_columns: int) -> "np.ndarray[Any, Any]":
@@ -218,10 +208,9 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _tile_transposer(elem_bytes: int, *, stream: bool) -> Any:
-    """Reads a vector from each of a line's number of rows; writes a line for each column."""
+def _tile_transposer(elem_bytes: int, num_rows: int, *, stream: bool) -> Any:
+    """Reads a vector from each of `num_rows` rows; writes as many elements to each column."""
     width = VECTOR_BYTES // elem_bytes
-    num_rows = LINE_BYTES // elem_bytes
 
     @intrinsic  # type: ignore[untyped-decorator]
     def copy_tile(typing_context: Any, dst: Any, dst_stride: Any, src: Any, src_stride: Any) -> Any:
@@ -266,57 +255,37 @@ def _copy_bytes(dst: int, src: int, nbytes: int) -> None:
         _copy_line(dst + nbytes - LINE_BYTES, src + nbytes - LINE_BYTES)
 
 
-@njit  # type: ignore[untyped-decorator]
-def _transpose_edge(
-    dst: int, dst_stride: int, src: int, src_stride: int, shape: tuple[int, int], elem_bytes: int
-) -> None:
-    """Transpose one element at a time: for the ragged edges that no tile covers."""
-    for row in range(shape[0]):
-        for column in range(shape[1]):
-            _copy_few(
-                dst + row * elem_bytes + column * dst_stride,
-                src + row * src_stride + column * elem_bytes,
-                elem_bytes,
-            )
-
-
 def _matrix_transposer(elem_bytes: int) -> Callable[..., None]:
     """Specialised by element size: rows of `src` become columns of `dst`."""
     width = VECTOR_BYTES // elem_bytes
-    tile_rows = LINE_BYTES // elem_bytes
-    copy_tile = _tile_transposer(elem_bytes, stream=False)
-    stream_tile = _tile_transposer(elem_bytes, stream=True)
+    line = LINE_BYTES // elem_bytes
+    stream_tile = _tile_transposer(elem_bytes, line, stream=True)
+    copy_tile = _tile_transposer(elem_bytes, width, stream=False)
 
     @njit  # type: ignore[untyped-decorator]
     def transpose(
         dst: int, dst_stride: int, src: int, src_stride: int, shape: tuple[int, int]
     ) -> None:
-        rows = shape[0] // tile_rows * tile_rows
-        columns = shape[1] // width * width
         is_aligned = ((dst | dst_stride) & (LINE_BYTES - 1)) == 0
-        for row in range(0, rows, tile_rows):
-            to = dst + row * elem_bytes
-            origin = src + row * src_stride
-            for start in range(0, columns, tile_rows):
-                # Hardware does not foresee so many short rows: ask for the next tile's.
-                ahead = origin + start * elem_bytes + tile_rows * src_stride
-                for i in range(tile_rows):
-                    _prefetch(ahead + i * src_stride)
-                for column in range(start, min(start + tile_rows, columns), width):
-                    at, step = to + column * dst_stride, column * elem_bytes
-                    if is_aligned:
-                        stream_tile(at, dst_stride, origin + step, src_stride)
-                    else:
-                        copy_tile(at, dst_stride, origin + step, src_stride)
-        for row_start, row_stop, column_start in ((0, rows, columns), (rows, shape[0], 0)):
-            _transpose_edge(
-                dst + row_start * elem_bytes + column_start * dst_stride,
-                dst_stride,
-                src + row_start * src_stride + column_start * elem_bytes,
-                src_stride,
-                (row_stop - row_start, shape[1] - column_start),
-                elem_bytes,
-            )
+        streamed_rows = shape[0] // line * line if is_aligned else 0
+        rows, columns = shape[0] // width * width, shape[1] // width * width
+        for row in range(0, streamed_rows, line):
+            for start in range(0, columns, line):
+                # Hardware does not foresee so many short rows: ask for those of the next tile.
+                at = src + row * src_stride + start * elem_bytes
+                for i in range(line, 2 * line):
+                    _prefetch(at + i * src_stride)
+                to = dst + row * elem_bytes + start * dst_stride
+                for i in range(0, min(line, columns - start), width):
+                    stream_tile(to + i * dst_stride, dst_stride, at + i * elem_bytes, src_stride)
+        for row in range(streamed_rows, rows, width):
+            for column in range(0, columns, width):
+                to = dst + row * elem_bytes + column * dst_stride
+                copy_tile(to, dst_stride, src + row * src_stride + column * elem_bytes, src_stride)
+        for row in range(shape[0]):
+            for column in range(columns if row < rows else 0, shape[1]):
+                to = dst + row * elem_bytes + column * dst_stride
+                _copy_few(to, src + row * src_stride + column * elem_bytes, elem_bytes)
 
     return transpose  # type: ignore[no-any-return]
 
@@ -399,7 +368,14 @@ def _move_span(
             token += num_rows
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    try:
+        return njit(nogil=True, cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # numba finds no directory to write to: every process compiles
+        return njit(nogil=True)(function)  # type: ignore[no-any-return]
+
+
+@_compiled
 def _move_groups(
     is_gather: bool, runs: Any, layers: Any, groups: Any, entries: Any, block_ids: Any
 ) -> None:

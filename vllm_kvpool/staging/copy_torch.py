@@ -87,8 +87,7 @@ class TorchCopier:
         start = 0
         for pages in self._layers[move.layer_start : move.layer_stop]:
             stop = start + move.chunk_tokens * pages.row_bytes
-            rows = payload[:, start:stop].unflatten(1, (move.chunk_tokens, pages.row_bytes))
-            yield pages, rows
+            yield pages, payload[:, start:stop].view(-1, move.chunk_tokens, pages.row_bytes)
             start = stop
 
     def _copy_clipped(self, move: CellMove, *, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -115,6 +114,7 @@ class TorchCopier:
             ]
             for run in pages.runs:
                 word_bytes = _word_bytes(run, pages.row_bytes, move.address)
+                words = run.elem_bytes // word_bytes
                 view = _strided_view(pages, run, word_bytes)
                 for blocks, piece in pieces:
                     num_tokens = piece.within_stop - piece.within_start
@@ -124,8 +124,9 @@ class TorchCopier:
                     row_stop = piece.row_start + len(piece.blocks) * num_tokens
                     cell = rows[:, piece.row_start : row_stop]
                     cell = cell[:, :, run.row_offset : run.row_offset + run.nbytes]
-                    cell = cell.view(_WORDS[word_bytes]).unflatten(2, (run.num_elems, -1))
-                    cell = cell.unflatten(1, (len(piece.blocks), num_tokens)).transpose(0, 1)
+                    cell = cell.view(_WORDS[word_bytes])
+                    cell = cell.view(-1, len(piece.blocks), num_tokens, run.num_elems, words)
+                    cell = cell.transpose(0, 1)
                     if is_gather:
                         cell.copy_(part.index_select(0, blocks))
                     else:
@@ -138,7 +139,7 @@ def _pieces(move: CellMove, pages: LayerPages) -> Iterator[_Piece]:
     start, stop = move.token_start - move.table_start, move.token_stop - move.table_start
     first_whole, last_whole = -(-start // size) * size, stop // size * size
     if first_whole > last_whole:  # within one block
-        cuts = [start, stop]
+        cuts = sorted({start, stop})
     else:
         cuts = sorted({start, first_whole, last_whole, stop})
     for begin, end in itertools.pairwise(cuts):

@@ -32,7 +32,7 @@ class PutOutcome(Enum):
     """What became of one key of a `put`."""
 
     STORED = "stored"
-    EXISTED = "existed"  # somebody stored this key before; their bytes stay
+    EXISTED = "existed"  # stored before, those bytes stay; some stores cannot tell, say STORED
     FULL = "full"  # no room now; a later put may succeed
     FAILED = "failed"
 
@@ -88,7 +88,10 @@ class Store(Protocol):
         """Remove keys; absent ones are no error. Returns how many were removed."""
 
     def remove_namespace(self, namespace: str) -> int:
-        """Remove every key that begins with `{namespace}@`. Returns how many were removed."""
+        """Remove every key that begins with `{namespace}@`. Returns how many were removed.
+
+        `namespace` is one that keys.py made; keys outside every namespace are removed by name.
+        """
 
     def close(self) -> None:
         """Release everything; no call may follow."""

@@ -136,7 +136,7 @@ def import_wheel() -> Wheel:
             f"the Mooncake wheel cannot be loaded ({error}); on Debian and Ubuntu run: "
             "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
         ) from error
-    return cast(Wheel, mooncake.store)
+    return cast("Wheel", mooncake.store)
 
 
 def probe_master(options: MooncakeOptions) -> str:
@@ -202,7 +202,7 @@ PUT_OUTCOMES: Final = {
 
 
 class MooncakeStore:
-    """A client of one cluster; implements `Store`. Opening blocks for up to the time of a probe and a setup."""
+    """A client of one cluster; implements `Store`."""
 
     def __init__(self, options: MooncakeOptions, *, segment: bool) -> None:
         self._wheel = import_wheel()

@@ -140,9 +140,7 @@ def _tensor(rng: np.random.Generator, size: tuple[int, ...], name: str) -> NDArr
     return _normal(rng, size, INITIALIZER_RANGE)
 
 
-def _normal(
-    rng: np.random.Generator, size: tuple[int, ...], scale: float
-) -> NDArray[np.float32]:
+def _normal(rng: np.random.Generator, size: tuple[int, ...], scale: float) -> NDArray[np.float32]:
     return rng.standard_normal(size, dtype=np.float32) * np.float32(scale)
 
 

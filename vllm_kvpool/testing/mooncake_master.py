@@ -36,7 +36,7 @@ class MooncakeMaster:
         self.port = 0
         self._lease_ms = lease_ms
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
 
     @property
     def address(self) -> str:

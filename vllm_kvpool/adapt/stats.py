@@ -24,7 +24,7 @@ class KVPoolStats(KVConnectorStats):
         return cls(changes) if changes else None
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def is_empty(self) -> bool:
         return not self.data
@@ -39,7 +39,7 @@ class KVPoolStats(KVConnectorStats):
         return {name: round(value, 4) for name, value in sorted(self.data.items())}
 
 
-class KVPoolProm(KVConnectorPromMetrics):  # type: ignore[misc]
+class KVPoolProm(KVConnectorPromMetrics):
     """One Prometheus metric per row of the table, labelled with the engine."""
 
     def __init__(

@@ -1,16 +1,12 @@
-"""vLLM's objects -> our values. With connector.py and plugin.py the only importer of vLLM.
+"""vLLM's configuration and pages -> our values.
 
-Reads `VllmConfig`, `KVCacheConfig` and `Request`; nothing of theirs goes further down. What cannot
-be shared correctly is refused here, by name, before the engine starts.
+`adapt/`, `connector.py` and `plugin.py` alone import vLLM; nothing of its types goes further down.
+What cannot be shared correctly is refused here, by name, before the engine starts.
 """
 
-import hashlib
-import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,49 +15,28 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_kvpool.cells import FORMAT_VERSION
-from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_request_options
+from vllm_kvpool.adapt.namespace import engine_namespace
+from vllm_kvpool.config import KVPoolConfig, Role
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.hashing import SCHEME, EmbedRows, MediaItem, RequestIdentity
-from vllm_kvpool.keys import Namespace, make_namespace
 from vllm_kvpool.layout import formats
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Topology, default_layer_span
 from vllm_kvpool.pool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
-from vllm_kvpool.weights import digest_adapter, sample_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
-FORMAT_DIGEST_BYTES = 16
-MAX_ADAPTERS = 4096
 CPU_ISAS_WITH_PLAIN_PAGES = ("vec", "vec16")
-
-# Values of a model's configuration that change its KV. Not `to_dict()`: that carries the version
-# of the library that wrote it, which differs between environments.
-_ARCHITECTURE_FIELDS = (
-    "model_type hidden_size intermediate_size vocab_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim v_head_dim qk_rope_head_dim qk_nope_head_dim kv_lora_rank "
-    "q_lora_rank rms_norm_eps layer_norm_eps layer_norm_epsilon hidden_act activation_function "
-    "attention_bias attention_multiplier embedding_multiplier residual_multiplier use_qk_norm "
-    "qk_layernorm sliding_window use_sliding_window layer_types no_rope_layers "
-    "attn_logit_softcapping query_pre_attn_scalar position_embedding_type alibi "
-    "partial_rotary_factor rotary_pct rotary_dim rope_local_base_freq num_experts "
-    "num_experts_per_tok num_local_experts n_routed_experts n_shared_experts moe_intermediate_size "
-    "original_max_position_embeddings"
-).split()
-_COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the pool needs to know of an engine, the same on the scheduler's side and on a rank's."""
+    """What the pool needs to know of an engine; the same on its scheduler's side and its ranks'."""
 
     shape: ModelShape
     key_bytes: int
@@ -122,7 +97,7 @@ def read_engine(
     cache = vllm_config.cache_config
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     shape = ModelShape(
-        namespace=_namespace(vllm_config, config, spec, topology),
+        namespace=engine_namespace(vllm_config, config, spec, topology),
         topology=topology,
         block_size=spec.block_size,
         num_blocks=kv_cache_config.num_blocks,
@@ -194,96 +169,6 @@ def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
     return float(media.mm_processor_cache_gb) if media is not None else 0.0
 
 
-# The namespace
-
-
-def _namespace(
-    vllm_config: "VllmConfig",
-    config: KVPoolConfig,
-    spec: FullAttentionSpec,
-    topology: Topology,
-) -> Namespace:
-    model = vllm_config.model_config
-    text = model.hf_text_config
-    values = {
-        "format": FORMAT_VERSION,
-        "scheme": SCHEME.decode(),
-        "chunk_tokens": config.chunk_tokens,
-        "namespace": config.namespace,
-        "weights": config.weights_id or weights_identity(vllm_config),
-        "architecture": {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)},
-        "rope": _rope(text, model.max_model_len),
-        "overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else "",
-        "heads": topology.num_heads,
-        "layers": topology.stages[-1][1],
-        "row_bytes": spec.state_content_size_bytes,
-        "head_sizes": (spec.head_size, spec.head_size_v),
-        "kv_dtype": (
-            str(spec.dtype),
-            spec.kv_quant_mode.name,
-            vllm_config.cache_config.cache_dtype,
-        ),
-        "latent": isinstance(spec, MLAAttentionSpec),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization or "",
-    }
-    if not topology.per_head:
-        values["rank_cells_of_tp"] = topology.tp_size
-    encoded = json.dumps(values, sort_keys=True, default=str).encode()
-    digest = hashlib.blake2b(encoded, digest_size=FORMAT_DIGEST_BYTES).hexdigest()
-    name = str(model.served_model_name or model.model)
-    logger.debug("kvpool: format of %s: %s", name, encoded.decode())
-    return make_namespace(Path(str(model.model)).name or name, digest)
-
-
-def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
-    """Rotary embedding in one form, whichever fields the library's release keeps it in."""
-    rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
-    rope.setdefault("rope_theta", getattr(text, "rope_theta", None))
-    original = rope.get("original_max_position_embeddings") or getattr(
-        text, "original_max_position_embeddings", None
-    )
-    # Long-rope models choose their factors by whether the engine allows long prompts.
-    rope["long"] = bool(original) and max_model_len > original
-    return rope
-
-
-def weights_identity(vllm_config: "VllmConfig") -> str:
-    """The weights' identity: a sample of their files, or the next best thing that is known."""
-    model = vllm_config.model_config
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format == "dummy":
-        # Random weights are drawn per rank.
-        tp = vllm_config.parallel_config.tensor_parallel_size
-        return f"dummy:{model.seed}:tp{tp}"
-    directory = local_directory(str(model.model), model.revision)
-    sampled = sample_weights(directory) if directory is not None else None
-    if sampled is not None:
-        return f"sample:{sampled}"
-    logger.warning(
-        "kvpool: the weights of %s are not in local files, so engines are taken to have the same "
-        "weights if name and revision are the same; set weights_id to say what they are",
-        model.model,
-    )
-    return f"name:{model.model}@{model.revision}"
-
-
-def local_directory(name: str, revision: str | None) -> Path | None:
-    """Where the files of a model or an adapter lie, without asking any network."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        return None
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None
-
-
 # Pages
 
 
@@ -339,107 +224,6 @@ class PoolPins:
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Drop the references; last block first, so that a prefix is evicted last."""
         self._pool.free_blocks(self._pool.blocks[i] for i in reversed(block_ids))
-
-
-# Requests
-
-
-class AdapterDigests:
-    """Content digests of LoRA adapters as they were when this engine first met them.
-
-    Owned by the probe thread. Keyed by the adapter's id too: another content at the same path
-    comes with another id, or says `load_inplace`.
-    """
-
-    def __init__(self) -> None:
-        self._digests: dict[tuple[int, str], bytes] = {}
-
-    def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
-        """The digest; reads the adapter's files at first sight. Raises OSError."""
-        key = (adapter_id, path)
-        if reload or key not in self._digests:
-            directory = local_directory(path, None)
-            if directory is None:
-                raise FileNotFoundError(f"the LoRA adapter {path} is not in local files")
-            if len(self._digests) >= MAX_ADAPTERS:
-                self._digests.clear()
-            self._digests[key] = digest_adapter(directory)
-        return self._digests[key]
-
-
-class VllmRequest:
-    """A `RequestView` of vLLM's Request."""
-
-    def __init__(self, request: "Request", adapters: AdapterDigests, media_are_named: bool) -> None:
-        self._request = request
-        self._adapters = adapters
-        self.request_id: str = request.request_id
-        self.options = _options(request)
-        self.reads_cache = not request.skip_reading_prefix_cache
-        media_named = media_are_named and not any(
-            _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
-        )
-        # A streaming request rewrites its tokens in place.
-        self.shareable = not request.resumable and (media_named or not request.mm_features)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._request.num_prompt_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return self._request.num_tokens
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self._request.num_computed_tokens
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._request.num_preemptions
-
-    def tokens(self) -> Sequence[int]:
-        """All known tokens."""
-        return self._request.all_token_ids
-
-    def identity(self) -> RequestIdentity | None:
-        """What shapes this request's KV besides its tokens. Probe thread; raises OSError."""
-        request = self._request
-        adapter = b""
-        if (lora := request.lora_request) is not None:
-            adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
-        media = tuple(
-            MediaItem(
-                f.identifier,
-                f.mm_position.offset,
-                f.mm_position.offset + f.mm_position.length,
-            )
-            for f in request.mm_features
-        )
-        return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
-
-
-def _options(request: "Request") -> RequestOptions:
-    try:
-        return read_request_options(request.kv_transfer_params)
-    except ConfigError as error:
-        # The request itself is fine; only its wishes for the pool are not understood.
-        logger.warning("kvpool: request %s: %s; using the defaults", request.request_id, error)
-        return RequestOptions()
-
-
-def _embed_rows(request: "Request") -> EmbedRows | None:
-    embeds = request.prompt_embeds
-    if embeds is None:
-        return None
-    is_token = request.prompt_is_token_ids or [False] * embeds.shape[0]
-    rows = embeds.contiguous().cpu().view(torch.uint8).numpy()
-    return EmbedRows(
-        tuple(
-            b"" if token else hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-            for token, row in zip(is_token, rows, strict=True)
-        )
-    )
 
 
 # The engine's surroundings

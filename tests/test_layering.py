@@ -1,0 +1,118 @@
+"""The package's imports point down, and outside names stop where these two tables say.
+
+A new edge is a design decision: it is made here, in review. A unit is a module or folder directly
+below the package. Imports for type checkers count for units, not for outside names.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = "vllm_kvpool"
+ROOT = Path(__file__).parent.parent / PACKAGE
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": set(),
+    "errors": set(),
+    "sizes": {"errors"},
+    "metrics": set(),
+    "keys": set(),
+    "hashing": set(),
+    "cells": {"keys"},
+    "config": {"errors", "sizes"},
+    "weights": set(),
+    "layout": {"errors", "keys"},
+    "store": {"errors", "keys"},
+    "staging": {"cells", "errors", "layout", "store"},
+    "transfer": {"cells", "errors", "keys", "layout", "metrics", "staging", "store"},
+    "pool": {
+        *("config", "errors", "hashing", "keys", "layout", "metrics"),
+        *("staging", "store", "transfer"),
+    },
+    "adapt": {
+        *("cells", "config", "errors", "hashing", "keys", "layout", "metrics"),
+        *("pool", "staging", "weights"),
+    },
+    "connector": {"adapt", "config", "pool"},
+    "plugin": set(),
+    "testing": {"errors", "keys", "staging", "store"},
+}
+
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "vllm": ("connector.py", "plugin.py", "adapt/", "testing/"),
+    "mooncake": ("store/mooncake.py", "testing/"),
+    "torch": ("layout/formats.py", "staging/", "adapt/", "testing/"),
+    "numba": ("staging/copy_cpu.py",),
+    "threading": ("metrics.py", "pool/probe.py", "store/", "transfer/executor.py", "testing/"),
+    "asyncio": (),
+    "os.environ": ("config.py",),
+    "os.getenv": ("config.py",),
+}
+
+
+class Use(NamedTuple):
+    name: str
+    line: int
+    for_types: bool
+
+
+def names_used(tree: ast.AST, for_types: bool = False) -> Iterator[Use]:
+    """Every name imported, and `os.environ` and `os.getenv` wherever they are read."""
+    for node in ast.iter_child_nodes(tree):
+        typed = for_types
+        match node:
+            case ast.Import(names=names):
+                yield from (Use(alias.name, node.lineno, typed) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, f"line {node.lineno}: relative import"
+                yield from (Use(f"{module}.{alias.name}", node.lineno, typed) for alias in names)
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" as attribute):
+                yield Use(f"os.{attribute}", node.lineno, typed)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                typed = True
+        yield from names_used(node, typed)
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What one file, at `path` below the package, imports against the tables."""
+    found: list[str] = []
+    unit = path.split("/")[0].removesuffix(".py")
+    for use in names_used(ast.parse(source)):
+        head, _, rest = use.name.partition(".")
+        if head == PACKAGE:
+            target = rest.split(".")[0]
+            # What is no unit is a name of __init__, such as the version.
+            if target in MAY_IMPORT and target not in {unit, "__init__", *MAY_IMPORT[unit]}:
+                found.append(f"{path}:{use.line}: {unit} may not import {target}")
+        for name, places in ONLY_IN.items():
+            is_it = use.name == name or use.name.startswith(f"{name}.")
+            if is_it and not use.for_types and not path.startswith(places):
+                found.append(f"{path}:{use.line}: {name} stops at {places}")
+    return found
+
+
+def test_imports_point_down() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
+    assert {path.split("/")[0].removesuffix(".py") for path in files} == set(MAY_IMPORT)
+    assert [line for path in sorted(files) for line in violations(path, files[path])] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("keys.py", "from vllm_kvpool.pool.lookup import Lookup"),
+        ("store/files.py", "from vllm_kvpool import connector"),
+        ("pool/worker.py", "def f():\n    import vllm.config"),
+        ("store/open.py", "import os\nhome = os.environ['HOME']"),
+        ("layout/pages.py", "if TYPE_CHECKING:\n    import vllm_kvpool.staging"),
+    ],
+)
+def test_a_planted_violation_is_caught(path: str, source: str) -> None:
+    assert len(violations(path, source)) == 1
+
+
+def test_imports_for_type_checkers_may_name_outside_packages() -> None:
+    assert violations("pool/worker.py", "if TYPE_CHECKING:\n    import torch") == []

@@ -1,0 +1,123 @@
+"""vLLM's requests as the pool sees them."""
+
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvpool.adapt.namespace import local_directory
+from vllm_kvpool.config import RequestOptions, read_request_options
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.hashing import EmbedRows, MediaItem, RequestIdentity
+from vllm_kvpool.weights import digest_adapter
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_ADAPTERS = 4096
+# Identifiers that count media instead of naming their content.
+_COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
+
+
+class AdapterDigests:
+    """Content digests of LoRA adapters as they were when this engine first met them.
+
+    Owned by the probe thread. Keyed by the adapter's id too: another content at the same path
+    comes with another id, or says `load_inplace`.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[int, str], bytes] = {}
+
+    def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
+        """The digest; reads the adapter's files at first sight. Raises OSError."""
+        key = (adapter_id, path)
+        if reload or key not in self._digests:
+            directory = local_directory(path, None)
+            if directory is None:
+                raise FileNotFoundError(f"the LoRA adapter {path} is not in local files")
+            if len(self._digests) >= MAX_ADAPTERS:
+                self._digests.clear()
+            self._digests[key] = digest_adapter(directory)
+        return self._digests[key]
+
+
+class VllmRequest:
+    """A `RequestView` of vLLM's Request."""
+
+    def __init__(self, request: "Request", adapters: AdapterDigests, media_are_named: bool) -> None:
+        self._request = request
+        self._adapters = adapters
+        self.request_id: str = request.request_id
+        self.options = _options(request)
+        self.reads_cache = not request.skip_reading_prefix_cache
+        media_named = media_are_named and not any(
+            _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
+        )
+        # A streaming request rewrites its tokens in place.
+        self.shareable = not request.resumable and (media_named or not request.mm_features)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._request.num_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self._request.num_preemptions)
+
+    def tokens(self) -> Sequence[int]:
+        """All known tokens."""
+        tokens: Sequence[int] = self._request.all_token_ids
+        return tokens
+
+    def identity(self) -> RequestIdentity | None:
+        """What shapes this request's KV besides its tokens. Probe thread; raises OSError."""
+        request = self._request
+        adapter = b""
+        if (lora := request.lora_request) is not None:
+            adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
+        media = tuple(
+            MediaItem(
+                f.identifier,
+                f.mm_position.offset,
+                f.mm_position.offset + f.mm_position.length,
+            )
+            for f in request.mm_features
+        )
+        return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
+
+
+def _options(request: "Request") -> RequestOptions:
+    try:
+        return read_request_options(request.kv_transfer_params)
+    except ConfigError as error:
+        # The request itself is fine; only its wishes for the pool are not understood.
+        logger.warning("kvpool: request %s: %s; using the defaults", request.request_id, error)
+        return RequestOptions()
+
+
+def _embed_rows(request: "Request") -> EmbedRows | None:
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return None
+    is_token = request.prompt_is_token_ids or [False] * embeds.shape[0]
+    rows = embeds.contiguous().cpu().view(torch.uint8).numpy()
+    return EmbedRows(
+        tuple(
+            b"" if token else hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+            for token, row in zip(is_token, rows, strict=True)
+        )
+    )

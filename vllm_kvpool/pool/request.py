@@ -1,0 +1,80 @@
+"""A request as the scheduler side knows it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_kvpool.config import RequestOptions
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.pool.probe import LookupOutcome
+
+
+class RequestView(Protocol):
+    """What the pool needs of an engine's request; counts are read fresh at every use."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def options(self) -> RequestOptions: ...
+    @property
+    def shareable(self) -> bool:
+        """False for requests that must stay out of the pool altogether."""
+
+    @property
+    def reads_cache(self) -> bool:
+        """False where cached KV must not be used (prompt log-probabilities)."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known by value, prompt and output."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV earlier steps have computed or are computing."""
+
+    @property
+    def num_preemptions(self) -> int: ...
+    def tokens(self) -> Sequence[int]:
+        """All known tokens; the sequence may grow later but does not change."""
+
+    def identity(self) -> RequestIdentity | None:
+        """What shapes the KV besides the tokens. Runs on the probe thread; may read files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One engine step: tokens scheduled by request, and access to block tables."""
+
+    scheduled: Mapping[str, int]
+    block_table: Callable[[str], Sequence[int]]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Owned by the scheduler's thread, from the request's arrival to its end."""
+
+    view: RequestView
+    may_load: bool
+    may_save: bool
+    ticket: int = -1  # the newest lookup
+    asked_at: float = 0.0
+    deadline: float = 0.0
+    preemptions: int = 0  # of the request, when the newest lookup was asked
+    answer: LookupOutcome | None = None  # None while the lookup is pending
+    chain: ChunkChain | None = None
+    found_chunks: int = 0
+    limit_tokens: int | None = None  # a load has failed here: never ask for more again
+    offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
+    load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
+    counted: bool = False
+    next_save: int = 0  # chunks before it are stored or on their way
+
+    def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
+        """Stored tokens, floored to blocks, less the last token on a full hit."""
+        tokens = self.found_chunks * chunk_tokens
+        if self.limit_tokens is not None:
+            tokens = min(tokens, self.limit_tokens)
+        tokens -= tokens % block_size
+        return min(tokens, self.view.num_tokens - 1)
