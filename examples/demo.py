@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ LOGPROB_TOLERANCE = 2e-3
 KV_TRANSFER = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
 WITHOUT_POOL = {"kvpool": {"load": False, "save": False}}
 
+# What an engine's process prints for people; the rest is vLLM's log, shown only if it fails.
+PROGRESS = "demo: "
+
 ENGINES = {
     "writer": {"tensor_parallel_size": 1, "block_size": 32},
     "reader": {"tensor_parallel_size": 2, "block_size": 64},
@@ -38,22 +42,24 @@ ENVIRONMENTS = {
 }
 
 
+BEGAN = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:3.0f}s] {text}", flush=True)
+
+
 def main() -> int:
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:3.0f}s] {text}", flush=True)
-
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch_name:
         scratch = Path(scratch_name)
         say("making a small model with random weights")
         model = make_model(scratch)
-        say(f"writer: one rank, blocks of 32, computes {NUM_PROMPTS} prompts (about 20 s)")
+        say(f"writer: one rank, blocks of 32, computes {NUM_PROMPTS} prompts (about 30 s)")
         written = run_engine("writer", model, scratch)
         cells = [path for path in (scratch / "cache").rglob("*") if path.is_file()]
         size_mib = sum(path.stat().st_size for path in cells) / 2**20
         say(f"the writer has ended; it left {len(cells)} files, {size_mib:.0f} MiB")
-        say("reader: two ranks, blocks of 64, answers them again (about 40 s)")
+        say("reader: two ranks, blocks of 64, answers them again (about 30 s)")
         read = run_engine("reader", model, scratch)
         say("done\n")
     return report(written, read)
@@ -84,10 +90,20 @@ def run_engine(name: str, model: Path, scratch: Path) -> dict[str, Any]:
     for variable in [v for v in env if v.startswith("KVPOOL_")]:
         del env[variable]
     command = [sys.executable, __file__, name, str(model), str(answers)]
-    with log.open("wb") as output:
-        process = subprocess.run(
-            command, stdout=output, stderr=output, env=env, timeout=ENGINE_TIMEOUT_S, check=False
-        )
+    with (
+        log.open("w") as rest,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True
+        ) as process,
+    ):
+        guard = threading.Timer(ENGINE_TIMEOUT_S, process.kill)
+        guard.start()
+        for line in process.stdout or ():
+            if line.startswith(PROGRESS):
+                say("  " + line.removeprefix(PROGRESS).strip())
+            else:
+                rest.write(line)
+        guard.cancel()
     if process.returncode != 0 or not answers.exists():
         sys.exit(f"the {name} failed:\n{log.read_text(errors='replace')[-4000:]}")
     return json.loads(answers.read_text())
@@ -108,14 +124,18 @@ def engine_main(name: str, model: str, answers: str) -> None:
         disable_log_stats=False,
         **ENGINES[name],
     )
+    print(PROGRESS + "engine started", flush=True)
     rng = random.Random(0)
     prompts = [rng.choices(range(3, 2048), k=PROMPT_TOKENS) for _ in range(NUM_PROMPTS + 1)]
     warm_up, shared = prompts[0], prompts[1:]
     ask(llm, warm_up, WITHOUT_POOL)
+    print(PROGRESS + "warmed up with another prompt", flush=True)
     result: dict[str, Any] = {}
     if name == "reader":
         result["without"] = [ask(llm, prompt, WITHOUT_POOL) for prompt in shared]
+        print(PROGRESS + f"answered {NUM_PROMPTS} prompts without the pool", flush=True)
     result["with"] = [ask(llm, prompt, None) for prompt in shared]
+    print(PROGRESS + f"answered {NUM_PROMPTS} prompts with the pool", flush=True)
     llm.llm_engine.engine_core.shutdown()
     Path(answers).write_text(json.dumps(result))
 

@@ -130,7 +130,7 @@ main() {
     if [[ -x $VENV/bin/python && -f $STAMP && $(<"$STAMP") == "$wanted" && -z $(missing_packages) ]]; then
         exit 0
     fi
-    say "setting up $VENV (a first time usually takes 2 to 4 minutes)"
+    say "setting up $VENV (a first time usually takes 2 minutes)"
     local -a missing
     mapfile -t missing < <(missing_packages)
     if ((${#missing[@]})); then

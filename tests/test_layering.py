@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "sizes"},
     "weights": set(),
     "layout": {"errors", "keys"},
-    "store": {"errors", "keys"},
+    "store": {"errors", "keys", "sizes"},
     "staging": {"cells", "errors", "layout", "store"},
     "transfer": {"cells", "errors", "keys", "layout", "metrics", "staging", "store"},
     "pool": {
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cells", "config", "errors", "hashing", "keys", "layout", "metrics"),
         *("pool", "staging", "weights"),
     },
-    "connector": {"adapt", "config", "pool"},
+    "connector": {"adapt", "config", "plugin", "pool"},
     "plugin": set(),
     "testing": {"errors", "keys", "staging", "store"},
 }

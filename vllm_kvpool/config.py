@@ -5,9 +5,8 @@ from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. 
 other names are left alone: a cluster may inject its own (`KVPOOL_SERVICE_HOST`).
 """
 
-import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 
 ENV_PREFIX = "KVPOOL_"
-MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
 MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
@@ -95,13 +93,6 @@ class KVPoolConfig:
         return parse_size(self.staging_bytes, "staging_bytes")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: the nearest known name, or all of them."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else "known are: " + ", ".join(names)
-
-
 def default_store_url(env: Mapping[str, str] | None = None) -> str:
     """The file store under the user's cache directory."""
     env = os.environ if env is None else env
@@ -109,15 +100,15 @@ def default_store_url(env: Mapping[str, str] | None = None) -> str:
     return f"file://{Path(base).absolute()}/vllm-kvpool?size={DEFAULT_STORE_SIZE}"
 
 
-def mooncake_config(env: Mapping[str, str] | None = None) -> dict[str, object] | None:
-    """What the file named by Mooncake's own variable holds; None if the variable is not set."""
-    path = (os.environ if env is None else env).get(MOONCAKE_CONFIG_ENV)
+def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[str, object] | None:
+    """The JSON object in the file that an environment variable names; None if it is not set."""
+    path = (os.environ if env is None else env).get(variable)
     if not path:
         return None
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{MOONCAKE_CONFIG_ENV}={path} cannot be read: {error}") from None
+        raise ConfigError(f"{variable}={path} cannot be read: {error}") from None
 
 
 def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> KVPoolConfig:
@@ -166,7 +157,8 @@ def _from_env(name: str, text: str) -> Any:
 def _check(config: KVPoolConfig) -> None:
     if not MIN_CHUNK_TOKENS <= config.chunk_tokens <= MAX_CHUNK_TOKENS:
         raise ConfigError(
-            f"chunk_tokens is {config.chunk_tokens}; choose {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+            f"chunk_tokens is {config.chunk_tokens}; "
+            f"choose {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
         )
     if config.layer_span < 0:
         raise ConfigError(

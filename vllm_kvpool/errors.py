@@ -4,6 +4,9 @@
 does to a store; it never leaves the lanes except as a report. Our own bugs trip an `assert`.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """The configuration cannot work; the message says what to change."""
@@ -15,3 +18,10 @@ class StoreError(Exception):
 
 class StoreUnreachable(StoreError):
     """The backend cannot be reached now; a later call may succeed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: the nearest known name, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "known are: " + ", ".join(names)

@@ -1,4 +1,4 @@
-"""The chain of chunk hashes: what a request's tokens, and all else that shapes their KV, are called.
+"""The chain of chunk hashes: the names of a request's tokens and all else that shapes their KV.
 
 Our own chain, with a fixed root and a portable encoding, so that it does not depend on a hash
 seed, on vLLM's hash algorithm, on the block size or on the release. Link i digests link i-1 and

@@ -13,7 +13,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from typing import NewType, Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 CellKey = NewType("CellKey", str)
 Namespace = NewType("Namespace", str)
@@ -31,7 +31,8 @@ _KEY = re.compile(
     r"@(?:head:(?P<head>\d+)|rank:(?P<rank>\d+)of(?P<rank_count>\d+))"
     r"@layers:(?P<layer_start>\d+)-(?P<layer_stop>\d+)"
     rf"(?:@kind:(?P<kind>{_SAFE}+))?"
-    r"@(?P<chunk_hash>[0-9a-f]+)"
+    r"@(?P<chunk_hash>(?:[0-9a-f]{2})+)",
+    re.ASCII,
 )
 
 
@@ -41,7 +42,8 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
     A name that is too long keeps its beginning and ends in a digest of the whole, so two long
     names never meet.
     """
-    escaped = quote(model_name, safe="+").replace("/", "%2F") or "%00"
+    # A "~" marks a shortened name and a lone "%" the empty one; escaping leaves neither.
+    escaped = quote(model_name, safe="+").replace("~", "%7E") or "%"
     if len(escaped) > MAX_MODEL_NAME_CHARS:
         tail = "~" + hashlib.blake2b(model_name.encode(), digest_size=8).hexdigest()
         escaped = escaped[: MAX_MODEL_NAME_CHARS - len(tail)] + tail
@@ -130,7 +132,7 @@ class ParsedKey:
     def parse(cls, key: str) -> Self:
         """Read a key back; ValueError if it is not one."""
         match = _KEY.fullmatch(key)
-        if match is None:
+        if match is None or int(match["layer_start"]) >= int(match["layer_stop"]):
             raise ValueError(f"not a cell key: {key[:200]!r}")
         get = match.group
         context = ContextRank(
@@ -141,7 +143,9 @@ class ParsedKey:
             if get("head") is not None
             else RankPart(int(get("rank")), int(get("rank_count")))
         )
-        span = LayerSpan(int(get("layer_start")), int(get("layer_stop")), get("kind") or "")
+        span = LayerSpan(
+            int(get("layer_start")), int(get("layer_stop")), unquote(get("kind") or "")
+        )
         return cls(
             Namespace(get("namespace")), context, part, span, bytes.fromhex(get("chunk_hash"))
         )

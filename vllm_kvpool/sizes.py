@@ -1,6 +1,7 @@
 """Byte sizes as users write them."""
 
 import re
+from decimal import Decimal
 
 from vllm_kvpool.errors import ConfigError
 
@@ -16,15 +17,16 @@ def parse_size(value: str | int, what: str = "size") -> int:
     `what` names the option in the error.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        nbytes = float(value)
+        nbytes = Decimal(value)
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         units = {name.lower(): factor for name, factor in _UNITS.items()}
         if match is None or match[2].lower() not in units:
             raise ConfigError(
-                f"{what}: {value!r} is not a size; write a number of bytes or one like 512MiB or 50GiB"
+                f"{what}: {value!r} is not a size; "
+                "write a number of bytes or one like 512MiB or 50GiB"
             )
-        nbytes = float(match[1]) * units[match[2].lower()]
+        nbytes = Decimal(match[1]) * units[match[2].lower()]
     if nbytes < 1:
         raise ConfigError(f"{what}: {value!r} must be at least one byte")
     return int(nbytes)

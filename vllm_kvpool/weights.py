@@ -7,9 +7,9 @@ adapters are small and are read whole.
 """
 
 import hashlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 DIGEST_BYTES = 16
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -18,6 +18,12 @@ PIECES_PER_TENSOR = 3
 PIECES_PER_OTHER_FILE = 256
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
+
+
+class _Tensor(msgspec.Struct):
+    """What is needed of a safetensors header's entry; `__metadata__` has none of it."""
+
+    data_offsets: tuple[int, int] | None = None
 
 
 def sample_weights(directory: Path) -> str | None:
@@ -34,12 +40,9 @@ def sample_weights(directory: Path) -> str | None:
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb", buffering=0) as file:
             header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
-            if header:
-                text = file.read(header)
-                digest.update(text)
-                spans = _tensor_spans(text, 8 + header)
-            else:
-                spans = iter([(0, size, PIECES_PER_OTHER_FILE)])
+            text = file.read(header)
+            digest.update(text)
+            spans = _tensor_spans(text, 8 + header, size) or [(0, size, PIECES_PER_OTHER_FILE)]
             for start, stop, pieces in spans:
                 for i in range(pieces):
                     file.seek(start + max(0, stop - start - PIECE_BYTES) * i // max(1, pieces - 1))
@@ -53,15 +56,19 @@ def _safetensors_header(first: bytes, size: int) -> int:
     return length if 0 < length <= min(size - 8, MAX_SAFETENSORS_HEADER) else 0
 
 
-def _tensor_spans(header: bytes, data_start: int) -> Iterator[tuple[int, int, int]]:
+def _tensor_spans(header: bytes, data_start: int, size: int) -> list[tuple[int, int, int]]:
+    """Start, end and number of pieces of each tensor; none if the header is not what it should."""
     try:
-        tensors = json.loads(header)
-    except ValueError:
-        return
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+    except (msgspec.MsgspecError, RecursionError):
+        return []
+    spans = []
     for name in sorted(tensors):
-        offsets = tensors[name].get("data_offsets") if name != "__metadata__" else None
-        if offsets:
-            yield data_start + offsets[0], data_start + offsets[1], PIECES_PER_TENSOR
+        offsets = tensors[name].data_offsets
+        if offsets is not None and 0 <= offsets[0] < offsets[1] <= size - data_start:
+            start, stop = (data_start + offset for offset in offsets)
+            spans.append((start, stop, PIECES_PER_TENSOR))
+    return spans
 
 
 def digest_adapter(directory: Path) -> bytes:

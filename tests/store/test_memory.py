@@ -53,3 +53,11 @@ def test_what_cannot_fit_is_full_and_evicts_nothing() -> None:
     put_one(store, "small", small)
     assert put_one(store, "large", large) is PutOutcome.FULL
     assert get_one(store, "small", small) is GetOutcome.OK
+
+
+def test_of_two_writers_of_one_key_the_first_wins() -> None:
+    shelf = Shelf(300)
+    assert shelf.add("a", b"first") is PutOutcome.STORED
+    assert shelf.add("a", b"other bytes") is PutOutcome.EXISTED
+    assert shelf.take("a") == b"first"
+    shelf.check()

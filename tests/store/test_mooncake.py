@@ -80,7 +80,7 @@ sources = [arena.holding(random_bytes(1 << 20, number)) for number in range(40)]
 assert store.put(keys, sources, ["chunk"] * 40) == [PutOutcome.STORED] * 40
 print("ready", flush=True)
 sys.stdin.read()
-store.close()  # without unregister: close must do it, or the exit status is a fault's
+store.close()  # without unregister, which close must make up for
 """
 
 

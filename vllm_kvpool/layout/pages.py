@@ -46,8 +46,8 @@ class LayerPages:
     """One layer's pages on this rank. `owner` keeps the memory alive and names the device.
 
     A manager block (the scheduler's id) is `blocks_per_id` consecutive kernel blocks of
-    `tokens_per_block` tokens: token t of a request lies in kernel block
-    `ids[t // (tokens_per_block * blocks_per_id)] * blocks_per_id + (t // tokens_per_block) % blocks_per_id`.
+    `tokens_per_block` tokens. With n = tokens_per_block and r = blocks_per_id, token t of a request
+    lies in kernel block `ids[t // (n * r)] * r + t // n % r`.
     """
 
     runs: tuple[Run, ...]

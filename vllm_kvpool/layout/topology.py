@@ -11,7 +11,6 @@ Layers are cut into spans of `layer_span` counted from layer 0, and again at eve
 boundary; the last span of a piece is short.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -114,7 +113,7 @@ class Topology:
         start, stop = self.stages[pp_rank]
         heads = self.heads_per_rank
         first = self.first_head(tp_rank)
-        pieces: Sequence[tuple[HeadPart | RankPart, int, int]]
+        pieces: list[tuple[HeadPart | RankPart, int, int]]
         if self.per_head:
             pieces = [(HeadPart(first + i), i, i + 1) for i in range(heads)]
         else:

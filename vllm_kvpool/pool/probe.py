@@ -2,10 +2,10 @@
 
 Owns the scheduler side's store (metadata only), the open lookups and the requests' hash chains
 until it hands them over in an `Answer`. Inbox: `Lookup`, `Forget`, `RemoveAll`. Outbox: answers,
-taken by the scheduler thread. Every round puts the next questions of all open lookups into one batch of
-at most `MAX_KEYS_PER_ROUND` keys. A lookup that expects more than it finds is asked again, every
-`POLL_MIN_S` to `POLL_MAX_S`, until its deadline. Ends by a sentinel; a thread stuck in the store is
-left behind.
+taken by the scheduler's thread. Every round puts the next questions of all open lookups into one
+batch of at most `MAX_KEYS_PER_ROUND` keys. A lookup that expects more than it finds is asked
+again, every `POLL_MIN_S` to `POLL_MAX_S`, until its deadline. The thread ends by a sentinel; one
+that is stuck in the store is left behind.
 """
 
 import logging

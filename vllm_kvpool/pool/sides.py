@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpool.config import KVPoolConfig, Role, Verify, default_store_url, mooncake_config
+from vllm_kvpool.config import KVPoolConfig, Role, Verify, default_store_url, json_named_by
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import ContextRank, KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
@@ -26,7 +26,14 @@ from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.base import Store
-from vllm_kvpool.store.open import check_capacity, open_store, parse_store_url
+from vllm_kvpool.store.open import (
+    MOONCAKE_CONFIG_ENV,
+    StoreSpec,
+    check_capacity,
+    names_no_master,
+    open_store,
+    parse_store_url,
+)
 from vllm_kvpool.transfer.engine import Engine, Limits
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.lanes import LaneWork
@@ -58,13 +65,20 @@ class ModelShape:
     context: ContextRank = ContextRank()  # noqa: RUF009 - frozen
 
 
+def store_spec(config: KVPoolConfig) -> StoreSpec:
+    """The store that the configuration names, or the default one."""
+    url = config.store_urls[0] or default_store_url()
+    return parse_store_url(
+        url, json_named_by(MOONCAKE_CONFIG_ENV) if names_no_master(url) else None
+    )
+
+
 def open_configured_store(config: KVPoolConfig, *, segment: bool) -> Store | None:
     """Open the store that the configuration names; None if it cannot be reached and need not be.
 
     `segment`: whether to give memory to a pool that is made of its members' memory.
     """
-    url = config.store_urls[0] or default_store_url()
-    spec = parse_store_url(url, mooncake_config())
+    spec = store_spec(config)
     try:
         return open_store(spec, segment=segment)
     except StoreUnreachable as error:
@@ -76,8 +90,7 @@ def open_configured_store(config: KVPoolConfig, *, segment: bool) -> Store | Non
 
 def check_store(config: KVPoolConfig, cell_bytes: int) -> None:
     """ConfigError if the configured store could not hold one cell."""
-    url = config.store_urls[0] or default_store_url()
-    check_capacity(parse_store_url(url, mooncake_config()), cell_bytes)
+    check_capacity(store_spec(config), cell_bytes)
 
 
 class StatsFile:

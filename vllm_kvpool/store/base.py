@@ -29,7 +29,11 @@ class Buffer(NamedTuple):
 
 
 class PutOutcome(Enum):
-    """What became of one key of a `put`."""
+    """What became of one key of a `put`.
+
+    After STORED or EXISTED a get may still say MISSING while another writer, who was first with
+    this key, is not done: Mooncake answers the second one at once.
+    """
 
     STORED = "stored"
     EXISTED = "existed"  # stored before, those bytes stay; some stores cannot tell, say STORED

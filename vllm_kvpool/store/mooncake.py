@@ -335,7 +335,7 @@ class MooncakeStore:
             logger.warning("a call to Mooncake at %s hangs; left open until exit", self._address)
             _left_open.append(native)
             return
-        for address in self._registered:  # memory that stays registered is one too, at exit
+        for address in self._registered:  # left registered, it has been seen to crash the exit
             native.unregister_buffer(address)
         native.close()
 

@@ -8,20 +8,17 @@ Options of every scheme: `required=1` (no start without this store). `size=` and
 plain bytes, KB/MB/GB/TB (decimal) or KiB/MiB/GiB/TiB (binary).
 """
 
-import difflib
-import json
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.mooncake import PROTOCOLS, MooncakeOptions
 
-MOONCAKE_CONFIG_ENV: Final = "MOONCAKE_CONFIG_PATH"
+MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"  # Mooncake's own
 
 MIN_STORE_BYTES = 1 << 20
 MAX_STORE_BYTES = 1 << 50
@@ -33,10 +30,6 @@ DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells go through registered memory, not
 FILE_BLOCK_BYTES = 4096  # what a file occupies is a multiple of this
 MAX_PORT = 65535
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -60,17 +53,6 @@ class StoreSpec:
     scheme: str
     required: bool
     options: MemoryOptions | FileOptions | MooncakeOptions
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of `50GiB`, `512MB`, `4096` or 4096; ConfigError otherwise."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        text = str(text)
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    unit = match and _UNITS.get(match[2].upper())
-    if not match or not unit:
-        raise ConfigError(f"not a size: {text!r}; write for example 4096, 512MB or 50GiB")
-    return int(match[1]) * unit
 
 
 class _Query:
@@ -97,11 +79,10 @@ class _Query:
 
     def size(self, name: str, default: str | int, *, least: int, or_zero: bool = False) -> int:
         given = self.text(name, str(default))
-        try:
-            nbytes = parse_size(given)
-        except ConfigError as error:
-            raise ConfigError(f"{self.url}: {name}: {error}") from None
-        if not (least <= nbytes <= MAX_STORE_BYTES or (or_zero and nbytes == 0)):
+        if or_zero and given.strip() == "0":
+            return 0
+        nbytes = parse_size(given, f"{self.url}: {name}")
+        if not least <= nbytes <= MAX_STORE_BYTES:
             raise ConfigError(
                 f"{self.url}: {name}={given} must be from {least} to {MAX_STORE_BYTES} bytes"
                 + (", or 0" if or_zero else "")
@@ -115,13 +96,6 @@ class _Query:
                 raise ConfigError(
                     f"{self.url}: unknown option {name}; {nearest(name, self._known)}"
                 )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that is none of `known`."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def parse_store_url(url: str, mooncake_config: Mapping[str, object] | None = None) -> StoreSpec:
@@ -150,25 +124,9 @@ def parse_store_url(url: str, mooncake_config: Mapping[str, object] | None = Non
     return StoreSpec(url, parts.scheme, required, options)
 
 
-def load_store_spec(url: str, environ: Mapping[str, str]) -> StoreSpec:
-    """`parse_store_url`, with Mooncake's configuration file read where the url needs it."""
-    needs_file = url.partition("?")[0].lower().rstrip("/") == "mooncake:"
-    return parse_store_url(url, read_mooncake_config(environ) if needs_file else None)
-
-
-def read_mooncake_config(environ: Mapping[str, str]) -> dict[str, object] | None:
-    """What the file named by `MOONCAKE_CONFIG_ENV` holds; None if it is not set."""
-    path = environ.get(MOONCAKE_CONFIG_ENV)
-    if not path:
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{MOONCAKE_CONFIG_ENV}={path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{MOONCAKE_CONFIG_ENV}={path} must hold a JSON object")
-    return config
+def names_no_master(url: str) -> bool:
+    """Whether it is a `mooncake://` url that leaves everything to Mooncake's own configuration."""
+    return url.partition("?")[0].lower().rstrip("/") == "mooncake:"
 
 
 def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:

@@ -1,0 +1,168 @@
+"""Gather and scatter on one CPU thread, against one memcpy of the same bytes in the same run.
+
+    python benchmarks/bench_gather.py --json gather.json
+
+`ratio` is two memcpys' time over that of a gather and a scatter. Repeats of the three are
+interleaved and medians taken. Pages hold twice the tokens that are moved, in blocks drawn at
+random; each call moves all heads of one chunk and span, as the lanes do.
+"""
+
+import argparse
+import ctypes
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_kvpool.layout.formats import from_cpu_attention, from_token_content
+from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.staging.copy_cpu import LINE_BYTES, CpuCopier
+
+NUM_LAYERS, LAYER_SPAN = 32, 8
+NUM_HEADS, HEAD_DIM = 8, 128
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pages of one kind; `layout` is `LBNHC`, `LBHNC` or `cpu` for CPU attention's."""
+
+    layout: str
+    dtype: str
+    block: int
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * HEAD_DIM * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def layers(self, num_blocks: int) -> list[LayerPages]:
+        heads_and_tokens = [NUM_HEADS, self.block]
+        if self.layout == "LBNHC":
+            heads_and_tokens.reverse()
+        shape = (NUM_LAYERS, num_blocks, *heads_and_tokens, 2 * HEAD_DIM)
+        pages = torch.ones(shape, dtype=self.torch_dtype)
+        if self.layout == "LBNHC":
+            pages = pages.transpose(2, 3)
+        if self.layout == "cpu":
+            return [from_cpu_attention(layer, HEAD_DIM, HEAD_DIM) for layer in pages]
+        return [from_token_content(layer) for layer in pages]
+
+
+CASES = (
+    Case("LBNHC", "float16", 16),
+    Case("LBNHC", "float16", 128),
+    Case("LBHNC", "float16", 16),
+    Case("LBHNC", "float16", 128),
+    Case("cpu", "float32", 128),
+    Case("cpu", "bfloat16", 128),
+    Case("cpu", "bfloat16", 32),
+)
+
+
+def calls(case: Case, address: int, num_chunks: int, num_blocks: int) -> list[list[CellMove]]:
+    """The moves of each call; the slots follow one another from `address`."""
+    blocks_per_chunk = CHUNK_TOKENS // case.block
+    ids = random.Random(0).sample(range(num_blocks), num_chunks * blocks_per_chunk)
+    result = []
+    for chunk in range(num_chunks):
+        table = ids[chunk * blocks_per_chunk : (chunk + 1) * blocks_per_chunk]
+        start, stop = chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS
+        for layer in range(0, NUM_LAYERS, LAYER_SPAN):
+            moves = []
+            for head in range(NUM_HEADS):
+                moves.append(
+                    CellMove(
+                        address=address,
+                        layer_start=layer,
+                        layer_stop=layer + LAYER_SPAN,
+                        head_start=head,
+                        head_stop=head + 1,
+                        block_ids=table,
+                        table_start=start,
+                        chunk_start=start,
+                        chunk_tokens=CHUNK_TOKENS,
+                        token_start=start,
+                        token_stop=stop,
+                    )
+                )
+                address += LAYER_SPAN * CHUNK_TOKENS * case.row_bytes
+            result.append(moves)
+    return result
+
+
+def seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, megabytes: int, repeats: int) -> dict[str, object]:
+    chunk_bytes = NUM_LAYERS * NUM_HEADS * CHUNK_TOKENS * case.row_bytes
+    num_chunks = max(1, megabytes * 2**20 // chunk_bytes)
+    total = num_chunks * chunk_bytes
+    num_blocks = 2 * num_chunks * CHUNK_TOKENS // case.block
+    copier = CpuCopier(case.layers(num_blocks))
+    slots = torch.zeros(total + LINE_BYTES, dtype=torch.uint8)
+    aligned = -(-slots.data_ptr() // LINE_BYTES) * LINE_BYTES
+    batches = calls(case, aligned, num_chunks, num_blocks)
+    source, target = torch.ones(total, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)
+
+    def gather() -> None:
+        for moves in batches:
+            copier.gather(moves)
+
+    def scatter() -> None:
+        for moves in batches:
+            copier.scatter(moves)
+
+    def memcpy() -> None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), total)
+
+    actions = (memcpy, gather, scatter)
+    for action in actions:  # the first touches of fresh memory are not what is measured
+        action()
+    times = [[seconds(action) for action in actions] for _ in range(repeats)]
+    copy_s, gather_s, scatter_s = (statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        **asdict(case),
+        "moved_mib": total // 2**20,
+        "memcpy_gbs": round(total / copy_s / 1e9, 2),
+        "gather_gbs": round(total / gather_s / 1e9, 2),
+        "scatter_gbs": round(total / scatter_s / 1e9, 2),
+        "ratio": round(2 * copy_s / (gather_s + scatter_s), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--megabytes", type=int, default=192, help="payload moved per repeat")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"warm-up {seconds(CpuCopier([]).warm_up):.2f} s", file=sys.stderr)
+    results: list[dict[str, object]] = []
+    for case in CASES:
+        result = measure(case, args.megabytes, args.repeats)
+        if not results:
+            print(*(f"{name:>11}" for name in result))
+        print(*(f"{value!s:>11}" for value in result.values()), flush=True)
+        results.append(result)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What the end-to-end tests of the pool have in common."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
+from tests.e2e.engine import Completion, Engine, Prompt
+
+VOCAB = 1024
+
+
+def pool(store: str, *, role: str = "kv_both", **options: Any) -> Mapping[str, Any]:
+    """A `kv_transfer_config` of the connector, by its class name alone."""
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_role": role,
+        # A busy test machine must not turn a hit into a miss.
+        "kv_connector_extra_config": {"store": store, "lookup_timeout_ms": 20_000, **options},
+    }
+
+
+def files(directory: Path) -> str:
+    """The URL of a file store."""
+    return f"file://{directory}?size=256MiB"
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """A prompt that no other seed shares a chunk with."""
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def same(actual: Completion, expected: Completion) -> None:
+    """Both outputs are what one model says, up to rounding."""
+    assert actual.token_ids == expected.token_ids
+    assert logprob_distance(actual, expected) < LOGPROB_TOLERANCE
+
+
+def expecting(prompt: Prompt, count: int) -> Prompt:
+    """The same prompt, waiting for so many tokens: an engine's puts end after its answer."""
+    wish = {"kvpool": {"expect_tokens": count, "expect_timeout_ms": 20_000}}
+    return replace(prompt, kv_transfer_params=wish)
+
+
+def fresh(engine: Engine, prompt: Prompt) -> Completion:
+    """The answer of an engine that has forgotten what it computed itself."""
+    assert engine.reset_prefix_cache()
+    return engine.generate(prompt)[0]

@@ -1,0 +1,93 @@
+"""What is not the same request must not meet in the pool; what is the same must."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import EngineShelf
+from tests.e2e.engine import Engine, EngineSpec, Prompt
+from tests.e2e.pool import expecting, files, fresh, pool, tokens
+from vllm_kvpool.testing.models import LlamaShape, make_lora
+
+pytestmark = pytest.mark.e2e
+
+SHAPE = LlamaShape(kv_heads=2)
+IDS = tokens(seed=1, count=600)
+HIT = 512
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("identity")
+
+
+@pytest.fixture
+def engine(llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory: Path) -> Engine:
+    return engines.get(
+        EngineSpec(
+            model=llama(SHAPE),
+            kv_transfer_config=pool(files(directory / "pool")),
+            llm={"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True},
+        )
+    )
+
+
+def embeddings(path: Path, seed: int) -> Path:
+    """Prompt embeddings of as many tokens as `IDS`."""
+    rows = np.random.default_rng(seed).normal(0, 0.3, (len(IDS), SHAPE.hidden))
+    np.save(path, rows.astype(np.float32))
+    return path
+
+
+def requests(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Requests that no two may share a chunk, although most have the same tokens."""
+    return {
+        "plain": {"ids": IDS},
+        "salted": {"ids": IDS, "cache_salt": "tenant-a"},
+        "salted otherwise": {"ids": IDS, "cache_salt": "tenant-b"},
+        "adapter": {"ids": IDS, "lora": make_lora(directory / "one", SHAPE, seed=1)},
+        "adapter of other content": {
+            "ids": IDS,
+            "lora": make_lora(directory / "two", SHAPE, seed=2),
+        },
+        "embeddings": {"embeds": embeddings(directory / "a.npy", 1)},
+        "other embeddings": {"embeds": embeddings(directory / "b.npy", 2)},
+    }
+
+
+def test_different_requests_miss_and_equal_ones_hit(engine: Engine, directory: Path) -> None:
+    kinds = requests(directory)
+    first = {kind: fresh(engine, Prompt(**values)) for kind, values in kinds.items()}
+    assert {kind: c.cached_tokens for kind, c in first.items()} == dict.fromkeys(kinds, 0)
+    again = {
+        kind: fresh(engine, expecting(Prompt(**values), HIT)) for kind, values in kinds.items()
+    }
+    assert {kind: c.cached_tokens for kind, c in again.items()} == dict.fromkeys(kinds, HIT)
+    assert {k: c.token_ids for k, c in again.items()} == {k: c.token_ids for k, c in first.items()}
+
+
+def test_prompt_logprobs_are_computed_from_the_prompt(engine: Engine) -> None:
+    """vLLM must not read cached KV for them."""
+    fresh(engine, Prompt(ids=IDS))
+    assert fresh(engine, expecting(Prompt(ids=IDS), HIT)).cached_tokens == HIT
+    asked = fresh(engine, Prompt(ids=IDS, sampling={"prompt_logprobs": 1}))
+    assert asked.cached_tokens == 0
+
+
+def test_models_of_one_name_and_shape_do_not_meet(
+    llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory: Path, tmp_path: Path
+) -> None:
+    """The weights differ; the name, the architecture and the store do not."""
+    store = pool(files(tmp_path / "pool"))
+    one, two = directory / "x" / "model", directory / "y" / "model"
+    for link, seed in ((one, 0), (two, 9)):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(llama(LlamaShape(kv_heads=2, seed=seed)))
+    spec = EngineSpec(model=one, kv_transfer_config=store)
+    assert engines.get(spec).generate(Prompt(ids=IDS))[0].cached_tokens == 0
+    assert fresh(engines.get(spec), expecting(Prompt(ids=IDS), HIT)).cached_tokens == HIT
+    namesake = engines.get(EngineSpec(model=two, kv_transfer_config=store))
+    assert namesake.generate(Prompt(ids=IDS))[0].cached_tokens == 0

@@ -1,0 +1,230 @@
+"""Which rank holds and writes which cells: together all of them, each chunk's once."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.keys import HeadPart, LayerSpan, RankPart
+from vllm_kvpool.layout.topology import (
+    MAX_DEFAULT_CELL_BYTES,
+    LocalCell,
+    Topology,
+    cut_layers,
+    default_layer_span,
+)
+
+TP_SIZES = (1, 2, 4, 8, 16)
+HEADS = (1, 2, 8)
+STAGES = (
+    ((0, 8),),
+    ((0, 4), (4, 8)),
+    ((0, 3), (3, 8)),  # the boundary is not one of a span
+    ((0, 2), (2, 4), (4, 6), (6, 8)),
+    ((0, 1), (1, 2), (2, 8)),
+)
+NUM_CHUNKS = 17
+
+
+def tables(per_head: bool) -> list[Topology]:
+    return [
+        Topology(heads, tp, stages, span, per_head)
+        for tp in TP_SIZES
+        for heads in HEADS
+        for stages in STAGES
+        for span in (1, 2, 3, 8)
+    ]
+
+
+def ranks(topology: Topology) -> list[tuple[int, int]]:
+    return [(tp, pp) for tp in range(topology.tp_size) for pp in range(len(topology.stages))]
+
+
+def check_cover(topology: Topology) -> None:
+    """Every cell of a chunk is held by as many ranks as there are replicas, and written once."""
+    wanted = {(part, span) for part in topology.all_parts() for span in topology.all_spans()}
+    held = Counter(
+        (cell.part, cell.span)
+        for tp, pp in ranks(topology)
+        for cell in topology.local_cells(tp, pp)
+    )
+    assert held == dict.fromkeys(wanted, topology.replicas)
+    for chunk in range(NUM_CHUNKS):
+        written = Counter(
+            (cell.part, cell.span)
+            for tp, pp in ranks(topology)
+            if topology.writes_chunk(tp, chunk)
+            for cell in topology.local_cells(tp, pp)
+        )
+        assert written == dict.fromkeys(wanted, 1)
+
+
+def check_places(topology: Topology) -> None:
+    """A cell's local indices are its global ones, counted from where the rank begins."""
+    for tp, pp in ranks(topology):
+        start, stop = topology.stages[pp]
+        rows = [
+            (head, layer)
+            for cell in topology.local_cells(tp, pp)
+            for head in range(cell.head_start, cell.head_stop)
+            for layer in range(cell.layer_start, cell.layer_stop)
+        ]
+        every = {(h, n) for h in range(topology.heads_per_rank) for n in range(stop - start)}
+        assert len(rows) == len(set(rows))
+        assert set(rows) == every
+        for cell in topology.local_cells(tp, pp):
+            assert (cell.span.start, cell.span.stop) == (
+                start + cell.layer_start,
+                start + cell.layer_stop,
+            )
+            if isinstance(cell.part, HeadPart):
+                assert cell.part.head == topology.first_head(tp) + cell.head_start
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_the_ranks_together_hold_and_write_every_cell(per_head: bool) -> None:
+    for topology in tables(per_head):
+        check_cover(topology)
+        check_places(topology)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_no_tensor_parallel_size_changes_the_names(
+    heads: int, stages: tuple[tuple[int, int], ...]
+) -> None:
+    names = {
+        (Topology(heads, tp, stages, 2).all_parts(), Topology(heads, tp, stages, 2).all_spans())
+        for tp in TP_SIZES
+    }
+    assert len(names) == 1
+
+
+def test_stages_that_end_with_a_span_share_their_names() -> None:
+    spans = {Topology(2, 1, stages, 2).all_spans() for stages in (STAGES[0], STAGES[1], STAGES[3])}
+    assert len(spans) == 1
+    assert Topology(2, 1, STAGES[2], 2).all_spans() not in spans
+
+
+def test_replicas_take_turns() -> None:
+    topology = Topology(2, 8, ((0, 1),), 1)
+    assert topology.replicas == 4
+    assert [topology.first_head(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    writers = [[r for r in range(8) if topology.writes_chunk(r, chunk)] for chunk in range(5)]
+    assert writers == [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4]]
+
+
+def test_a_cell_per_rank_names_the_distinct_ranks() -> None:
+    topology = Topology(8, 4, ((0, 4),), 2, per_head=False)
+    assert topology.all_parts() == tuple(RankPart(r, 4) for r in range(4))
+    first, second = LayerSpan(0, 2), LayerSpan(2, 4)
+    assert topology.local_cells(3, 0) == (
+        LocalCell(RankPart(3, 4), first, 0, 2, 0, 2),
+        LocalCell(RankPart(3, 4), second, 0, 2, 2, 4),
+    )
+    replicated = Topology(2, 8, ((0, 4),), 2, per_head=False)
+    assert replicated.all_parts() == (RankPart(0, 2), RankPart(1, 2))
+    assert replicated.local_cells(5, 0)[0].part == RankPart(1, 2)
+
+
+def test_cells_come_span_by_span_head_by_head() -> None:
+    topology = Topology(4, 2, ((0, 2), (2, 4)), 1)
+    a, b = LayerSpan(2, 3), LayerSpan(3, 4)
+    assert topology.local_cells(1, 1) == (
+        LocalCell(HeadPart(2), a, 0, 1, 0, 1),
+        LocalCell(HeadPart(3), a, 1, 2, 0, 1),
+        LocalCell(HeadPart(2), b, 0, 1, 1, 2),
+        LocalCell(HeadPart(3), b, 1, 2, 1, 2),
+    )
+
+
+def test_a_cells_payload_is_its_heads_layers_tokens_and_rows() -> None:
+    cell = LocalCell(RankPart(0, 1), LayerSpan(0, 3), 0, 2, 0, 3)
+    assert cell.payload_bytes(chunk_tokens=16, row_bytes=10) == 2 * 3 * 16 * 10
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(8, 3), (2, 3), (3, 2), (6, 4), (4, 6)])
+def test_heads_that_cannot_be_cut_evenly_are_refused(heads: int, tp: int) -> None:
+    with pytest.raises(ConfigError, match=f"{heads} KV heads .* size {tp}"):
+        Topology(heads, tp, ((0, 1),), 1)
+
+
+@pytest.mark.parametrize("stages", [((1, 2),), ((0, 2), (3, 4)), ((0, 2), (1, 4))])
+def test_stages_must_join(stages: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(AssertionError):
+        Topology(1, 1, stages, 1)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "layer_span", "edges"),
+    [
+        (0, 8, 4, [0, 4, 8]),
+        (0, 7, 4, [0, 4, 7]),
+        (3, 8, 4, [3, 4, 8]),
+        (3, 4, 4, [3, 4]),
+        (5, 6, 4, [5, 6]),
+        (4, 8, 4, [4, 8]),
+        (0, 3, 8, [0, 3]),
+        (2, 5, 1, [2, 3, 4, 5]),
+    ],
+)
+def test_spans_are_counted_from_layer_zero_and_cut_at_boundaries(
+    start: int, stop: int, layer_span: int, edges: list[int]
+) -> None:
+    spans = cut_layers(start, stop, layer_span, "kind")
+    assert spans == tuple(
+        LayerSpan(a, b, "kind") for a, b in zip(edges, edges[1:], strict=False)
+    )
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("layers", "row_bytes", "chunk_tokens", "span"),
+    [
+        (1, 1, 256, 1),
+        (4, 512, 256, 1),
+        (32, 512, 256, 8),
+        (33, 512, 256, 9),
+        (80, 512, 256, 20),
+        (80, 1024, 256, 10),  # 20 layers would be 5 MiB
+        (64, 1024, 256, 16),  # 4 MiB exactly
+        (61, 1152, 256, 8),
+        (36, 4096, 256, 3),  # 9 -> 5 -> 3
+        (8, 8 * MIB, 256, 1),
+    ],
+)
+def test_the_default_span_is_a_quarter_or_what_fits(
+    layers: int, row_bytes: int, chunk_tokens: int, span: int
+) -> None:
+    assert default_layer_span(layers, row_bytes, chunk_tokens) == span
+
+
+@given(st.integers(1, 200), st.integers(1, 1 << 16), st.integers(16, 4096))
+def test_a_default_cell_is_bounded(layers: int, row_bytes: int, chunk_tokens: int) -> None:
+    span = default_layer_span(layers, row_bytes, chunk_tokens)
+    assert 1 <= span <= -(-layers // 4)
+    assert span == 1 or span * row_bytes * chunk_tokens <= MAX_DEFAULT_CELL_BYTES
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    heads, factor = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    tp = heads * factor if draw(st.booleans()) else draw(st.sampled_from(divisors))
+    edges = [0, *sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=4)))]
+    stages = tuple(zip(edges, edges[1:], strict=False))
+    return Topology(heads, tp, stages, draw(st.integers(1, 13)), draw(st.booleans()))
+
+
+@given(topologies())
+def test_any_topology_is_covered_once(topology: Topology) -> None:
+    check_cover(topology)
+    check_places(topology)
+    layers = topology.stages[-1][1]
+    covered = [layer for s in topology.all_spans() for layer in range(s.start, s.stop)]
+    assert covered == list(range(layers))
+    assert all(len(span) <= topology.layer_span for span in topology.all_spans())

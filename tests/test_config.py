@@ -1,0 +1,211 @@
+"""Options: each one good, bad and from the environment; errors name what to change."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.config import (
+    ENV_PREFIX,
+    MAX_EXPECT_TIMEOUT_MS,
+    KVPoolConfig,
+    LoadFailure,
+    LoadPolicy,
+    RequestOptions,
+    Verify,
+    default_store_url,
+    mooncake_config,
+    nearest,
+    read_config,
+    read_request_options,
+)
+from vllm_kvpool.errors import ConfigError
+
+# option -> (as JSON, as an environment variable, as read)
+GOOD: dict[str, list[tuple[object, str, object]]] = {
+    "store": [
+        ("memory://", "memory://", "memory://"),
+        (["file:///x"], '["file:///x"]', ("file:///x",)),
+        ("", "", ""),
+    ],
+    "chunk_tokens": [(16, "16", 16), (16_384, "16384", 16_384)],
+    "layer_span": [(0, "0", 0), (7, "7", 7)],
+    "per_head_storage": [(False, "false", False), (True, "1", True), (False, "0", False)],
+    "namespace": [("team a/@", "team a/@", "team a/@"), ("12", "12", "12")],
+    "weights_id": [("v1", "v1", "v1"), ("true", "true", "true")],
+    "staging_bytes": [("1GiB", "1GiB", "1GiB"), ("4096", "4096", "4096")],
+    "layerwise": [(False, "false", False)],
+    "load_policy": [("auto", "auto", LoadPolicy.AUTO), ("always", "always", LoadPolicy.ALWAYS)],
+    "load_failure": [("fail", "fail", LoadFailure.FAIL)],
+    "lookup_timeout_ms": [(1, "1", 1)],
+    "load_timeout_s": [(0.5, "0.5", 0.5), (3, "3", 3.0)],
+    "save_decode": [(True, "true", True)],
+    "verify": [("length", "length", Verify.LENGTH)],
+    "shutdown_timeout_s": [(1.5, "1.5", 1.5)],
+    "stats_file": [("/tmp/stats", "/tmp/stats", "/tmp/stats")],
+}
+# option -> values that are refused, as JSON and, where there is one, as an environment variable
+BAD: dict[str, list[tuple[object, str | None]]] = {
+    "store": [(1, None), ([], "[]"), (["a", "b"], '["a", "b"]'), ([1], "[1]"), (None, "[")],
+    "chunk_tokens": [(15, "15"), (16_385, "16385"), ("256", "x"), (2.5, "2.5"), (True, None)],
+    "layer_span": [(-1, "-1"), ("all", "all"), (None, "")],
+    "per_head_storage": [(1, "2"), ("no", "no")],
+    "namespace": [(1, None), (None, None)],
+    "weights_id": [(1, None)],
+    "staging_bytes": [("", ""), (0, "0"), (-5, "-5"), ("lots", "lots"), (1.5, None)],
+    "layerwise": [(True, "true"), ("yes", "yes")],
+    "load_policy": [("never", "never"), (True, None)],
+    "load_failure": [("ignore", "ignore")],
+    "lookup_timeout_ms": [(0, "0"), (-1, "-1"), (MAX_EXPECT_TIMEOUT_MS + 1, "600001"), (0.5, "a")],
+    "load_timeout_s": [(0, "0"), (-0.1, "-0.1"), (float("nan"), "nan"), (float("inf"), "inf")],
+    "save_decode": [("true", "maybe"), (0, "")],
+    "verify": [("none", "none"), (False, None)],
+    "shutdown_timeout_s": [(0, "0"), ("4", "four")],
+    "stats_file": [(1, None), (["a"], None)],
+}
+OPTIONS = [field.name for field in dataclasses.fields(KVPoolConfig)]
+
+
+def cases(table: dict[str, list[Any]]) -> list[tuple[Any, ...]]:
+    return [(name, *case) for name, rows in table.items() for case in rows]
+
+
+def test_every_option_stands_in_both_tables() -> None:
+    assert list(GOOD) == OPTIONS
+    assert list(BAD) == OPTIONS
+
+
+def test_nothing_set_is_the_default() -> None:
+    assert read_config({}, {}) == KVPoolConfig()
+
+
+@pytest.mark.parametrize(("name", "value", "text", "read"), cases(GOOD))
+def test_an_option_is_read_from_both_places(
+    name: str, value: object, text: str, read: object
+) -> None:
+    expected = dataclasses.replace(KVPoolConfig(), **{name: read})
+    assert read_config({name: value}, {}) == expected
+    assert read_config({}, {ENV_PREFIX + name.upper(): text}) == expected
+    assert type(getattr(read_config({name: value}, {}), name)) is type(read)
+
+
+@pytest.mark.parametrize(("name", "value", "text"), cases(BAD))
+def test_a_bad_value_is_refused_by_name(name: str, value: object, text: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){name}"):
+        read_config({name: value}, {})
+    if text is not None:
+        with pytest.raises(ConfigError, match=f"(?i){name}"):
+            read_config({}, {ENV_PREFIX + name.upper(): text})
+
+
+def test_the_engines_configuration_wins() -> None:
+    env = {"KVPOOL_CHUNK_TOKENS": "not read", "KVPOOL_NAMESPACE": "env"}
+    config = read_config({"chunk_tokens": 32}, env)
+    assert (config.chunk_tokens, config.namespace) == (32, "env")
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    env = {"KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://1", "chunk_tokens": "1"}
+    assert read_config({}, env) == KVPoolConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chunk_token", "did you mean 'chunk_tokens'"),
+        ("Store", "did you mean 'store'"),
+        ("lookup_timeout_s", "did you mean 'lookup_timeout_ms'"),
+        ("zzz", "known are: chunk_tokens, layer_span"),
+        ("", "known are: "),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config({name: 1}, {})
+
+
+def test_nearest_lists_all_where_none_is_near() -> None:
+    assert nearest("sav", ["load", "save"]) == "did you mean 'save'?"
+    assert nearest("xyz", ["load", "save"]) == "known are: load, save"
+
+
+def test_sizes_and_stores_have_one_form() -> None:
+    assert KVPoolConfig().staging_nbytes == 256 << 20
+    assert read_config({"staging_bytes": 4096}, {}).staging_nbytes == 4096
+    assert KVPoolConfig().store_urls == ("",)
+    assert read_config({"store": ["a://b"]}, {}).store_urls == ("a://b",)
+
+
+def test_the_default_store_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = default_store_url({"XDG_CACHE_HOME": "/cache"})
+    assert url == "file:///cache/vllm-kvpool?size=20GiB"
+    monkeypatch.setenv("HOME", "/home/me")
+    for env in ({}, {"XDG_CACHE_HOME": ""}):
+        assert default_store_url(env) == "file:///home/me/.cache/vllm-kvpool?size=20GiB"
+
+
+def test_mooncakes_own_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    env = {"MOONCAKE_CONFIG_PATH": str(path)}
+    assert mooncake_config({}) is None
+    assert mooncake_config({"MOONCAKE_CONFIG_PATH": ""}) is None
+    path.write_text('{"protocol": "tcp"}')
+    assert mooncake_config(env) == {"protocol": "tcp"}
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "{", b"\xff"])
+def test_a_mooncake_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, content: str | bytes | None
+) -> None:
+    path = tmp_path / "mooncake.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=r"MOONCAKE_CONFIG_PATH=.*mooncake\.json"):
+        mooncake_config({"MOONCAKE_CONFIG_PATH": str(path)})
+
+
+# One request's options
+
+
+@pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvpool": None}, {"kvpool": {}}])
+def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | None) -> None:
+    assert read_request_options(params) == RequestOptions()
+
+
+@pytest.mark.parametrize(
+    ("ours", "options"),
+    [
+        ({"save": False}, RequestOptions(save=False)),
+        ({"load": False}, RequestOptions(load=False)),
+        ({"expect_tokens": 0}, RequestOptions()),
+        (
+            {"expect_tokens": 512, "expect_timeout_ms": 0},
+            RequestOptions(expect_tokens=512, expect_timeout_ms=0),
+        ),
+        ({"tokens": 512}, RequestOptions()),  # the answer of an earlier request, sent back
+        ({"tokens": 512, "expect_tokens": 512}, RequestOptions(expect_tokens=512)),
+    ],
+)
+def test_a_requests_options_are_read(ours: dict[str, Any], options: RequestOptions) -> None:
+    assert read_request_options({"kvpool": ours}) == options
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        ([], "expected an object"),
+        ("save", "expected an object"),
+        ({"sav": True}, "did you mean 'save'"),
+        ({"save": 1}, r"\.save"),
+        ({"load": "no"}, r"\.load"),
+        ({"expect_tokens": -1}, "expect_tokens"),
+        ({"expect_tokens": "512"}, "expect_tokens"),
+        ({"expect_tokens": 1.5}, "expect_tokens"),
+        ({"expect_timeout_ms": -1}, "expect_timeout_ms"),
+        ({"expect_timeout_ms": MAX_EXPECT_TIMEOUT_MS + 1}, "expect_timeout_ms"),
+    ],
+)
+def test_what_a_request_cannot_have_is_refused(ours: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_transfer_params.kvpool.*{message}"):
+        read_request_options({"kvpool": ours})

@@ -1,0 +1,234 @@
+"""The hash chain: the same everywhere for the same KV, and another for any other KV."""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.hashing import HASH_BYTES, ChunkChain, EmbedRows, MediaItem, RequestIdentity
+
+CHUNK = 4
+TOKENS = list(range(100, 100 + 5 * CHUNK))
+PLAIN = RequestIdentity()
+
+
+def hashes(
+    tokens: Sequence[int], identity: RequestIdentity = PLAIN, chunk_tokens: int = CHUNK
+) -> list[bytes]:
+    chain = ChunkChain(chunk_tokens, identity)
+    chain.extend(tokens)
+    assert len(chain) == len(tokens) // chunk_tokens
+    return chain.hashes
+
+
+def common(one: list[bytes], other: list[bytes]) -> int:
+    """How many hashes at the start agree; the rest must all differ."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    count = same.index(False) if False in same else len(same)
+    assert not any(same[count:])
+    return count
+
+
+# This encoding is what pools hold: a change that is meant also changes SCHEME.
+FULL_IDENTITY = RequestIdentity(
+    adapter=b"adapter",
+    cache_salt="salt",
+    media=(MediaItem("image", 2, 6),),
+    embeds=EmbedRows((b"", b"row", b"")),
+)
+
+CHILD = """
+from vllm_kvpool.hashing import *
+identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 6),),
+                           EmbedRows((b"", b"row", b"")))
+chain = ChunkChain(4, identity)
+chain.extend(range(1000, 1008))
+print(*(h.hex() for h in chain.hashes))
+"""
+
+
+def test_the_bytes_are_those_of_the_scheme() -> None:
+    def field(data: bytes) -> bytes:
+        return len(data).to_bytes(8, "little") + data
+
+    def digest(data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()
+
+    def tokens(*ids: int) -> bytes:
+        return field(b"".join(i.to_bytes(4, "little") for i in ids))
+
+    def image(place: int) -> bytes:
+        start = place.to_bytes(8, "little", signed=True)
+        return b"media" + start + (4).to_bytes(8, "little") + field(b"image")
+
+    root = field(b"kvpool-chain-1") + (4).to_bytes(4, "little") + field(b"adapter") + field(b"salt")
+    embed = b"embed" + (1).to_bytes(4, "little") + field(b"row")
+    first = digest(digest(root) + tokens(1000, 0, 1002, 1003) + embed + image(2))
+    second = digest(first + tokens(1004, 1005, 1006, 1007) + image(-2))
+    assert hashes(range(1000, 1008), FULL_IDENTITY) == [first, second]
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_another_process_says_the_same(seed: str) -> None:
+    printed = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env={"PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert [bytes.fromhex(h) for h in printed] == hashes(range(1000, 1008), FULL_IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("identity", "first_different"),
+    [
+        (RequestIdentity(adapter=b"a"), 0),
+        (RequestIdentity(cache_salt="a"), 0),
+        (RequestIdentity(media=(MediaItem("a", 0, 1),)), 0),
+        (RequestIdentity(media=(MediaItem("a", CHUNK - 1, CHUNK + 1),)), 0),
+        (RequestIdentity(media=(MediaItem("a", CHUNK, CHUNK + 1),)), 1),
+        (RequestIdentity(media=(MediaItem("a", 3 * CHUNK + 1, 3 * CHUNK + 2),)), 3),
+        (RequestIdentity(media=(MediaItem("a", 5 * CHUNK, 5 * CHUNK + 1),)), 5),
+        (RequestIdentity(embeds=EmbedRows((b"row",))), 0),
+        (RequestIdentity(embeds=EmbedRows((b"",) * (2 * CHUNK + 1) + (b"row",))), 2),
+        (RequestIdentity(embeds=EmbedRows((b"",) * len(TOKENS))), 5),
+        (RequestIdentity(embeds=EmbedRows(())), 5),
+        (PLAIN, 5),
+    ],
+)
+def test_what_shapes_the_kv_changes_the_hashes_from_there_on(
+    identity: RequestIdentity, first_different: int
+) -> None:
+    assert common(hashes(TOKENS), hashes(TOKENS, identity)) == first_different
+
+
+ITEM = MediaItem("a", CHUNK + 1, 2 * CHUNK + 1)
+
+
+@pytest.mark.parametrize(
+    ("item", "first_different"),
+    [
+        (replace(ITEM, identifier="b"), 1),
+        (replace(ITEM, start=ITEM.start + 1), 1),
+        (replace(ITEM, start=ITEM.start - 1), 1),
+        (replace(ITEM, start=0), 0),
+        (replace(ITEM, stop=ITEM.stop + 1), 1),
+        (MediaItem("a", ITEM.start + CHUNK, ITEM.stop + CHUNK), 1),
+    ],
+)
+def test_media_count_by_name_place_and_length(item: MediaItem, first_different: int) -> None:
+    one = hashes(TOKENS, RequestIdentity(media=(ITEM,)))
+    assert common(one, hashes(TOKENS, RequestIdentity(media=(item,)))) == first_different
+
+
+def test_two_adapters_and_two_salts_differ() -> None:
+    identities = [
+        RequestIdentity(adapter, salt) for adapter in (b"", b"a", b"b") for salt in ("", "a", "b")
+    ]
+    assert len({hashes(TOKENS, identity)[0] for identity in identities}) == len(identities)
+
+
+def test_the_chunk_size_changes_every_hash() -> None:
+    assert not set(hashes(TOKENS, chunk_tokens=4)) & set(hashes(TOKENS, chunk_tokens=5))
+    # The tokens and the parents of these two differ in nothing but where a chunk ends.
+    assert hashes([0] * 4, chunk_tokens=4)[-1] != hashes([0] * 4, chunk_tokens=2)[-1]
+
+
+def test_the_placeholder_under_an_embedding_does_not_count() -> None:
+    identity = RequestIdentity(embeds=EmbedRows((b"", b"one", b"two")))
+    assert hashes([5, 0, 0, 6], identity) == hashes([5, 7, 8, 6], identity)
+    assert hashes([5, 7, 8, 6], identity) != hashes([4, 7, 8, 6], identity)
+    assert hashes([5, 7, 8, 6], identity) != hashes([5, 7, 8, 0], identity)
+    swapped = RequestIdentity(embeds=EmbedRows((b"", b"two", b"one")))
+    assert hashes([5, 0, 0, 6], identity) != hashes([5, 0, 0, 6], swapped)
+    assert hashes([5, 0, 0, 6], identity) != hashes([5, 0, 0, 6])
+
+
+tokens_lists = st.lists(st.integers(0, 3), max_size=6 * CHUNK)
+
+
+@settings(deadline=None)
+@given(tokens_lists, tokens_lists)
+def test_prefixes_of_chunks_agree_as_far_as_the_tokens(one: list[int], other: list[int]) -> None:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert common(hashes(one), hashes(other)) == same // CHUNK
+
+
+@settings(deadline=None)
+@given(tokens_lists, st.lists(st.integers(0, 6 * CHUNK), max_size=5), st.integers(1, 6))
+def test_extending_step_by_step_is_extending_at_once(
+    tokens: list[int], stops: list[int], chunk_tokens: int
+) -> None:
+    chain = ChunkChain(chunk_tokens, FULL_IDENTITY)
+    for stop in (*sorted(stops), len(tokens)):
+        chain.extend(tokens[:stop])
+    assert chain.hashes == hashes(tokens, FULL_IDENTITY, chunk_tokens)
+
+
+# Short fields over few letters, so that fields that run into one another would collide.
+short_bytes = st.text("am", max_size=3).map(str.encode)
+media = st.builds(
+    lambda name, start, length: MediaItem(name, start, start + length),
+    st.text("em", max_size=2),
+    st.integers(0, CHUNK - 1),
+    st.integers(1, 2),
+)
+identities = st.builds(
+    RequestIdentity,
+    short_bytes,
+    st.text("am", max_size=3),
+    st.lists(media, max_size=2).map(tuple),
+    st.lists(short_bytes, min_size=CHUNK, max_size=CHUNK).map(tuple).map(EmbedRows),
+)
+chunks = st.lists(st.integers(0, 2), min_size=CHUNK, max_size=CHUNK)
+
+
+@settings(deadline=None, max_examples=300)
+@given(identities, identities, chunks, chunks)
+def test_no_two_inputs_encode_alike(
+    one: RequestIdentity, other: RequestIdentity, one_tokens: list[int], other_tokens: list[int]
+) -> None:
+    def seen(identity: RequestIdentity, tokens: list[int]) -> object:
+        assert identity.embeds is not None
+        rows = identity.embeds.digests
+        return identity, [0 if row else token for row, token in zip(rows, tokens, strict=True)]
+
+    alike = seen(one, one_tokens) == seen(other, other_tokens)
+    assert (hashes(one_tokens, one) == hashes(other_tokens, other)) == alike
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (RequestIdentity(b"ab", "c"), RequestIdentity(b"a", "bc")),
+        (RequestIdentity(b"ab"), RequestIdentity(cache_salt="ab")),
+        (
+            RequestIdentity(media=(MediaItem("a", 0, 1), MediaItem("b", 0, 1))),
+            RequestIdentity(media=(MediaItem("ab", 0, 1),)),
+        ),
+        (
+            RequestIdentity(embeds=EmbedRows((b"a", b"b"))),
+            RequestIdentity(embeds=EmbedRows((b"ab", b""))),
+        ),
+        (
+            RequestIdentity(embeds=EmbedRows((b"x", b""))),
+            RequestIdentity(embeds=EmbedRows((b"", b"x"))),
+        ),
+    ],
+)
+def test_fields_do_not_run_into_one_another(one: RequestIdentity, other: RequestIdentity) -> None:
+    assert not set(hashes([0] * CHUNK, one)) & set(hashes([0] * CHUNK, other))
+
+
+def test_a_token_that_is_no_32_bit_number_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        hashes([-1] * CHUNK)

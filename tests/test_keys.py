@@ -1,0 +1,153 @@
+"""Keys: one grammar, read back as they were written, whatever a model is called."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.keys import (
+    KEY_DIGEST_BYTES,
+    MAX_MODEL_NAME_CHARS,
+    ContextRank,
+    HeadPart,
+    KeyMaker,
+    LayerSpan,
+    Namespace,
+    ParsedKey,
+    RankPart,
+    key_digest,
+    make_namespace,
+    namespace_of,
+)
+
+DIGEST = "0123456789abcdef"
+HASH = bytes(range(20))
+HOSTILE_NAMES = (
+    *("", "/", ".", "..", "../../etc/passwd", "a/b", "a@b", "@", ":", "%", "%2F", "~", "\n", "\0"),
+    *("a\nb", " ", "a b", "model@fmt:0123456789ab", "模型/ж", "é", "e\u0301", "a\u202eb", "A", "a"),
+    *(
+        "x" * MAX_MODEL_NAME_CHARS,
+        "x" * (MAX_MODEL_NAME_CHARS + 1),
+        "x" * 10_000,
+        "x" * 9_999 + "y",
+    ),
+    *("/" * 10_000, "é" * 10_000),
+)
+SAFE_KEY = re.compile(r"[A-Za-z0-9._~%+@:-]+")
+
+small = st.integers(0, 2**20)
+contexts = st.builds(ContextRank, small, small, small, small)
+parts = st.one_of(st.builds(HeadPart, small), st.builds(RankPart, small, small))
+spans = st.builds(
+    lambda start, size, kind: LayerSpan(start, start + size, kind),
+    small,
+    st.integers(1, 1000),
+    st.text(max_size=12),
+)
+namespaces = st.builds(
+    make_namespace, st.text(max_size=200), st.text("0123456789abcdef", min_size=12, max_size=32)
+)
+
+
+@settings(deadline=None)
+@given(namespaces, contexts, parts, spans, st.binary(min_size=1, max_size=32))
+def test_a_key_reads_back_as_it_was_written(
+    namespace: Namespace,
+    context: ContextRank,
+    part: HeadPart | RankPart,
+    span: LayerSpan,
+    chunk_hash: bytes,
+) -> None:
+    key = KeyMaker(namespace, context).key(part, span, chunk_hash)
+    assert ParsedKey.parse(key) == ParsedKey(namespace, context, part, span, chunk_hash)
+    assert namespace_of(key) == namespace
+    assert SAFE_KEY.fullmatch(key)
+
+
+def test_the_grammar_is_the_one_of_the_docstring() -> None:
+    maker = KeyMaker(make_namespace("org/model", DIGEST), ContextRank(1, 2, 3, 4))
+    start = "org%2Fmodel@fmt:0123456789ab@pcp1of2@dcp3of4"
+    assert maker.key(HeadPart(7), LayerSpan(0, 8), b"\xab\xcd") == f"{start}@head:7@layers:0-8@abcd"
+    assert (
+        maker.key(RankPart(1, 4), LayerSpan(8, 9, "sliding"), b"\x01")
+        == f"{start}@rank:1of4@layers:8-9@kind:sliding@01"
+    )
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_a_hostile_name_cannot_leave_its_field(name: str) -> None:
+    namespace = make_namespace(name, DIGEST)
+    model, _, rest = namespace.partition("@")
+    assert rest == "fmt:0123456789ab"
+    assert 0 < len(model) <= MAX_MODEL_NAME_CHARS
+    key = KeyMaker(namespace, ContextRank()).key(HeadPart(0), LayerSpan(0, 1), HASH)
+    assert SAFE_KEY.fullmatch(key)
+    assert ParsedKey.parse(key).namespace == namespace_of(key) == namespace
+
+
+def test_no_two_hostile_names_meet() -> None:
+    assert len({make_namespace(name, DIGEST) for name in HOSTILE_NAMES}) == len(HOSTILE_NAMES)
+
+
+def test_a_short_name_cannot_pose_as_a_long_one() -> None:
+    shortened = make_namespace("x" * 10_000, DIGEST).partition("@")[0]
+    assert make_namespace(shortened, DIGEST) != make_namespace("x" * 10_000, DIGEST)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=150), st.text(max_size=150))
+def test_different_names_have_different_namespaces(one: str, other: str) -> None:
+    assert (make_namespace(one, DIGEST) == make_namespace(other, DIGEST)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("@pcp0of1", ""),
+        ("@pcp0of1", "@pcp-1of1"),
+        ("@dcp0of1", "@dcp0"),
+        ("@head:7", "@head:"),
+        ("@head:7", "@head:\u0663"),  # a digit, but not ours
+        ("@head:7", "@head:7@rank:0of1"),
+        ("@layers:0-8", "@layers:8-8"),
+        ("@layers:0-8", "@layers:9-8"),
+        ("@layers:0-8", "@layers:0-8@kind:"),
+        ("@abcd", "@abc"),
+        ("@abcd", "@ABCD"),
+        ("@abcd", "@"),
+        ("@abcd", "@abcd\n"),
+        ("@abcd", "@abcd@"),
+        ("fmt:0123456789ab", "fmt:0123456789a"),
+        ("model", "mo/del"),
+        ("model", ""),
+        ("model", "x" * (MAX_MODEL_NAME_CHARS + 1)),
+    ],
+)
+def test_what_is_no_key_is_refused(old: str, new: str) -> None:
+    key = "model@fmt:0123456789ab@pcp0of1@dcp0of1@head:7@layers:0-8@abcd"
+    ParsedKey.parse(key)
+    with pytest.raises(ValueError, match="not a cell key"):
+        ParsedKey.parse(key.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "key", ["", "@", "model@fmt:0123456789ab", "model@fmt:0123456789abc@x", "a/b@fmt:0123456789ab@"]
+)
+def test_a_foreign_string_has_no_namespace(key: str) -> None:
+    assert namespace_of(key) is None
+
+
+def test_a_namespace_is_no_prefix_of_another() -> None:
+    short, long = make_namespace("model", DIGEST), make_namespace("model-2", DIGEST)
+    key = KeyMaker(long, ContextRank()).key(HeadPart(0), LayerSpan(0, 1), HASH)
+    assert not key.startswith(f"{short}@")
+    assert namespace_of(key) == long
+
+
+def test_every_key_has_its_own_digest() -> None:
+    maker = KeyMaker(make_namespace("m", DIGEST), ContextRank())
+    keys = [maker.key(HeadPart(h), LayerSpan(0, 1), HASH) for h in range(100)]
+    digests = {key_digest(key) for key in keys}
+    assert len(digests) == len(keys)
+    assert {len(digest) for digest in digests} == {KEY_DIGEST_BYTES}

@@ -1,0 +1,220 @@
+"""What weights are: the same files anywhere are the same, a changed tensor is seen."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from vllm_kvpool.testing.memory import random_bytes
+from vllm_kvpool.weights import (
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    PIECES_PER_OTHER_FILE,
+    digest_adapter,
+    sample_weights,
+)
+
+SIZES = {"small": 3, "piece": 64, "empty": 0, "large": 100_000, "odd": 129}
+HOSTILE_HEADERS = (
+    *(b"", b"{", b"\xff\xfe", b"[]", b"[1]", b'["a"]', b"null", b"1", b'"text"', b"true"),
+    *(b"[" * 100_000, b'{"a": 1}', b'{"a": null}', b'{"a": []}', b'{"a": "data_offsets"}'),
+    *(b'{"a": {"data_offsets": 5}}', b'{"a": {"data_offsets": []}}'),
+    *(b'{"a": {"data_offsets": [0]}}', b'{"a": {"data_offsets": ["0", "8"]}}'),
+    *(b'{"a": {"data_offsets": {"0": 1}}}', b'{"a": {"data_offsets": [null, null]}}'),
+    *(b'{"a": {"data_offsets": [-100, -1]}}', b'{"a": {"data_offsets": [8, 0]}}'),
+    *(b'{"a": {"data_offsets": [0, 1e99]}}', b'{"a": {"data_offsets": [0.5, 8.5]}}'),
+    b'{"a": {"data_offsets": [0, 99999999999999999999999999]}}',
+    b'{"a": {"data_offsets": [99999999999999999999999999, 99999999999999999999999999]}}',
+    b'{"a": {"data_offsets": [0, 9223372036854775807]}}',
+    *(b'{"__metadata__": 5}', b'{"__metadata__": {"data_offsets": [0, 8]}}', b"NaN"),
+)
+HOSTILE = pytest.mark.xfail(
+    strict=True, reason="weights._tensor_spans trusts the shape and the offsets of a header"
+)
+
+
+def write_safetensors(directory: Path, sizes: dict[str, int] = SIZES, seed: int = 0) -> Path:
+    offsets, place = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = {"dtype": "U8", "shape": [size], "data_offsets": [place, place + size]}
+        place += size
+    header = json.dumps({"__metadata__": {"format": "pt"}, **offsets}).encode()
+    directory.mkdir(exist_ok=True)
+    path = directory / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + random_bytes(place, seed))
+    return path
+
+
+def data_start(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def change(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for directory in (one, other):
+        path = write_safetensors(directory)
+        (directory / "second.safetensors").symlink_to(path)
+        (directory / "config.json").write_text(directory.name)
+        (directory / "subdirectory.bin").mkdir()
+    os.utime(other / "model.safetensors", (1, 1))
+    digest = sample_weights(one)
+    assert digest is not None
+    assert digest == sample_weights(other)
+    assert len(bytes.fromhex(digest)) == DIGEST_BYTES
+
+
+def test_no_weights_have_no_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert sample_weights(tmp_path) is None
+    with pytest.raises(FileNotFoundError):
+        sample_weights(tmp_path / "absent")
+
+
+def tensor_places() -> list[tuple[str, int]]:
+    return [
+        (name, offset)
+        for name, size in SIZES.items()
+        for offset in sorted({0, size // 2, size - 1})
+        if 0 <= offset < size
+    ]
+
+
+@pytest.mark.parametrize(("name", "offset"), tensor_places())
+def test_a_changed_byte_at_any_end_or_the_middle_of_a_tensor_is_seen(
+    tmp_path: Path, name: str, offset: int
+) -> None:
+    path = write_safetensors(tmp_path)
+    before = sample_weights(tmp_path)
+    names = list(SIZES)
+    start = sum(SIZES[n] for n in names[: names.index(name)])
+    change(path, data_start(path) + start + offset)
+    assert sample_weights(tmp_path) != before
+
+
+def test_name_size_and_number_of_files_count(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path)
+    seen = {sample_weights(tmp_path)}
+    path.rename(tmp_path / "renamed.safetensors")
+    seen.add(sample_weights(tmp_path))
+    (tmp_path / "more.bin").write_bytes(b"x")
+    seen.add(sample_weights(tmp_path))
+    (tmp_path / "more.bin").write_bytes(b"xx")
+    seen.add(sample_weights(tmp_path))
+    write_safetensors(tmp_path, SIZES | {"more": 0})
+    seen.add(sample_weights(tmp_path))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 500_000])
+def test_other_files_are_sampled_from_end_to_end(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(random_bytes(size, 1))
+    seen = {sample_weights(tmp_path)}
+    inner = max(0, size - PIECE_BYTES) * 100 // (PIECES_PER_OTHER_FILE - 1)
+    places = {0, inner, size - 1} if size else set()
+    for offset in places:
+        change(path, offset)
+        seen.add(sample_weights(tmp_path))
+    assert len(seen) == 1 + len(places)
+
+
+@pytest.mark.parametrize("length", range(0, 400, 13))
+def test_a_truncated_file_is_sampled(tmp_path: Path, length: int) -> None:
+    path = write_safetensors(tmp_path, {"a": 100})
+    whole = sample_weights(tmp_path)
+    with path.open("r+b") as file:
+        file.truncate(min(length, path.stat().st_size - 1))
+    assert sample_weights(tmp_path) not in (None, whole)
+
+
+@HOSTILE
+def test_a_hostile_header_is_sampled(tmp_path: Path) -> None:
+    for header in HOSTILE_HEADERS:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        assert sample_weights(tmp_path) is not None
+
+
+@pytest.mark.xfail(strict=True, reason="weights: such a file's data is not sampled at all")
+def test_weights_behind_a_broken_header_are_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    seen = set()
+    for data in (b"x" * 100, b"y" * 100):
+        path.write_bytes((1).to_bytes(8, "little") + b"{" + data)
+        seen.add(sample_weights(tmp_path))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**40, 2**63, 2**64 - 1])
+def test_a_header_longer_than_the_file_is_data(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "model.safetensors"
+    seen = set()
+    for data in (b"x" * 100, b"y" * 100):
+        path.write_bytes(length.to_bytes(8, "little") + data)
+        seen.add(sample_weights(tmp_path))
+    assert len(seen) == 2 or length == 1  # one byte is a header, though a broken one
+
+
+def write_adapter(directory: Path, weights: bytes = b"weights", config: str = "{}") -> Path:
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    (directory / "adapter_config.json").write_text(config)
+    return directory
+
+
+def test_an_adapter_is_its_content(tmp_path: Path) -> None:
+    base = digest_adapter(write_adapter(tmp_path / "a"))
+    same = write_adapter(tmp_path / "b")
+    (same / "README.md").write_text("about")
+    assert digest_adapter(same) == base
+    assert len(base) == DIGEST_BYTES
+    others = [
+        digest_adapter(write_adapter(tmp_path / "c", weights=b"Weights")),
+        digest_adapter(write_adapter(tmp_path / "d", config='{"r": 8}')),
+        digest_adapter(write_adapter(tmp_path / "e", weights=b"weights" + bytes(1))),
+    ]
+    assert len({base, *others}) == 4
+
+
+def test_an_adapter_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no adapter weights"):
+        digest_adapter(tmp_path)
+
+
+def headers() -> SearchStrategy[bytes]:
+    values = st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
+        max_leaves=5,
+    )
+    tensors = st.dictionaries(
+        st.just("data_offsets"), st.lists(st.integers(0, 2**70), min_size=2, max_size=2)
+    )
+    return st.dictionaries(st.text(max_size=3), tensors | values, max_size=3).map(
+        lambda x: json.dumps(x).encode()
+    )
+
+
+@HOSTILE
+@settings(deadline=None, max_examples=50, report_multiple_bugs=False)
+@given(header=headers())
+def test_any_header_is_sampled(tmp_path_factory: pytest.TempPathFactory, header: bytes) -> None:
+    directory = tmp_path_factory.getbasetemp() / "fuzzed"
+    directory.mkdir(exist_ok=True)
+    path = directory / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert sample_weights(directory) is not None

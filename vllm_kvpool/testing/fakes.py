@@ -1,0 +1,300 @@
+"""Stand-ins that tests script: clock, store with faults, request, pins, copier, executor.
+
+Fakes, not mocks: each keeps the contract of what it stands for and checks that it is kept towards
+it. What a fake does wrong is said before it is used, by name. `FaultyStore` may be called from any
+thread, the others belong to the test's.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
+
+BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
+NULL_BLOCK = 0
+
+OptionsT = TypeVar("OptionsT")
+IdentityT = TypeVar("IdentityT")
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0, seconds
+        self.now += seconds
+
+
+class Fault(Enum):
+    """What goes wrong with a call, or with one key of it."""
+
+    MISSING = "missing"  # exists: no; get: missing; put: says stored and stores nothing
+    WRONG_SIZE = "wrong_size"  # get only
+    FLIPPED = "flipped"  # get: one bit of the last byte differs
+    SWAPPED = "swapped"  # get: the bytes of the rule's `other` key
+    FULL = "full"  # put only
+    FAILED = "failed"  # put and get, for that key alone
+    ERROR = "error"  # StoreError for the whole call
+    UNREACHABLE = "unreachable"  # StoreUnreachable for the whole call
+    BLOCKED = "blocked"  # the call waits until `release`, then goes on as usual
+    SLOW = "slow"  # the call first waits as the test says (`wait`)
+    CRASH = "crash"  # an exception no store may raise: a bug of ours
+
+
+_WHOLE_CALL = (Fault.ERROR, Fault.UNREACHABLE, Fault.BLOCKED, Fault.SLOW, Fault.CRASH)
+_GET_OUTCOME: dict[Fault | None, GetOutcome] = {
+    Fault.MISSING: GetOutcome.MISSING,
+    Fault.WRONG_SIZE: GetOutcome.WRONG_SIZE,
+    Fault.FAILED: GetOutcome.FAILED,
+}
+_PUT_OUTCOME: dict[Fault | None, PutOutcome] = {
+    Fault.MISSING: PutOutcome.STORED,
+    Fault.FULL: PutOutcome.FULL,
+    Fault.FAILED: PutOutcome.FAILED,
+}
+
+
+@dataclass(slots=True)
+class Rule:
+    """When a fault strikes: which method ("" any), which keys (by substring), how often still."""
+
+    fault: Fault
+    method: str
+    key: str
+    times: int | None
+    other: str
+
+    def strikes(self, method: str, keys: Iterable[str]) -> bool:
+        return (
+            self.times != 0 and self.method in ("", method) and any(self.key in key for key in keys)
+        )
+
+
+class FaultyStore:
+    """Any store, with faults. Without rules it is that store."""
+
+    def __init__(self, inner: Store, wait: Callable[[], None] = lambda: None) -> None:
+        self._inner = inner
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._rules: list[Rule] = []
+        self._released = threading.Event()
+        self.entered = threading.Event()
+        """Set as soon as a call is blocked."""
+        self.calls: Counter[str] = Counter()
+        self.max_keys = 0
+
+    def inject(
+        self,
+        fault: Fault,
+        method: str = "",
+        key: str = "",
+        times: int | None = None,
+        other: str = "",
+    ) -> None:
+        """From now on. A fault of a key strikes only calls that have one with `key` in it."""
+        with self._lock:
+            self._rules.append(Rule(fault, method, key, times, other))
+
+    def heal(self) -> None:
+        """Forget all rules; what is blocked goes on."""
+        with self._lock:
+            self._rules.clear()
+        self._released.set()
+
+    def release(self) -> None:
+        """Blocked calls go on, and later ones do not block any more."""
+        self._released.set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def register(self, buffer: Buffer) -> None:
+        self._inner.register(buffer)
+
+    def unregister(self, buffer: Buffer) -> None:
+        self._inner.unregister(buffer)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        struck = self._begin("exists", keys)
+        present = self._inner.exists(keys)
+        return [
+            there and _fault(struck, key) is not Fault.MISSING
+            for key, there in zip(keys, present, strict=True)
+        ]
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+    ) -> list[PutOutcome]:
+        struck = self._begin("put", keys)
+        outcomes: list[PutOutcome] = []
+        for key, buffer, group in zip(keys, buffers, groups, strict=True):
+            bad = _PUT_OUTCOME.get(_fault(struck, key))
+            outcomes += [bad] if bad else self._inner.put([key], [buffer], [group])
+        return outcomes
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        struck = self._begin("get", keys)
+        asked = [struck[key].other if _fault(struck, key) is Fault.SWAPPED else key for key in keys]
+        outcomes = self._inner.get(asked, buffers)
+        for i, key in enumerate(keys):
+            fault = _fault(struck, key)
+            outcomes[i] = _GET_OUTCOME.get(fault, outcomes[i])
+            if fault is Fault.FLIPPED:
+                buffers[i].view[-1] ^= 1
+        return outcomes
+
+    def remove(self, keys: Sequence[str]) -> int:
+        self._begin("remove", keys)
+        return self._inner.remove(keys)
+
+    def remove_namespace(self, namespace: str) -> int:
+        self._begin("remove_namespace", [namespace])
+        return self._inner.remove_namespace(namespace)
+
+    def close(self) -> None:
+        self._begin("close", [""])
+        self._inner.close()
+
+    def _begin(self, method: str, keys: Sequence[str]) -> dict[str, Rule]:
+        """Count the call and let what befalls it as a whole happen; the rules of its keys."""
+        with self._lock:
+            self.calls[method] += 1
+            self.max_keys = max(self.max_keys, len(keys))
+            rules = [rule for rule in self._rules if rule.strikes(method, keys)]
+            for rule in rules:
+                rule.times = None if rule.times is None else rule.times - 1
+        for rule in rules:
+            match rule.fault:
+                case Fault.ERROR:
+                    raise StoreError("injected")
+                case Fault.UNREACHABLE:
+                    raise StoreUnreachable("injected")
+                case Fault.CRASH:
+                    raise RuntimeError("injected")
+                case Fault.BLOCKED:
+                    self.entered.set()
+                    assert self._released.wait(BLOCK_LIMIT_S), "never released"
+                case Fault.SLOW:
+                    self._wait()
+        return {
+            key: rule
+            for rule in rules
+            if rule.fault not in _WHOLE_CALL
+            for key in keys
+            if rule.key in key
+        }
+
+
+def _fault(struck: dict[str, Rule], key: str) -> Fault | None:
+    return struck[key].fault if key in struck else None
+
+
+@dataclass(slots=True)
+class FakeRequest(Generic[OptionsT, IdentityT]):
+    """A request as the scheduler side sees one (`RequestView`), moved on by the test."""
+
+    request_id: str
+    prompt: list[int]
+    options: OptionsT
+    identified: IdentityT | None
+    """What `identity` answers; `identify` overrides it."""
+    output: list[int] = field(default_factory=list)
+    shareable: bool = True
+    reads_cache: bool = True
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    identify: Callable[[], IdentityT | None] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self) -> Sequence[int]:
+        return self.prompt + self.output
+
+    def identity(self) -> IdentityT | None:
+        return self.identified if self.identify is None else self.identify()
+
+    def preempt(self) -> None:
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+
+
+class FakePins:
+    """Reference counts of blocks; releasing what is not held is an error."""
+
+    def __init__(self) -> None:
+        self.references: Counter[int] = Counter()
+        self.num_pins = 0
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self.num_pins += 1
+        self.references.update(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self.references.subtract(block_ids)
+        assert min(self.references.values(), default=0) >= 0, self.references
+        self.references += Counter()  # drops zeros
+
+    def check(self) -> None:
+        assert NULL_BLOCK not in self.references
+        assert all(count > 0 for count in self.references.values())
+
+
+class FakeCopier:
+    """Records moves and copies nothing; `broken` makes every call raise."""
+
+    def __init__(self) -> None:
+        self.gathered: list[object] = []
+        self.scattered: list[object] = []
+        self.broken = False
+
+    def gather(self, moves: Sequence[object]) -> None:
+        self._move(self.gathered, moves)
+
+    def scatter(self, moves: Sequence[object]) -> None:
+        self._move(self.scattered, moves)
+
+    def _move(self, record: list[object], moves: Sequence[object]) -> None:
+        if self.broken:
+            raise RuntimeError("the copier is broken")
+        record.extend(moves)
+
+
+class FakeExecutor:
+    """Takes what is posted and reports what the test says; `wait` never blocks."""
+
+    def __init__(self) -> None:
+        self.posted: list[object] = []
+        self.reports: list[object] = []
+        self.waited: list[float] = []
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def post(self, message: object) -> None:
+        self.posted.append(message)
+
+    def drain(self) -> list[object]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def wait(self, ready: Callable[[Sequence[object]], bool], timeout_s: float) -> bool:
+        self.waited.append(timeout_s)
+        self.on_wait()
+        return ready(self.reports)
