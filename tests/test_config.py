@@ -15,12 +15,11 @@ from vllm_kvpool.config import (
     RequestOptions,
     Verify,
     default_store_url,
-    mooncake_config,
-    nearest,
+    json_named_by,
     read_config,
     read_request_options,
 )
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import ConfigError, nearest
 
 # option -> (as JSON, as an environment variable, as read)
 GOOD: dict[str, list[tuple[object, str, object]]] = {
@@ -145,24 +144,23 @@ def test_the_default_store_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPat
         assert default_store_url(env) == "file:///home/me/.cache/vllm-kvpool?size=20GiB"
 
 
-def test_mooncakes_own_file_is_read(tmp_path: Path) -> None:
+def test_the_file_a_variable_names_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.json"
-    env = {"MOONCAKE_CONFIG_PATH": str(path)}
-    assert mooncake_config({}) is None
-    assert mooncake_config({"MOONCAKE_CONFIG_PATH": ""}) is None
+    assert json_named_by("PLACE", {}) is None
+    assert json_named_by("PLACE", {"PLACE": "", "OTHER": str(path)}) is None
     path.write_text('{"protocol": "tcp"}')
-    assert mooncake_config(env) == {"protocol": "tcp"}
+    assert json_named_by("PLACE", {"PLACE": str(path)}) == {"protocol": "tcp"}
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", "{", b"\xff"])
-def test_a_mooncake_file_that_cannot_be_read_is_refused(
+def test_a_named_file_that_cannot_be_read_is_refused(
     tmp_path: Path, content: str | bytes | None
 ) -> None:
     path = tmp_path / "mooncake.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=r"MOONCAKE_CONFIG_PATH=.*mooncake\.json"):
-        mooncake_config({"MOONCAKE_CONFIG_PATH": str(path)})
+    with pytest.raises(ConfigError, match=r"PLACE=.*mooncake\.json cannot be read"):
+        json_named_by("PLACE", {"PLACE": str(path)})
 
 
 # One request's options

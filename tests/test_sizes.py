@@ -43,13 +43,13 @@ def test_sizes_as_they_are_meant(value: str | int, nbytes: int) -> None:
     ],
 )
 def test_what_is_no_size_is_refused_by_the_options_name(value: object) -> None:
-    with pytest.raises(ConfigError, match="staging_bytes: .* is not a size.*512MiB"):
+    with pytest.raises(ConfigError, match=r"staging_bytes: .* is not a size.*512MiB"):
         parse_size(value, "staging_bytes")
 
 
 @pytest.mark.parametrize("value", [0, -1, "0", "0.1", "0KiB", "0.0001KB"])
 def test_a_size_is_at_least_a_byte(value: str | int) -> None:
-    with pytest.raises(ConfigError, match="x: .* at least one byte"):
+    with pytest.raises(ConfigError, match=r"x: .* at least one byte"):
         parse_size(value, "x")
 
 

@@ -32,9 +32,6 @@ HOSTILE_HEADERS = (
     b'{"a": {"data_offsets": [0, 9223372036854775807]}}',
     *(b'{"__metadata__": 5}', b'{"__metadata__": {"data_offsets": [0, 8]}}', b"NaN"),
 )
-HOSTILE = pytest.mark.xfail(
-    strict=True, reason="weights._tensor_spans trusts the shape and the offsets of a header"
-)
 
 
 def write_safetensors(directory: Path, sizes: dict[str, int] = SIZES, seed: int = 0) -> Path:
@@ -140,7 +137,6 @@ def test_a_truncated_file_is_sampled(tmp_path: Path, length: int) -> None:
     assert sample_weights(tmp_path) not in (None, whole)
 
 
-@HOSTILE
 def test_a_hostile_header_is_sampled(tmp_path: Path) -> None:
     for header in HOSTILE_HEADERS:
         path = tmp_path / "model.safetensors"
@@ -148,7 +144,6 @@ def test_a_hostile_header_is_sampled(tmp_path: Path) -> None:
         assert sample_weights(tmp_path) is not None
 
 
-@pytest.mark.xfail(strict=True, reason="weights: such a file's data is not sampled at all")
 def test_weights_behind_a_broken_header_are_sampled(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     seen = set()
@@ -165,7 +160,7 @@ def test_a_header_longer_than_the_file_is_data(tmp_path: Path, length: int) -> N
     for data in (b"x" * 100, b"y" * 100):
         path.write_bytes(length.to_bytes(8, "little") + data)
         seen.add(sample_weights(tmp_path))
-    assert len(seen) == 2 or length == 1  # one byte is a header, though a broken one
+    assert len(seen) == 2
 
 
 def write_adapter(directory: Path, weights: bytes = b"weights", config: str = "{}") -> Path:
@@ -209,8 +204,7 @@ def headers() -> SearchStrategy[bytes]:
     )
 
 
-@HOSTILE
-@settings(deadline=None, max_examples=50, report_multiple_bugs=False)
+@settings(deadline=None, max_examples=50)
 @given(header=headers())
 def test_any_header_is_sampled(tmp_path_factory: pytest.TempPathFactory, header: bytes) -> None:
     directory = tmp_path_factory.getbasetemp() / "fuzzed"

@@ -90,7 +90,11 @@ class Engine:
         os.close(reply_write)
         self._replies = reply_read
         self._buffer = b""
-        self._call("start", _llm_arguments(spec), START_TIMEOUT_S)
+        try:
+            self._call("start", _llm_arguments(spec), START_TIMEOUT_S)
+        except EngineError:
+            self.kill()
+            raise
         self.start_s = time.monotonic() - began
 
     def __enter__(self) -> Self:

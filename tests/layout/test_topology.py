@@ -1,6 +1,7 @@
 """Which rank holds and writes which cells: together all of them, each chunk's once."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -174,9 +175,7 @@ def test_spans_are_counted_from_layer_zero_and_cut_at_boundaries(
     start: int, stop: int, layer_span: int, edges: list[int]
 ) -> None:
     spans = cut_layers(start, stop, layer_span, "kind")
-    assert spans == tuple(
-        LayerSpan(a, b, "kind") for a, b in zip(edges, edges[1:], strict=False)
-    )
+    assert spans == tuple(LayerSpan(a, b, "kind") for a, b in pairwise(edges))
 
 
 MIB = 1 << 20
@@ -216,7 +215,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     tp = heads * factor if draw(st.booleans()) else draw(st.sampled_from(divisors))
     edges = [0, *sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=4)))]
-    stages = tuple(zip(edges, edges[1:], strict=False))
+    stages = tuple(pairwise(edges))
     return Topology(heads, tp, stages, draw(st.integers(1, 13)), draw(st.booleans()))
 
 

@@ -1,0 +1,251 @@
+"""What the benchmarks share: command line, tables, targets, interleaved repeats, child processes.
+
+A result is one JSON object: `rows` (the table), `targets` (a ratio or a time against what is
+wanted), `notes` (what a reader must know). `run_all.py` gathers them.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+Row = dict[str, object]
+
+POLL_S = 0.0005
+READY_TIMEOUT_S = 90.0
+CALL_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 5.0
+LOG_TAIL_BYTES = 4_000
+
+
+@dataclass
+class Target:
+    """One line of what is wanted: `value` must be at least, or at most, `wanted`.
+
+    `reached` False where no value could be measured.
+    """
+
+    what: str
+    value: float | None
+    wanted: float
+    at_least: bool
+    unit: str = "x"
+
+    @property
+    def reached(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.wanted if self.at_least else self.value <= self.wanted
+
+    def __str__(self) -> str:
+        sign = "at least" if self.at_least else "at most"
+        value = "not measured" if self.value is None else f"{self.value:.3g} {self.unit}"
+        verdict = "pass" if self.reached else "MISS"
+        return f"{verdict}  {self.what}: {value} ({sign} {self.wanted:g} {self.unit})"
+
+
+@dataclass
+class Result:
+    """What one benchmark has to say."""
+
+    rows: list[Row] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def show(self) -> None:
+        print_table(self.rows)
+        for target in self.targets:
+            print(target)
+        for note in self.notes:
+            print(f"note: {note}")
+
+    def plain(self) -> dict[str, object]:
+        targets = [asdict(t) | {"reached": t.reached, "text": str(t)} for t in self.targets]
+        return {"rows": self.rows, "targets": targets, "notes": self.notes}
+
+
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Columns in the order in which rows first name them; numbers with three digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([cell_text(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    for line in lines:
+        cells = zip(line, widths, strict=True)
+        print("  ".join(text.ljust(width) for text, width in cells).rstrip(), flush=True)
+
+
+def cell_text(value: object) -> str:
+    """A table cell: times and rates with three digits, everything else as it is."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def run_script(doc: str | None, measure: Callable[[bool], Result]) -> None:
+    """The command line of every benchmark: `[--json FILE] [--quick]`."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
+    args = parser.parse_args()
+    result = measure(args.quick)
+    result.show()
+    if args.json:
+        args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")
+    sys.stdout.flush()
+    # A native client that could not be closed has been seen to crash the interpreter's exit.
+    os._exit(0)
+
+
+def interleaved(
+    actions: Mapping[str, Callable[[], float]], repeats: int
+) -> dict[str, list[float]]:
+    """What each action returns (its seconds), one of each in turn, so that load hits all alike."""
+    results: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(repeats):
+        for name, action in actions.items():
+            results[name].append(action())
+    return results
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float) -> float:
+    """Poll until `done`; the seconds that took. DidNotFinish after `timeout_s`."""
+    start = time.perf_counter()
+    while not done():
+        if time.perf_counter() - start > timeout_s:
+            raise DidNotFinish(timeout_s)
+        time.sleep(POLL_S)
+    return time.perf_counter() - start
+
+
+class DidNotFinish(Exception):
+    """Something took longer than it was allowed to."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.limit_s = limit_s
+
+
+class ChildError(RuntimeError):
+    """A child process raised or died; carries its traceback or the end of its log."""
+
+
+def _serve(connection: Connection, log: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The child: build the object, then call its methods as told, until told no more."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        target: Any = make(*args)
+        connection.send(("ok", None))
+        while (call := connection.recv()) is not None:
+            connection.send(_answer(target, call))
+    except EOFError:
+        pass  # the parent is gone
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send(("error", traceback.format_exc()))
+    # Threads may hang in native calls; nothing of this process is worth an orderly exit.
+    os._exit(0)
+
+
+def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
+    name, args = call
+    try:
+        return "ok", getattr(target, name)(*args)
+    except DidNotFinish as error:
+        return "late", error.limit_s
+    except Exception:
+        return "error", traceback.format_exc()
+
+
+class Child:
+    """An object in a process of its own; `call` has its methods called. Not thread-safe."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log")  # noqa: SIM115
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._log.name, make, args), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._ready = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def wait_ready(self) -> Self:
+        """Until the object is made; several children may be started before."""
+        if not self._ready:
+            self._receive(READY_TIMEOUT_S)
+            self._ready = True
+        return self
+
+    def call(self, name: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """The method's result. DidNotFinish if it does not come in time; the child then ends."""
+        self.wait_ready()
+        self._connection.send((name, args))
+        return self._receive(timeout_s)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            self.end(orderly=False)
+            raise DidNotFinish(timeout_s)
+        try:
+            kind, value = self._connection.recv()
+        except EOFError:
+            raise ChildError(f"the child process died:\n{self._log_tail()}") from None
+        if kind == "late":
+            raise DidNotFinish(value)
+        if kind == "error":
+            raise ChildError(f"{value}\n--- end of its log ---\n{self._log_tail()}")
+        return value
+
+    def _log_tail(self) -> str:
+        return Path(self._log.name).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+    def end(self, *, orderly: bool = True) -> None:
+        """Let the process end, or kill it."""
+        if orderly:
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            self._process.join(END_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(END_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def children(*made: Child) -> Iterator[None]:
+    """End them all, whatever happens."""
+    try:
+        for child in made:
+            child.wait_ready()
+        yield
+    finally:
+        for child in made:
+            child.end()
