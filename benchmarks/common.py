@@ -9,7 +9,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -105,9 +104,7 @@ def run_script(doc: str | None, measure: Callable[[bool], Result]) -> None:
     os._exit(0)
 
 
-def interleaved(
-    actions: Mapping[str, Callable[[], float]], repeats: int
-) -> dict[str, list[float]]:
+def interleaved(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """What each action returns (its seconds), one of each in turn, so that load hits all alike."""
     results: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
@@ -122,34 +119,32 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
-    return statistics.median(values) if values else None
-
-
 def wait_until(done: Callable[[], bool], timeout_s: float) -> float:
     """Poll until `done`; the seconds that took. DidNotFinish after `timeout_s`."""
     start = time.perf_counter()
     while not done():
         if time.perf_counter() - start > timeout_s:
-            raise DidNotFinish(timeout_s)
+            raise late(timeout_s)
         time.sleep(POLL_S)
     return time.perf_counter() - start
 
 
 class DidNotFinish(Exception):
-    """Something took longer than it was allowed to."""
+    """What was measured did not come to a good end: its only argument says how."""
 
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(limit_s)
-        self.limit_s = limit_s
+
+def late(limit_s: float) -> DidNotFinish:
+    """It took longer than it was allowed to."""
+    return DidNotFinish(f"no end in {limit_s:g} s")
 
 
 class ChildError(RuntimeError):
     """A child process raised or died; carries its traceback or the end of its log."""
 
 
-def _serve(connection: Connection, log: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(
+    connection: Connection, log: str, make: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """The child: build the object, then call its methods as told, until told no more."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -173,7 +168,7 @@ def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
     try:
         return "ok", getattr(target, name)(*args)
     except DidNotFinish as error:
-        return "late", error.limit_s
+        return "unfinished", str(error)
     except Exception:
         return "error", traceback.format_exc()
 
@@ -214,12 +209,12 @@ class Child:
     def _receive(self, timeout_s: float) -> Any:
         if not self._connection.poll(timeout_s):
             self.end(orderly=False)
-            raise DidNotFinish(timeout_s)
+            raise late(timeout_s)
         try:
             kind, value = self._connection.recv()
         except EOFError:
             raise ChildError(f"the child process died:\n{self._log_tail()}") from None
-        if kind == "late":
+        if kind == "unfinished":
             raise DidNotFinish(value)
         if kind == "error":
             raise ChildError(f"{value}\n--- end of its log ---\n{self._log_tail()}")

@@ -1,0 +1,339 @@
+"""Time that connector hooks take of an engine step, with 64 running requests.
+
+    python benchmarks/bench_hooks.py --json hooks.json
+
+A real vLLM scheduler and a real worker-side connector go through steps as an in-process engine
+does; only the forward pass is a pause. Requests come and go: 64 run at any time, prompts are of 256
+to 1,023 tokens, half of them have been stored before (an earlier phase computes them, and the
+scheduler's own prefix cache is emptied after it), outputs of 64 to 319 tokens.
+
+Every hook of both connector objects is timed from outside and summed per step, in microseconds. On
+the scheduler's thread those are the lookup of an arriving request, the step's plan, the workers'
+report and so on; on the model's thread those that vLLM calls around the forward pass. Both sides
+use one kind of store: a Mooncake cluster of this process alone. The pool on CPU ends a step's
+gathers inside the step, which is what `wait_for_save` shows at p99 and no GPU has.
+"""
+
+import json
+import os
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from vllm_kvpool.testing.models import LlamaShape, make_llama
+from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster, free_port
+
+SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)
+BLOCK, NUM_BLOCKS, NUM_RUNNING = 32, 3_500, 64
+PROMPT_TOKENS, OUTPUT_TOKENS = range(256, 1024), range(64, 320)
+SEGMENT_BYTES = 1 << 30
+FORWARD_S = 0.005
+WARM_STEPS, STEPS, QUICK_STEPS = 100, 500, 100
+QUIET_TIMEOUT_S = 20.0
+RUN_TIMEOUT_S = 120.0
+MAX_HOOKS_US = 100.0
+NOT_HOOKS = ("register_kv_caches", "shutdown", "role")
+
+
+class HookClock:
+    """Sums the time spent in a connector's public methods; a hook that calls a hook counts once."""
+
+    def __init__(self, connector: Any) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        self.by_hook: dict[str, float] = defaultdict(float)
+        self._inside = False
+        for name in dir(KVConnectorBase_V1) + ["request_finished_all_groups"]:
+            if name.startswith("_") or name in NOT_HOOKS:
+                continue
+            if isinstance(getattr(type(connector), name, None), property):
+                continue
+            hook = getattr(connector, name)
+            if callable(hook):
+                setattr(connector, name, self._timed(name, hook))
+
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return hook(*args, **kwargs)
+            self._inside = True
+            start = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.by_hook[name] += time.perf_counter() - start
+                self._inside = False
+
+        return timed
+
+    def take(self) -> dict[str, float]:
+        """Microseconds by hook since the last call."""
+        spent = {name: 1e6 * seconds for name, seconds in self.by_hook.items()}
+        self.by_hook.clear()
+        return spent
+
+
+def engine_config(connector: str, extra: dict[str, Any], model: str) -> tuple[Any, Any]:
+    """The configuration that an engine with this connector would have, and its KV cache's."""
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    config = EngineArgs(
+        model=model,
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=2048,
+        max_num_seqs=NUM_RUNNING,
+        max_num_batched_tokens=4096,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        async_scheduling=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+        ),
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    spec = FullAttentionSpec(
+        block_size=BLOCK,
+        num_kv_heads=SHAPE.kv_heads,
+        head_size=SHAPE.head_dim,
+        dtype=torch.float32,
+    )
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(SHAPE.layers)]
+    caches = KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        hash_block_size=BLOCK,
+        cache_hit_alignment_tokens=BLOCK,
+    )
+    return config, caches
+
+
+class FakeEngine:
+    """The scheduler, the worker's connector, and what lies between them but the model."""
+
+    def __init__(self, connector: str, extra: dict[str, Any], model: str) -> None:
+        # vLLM's CPU worker replaces what it needs of torch.cuda in this module.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import parallel_state
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
+        from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self._config, caches = engine_config(connector, extra, model)
+        with set_current_vllm_config(self._config):
+            address = f"tcp://{HOST}:{free_port()}"
+            parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
+            parallel_state.ensure_model_parallel_initialized(1, 1)
+            ensure_kv_transfer_initialized(self._config, caches)
+        worker = get_kv_transfer_group()
+        self._pages = self._allocate(caches.kv_cache_groups[0].layer_names)
+        worker.register_kv_caches(self._pages)
+        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(caches, self._config)
+        self.scheduler = self._config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self._config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(self._config),
+            block_size=sizes[0],
+            hash_block_size=sizes[1],
+            log_stats=True,
+        )
+        hash_name = self._config.cache_config.prefix_caching_hash_algo
+        hash_function = kv_cache_utils.get_hash_fn_by_name(hash_name)
+        kv_cache_utils.init_none_hash(hash_function)
+        self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
+        self.worker_clock = HookClock(worker)
+        self.scheduler_clock = HookClock(self.scheduler.connector)
+        self._count = 0
+
+    def _allocate(self, names: list[str]) -> dict[str, Any]:
+        import torch
+
+        size = (NUM_BLOCKS, SHAPE.kv_heads, BLOCK, 2 * SHAPE.head_dim)
+        return {name: torch.zeros(size) for name in names}
+
+    def add(self, tokens: list[int], output_tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        self._count += 1
+        sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+        request = Request(f"r{self._count}", tokens, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+
+    def step(self, forward_s: float) -> int:
+        """One engine step; how many requests it computed."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+        output = self.scheduler.schedule()
+        around = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
+        with set_forward_context(None, self._config), around as reported:
+            time.sleep(forward_s)
+        ids = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[i] for i in ids]
+        # A prompt that is not computed whole yields no token.
+        sampled = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                sampled_token_ids=sampled,
+                kv_connector_output=reported,
+            ),
+        )
+        return len(ids)
+
+    def run(self, steps: int) -> dict[str, list[dict[str, float]]]:
+        """Hook times of every step, by thread."""
+        rng = random.Random(0)
+        stored = [random_prompt(rng) for _ in range(2 * NUM_RUNNING)]
+        for tokens in stored:
+            self.add(tokens, 2)
+        self._finish_all()
+        # Their cells are to be found, and the scheduler is to look for them in the pool.
+        assert self.scheduler.reset_prefix_cache()
+        spent: dict[str, list[dict[str, float]]] = {"scheduler": [], "model": []}
+        running: list[int] = []
+        for number in range(WARM_STEPS + steps):
+            while len(self.scheduler.requests) < NUM_RUNNING + 2:
+                tokens = stored.pop() if stored and rng.random() < 0.5 else random_prompt(rng)
+                self.add(tokens, rng.choice(OUTPUT_TOKENS))
+            running.append(self.step(FORWARD_S))
+            taken = self.scheduler_clock.take(), self.worker_clock.take()
+            if number >= WARM_STEPS:
+                spent["scheduler"].append(taken[0])
+                spent["model"].append(taken[1])
+        typical = percentile(running[WARM_STEPS:], 0.5)
+        assert typical >= NUM_RUNNING - 8, f"only {typical} requests run"
+        return spent
+
+    def _finish_all(self) -> None:
+        deadline = time.monotonic() + QUIET_TIMEOUT_S
+        connector = self.scheduler.connector
+        while self.scheduler.get_num_unfinished_requests() or connector.has_pending_push_work():
+            assert time.monotonic() < deadline, "requests do not end"
+            self.step(0.001)
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    return rng.choices(range(3, SHAPE.vocab), k=rng.choice(PROMPT_TOKENS))
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Children started meanwhile see these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def measure_side(side: str, save_decode: bool, model: Path, steps: int) -> dict[str, Any]:
+    """Hook times of one connector, in a process and a cluster of its own."""
+    with (
+        MooncakeMaster() as master,
+        tempfile.TemporaryDirectory(prefix="bench") as directory,
+        environment(vllm_environment(master.address, Path(directory))),
+    ):
+        if side == "kvpool":
+            name = "KVPoolConnector"
+            url = f"mooncake://{master.address}?segment={SEGMENT_BYTES}"
+            extra: dict[str, Any] = {"store": url, "save_decode": save_decode}
+        else:
+            name = "MooncakeStoreConnector"
+            extra = {"save_decode_cache": save_decode}
+        with Child(FakeEngine, name, extra, str(model)) as engine:
+            spent: dict[str, Any] = engine.call("run", steps, timeout_s=RUN_TIMEOUT_S)
+            return spent
+
+
+def vllm_environment(master: str, directory: Path) -> dict[str, str]:
+    config = {
+        "mode": "embedded",
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master,
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": SEGMENT_BYTES,
+        "local_buffer_size": 64 << 20,
+    }
+    (directory / "mooncake.json").write_text(json.dumps(config))
+    return {
+        "MOONCAKE_CONFIG_PATH": str(directory / "mooncake.json"),
+        "VLLM_RPC_BASE_PATH": str(directory),
+        "VLLM_HOST_IP": HOST,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def measure(quick: bool) -> Result:
+    result = Result()
+    with tempfile.TemporaryDirectory(prefix="bench") as directory:
+        model = make_llama(Path(directory), SHAPE)
+        for save_decode in (False, True):
+            theirs: dict[str, float] = {}
+            for side in ("in-tree", "kvpool"):
+                steps = QUICK_STEPS if quick else STEPS
+                spent = measure_side(side, save_decode, model, steps)
+                for thread, per_step in spent.items():
+                    row = step_row(side, save_decode, thread, per_step)
+                    result.rows.append(row)
+                    result.notes.append(most_expensive(row, per_step))
+                    p50 = float(str(row["p50 us"]))
+                    if side == "in-tree":
+                        theirs[thread] = p50
+                        continue
+                    row["in-tree p50 / p50"] = theirs[thread] / p50
+                    what = f"{thread}'s thread, save_decode {save_decode}, p50"
+                    result.targets.append(Target(what, p50, MAX_HOOKS_US, False, "us"))
+    return result
+
+
+def step_row(side: str, save_decode: bool, thread: str, per_step: list[dict[str, float]]) -> Row:
+    totals = [sum(step.values()) for step in per_step]
+    return {
+        "side": side,
+        "save_decode": save_decode,
+        "thread": thread,
+        "p50 us": percentile(totals, 0.5),
+        "p99 us": percentile(totals, 0.99),
+        "mean us": sum(totals) / len(totals),
+        "max us": max(totals),
+    }
+
+
+def most_expensive(row: Row, per_step: list[dict[str, float]], count: int = 4) -> str:
+    """Which hooks the time goes to, by mean and median."""
+    names = {name for step in per_step for name in step}
+    values = {name: [step.get(name, 0.0) for step in per_step] for name in names}
+    ordered = sorted(names, key=lambda name: -sum(values[name]))[:count]
+    parts = ", ".join(
+        f"{name} {sum(values[name]) / len(per_step):.3g} (p50 {percentile(values[name], 0.5):.3g})"
+        for name in ordered
+    )
+    return f"{row['side']}, save_decode {row['save_decode']}, {row['thread']}: mean us of {parts}"
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)

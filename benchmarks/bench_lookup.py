@@ -1,0 +1,225 @@
+"""Lookup of a 131,072-token prompt with 8 KV heads in a real Mooncake master.
+
+    python benchmarks/bench_lookup.py --json lookup.json
+
+A process fills the master with the cells of 512 chunks (8 heads, 4 spans: 16,384 keys of a few
+bytes). The scheduler side then looks up prompts that share their first 0 to 512 chunks with what is
+stored. Times in milliseconds:
+
+* `answer`: from the request's arrival until its answer is there; it holds all of the following
+  but `match`. The scheduler's thread sleeps meanwhile;
+* `chain`: hashing the prompt, on the probe thread; `asking`: the store calls of the probe thread;
+* `add`, `match`: what the scheduler's thread spends when the request comes, and when it is matched.
+
+Every store call's thread is checked. The other way, beside it: one call that asks for all keys, of the
+pool's cells and of vLLM's (every 16-token block of every head).
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from benchmarks.sides import native_client
+from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.keys import ContextRank, make_namespace
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.probe import Probe
+from vllm_kvpool.pool.request import Step
+from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.open import open_store, parse_store_url
+from vllm_kvpool.testing.fakes import FakeRequest
+from vllm_kvpool.testing.memory import make_buffer, random_bytes
+from vllm_kvpool.testing.mooncake_master import MooncakeMaster
+
+PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16
+NUM_CHUNKS = PROMPT_TOKENS // CHUNK
+TOPOLOGY = Topology(num_heads=8, tp_size=1, stages=((0, 32),), layer_span=8)
+NAMES = CellNames.of(make_namespace("bench", "0" * 12), TOPOLOGY, ContextRank())
+STORED_CHUNKS = (0, 1, 100, 317, 511, 512)
+CELL_BYTES = 64
+REPEATS, QUICK_REPEATS = 60, 10
+EXISTS_REPEATS = 10
+ANSWER_TIMEOUT_S = 10.0
+MAX_ANSWER_MS = 3.0
+
+
+def prompt(stored: int) -> list[int]:
+    """Shares exactly its first `stored` chunks with the stored one."""
+    # Token ids that do not fit a byte cost what real ones cost.
+    tokens = [1000 + i % 100_000 for i in range(PROMPT_TOKENS)]
+    if stored < NUM_CHUNKS:
+        tokens[stored * CHUNK] += 1
+    return tokens
+
+
+def chain_of(tokens: Sequence[int]) -> ChunkChain:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(tokens)
+    return chain
+
+
+class Filler:
+    """Gives the cluster its memory and puts the keys there."""
+
+    def __init__(self, url: str) -> None:
+        self._store = open_store(parse_store_url(url), segment=True)
+        self._buffer = make_buffer(CELL_BYTES)
+        self._buffer.view[:] = random_bytes(CELL_BYTES, 0)
+        self._store.register(self._buffer)
+
+    def fill(self, keys: Sequence[str], groups: Sequence[str]) -> None:
+        self._store.put(keys, [self._buffer] * len(keys), groups)
+        missing = self._store.exists(keys).count(False)
+        assert not missing, f"{missing} of {len(keys)} keys are not stored"
+
+
+class TimedStore:
+    """The probe's store: what its `exists` calls cost, and who makes them."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.forget()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def forget(self) -> None:
+        self.seconds, self.calls, self.keys = 0.0, 0, 0
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        assert threading.current_thread() is not threading.main_thread()
+        start = time.perf_counter()
+        found = self._inner.exists(keys)
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
+        self.keys += len(keys)
+        return found
+
+
+@dataclass
+class Times:
+    """Milliseconds of every lookup of one prompt."""
+
+    answer: list[float] = field(default_factory=list)
+    asking: list[float] = field(default_factory=list)
+    chain: list[float] = field(default_factory=list)
+    add: list[float] = field(default_factory=list)
+    match: list[float] = field(default_factory=list)
+
+
+class Lookups:
+    """The scheduler side on one store. The main thread is the scheduler's."""
+
+    def __init__(self, url: str) -> None:
+        self._store = TimedStore(open_store(parse_store_url(url), segment=False))
+        probe: Any = Probe(self._store, NAMES, CHUNK)
+        config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
+        shape = PoolShape(CHUNK, BLOCK, 1, 1 << 20)
+        self._scheduler = PoolScheduler(config, Role.BOTH, shape, probe, Tally())
+        # Something runs: `match` does not wait.
+        self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))
+        self._probe = probe
+        self._count = 0
+
+    def one(self, tokens: list[int], stored: int, times: Times) -> tuple[int, int]:
+        """Look the prompt up once; store calls and keys that took."""
+        self._count += 1
+        view = FakeRequest(f"r{self._count}", tokens, RequestOptions(), RequestIdentity())
+        self._store.forget()
+        start = time.perf_counter()
+        self._scheduler.add(view)
+        added = time.perf_counter()
+        self._probe.wait(ANSWER_TIMEOUT_S)
+        answered = time.perf_counter()
+        found, _ = self._scheduler.match(view.request_id, 0)
+        matched = time.perf_counter()
+        assert found == min(stored * CHUNK, PROMPT_TOKENS - 1), (found, stored)
+        self._scheduler.finish(view.request_id, ())
+        begun = time.perf_counter()
+        chain_of(tokens)
+        times.chain.append(1e3 * (time.perf_counter() - begun))
+        times.answer.append(1e3 * (answered - start))
+        times.asking.append(1e3 * self._store.seconds)
+        times.add.append(1e3 * (added - start))
+        times.match.append(1e3 * (matched - answered))
+        return self._store.calls, self._store.keys
+
+    def rows(self, repeats: int) -> list[Row]:
+        """A row for each stored prefix; the prompts take turns."""
+        prompts = {stored: prompt(stored) for stored in STORED_CHUNKS}
+        times = {stored: Times() for stored in STORED_CHUNKS}
+        cost = {}
+        for _ in range(repeats):
+            for stored, tokens in prompts.items():
+                cost[stored] = self.one(tokens, stored, times[stored])
+        rows = []
+        for stored, spent in times.items():
+            calls, keys = cost[stored]
+            row: Row = {"stored chunks": stored, "calls": calls, "keys": keys}
+            for name, values in vars(spent).items():
+                row[f"{name} p50"] = percentile(values, 0.5)
+                row[f"{name} p99"] = percentile(values, 0.99)
+            rows.append(row)
+        return rows
+
+
+class AllKeys:
+    """One call for every key: the pool's, and as many as vLLM asks for."""
+
+    def __init__(self, master: str) -> None:
+        self._native = native_client(master, 0)
+
+    def rows(self, keys: Sequence[str]) -> list[Row]:
+        per_key = CHUNK // BLOCK // len(TOPOLOGY.all_spans())
+        many = [f"{key}{i}" for key in keys for i in range(per_key)]
+        rows: list[Row] = []
+        for what, asked in (("cells of the pool", list(keys)), ("blocks and heads, as vLLM", many)):
+            taken = []
+            for _ in range(EXISTS_REPEATS):
+                start = time.perf_counter()
+                self._native.batch_is_exist(asked)
+                taken.append(1e3 * (time.perf_counter() - start))
+            row: Row = {"stored chunks": f"one call: {what}", "calls": 1, "keys": len(asked)}
+            for share in (50, 99):
+                row[f"asking p{share}"] = percentile(taken, share / 100)
+            rows.append(row)
+        return rows
+
+
+def measure(quick: bool) -> Result:
+    result = Result()
+    hashes = chain_of(prompt(NUM_CHUNKS)).hashes
+    keys = [str(key) for chunk in hashes for key in NAMES.of_chunk(chunk)]
+    groups = [chunk.hex() for chunk in hashes for _ in NAMES.of_chunk(chunk)]
+    with (
+        MooncakeMaster(lease_ms=60_000) as master,
+        Child(Filler, f"mooncake://{master.address}?segment=256MiB") as filler,
+        Child(Lookups, f"mooncake://{master.address}") as lookups,
+        Child(AllKeys, master.address) as all_keys,
+    ):
+        for child in (filler, lookups, all_keys):
+            child.wait_ready()
+        start = time.perf_counter()
+        filler.call("fill", keys, groups)
+        result.notes.append(f"{len(keys)} keys put in {time.perf_counter() - start:.1f} s")
+        rows = lookups.call("rows", QUICK_REPEATS if quick else REPEATS)
+        result.rows += rows + all_keys.call("rows", keys)
+    for name, what in (
+        ("answer", "from arrival to answer, hashing included"),
+        ("asking", "asking the store"),
+    ):
+        slowest = max(row[f"{name} p50"] for row in rows)
+        result.targets.append(Target(f"slowest p50 of {what}", slowest, MAX_ANSWER_MS, False, "ms"))
+    result.notes.append("no store call was made on the scheduler's thread (checked at each)")
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)

@@ -1,0 +1,349 @@
+"""Save and load of one prompt over Mooncake's TCP, between two processes.
+
+    python benchmarks/bench_mooncake_transfer.py --json transfer.json
+
+One process gives the cluster's memory, another one moves a 64 MiB prompt into it and back, so
+every byte crosses TCP both ways. The movers, each in a process of its own, take turns:
+
+* `kvpool`: the worker side with its lanes, copies and checksums, from the plan until every cell is
+  stored, or every byte is in the pages (compared outside the timing);
+* `in-tree`: the send and receive threads of vLLM's MooncakeStoreConnector at the same head
+  sharding, one segment per layer and key. `whole` is what vLLM does, the request in one call; where
+  that hangs or loses keys, the ratio counts from the time limit. `64 keys` cuts the calls;
+* `plain`: one plain buffer per key, as many keys and bytes as the pool's cells, in one call or in
+  batches of the pool's size. No pages, copies or checksums: what the transport itself does.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import (
+    Child,
+    DidNotFinish,
+    Result,
+    Target,
+    children,
+    run_script,
+    wait_until,
+)
+from benchmarks.sides import Geometry, Holder, OurSide, PageKeeper, chunk_hashes, native_client
+from vllm_kvpool.pool.sides import OP_BYTES
+from vllm_kvpool.store.mooncake import import_wheel
+from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.testing.mooncake_master import MooncakeMaster
+
+GEOMETRIES = (Geometry(block=16), Geometry(block=128))
+SEGMENT_BYTES = 512 << 20
+BOUNDED_KEYS = 64
+LIMIT_S = 15.0
+GRACE_S = 5.0  # a child reports its own limit; if even that does not come, it is killed
+BOUNDED = f"in-tree, {BOUNDED_KEYS} keys"
+REPEATS, QUICK_REPEATS = 5, 1
+INTREE_BLOCK = 16  # vLLM's default, whose segments are small; with large ones it is less slow
+MIN_INTREE_RATIO, MIN_PLAIN_RATIO = 5.0, 0.8
+
+
+Outcome = float | str  # seconds, or what went wrong
+
+
+class BoundedStore:
+    """The native client; multi-buffer calls are cut into at most `max_keys` keys."""
+
+    def __init__(self, native: Any, max_keys: int) -> None:
+        self._native = native
+        self.max_keys = max_keys
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def batch_put_from_multi_buffers(self, *args: Any) -> list[int]:
+        *lists, config = args
+        put = self._native.batch_put_from_multi_buffers
+        return self._cut(lambda *part: put(*part, config), lists)
+
+    def batch_get_into_multi_buffers(self, *lists: list[Any]) -> list[int]:
+        return self._cut(self._native.batch_get_into_multi_buffers, lists)
+
+    def _cut(self, call: Callable[..., list[int]], lists: Any) -> list[int]:
+        codes: list[int] = []
+        for start in range(0, len(lists[0]), self.max_keys):
+            codes += call(*(values[start : start + self.max_keys] for values in lists))
+        return codes
+
+
+class InTreeSide(PageKeeper):
+    """vLLM's send and receive threads on a client of ours."""
+
+    def __init__(self, master: str, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, worker
+
+        self._data = data
+        native = native_client(master, 0)
+        assert native.register_buffer(self.pages.data_ptr(), self.pages.nbytes) == 0
+        self._store = store = BoundedStore(native, BOUNDED_KEYS)
+        metadata = data.KeyMetadata("bench", 0, 0, 0, 0)
+        layout = data.LBHNCStoreLayout(
+            metadata,
+            geometry.block,
+            geometry.block,
+            local_tp_size=1,
+            store_tp_size=geometry.heads,
+            tp_rank=0,
+            num_kv_heads=geometry.heads,
+        )
+        layout.register_kv_caches(list(self.pages), geometry.num_blocks)
+        database = data.ChunkedTokenDatabase(metadata, geometry.block, store_layout=layout)
+        num_blocks = geometry.tokens // geometry.block
+        every_block = [True] * num_blocks
+        coordinator: Any = SimpleNamespace(
+            lcm_block_size=geometry.block,
+            hash_block_size=geometry.block,
+            store_mask=lambda *args, **kwargs: (every_block,),
+            load_mask=lambda *args, **kwargs: (every_block,),
+        )
+        common = (coordinator, [database], geometry.block, 0)
+        self._sender = worker.KVCacheStoreSendingThread(
+            store,
+            *common,
+            [1],
+            "kv_both",
+            threading.Event(),
+            replicate_config=import_wheel().ReplicateConfig(),
+            record_operation=self._record,
+        )
+        self._receiver = worker.KVCacheStoreRecvingThread(
+            store, *common, threading.Event(), record_operation=self._record
+        )
+        self._sender.start()
+        self._receiver.start()
+        self._jobs = 0
+        self._failed_keys = 0
+
+    def unbound(self) -> None:
+        """From now on a request is one call."""
+        self._store.max_keys = 1 << 30
+
+    def _record(self, *, num_failed_keys: int = 0, **_: object) -> None:
+        self._failed_keys += num_failed_keys
+
+    def shape(self) -> tuple[int, int]:
+        """Keys of the prompt, and bytes of one."""
+        geometry = self.geometry
+        keys = geometry.tokens // geometry.block * geometry.heads
+        return keys, geometry.total_bytes // keys
+
+    def _request(self, seed: int, **more: Any) -> Any:
+        self._jobs += 1
+        return self._data.ReqMeta(
+            req_id=f"{self._jobs}",
+            token_len_chunk=self.geometry.tokens,
+            block_ids=(self.ids,),
+            block_hashes=list(chunk_hashes(seed, len(self.ids))),
+            store_job_id=self._jobs,
+            **more,
+        )
+
+    def save(self, seed: int, limit_s: float) -> float:
+        """Seconds until the send thread reports the job."""
+        request = self._request(seed, can_save=True, prefill_end_tokens=self.geometry.tokens)
+        start = time.perf_counter()
+        self._sender.add_request(request)
+        wait_until(lambda: bool(self._sender.take_completed_saves()), limit_s)
+        return self._ended(start)
+
+    def load(self, seed: int, limit_s: float) -> float:
+        """Seconds until the receive thread reports the request."""
+        tokens = self.geometry.tokens
+        spec = self._data.LoadSpec(0, tokens, True, token_len=tokens)
+        request = self._request(seed, load_spec=spec)
+        start = time.perf_counter()
+        self._receiver.add_request(request)
+        wait_until(lambda: bool(self._receiver.get_and_clear_finished_requests()), limit_s)
+        return self._ended(start)
+
+    def _ended(self, start: float) -> float:
+        seconds = time.perf_counter() - start
+        if self._failed_keys:
+            failed, self._failed_keys = self._failed_keys, 0
+            raise DidNotFinish(f"{failed} of {self.shape()[0]} keys failed")
+        return seconds
+
+
+class PlainSide:
+    """One buffer per key."""
+
+    def __init__(self, master: str, num_keys: int, key_bytes: int, batch: int) -> None:
+        self._native = native_client(master, 0)
+        self._num_keys, self._key_bytes, self._batch = num_keys, key_bytes, batch
+        self._arena = make_buffer(num_keys * key_bytes)
+        self._bytes = np.frombuffer(self._arena.view, np.uint8)
+        self._wanted = np.random.default_rng(0).integers(0, 256, len(self._bytes), np.uint8)
+        self._bytes[:] = self._wanted
+        assert self._native.register_buffer(self._arena.address, self._arena.nbytes) == 0
+
+    def shape(self) -> tuple[int, int]:
+        return self._num_keys, self._key_bytes
+
+    def wipe(self) -> None:
+        self._bytes[:] = 0
+
+    def check(self) -> None:
+        assert np.array_equal(self._bytes, self._wanted)
+
+    def save(self, seed: int, limit_s: float) -> float:
+        config = import_wheel().ReplicateConfig()
+        return self._run(seed, lambda *part: self._native.batch_put_from(*part, config), wanted=0)
+
+    def load(self, seed: int, limit_s: float) -> float:
+        return self._run(seed, self._native.batch_get_into, wanted=self._key_bytes)
+
+    def _run(self, seed: int, call: Callable[..., list[int]], wanted: int) -> float:
+        keys = [f"plain {seed} {i}" for i in range(self._num_keys)]
+        addresses = [self._arena.address + i * self._key_bytes for i in range(self._num_keys)]
+        sizes = [self._key_bytes] * self._num_keys
+        start = time.perf_counter()
+        for first in range(0, self._num_keys, self._batch):
+            part = slice(first, first + self._batch)
+            codes = call(keys[part], addresses[part], sizes[part])
+            if any(code != wanted for code in codes):
+                raise RuntimeError(f"codes {sorted(set(codes))}")
+        return time.perf_counter() - start
+
+
+def one_round(child: Child, seed: int, *, check: bool) -> tuple[float, float]:
+    """Seconds of a save and of a load of the same bytes."""
+    grace_s = LIMIT_S + GRACE_S
+    saved = child.call("save", seed, LIMIT_S, timeout_s=grace_s)
+    if check:
+        child.call("wipe")
+    loaded = child.call("load", seed, LIMIT_S, timeout_s=grace_s)
+    if check:
+        child.call("check")
+    return saved, loaded
+
+
+def measure_sides(
+    sides: dict[str, Child], holder: Child, repeats: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """All sides in turn; the first round warms up and compares bytes."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
+    for seed in range(repeats + 1):
+        for name, child in sides.items():
+            saved, loaded = one_round(child, seed, check=seed == 0)
+            if seed:
+                times[name][0].append(saved)
+                times[name][1].append(loaded)
+            holder.call("remove_all")
+    return times
+
+
+def measure_whole(geometry: Geometry) -> dict[str, Outcome]:
+    """vLLM's way, each direction in a cluster of its own: it may hang, and its peer with it."""
+    outcomes: dict[str, Outcome] = {}
+    for way in ("save", "load"):
+        with (
+            MooncakeMaster() as master,
+            Child(Holder, master.address, SEGMENT_BYTES) as holder,
+            Child(InTreeSide, master.address, geometry) as mover,
+        ):
+            holder.wait_ready()
+            if way == "load":
+                mover.call("save", 0, LIMIT_S, timeout_s=LIMIT_S + GRACE_S)
+            mover.call("unbound")
+            try:
+                outcomes[way] = mover.call(way, 0, LIMIT_S, timeout_s=LIMIT_S + GRACE_S)
+            except DidNotFinish as error:
+                outcomes[way] = str(error)
+            # What hangs would not hear an order to end.
+            for child in (mover, holder):
+                child.end(orderly=False)
+    return outcomes
+
+
+def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
+    with MooncakeMaster() as master:
+        url = f"mooncake://{master.address}?segment=0"
+        num_keys, key_bytes = geometry.cells()
+        batch = max(1, OP_BYTES // key_bytes)
+        holder = Child(Holder, master.address, SEGMENT_BYTES)
+        sides = {
+            "kvpool": Child(OurSide, url, geometry),
+            "plain, one call": Child(PlainSide, master.address, num_keys, key_bytes, num_keys),
+            f"plain, {batch} keys": Child(PlainSide, master.address, num_keys, key_bytes, batch),
+            BOUNDED: Child(InTreeSide, master.address, geometry),
+        }
+        with children(holder, *sides.values()):
+            repeats = QUICK_REPEATS if quick else REPEATS
+            times = measure_sides(sides, holder, repeats)
+            shapes = {name: child.call("shape") for name, child in sides.items()}
+            parts = sides["kvpool"].call("seconds_by_part")
+    outcomes: dict[str, dict[str, Outcome]] = {
+        name: {"save": median(saves), "load": median(loads)}
+        for name, (saves, loads) in times.items()
+    }
+    outcomes["in-tree, whole"] = measure_whole(geometry)
+    shapes["in-tree, whole"] = shapes[BOUNDED]
+    report(geometry, outcomes, shapes, result)
+    for name, spent in sorted(parts.items()):
+        result.notes.append(
+            f"block {geometry.block}: {name} {1e3 * spent / (repeats + 1):.3g} ms a round"
+        )
+
+
+def report(
+    geometry: Geometry,
+    outcomes: dict[str, dict[str, Outcome]],
+    shapes: dict[str, tuple[int, int]],
+    result: Result,
+) -> None:
+    """Rows for each side; ratios of rates, ours over theirs."""
+    ours = outcomes["kvpool"]
+    for name, own in outcomes.items():
+        row: dict[str, object] = {"block": geometry.block, "side": name, "keys": shapes[name][0]}
+        for way, outcome in own.items():
+            finished = isinstance(outcome, float)
+            row[f"{way}_gbs"] = (
+                geometry.total_bytes / seconds(outcome) / 1e9 if finished else outcome
+            )
+            ratio = seconds(outcome) / seconds(ours[way])
+            row[f"{way}_ratio"] = ratio if finished else f"{ratio:.3g} from limit"
+        result.rows.append(row)
+    for way, own in ours.items():
+        label = f"block {geometry.block}, {way}"
+        whole, bounded = outcomes["in-tree, whole"][way], outcomes[BOUNDED][way]
+        what = "one call" if isinstance(whole, float) else f"one call ({whole}: its limit counts)"
+        plain = min(seconds(o[way]) for name, o in outcomes.items() if name.startswith("plain"))
+        wanted_ratios = [(plain, "over plain buffers, the faster way", MIN_PLAIN_RATIO)]
+        if geometry.block == INTREE_BLOCK:
+            wanted_ratios += [
+                (seconds(whole), f"over in-tree, {what}", MIN_INTREE_RATIO),
+                (seconds(bounded), f"over {BOUNDED} a call", MIN_INTREE_RATIO),
+            ]
+        for theirs, text, wanted in wanted_ratios:
+            result.targets.append(Target(f"{label} {text}", theirs / seconds(own), wanted, True))
+
+
+def seconds(outcome: Outcome) -> float:
+    """How long it took; the limit if it did not come to a good end."""
+    return outcome if isinstance(outcome, float) else LIMIT_S
+
+
+def measure(quick: bool) -> Result:
+    result = Result()
+    for geometry in GEOMETRIES[:1] if quick else GEOMETRIES:
+        measure_geometry(geometry, quick, result)
+    result.notes.append(
+        f"{GEOMETRIES[0].total_bytes >> 20} MiB prompt, ratios are rates of kvpool over the side's"
+    )
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)

@@ -1,0 +1,213 @@
+"""Objects that benchmarks put into child processes: a segment of a cluster, our worker side.
+
+All of them move the same prompt: pages in vLLM's head-major form, blocks in no order.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common import wait_until
+from vllm_kvpool.cells import HEADER_BYTES
+from vllm_kvpool.config import KVPoolConfig
+from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.layout.formats import from_token_content
+from vllm_kvpool.layout.topology import Topology, default_layer_span
+from vllm_kvpool.pool.metadata import StepPlan
+from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.staging.copy_cpu import CpuCopier
+from vllm_kvpool.store.mooncake import import_wheel
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+
+LOCAL_BUFFER_BYTES = 16 << 20
+HASH_BYTES = 20
+REQUEST = "r"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A prompt and the model that it belongs to. Pages are float16, K and V of one width."""
+
+    layers: int = 16
+    heads: int = 8
+    head_dim: int = 128
+    block: int = 16
+    tokens: int = 1024
+    chunk: int = 256
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.head_dim * torch.float16.itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        return self.layers * self.heads * self.tokens * self.row_bytes
+
+    def topology(self, per_head: bool = True) -> Topology:
+        span = default_layer_span(self.layers, self.row_bytes, self.chunk)
+        return Topology(self.heads, 1, ((0, self.layers),), span, per_head)
+
+    def cells(self, per_head: bool = True) -> tuple[int, int]:
+        """Cells of the prompt, and bytes of the largest."""
+        local = self.topology(per_head).local_cells(0, 0)
+        nbytes = max(
+            HEADER_BYTES + cell.payload_bytes(self.chunk, self.row_bytes) for cell in local
+        )
+        return self.tokens // self.chunk * len(local), nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Twice what the prompt takes, and vLLM's null block."""
+        return 2 * self.tokens // self.block + 1
+
+    def block_ids(self) -> list[int]:
+        ids = range(1, self.num_blocks)
+        return random.Random(0).sample(ids, self.tokens // self.block)
+
+    def pages(self) -> torch.Tensor:
+        """Every layer's pages in one allocation, [layer, block, head, token, K and V]."""
+        shape = (self.layers, self.num_blocks, self.heads, self.block, 2 * self.head_dim)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator).view(
+            torch.float16
+        )
+
+
+def chunk_hashes(seed: int, count: int) -> tuple[bytes, ...]:
+    """Names of a prompt's chunks; no two seeds share one."""
+    return tuple(
+        hashlib.blake2b(f"{seed} {i}".encode(), digest_size=HASH_BYTES).digest()
+        for i in range(count)
+    )
+
+
+class Holder:
+    """A member of a Mooncake cluster that gives memory and moves nothing itself."""
+
+    def __init__(self, master: str, segment_bytes: int) -> None:
+        self.store: Any = native_client(master, segment_bytes)
+
+    def remove_all(self) -> int:
+        """Empty the cluster."""
+        return int(self.store.remove_all(True))
+
+
+def native_client(master: str, segment_bytes: int) -> Any:
+    """The wheel's own client over TCP, without anything of ours."""
+    native: Any = import_wheel().MooncakeDistributedStore()
+    host = master.rpartition(":")[0]
+    code = native.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
+    if code:
+        raise RuntimeError(f"Mooncake's setup failed with {code}")
+    return native
+
+
+class PageKeeper:
+    """Pages whose content can be wiped and compared with what it was."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.pages = geometry.pages()
+        self.ids = geometry.block_ids()
+        self._wanted = self._content().clone()
+
+    def _content(self) -> torch.Tensor:
+        # As integers: random bits are NaN now and then, which equals nothing.
+        return self.pages.view(torch.int16)[:, self.ids]
+
+    def wipe(self) -> None:
+        self.pages.zero_()
+
+    def check(self) -> None:
+        assert torch.equal(self._content(), self._wanted), "the pages hold other bytes than before"
+
+
+class OurSide(PageKeeper):
+    """The worker side as an engine has it, checksums on."""
+
+    def __init__(self, url: str, geometry: Geometry, per_head: bool = True) -> None:
+        super().__init__(geometry)
+        torch.set_num_threads(1)
+        model = ModelShape(
+            namespace=make_namespace("bench", "0" * 12),
+            topology=geometry.topology(per_head),
+            block_size=geometry.block,
+            num_blocks=geometry.num_blocks,
+            num_ranks=1,
+            row_bytes=geometry.row_bytes,
+        )
+        layers = [from_token_content(layer) for layer in self.pages]
+        config = KVPoolConfig(
+            store=url, chunk_tokens=geometry.chunk, per_head_storage=per_head, load_timeout_s=120
+        )
+        CpuCopier([]).warm_up()  # compiling is not what is measured
+        self._side = WorkerSide(
+            config, model, RankPlace(0, 0, 0), layers, CpuCopier, finish_in_step=True
+        )
+        self._num_chunks = geometry.tokens // geometry.chunk
+        self.num_cells, self._cell_bytes = geometry.cells(per_head)
+        self._jobs = 0
+
+    def shape(self) -> tuple[int, int]:
+        """Cells of the prompt, and bytes of the largest."""
+        return self.num_cells, self._cell_bytes
+
+    def save(self, seed: int, limit_s: float) -> float:
+        """Seconds until every cell is in the store."""
+        self._jobs += 1
+        hashes = chunk_hashes(seed, self._num_chunks)
+        save = SavePlan(JobId(self._jobs), REQUEST, 0, hashes, tuple(self.ids), 0)
+        ended = self._ended("save") + self.num_cells
+        plan = StepPlan(saves=(save,))
+
+        def run() -> bool:
+            self._side.worker.start_saves(plan)
+            return self._ended("save") >= ended
+
+        seconds = wait_until(run, limit_s)
+        self._side.worker.finish_step(None, set())
+        return seconds
+
+    def load(self, seed: int, limit_s: float) -> float:
+        """Seconds until every byte is in the pages."""
+        self._jobs += 1
+        hashes = chunk_hashes(seed, self._num_chunks)
+        load = LoadPlan(
+            job_id=JobId(self._jobs),
+            request_id=REQUEST,
+            first_chunk=0,
+            hashes=hashes,
+            block_ids=tuple(self.ids),
+            table_start=0,
+            token_start=0,
+            token_stop=self.geometry.tokens,
+        )
+        plan = StepPlan(loads=(load,), idle=True)
+
+        def run() -> bool:
+            self._side.worker.start_loads(plan)
+            results = self._side.worker.finish_step(plan, set())
+            if results.invalid_blocks:
+                raise RuntimeError(f"{len(results.invalid_blocks)} blocks were not loaded")
+            return REQUEST in results.loaded
+
+        return wait_until(run, limit_s)
+
+    def _ended(self, direction: str) -> float:
+        """Cells that the lanes are done with so far; anything but `done` is a failure."""
+        total = 0.0
+        for sample, value in self._side.tally.snapshot().items():
+            if sample.startswith(f"kvpool_cells{{direction={direction},"):
+                if not sample.endswith("outcome=done}"):
+                    raise RuntimeError(sample)
+                total += value
+        return total
+
+    def seconds_by_part(self) -> dict[str, float]:
+        """Where the lanes' time has gone so far, by the counters of the pool."""
+        return {
+            name: value for name, value in self._side.tally.snapshot().items() if "seconds" in name
+        }

@@ -1,0 +1,204 @@
+"""What is read of vLLM's configuration, with real configuration objects and no engine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_kvpool.adapt import engine as adapt
+from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.testing.models import LlamaShape, make_llama
+
+SHAPE = LlamaShape(kv_heads=4, layers=4)
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmConfig]:
+    """`vllm_config(shape, **engine arguments)`."""
+    directory = tmp_path_factory.mktemp("models")
+
+    def build(shape: LlamaShape = SHAPE, **arguments: Any) -> VllmConfig:
+        values = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 32} | arguments
+        return EngineArgs(model=str(make_llama(directory, shape)), **values).create_engine_config()
+
+    return build
+
+
+def cache_config(*specs: KVCacheSpec, layers: int = 4) -> KVCacheConfig:
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+    groups = [KVCacheGroupSpec(names, spec) for spec in specs]
+    return KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def facts(config: VllmConfig, spec: KVCacheSpec = SPEC, **options: Any) -> adapt.EngineFacts:
+    return adapt.read_engine(config, cache_config(spec), read_config(options, env={}))
+
+
+def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
+    read = facts(vllm_config())
+    assert read.shape.topology.num_heads == 4
+    assert read.shape.topology.stages == ((0, 4),)
+    assert read.shape.row_bytes == 2 * 32 * 4
+    assert (read.key_bytes, read.value_bytes) == (128, 128)
+    assert read.shape.topology.layer_span == 1
+
+
+def test_what_may_differ_between_engines_that_share(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    expected = facts(vllm_config()).shape.namespace
+    for config, spec in (
+        (vllm_config(block_size=96), replace(SPEC, block_size=96)),
+        (vllm_config(max_model_len=2048), SPEC),
+        (vllm_config(prefix_caching_hash_algo="sha256_cbor"), SPEC),
+        (vllm_config(enable_prefix_caching=False), SPEC),
+        (vllm_config(seed=7), SPEC),
+    ):
+        assert facts(config, spec).shape.namespace == expected
+    two = vllm_config()
+    two.parallel_config.tensor_parallel_size = 2
+    assert facts(two, replace(SPEC, num_kv_heads=2)).shape.namespace == expected
+    assert facts(vllm_config(), layer_span=2).shape.namespace == expected
+
+
+def test_what_keeps_engines_apart(vllm_config: Callable[..., VllmConfig]) -> None:
+    plain = vllm_config()
+    half = replace(SPEC, dtype=torch.bfloat16)
+    one_per_rank = {"per_head_storage": False}
+    two = vllm_config()
+    two.parallel_config.tensor_parallel_size = 2
+    namespaces = [
+        facts(plain).shape.namespace,
+        facts(plain, chunk_tokens=128).shape.namespace,
+        facts(plain, namespace="tenant").shape.namespace,
+        facts(plain, half).shape.namespace,
+        facts(plain, **one_per_rank).shape.namespace,
+        facts(two, replace(SPEC, num_kv_heads=2), **one_per_rank).shape.namespace,
+        facts(vllm_config(replace(SHAPE, seed=1))).shape.namespace,
+        facts(vllm_config(dtype="bfloat16")).shape.namespace,
+        facts(vllm_config(hf_overrides={"rope_theta": 5000.0})).shape.namespace,
+        facts(vllm_config(load_format="dummy")).shape.namespace,
+    ]
+    assert len(set(namespaces)) == len(namespaces)
+
+
+def test_weights_id_says_that_weights_are_the_same(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    one, two = vllm_config(SHAPE), vllm_config(replace(SHAPE, seed=1))
+    digests = {facts(c, weights_id="v1").shape.namespace.partition("@")[2] for c in (one, two)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ((SPEC, SPEC), "2 KV cache groups"),
+        (
+            (
+                SlidingWindowSpec(
+                    block_size=32,
+                    num_kv_heads=4,
+                    head_size=32,
+                    dtype=torch.float32,
+                    sliding_window=64,
+                ),
+            ),
+            "SlidingWindowSpec",
+        ),
+        ((replace(SPEC, num_head_slots=2),), "cannot be cut"),
+        ((replace(SPEC, tokens_per_state=4),), "4 tokens"),
+        ((replace(SPEC, num_kv_heads=2),), "2 KV heads where 4 were"),
+    ],
+)
+def test_formats_that_cannot_be_cut_are_refused_by_name(
+    vllm_config: Callable[..., VllmConfig], specs: tuple[KVCacheSpec, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        adapt.read_engine(vllm_config(), cache_config(*specs), read_config({}, env={}))
+
+
+def test_context_parallelism_is_refused(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="context parallelism"):
+        facts(config)
+
+
+def test_pipeline_stages_are_known_to_the_scheduler(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """Its KV cache configuration carries the layer names of one stage only."""
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    read = adapt.read_engine(config, cache_config(SPEC, layers=2), read_config({}, env={}))
+    assert read.shape.topology.stages == ((0, 2), (2, 4))
+    assert read.shape.num_ranks == 2
+
+
+def test_draft_layers_are_left_out() -> None:
+    names = [f"model.layers.{i}.self_attn.attn" for i in (10, 2, 0, 1, 3)]
+    group = KVCacheGroupSpec([*names, "draft_model.layers.0.self_attn.attn"], SPEC)
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+    local = adapt.local_layer_names(config, total_layers=4)
+    assert local == [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+
+
+def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    read = facts(config)
+    caches = {f"model.layers.{i}.self_attn.attn": torch.zeros(10, 4, 32, 64) for i in (3, 1, 0, 2)}
+    pages = adapt.layer_pages(caches, cache_config(SPEC), read, config)
+    assert [p.owner[0] is caches[f"model.layers.{i}.self_attn.attn"] for i, p in enumerate(pages)]
+    assert [len(p.runs) for p in pages] == [2] * 4  # transposed K, plain V
+    assert {p.row_bytes for p in pages} == {256}
+
+
+def test_tiled_cpu_pages_are_refused_by_name(
+    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "amx")
+    caches = {f"model.layers.{i}.self_attn.attn": torch.zeros(10, 4, 32, 64) for i in range(4)}
+    with pytest.raises(ConfigError, match="'amx'"):
+        adapt.layer_pages(caches, cache_config(SPEC), facts(config), config)
+
+
+def test_failed_loads_are_computed_unless_asked_otherwise(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    transfer = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
+    config = vllm_config(kv_transfer_config=transfer)
+    assert config.kv_transfer_config is not None
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    adapt.prefer_recompute(config, read_config({}, env={}))
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    adapt.prefer_recompute(config, read_config({"load_failure": "fail"}, env={}))
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None:
+    assert adapt_directory("no/such-model-anywhere") is None
+    assert adapt_directory(str(tmp_path)) == tmp_path
+
+
+def adapt_directory(name: str) -> Path | None:
+    from vllm_kvpool.adapt.namespace import local_directory
+
+    return local_directory(name, None)

@@ -1,0 +1,95 @@
+"""The search for a stored prefix: right for every length, in few rounds."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.keys import ContextRank, HeadPart, ParsedKey, RankPart, make_namespace
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.pool.lookup import FANOUT, CellNames, PrefixSearch
+
+MAX_CHUNKS = 600
+NAMESPACE = make_namespace("model", "0" * 12)
+
+
+def search(present: list[bool]) -> tuple[int, int]:
+    """What is found, and in how many rounds."""
+    state = PrefixSearch(len(present))
+    asked: set[int] = set()
+    rounds = 0
+    while not state.done:
+        questions = state.questions()
+        assert questions
+        assert list(questions) == sorted(set(questions) - asked)
+        assert len(questions) <= FANOUT
+        asked.update(questions)
+        before = state.found
+        state.tell(questions, [present[q] for q in questions])
+        assert state.found >= before
+        rounds += 1
+    assert state.questions() == ()
+    return state.found, rounds
+
+
+def max_rounds(num_chunks: int) -> int:
+    """The two ends first, then a quarter of what is left each round."""
+    return 2 + math.ceil(math.log(max(1, num_chunks), FANOUT + 1))
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 2, 3, 4, 5, 6, 7, 63, 64, 65, MAX_CHUNKS])
+def test_every_stored_length_is_found(num_chunks: int) -> None:
+    for stored in range(num_chunks + 1):
+        found, rounds = search([True] * stored + [False] * (num_chunks - stored))
+        assert found == stored
+        assert rounds <= max_rounds(num_chunks)
+
+
+def test_lengths_up_to_the_longest_are_found() -> None:
+    for num_chunks in range(0, MAX_CHUNKS + 1, 7):
+        for stored in {0, 1, num_chunks // 3, num_chunks // 2, num_chunks - 1, num_chunks}:
+            if 0 <= stored <= num_chunks:
+                found, rounds = search([True] * stored + [False] * (num_chunks - stored))
+                assert found == stored
+                assert rounds <= max_rounds(num_chunks)
+
+
+def test_all_and_nothing_take_one_round() -> None:
+    for num_chunks in range(1, 100):
+        assert search([True] * num_chunks) == (num_chunks, 1)
+        assert search([False] * num_chunks) == (0, 1)
+    assert search([]) == (0, 0)
+
+
+def test_the_first_round_asks_for_both_ends() -> None:
+    assert PrefixSearch(10).questions() == (0, 9)
+    assert PrefixSearch(1).questions() == (0,)
+    state = PrefixSearch(10)
+    state.tell((0, 9), (True, False))
+    assert state.questions() == (3, 5, 7)
+
+
+@given(st.lists(st.booleans(), max_size=80))
+def test_holes_still_end_at_a_chunk_that_is_there(present: list[bool]) -> None:
+    found, rounds = search(present)
+    assert rounds <= max_rounds(len(present))
+    assert found == 0 or (present[0] and present[found - 1])
+    assert found == len(present) or not present[found]
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
+    topology = Topology(4, 2, ((0, 3), (3, 5)), 2, per_head)
+    names = CellNames.of(NAMESPACE, topology, ContextRank(0, 2, 1, 3))
+    keys = [ParsedKey.parse(key) for key in names.of_chunk(b"\xaa")]
+    parts = [HeadPart(h) for h in range(4)] if per_head else [RankPart(r, 2) for r in range(2)]
+    contexts = [ContextRank(p, 2, d, 3) for p in range(2) for d in range(3)]
+    expected = {
+        ParsedKey(NAMESPACE, context, part, span, b"\xaa")
+        for context in contexts
+        for span in topology.all_spans()
+        for part in parts
+    }
+    assert set(keys) == expected
+    assert len(keys) == len(expected)

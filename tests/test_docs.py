@@ -1,0 +1,70 @@
+"""The documents say what the code does: options, metrics, example configurations."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from vllm_kvpool.config import ENV_PREFIX, KVPoolConfig, RequestOptions, read_config
+from vllm_kvpool.metrics import METRICS
+from vllm_kvpool.store.open import parse_store_url
+
+ROOT = Path(__file__).parent.parent
+
+
+def table(document: str, columns: int) -> list[list[str]]:
+    """The rows of all tables with so many columns whose first cell is `code`."""
+    rows = []
+    for line in (ROOT / "docs" / document).read_text().splitlines():
+        cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == columns and cells[0].startswith("`"):
+            rows.append(cells)
+    return rows
+
+
+def written(value: object) -> str:
+    return json.dumps(value.value if isinstance(value, Enum) else value)
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    expected = [
+        [f"`{f.name}`", f"`{written(f.default)}`", f"`{ENV_PREFIX}{f.name.upper()}`"]
+        for f in fields(KVPoolConfig)
+    ]
+    assert [row[:3] for row in table("configuration.md", 4) if ENV_PREFIX in row[2]] == expected
+
+
+def test_every_request_option_is_documented_with_its_default() -> None:
+    expected = [[f"`{f.name}`", f"`{written(f.default)}`"] for f in fields(RequestOptions)]
+    assert [row[:2] for row in table("configuration.md", 3)] == expected
+
+
+def test_every_metric_is_documented() -> None:
+    expected = [
+        [f"`{m.name}`", m.kind.value, ", ".join(m.labels), m.help] for m in METRICS.values()
+    ]
+    assert table("metrics.md", 4) == expected
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.stem)
+def test_example_configurations_are_accepted(path: Path) -> None:
+    transfer = json.loads(path.read_text())
+    assert transfer["kv_connector"] == "KVPoolConnector"
+    config = read_config(transfer.get("kv_connector_extra_config", {}), env={})
+    for url in config.store_urls:
+        if url:
+            parse_store_url(url)
+
+
+def test_the_example_without_vllm_runs() -> None:
+    example = ROOT / "examples" / "01_embedded_no_vllm.py"
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("True")
