@@ -49,7 +49,7 @@ class HookClock:
 
         self.by_hook: dict[str, float] = defaultdict(float)
         self._inside = False
-        for name in dir(KVConnectorBase_V1) + ["request_finished_all_groups"]:
+        for name in [*dir(KVConnectorBase_V1), "request_finished_all_groups"]:
             if name.startswith("_") or name in NOT_HOOKS:
                 continue
             if isinstance(getattr(type(connector), name, None), property):
@@ -128,6 +128,7 @@ class FakeEngine:
         from vllm.distributed import parallel_state
         from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
         from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+        from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -150,12 +151,12 @@ class FakeEngine:
             log_stats=True,
         )
         hash_name = self._config.cache_config.prefix_caching_hash_algo
-        hash_function = kv_cache_utils.get_hash_fn_by_name(hash_name)
+        hash_function = get_hash_fn_by_name(hash_name)
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
         self.worker_clock = HookClock(worker)
         self.scheduler_clock = HookClock(self.scheduler.connector)
-        self._count = 0
+        self._count = self._loads = 0
 
     def _allocate(self, names: list[str]) -> dict[str, Any]:
         import torch
@@ -182,6 +183,7 @@ class FakeEngine:
         around = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
         with set_forward_context(None, self._config), around as reported:
             time.sleep(forward_s)
+        self._loads += len(reported.finished_recving or ())
         ids = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[i] for i in ids]
         # A prompt that is not computed whole yields no token.
@@ -217,6 +219,7 @@ class FakeEngine:
             if number >= WARM_STEPS:
                 spent["scheduler"].append(taken[0])
                 spent["model"].append(taken[1])
+        assert self._loads, "nothing was loaded from the pool"
         typical = percentile(running[WARM_STEPS:], 0.5)
         assert typical >= NUM_RUNNING - 8, f"only {typical} requests run"
         return spent

@@ -11,8 +11,8 @@ stored. Times in milliseconds:
 * `chain`: hashing the prompt, on the probe thread; `asking`: the store calls of the probe thread;
 * `add`, `match`: what the scheduler's thread spends when the request comes, and when it is matched.
 
-Every store call's thread is checked. The other way, beside it: one call that asks for all keys, of the
-pool's cells and of vLLM's (every 16-token block of every head).
+Every store call's thread is checked. The other way, beside it: one call that asks for all keys, of
+the pool's cells and of vLLM's (every 16-token block of every head).
 """
 
 import threading
@@ -216,7 +216,7 @@ def measure(quick: bool) -> Result:
         ("asking", "asking the store"),
     ):
         slowest = max(row[f"{name} p50"] for row in rows)
-        result.targets.append(Target(f"slowest p50 of {what}", slowest, MAX_ANSWER_MS, False, "ms"))
+        result.targets.append(Target(f"slowest p50, {what}", slowest, MAX_ANSWER_MS, False, "ms"))
     result.notes.append("no store call was made on the scheduler's thread (checked at each)")
     return result
 

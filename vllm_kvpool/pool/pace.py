@@ -1,7 +1,8 @@
-"""Measured rates of loading and of computing, for `load_policy: auto` (pure).
+"""How long to wait, and whether loading pays (pure).
 
-Both are exponentially weighted means in tokens per second. Until both are known, loads are taken:
-a load is how its rate becomes known.
+`Pace` holds measured rates of loading and of computing, for `load_policy: auto`: exponentially
+weighted means in tokens per second. Until both are known, loads are taken: a load is how its rate
+becomes known.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,17 @@ WEIGHT = 0.3
 MIN_PREFILL_TOKENS = 64
 MAX_STEP_S = 30.0
 RETRY_EVERY = 16
+IDLE_WAIT_MIN_S = 0.001
+IDLE_WAIT_MAX_S = 0.01
+IDLE_WAIT_SHARE = 0.1
+
+
+def idle_wait_s(waited_s: float) -> float:
+    """How long an engine with nothing to compute may block on what it has waited for so long.
+
+    What is waited for ends the wait at once; a request that arrives meanwhile is held up by it.
+    """
+    return min(IDLE_WAIT_MAX_S, max(IDLE_WAIT_MIN_S, waited_s * IDLE_WAIT_SHARE))
 
 
 class Pace:

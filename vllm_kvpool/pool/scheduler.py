@@ -19,13 +19,12 @@ from queue import Empty, SimpleQueue
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
-from vllm_kvpool.pool.pace import Pace
+from vllm_kvpool.pool.pace import Pace, idle_wait_s
 from vllm_kvpool.pool.pins import PinLedger
 from vllm_kvpool.pool.probe import Answer, Lookup, LookupOutcome, Probe
 from vllm_kvpool.pool.request import RequestState, RequestView, Step
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
-IDLE_WAIT_S = 0.001
 RESET_WAIT_S = 5.0
 NULL_BLOCK = 0
 
@@ -93,6 +92,7 @@ class PoolScheduler:
             timeout = 0.0  # the store does not answer: do not make every request wait for it
         elif options.expect_tokens:
             timeout = max(timeout, options.expect_timeout_ms / 1000)
+        self._tickets.pop(state.ticket, None)
         state.ticket = self._take_id()
         state.asked_at, state.deadline = now, now + timeout
         state.preemptions = state.view.num_preemptions
@@ -160,9 +160,11 @@ class PoolScheduler:
 
     def _wait_for_answer(self, state: RequestState) -> bool:
         """Whether the pending lookup has come to an end."""
+        waited = self._clock() - state.asked_at
         if self._idle and self._clock() < state.deadline:
-            # Nothing is running: without a pause the engine would spin on the probe's core.
-            self._probe.wait(IDLE_WAIT_S)
+            # Nothing is running: without a pause the engine and its ranks would spin on the cores
+            # that the answer needs. The longer it has taken, the less a little more matters.
+            self._probe.wait(idle_wait_s(waited))
             self._take_answers()
         if state.answer is None and self._clock() >= state.deadline:
             state.answer = LookupOutcome.TIMED_OUT

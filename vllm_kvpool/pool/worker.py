@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
+from vllm_kvpool.pool.pace import idle_wait_s
 from vllm_kvpool.transfer.engine import CancelRequest, DropSaves
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import (
@@ -23,7 +24,6 @@ from vllm_kvpool.transfer.ops import (
 )
 
 GATHER_WAIT_S = 5.0
-IDLE_WAIT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class PoolWorker:
         if self._executor is not None:
             if plan is not None and plan.idle and self._loads:
                 # Nothing to compute: give the lanes the core instead of spinning through steps.
-                self._executor.wait(lambda pending: bool(pending), IDLE_WAIT_S)
+                waited = time.monotonic() - max(began for _, began in self._loads.values())
+                self._executor.wait(lambda pending: bool(pending), idle_wait_s(waited))
             reports += self._executor.drain()
             for load, _ in self._loads.values():
                 if load.request_id in finished_requests:

@@ -285,6 +285,7 @@ class FakeExecutor:
         self.posted: list[object] = []
         self.reports: list[object] = []
         self.waited: list[float] = []
+        self.ready: list[bool] = []
         self.on_wait: Callable[[], None] = lambda: None
 
     def post(self, message: object) -> None:
@@ -297,4 +298,5 @@ class FakeExecutor:
     def wait(self, ready: Callable[[Sequence[object]], bool], timeout_s: float) -> bool:
         self.waited.append(timeout_s)
         self.on_wait()
-        return ready(self.reports)
+        self.ready.append(ready(self.reports))
+        return self.ready[-1]
