@@ -117,6 +117,10 @@ class Engine:
         """Forget the engine's own cache (never the pool); False while blocks are in use."""
         return bool(self._call("reset_prefix_cache", None, CALL_TIMEOUT_S))
 
+    def reset_pool(self) -> bool:
+        """Forget the engine's own cache and its namespace of the pool."""
+        return bool(self._call("reset_pool", None, CALL_TIMEOUT_S))
+
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name (vLLM's Prometheus names), summed over labels."""
         return dict(self._call("metrics", None, CALL_TIMEOUT_S))

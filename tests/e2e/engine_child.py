@@ -25,6 +25,7 @@ class Child:
             "start": self.start,
             "generate": self.generate,
             "reset_prefix_cache": lambda _: self.llm.reset_prefix_cache(),
+            "reset_pool": lambda _: self.llm.reset_prefix_cache(reset_connector=True),
             "metrics": lambda _: self.metrics(),
         }
 

@@ -118,6 +118,24 @@ def test_damaged_cells_are_computed_and_replaced(
     assert engine.metrics()["vllm:kvpool_failures"] > 0
 
 
+def test_a_reset_forgets_the_own_namespace_only(
+    llama: Llama, engines: EngineShelf, tmp_path: Path
+) -> None:
+    store = files(tmp_path / "pool")
+    prompt = Prompt(ids=tokens(seed=8, count=600))
+    mine, other = (
+        engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store, namespace=name)))
+        for name in ("mine", "other")
+    )
+    for engine in (mine, other):
+        assert engine.generate(prompt)[0].cached_tokens == 0
+        assert fresh(engine, expecting(prompt, 512)).cached_tokens == 512
+    assert mine.reset_pool()
+    assert fresh(other, prompt).cached_tokens == 512
+    assert mine.generate(prompt)[0].cached_tokens == 0
+    assert fresh(mine, expecting(prompt, 512)).cached_tokens == 512
+
+
 def test_metrics_of_both_sides(llama: Llama, engines: EngineShelf, tmp_path: Path) -> None:
     stats = tmp_path / "stats.json"
     config = pool(files(tmp_path / "pool"), stats_file=str(stats))

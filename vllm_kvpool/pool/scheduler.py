@@ -23,6 +23,7 @@ from vllm_kvpool.pool.pace import Pace, idle_wait_s
 from vllm_kvpool.pool.pins import PinLedger
 from vllm_kvpool.pool.probe import Answer, Lookup, LookupOutcome, Probe
 from vllm_kvpool.pool.request import RequestState, RequestView, Step
+from vllm_kvpool.pool.reset import Reset
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 RESET_WAIT_S = 5.0
@@ -64,7 +65,7 @@ class PoolScheduler:
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._late_saves: list[SavePlan] = []  # of finished requests, for the next plan
         self._next_id = 0
-        self._reset = _Reset()
+        self._reset = Reset(shape.num_ranks)
         self._idle = True
         self._pace = Pace()
 
@@ -88,14 +89,15 @@ class PoolScheduler:
         now = self._clock()
         options = state.view.options
         timeout = self._config.lookup_timeout_ms / 1000
-        if self._probe.stuck_for(now) > timeout:
-            timeout = 0.0  # the store does not answer: do not make every request wait for it
-        elif options.expect_tokens:
-            timeout = max(timeout, options.expect_timeout_ms / 1000)
-        self._tickets.pop(state.ticket, None)
-        state.ticket = self._take_id()
-        state.asked_at, state.deadline = now, now + timeout
         state.preemptions = state.view.num_preemptions
+        if self._probe.stuck_for(now) > timeout:
+            # The store does not answer. Neither this request nor the probe's inbox shall wait.
+            state.answer = LookupOutcome.TIMED_OUT
+            return
+        expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
+        state.ticket = self._take_id()
+        # The probe answers at the end of an expectation with what there is by then.
+        state.asked_at, state.deadline = now, now + expect + timeout
         state.answer = None
         self._tickets[state.ticket] = state.view.request_id
         self._probe.submit(
@@ -105,7 +107,7 @@ class PoolScheduler:
                 tokens=list(state.view.tokens()),
                 search=state.may_load,
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
-                deadline=state.deadline,
+                deadline=now + expect,
             )
         )
 
@@ -152,6 +154,8 @@ class PoolScheduler:
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
         stop = state.usable_tokens(self._shape.chunk_tokens, self._shape.block_size)
+        if self._reset.pending:
+            stop = 0
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
             state.offer = None
             return 0, False
@@ -167,9 +171,9 @@ class PoolScheduler:
             self._probe.wait(idle_wait_s(waited))
             self._take_answers()
         if state.answer is None and self._clock() >= state.deadline:
+            # The answer may still come: the hashes in it are needed to save.
             state.answer = LookupOutcome.TIMED_OUT
             self._tally.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
-            self._probe.forget(state.ticket)
         return state.answer is not None
 
     def _worth_loading(self, tokens: int) -> bool:
@@ -283,7 +287,7 @@ class PoolScheduler:
         start_block = first * chunk // block
         # As many chunks as the pinned blocks have room for.
         stop = min(final // chunk, (start_block + self.ledger.room) * block // chunk)
-        if stop <= first:
+        if stop <= first or self._reset.pending:
             return None
         assert state.chain is not None
         if len(state.chain) < stop:
@@ -319,10 +323,8 @@ class PoolScheduler:
                 if state.may_save:
                     self._saving[request_id] = state
         self._pace.loaded(report.load_tokens, report.load_seconds)
-        if self._reset.acked(report.generation_acks) == self._shape.num_ranks:
-            # Puts that were under way at the reset have landed or been dropped by now.
-            self._reset.acks = 0
-            self._probe.remove_all(lambda ok: None)
+        if self._reset.acked(report.generation_acks):
+            self._probe.remove_all(self._reset.end)
 
     # The end
 
@@ -332,8 +334,7 @@ class PoolScheduler:
         self._saving.pop(request_id, None)
         if state is None:
             return None
-        self._tickets.pop(state.ticket, None)
-        if state.answer is None:
+        if self._tickets.pop(state.ticket, None) is not None:
             self._probe.forget(state.ticket)
         if not state.may_save:
             return None
@@ -349,10 +350,12 @@ class PoolScheduler:
     def reset(self) -> bool:
         """Remove every cell of the own namespace; whether the store has confirmed it in time.
 
-        Saves under way are dropped by the workers with the next step, and the namespace is removed
-        once more after that.
+        What was being saved is dropped by the workers with the next step (see reset.py).
         """
         self._reset.begin()
+        for save in self._late_saves:
+            self.ledger.gathered(save.job_id, self._shape.num_ranks)
+        self._late_saves.clear()
         for state in self._requests.values():
             state.found_chunks = state.next_save = 0
             if state.may_save and state.chain is not None:
@@ -386,19 +389,3 @@ class PoolScheduler:
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
                 assert state.found_chunks <= len(state.chain)
-
-
-@dataclass(slots=True)
-class _Reset:
-    """Which reset the workers are to know of, and how many have said that they do."""
-
-    generation: int = 0
-    acks: int = 0
-
-    def begin(self) -> None:
-        self.generation += 1
-        self.acks = 0
-
-    def acked(self, ranks: int) -> int:
-        self.acks += ranks
-        return self.acks

@@ -27,10 +27,13 @@ class SlotPool:
         self._held: dict[Slot, SlotUse] = {}
         self._quarantined: set[Slot] = set()
 
+    def has_room(self, use: SlotUse) -> bool:
+        """Whether this use may take a slot now."""
+        return len(self._free) > (self._reserve if use is SlotUse.SAVE else 0)
+
     def take(self, use: SlotUse) -> Slot | None:
         """A free slot, or None when this use may have none now."""
-        floor = self._reserve if use is SlotUse.SAVE else 0
-        if len(self._free) <= floor:
+        if not self.has_room(use):
             return None
         slot = self._free.pop()
         self._held[slot] = use

@@ -113,7 +113,7 @@ class Engine:
         self._ops: dict[OpId, Op] = {}
         self._in_flight: Counter[OpKind] = Counter()
         self._next_op = 0
-        self._stalled_since: float | None = None
+        self._patience_ends: float | None = None  # set while saves wait in vain for a slot
         self._actions: list[Action] = []
 
     def step(self, event: Event, now: float) -> list[Action]:
@@ -142,8 +142,8 @@ class Engine:
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, or None."""
         times = [load.deadline for load in self._loads.values() if not load.expired]
-        if self._stalled_since is not None and self._waiting_saves:
-            times.append(self._stalled_since + SAVE_STALL_S)
+        if self._patience_ends is not None and self._waiting_saves:
+            times.append(self._patience_ends)
         return min(times, default=None)
 
     @property
@@ -233,12 +233,12 @@ class Engine:
     def _watch_stall(self, now: float) -> None:
         # With nothing waiting the mark stays, so that the next save does not wait again.
         if self._in_flight[OpKind.GATHER]:
-            self._stalled_since = None
+            self._patience_ends = None
         elif not self._waiting_saves:
             pass
-        elif self._stalled_since is None:
-            self._stalled_since = now
-        elif now - self._stalled_since >= SAVE_STALL_S:
+        elif self._patience_ends is None:
+            self._patience_ends = now + SAVE_STALL_S
+        elif now >= self._patience_ends:
             self._drop_waiting_saves(CellOutcome.FULL)
 
     # Ops that ended
@@ -260,7 +260,8 @@ class Engine:
     def _free(self, cell: OpCell) -> None:
         assert cell.slot is not None
         self.slots.give_back(cell.slot)
-        self._stalled_since = None
+        if self.slots.has_room(SlotUse.SAVE):
+            self._patience_ends = None
 
     def _got(self, cell: OpCell, outcome: CellOutcome) -> None:
         if outcome is CellOutcome.CORRUPT:

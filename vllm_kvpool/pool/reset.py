@@ -1,0 +1,38 @@
+"""A reset of the own namespace under way (pure but for one field).
+
+Saves that were under way may put cells after the namespace has been removed. So the workers are
+told to drop theirs, and when all of them have, the namespace is removed once more; until then
+nothing is found and nothing is saved.
+"""
+
+import logging
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reset:
+    """Owned by the scheduler's thread; `pending` is cleared by the probe thread."""
+
+    num_ranks: int
+    generation: int = 0
+    acks: int = 0
+    pending: bool = False
+
+    def begin(self) -> None:
+        """Saves of the generation so far are to be dropped."""
+        self.generation += 1
+        self.acks = 0
+        self.pending = True
+
+    def acked(self, ranks: int) -> bool:
+        """So many more ranks have dropped their saves; whether that was the last one missing."""
+        self.acks += ranks
+        return ranks > 0 and self.acks == self.num_ranks
+
+    def end(self, removed: bool) -> None:
+        """What was put meanwhile has been removed, or could not be. Probe thread."""
+        if not removed:
+            logger.warning("kvpool: a reset could not remove what was put while it ran")
+        self.pending = False
