@@ -271,7 +271,7 @@ def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
     with MooncakeMaster() as master:
         url = f"mooncake://{master.address}?segment=0"
         num_keys, key_bytes = geometry.cells()
-        batch = max(1, OP_BYTES // key_bytes)
+        batch = -(-OP_BYTES // key_bytes)  # the engine closes an op once it is this large
         holder = Child(Holder, master.address, SEGMENT_BYTES)
         sides = {
             "kvpool": Child(OurSide, url, geometry),

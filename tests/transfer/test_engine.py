@@ -404,10 +404,6 @@ def test_loads_go_on_while_puts_are_stuck() -> None:
     assert bench.step(done(3, DONE)) == [loaded(3, 1)]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="engine._free renews a save's wait for any slot, also one that only loads may take",
-)
 def test_loads_through_the_reserve_do_not_renew_the_patience() -> None:
     bench = stuck()
     for job in range(3, 8):

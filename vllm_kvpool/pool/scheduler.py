@@ -92,7 +92,7 @@ class PoolScheduler:
         state.preemptions = state.view.num_preemptions
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
-            state.answer = LookupOutcome.TIMED_OUT
+            self._time_out(state)
             return
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
         state.ticket = self._take_id()
@@ -172,9 +172,12 @@ class PoolScheduler:
             self._take_answers()
         if state.answer is None and self._clock() >= state.deadline:
             # The answer may still come: the hashes in it are needed to save.
-            state.answer = LookupOutcome.TIMED_OUT
-            self._tally.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
+            self._time_out(state)
         return state.answer is not None
+
+    def _time_out(self, state: RequestState) -> None:
+        state.answer = LookupOutcome.TIMED_OUT
+        self._tally.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
 
     def _worth_loading(self, tokens: int) -> bool:
         if self._config.load_policy is LoadPolicy.ALWAYS:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import idle_wait_s
-from vllm_kvpool.transfer.engine import CancelRequest, DropSaves
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import (
+    CancelRequest,
     CellOutcome,
+    DropSaves,
     JobId,
     LoadDone,
     LoadPlan,

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.transfer.ops import (
+    CancelRequest,
     CellOutcome,
     CellTask,
+    DropSaves,
     JobId,
     LoadDone,
     LoadJob,
@@ -32,6 +34,8 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SaveJob,
+    Start,
+    Tick,
 )
 
 SAVE_STALL_S = 1.0
@@ -47,31 +51,7 @@ class Limits:
     op_cells: int
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
-    """The request has ended; its load need not go on. Its saves do."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class DropSaves:
-    """Give up every save that is not stored yet (a reset)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
 Event = LoadJob | SaveJob | OpDone | CancelRequest | DropSaves | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Action: a lane performs the op."""
-
-    op: Op
 
 
 Action = Start | Report

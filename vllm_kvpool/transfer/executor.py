@@ -18,16 +18,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.metrics import Tally
-from vllm_kvpool.transfer.engine import (
-    CancelRequest,
-    DropSaves,
-    Engine,
-    Event,
-    Start,
-    Tick,
-)
+from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.ops import (
+    CancelRequest,
     CellOutcome,
+    DropSaves,
     LoadPlan,
     Op,
     OpDone,
@@ -35,6 +30,8 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveDone,
     SavePlan,
+    Start,
+    Tick,
 )
 from vllm_kvpool.transfer.planner import Planner
 

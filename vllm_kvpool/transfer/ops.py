@@ -160,4 +160,28 @@ class SaveDone:
     outcomes: tuple[tuple[CellOutcome, int], ...]  # counts
 
 
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """The request has ended; its load need not go on. Its saves do."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropSaves:
+    """Give up every save that is not stored yet (a reset)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Action: a lane performs the op."""
+
+    op: Op
+
+
 Report = LoadDone | SaveGathered | SaveDone
