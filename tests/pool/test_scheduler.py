@@ -212,8 +212,8 @@ def bench(make: Maker) -> Bench:
 
 
 def test_a_lookup_is_pending_until_the_store_answers(bench: Bench) -> None:
-    view = bench.add()
-    bench.hold(view.tokens(), range(3))
+    bench.hold(range(1000), range(3))
+    bench.add()
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add("b")
     assert bench.store.entered.wait(LIMIT_S)
@@ -275,8 +275,8 @@ def test_an_offer_is_whole_blocks_beyond_what_is_computed(
 
 
 def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
     view = bench.add()
-    bench.hold(view.tokens(), range(3))
     assert bench.match(num_computed=32) == (64, True)
     assert bench.match(num_computed=48) == (48, True)
     assert bench.step().loads == ()
