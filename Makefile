@@ -33,7 +33,7 @@ check: setup
 
 ## make bench      every benchmark, with its numbers
 bench: setup
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PYTHON) $$file; done
+	$(PYTHON) benchmarks/run_all.py
 
 ## make format     let ruff put files in order
 format: setup

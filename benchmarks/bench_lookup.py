@@ -41,7 +41,7 @@ from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK
 TOPOLOGY = Topology(num_heads=8, tp_size=1, stages=((0, 32),), layer_span=8)
-NAMES = CellNames.of(make_namespace("bench", "0" * 12), TOPOLOGY, ContextRank())
+NAMES = CellNames(make_namespace("bench", "0" * 12), TOPOLOGY, ContextRank())
 STORED_CHUNKS = (0, 1, 100, 317, 511, 512)
 CELL_BYTES = 64
 REPEATS, QUICK_REPEATS = 60, 10

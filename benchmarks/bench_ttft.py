@@ -26,7 +26,7 @@ from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster, free_port
 
-SHAPE = LlamaShape(layers=16, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=1536)
+SHAPE = LlamaShape(layers=16, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, BLOCK = 2048, 128
 # A full hit computes at least the last token; vLLM's connector computes the last block.
 FULL_HIT = PROMPT_TOKENS - BLOCK

@@ -25,6 +25,7 @@ from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 LOCAL_BUFFER_BYTES = 16 << 20
 HASH_BYTES = 20
 REQUEST = "r"
+MODEL = "bench"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class Holder:
         """Empty the cluster."""
         return int(self.store.remove_all(True))
 
+    def remove_prompts(self) -> int:
+        """Remove what `OurSide` has saved."""
+        return int(self.store.remove_by_regex(f"^{MODEL}@", True))
+
 
 def native_client(master: str, segment_bytes: int) -> Any:
     """The wheel's own client over TCP, without anything of ours."""
@@ -132,7 +137,7 @@ class OurSide(PageKeeper):
         super().__init__(geometry)
         torch.set_num_threads(1)
         model = ModelShape(
-            namespace=make_namespace("bench", "0" * 12),
+            namespace=make_namespace(MODEL, "0" * 12),
             topology=geometry.topology(per_head),
             block_size=geometry.block,
             num_blocks=geometry.num_blocks,

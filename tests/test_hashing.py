@@ -38,16 +38,16 @@ def common(one: list[bytes], other: list[bytes]) -> int:
 FULL_IDENTITY = RequestIdentity(
     adapter=b"adapter",
     cache_salt="salt",
-    media=(MediaItem("image", 2, 6),),
+    media=(MediaItem("image", 2, 8),),
     embeds=EmbedRows((b"", b"row", b"")),
 )
 
 CHILD = """
 from vllm_kvpool.hashing import *
-identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 6),),
+identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 8),),
                            EmbedRows((b"", b"row", b"")))
 chain = ChunkChain(4, identity)
-chain.extend(range(1000, 1008))
+chain.extend(range(1000, 1012))
 print(*(h.hex() for h in chain.hashes))
 """
 
@@ -64,13 +64,14 @@ def test_the_bytes_are_those_of_the_scheme() -> None:
 
     def image(place: int) -> bytes:
         start = place.to_bytes(8, "little", signed=True)
-        return b"media" + start + (4).to_bytes(8, "little") + field(b"image")
+        return b"media" + start + (6).to_bytes(8, "little") + field(b"image")
 
     root = field(b"kvpool-chain-1") + (4).to_bytes(4, "little") + field(b"adapter") + field(b"salt")
     embed = b"embed" + (1).to_bytes(4, "little") + field(b"row")
     first = digest(digest(root) + tokens(1000, 0, 1002, 1003) + embed + image(2))
     second = digest(first + tokens(1004, 1005, 1006, 1007) + image(-2))
-    assert hashes(range(1000, 1008), FULL_IDENTITY) == [first, second]
+    third = digest(second + tokens(1008, 1009, 1010, 1011))
+    assert hashes(range(1000, 1012), FULL_IDENTITY) == [first, second, third]
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
@@ -82,7 +83,7 @@ def test_another_process_says_the_same(seed: str) -> None:
         text=True,
         check=True,
     ).stdout.split()
-    assert [bytes.fromhex(h) for h in printed] == hashes(range(1000, 1008), FULL_IDENTITY)
+    assert [bytes.fromhex(h) for h in printed] == hashes(range(1000, 1012), FULL_IDENTITY)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             # Some releases skip `wait_for_save` in steps without tokens.
             self._worker_side.worker.start_saves(plan)
         results = self._worker_side.worker.finish_step(plan, finished_req_ids)
-        self._invalid_blocks |= results.invalid_blocks
+        if results.invalid_blocks:
+            self._invalid_blocks |= results.invalid_blocks
         self._worker_side.stats.write()
         return None, set(results.loaded) or None
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HASH_BYTES = 20
+TOKEN_BYTES = 4
 SCHEME = b"kvpool-chain-1"
 
 
@@ -48,22 +49,24 @@ def _field(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _tokens_le(tokens: Sequence[int]) -> bytes:
+def _tokens_le(tokens: Sequence[int]) -> memoryview:
+    """Token ids as u32, little endian, `TOKEN_BYTES` each."""
     encoded = array("I", tokens)
     if sys.byteorder == "big":
         encoded.byteswap()
-    return encoded.tobytes()
+    return memoryview(encoded).cast("B")
 
 
 class ChunkChain:
     """The hashes of a request's full chunks, extended as tokens become known."""
 
-    __slots__ = ("_chunk_tokens", "_identity", "_root", "hashes")
+    __slots__ = ("_chunk_tokens", "_has_extras", "_identity", "_root", "hashes")
 
     def __init__(self, chunk_tokens: int, identity: RequestIdentity) -> None:
         assert chunk_tokens > 0
         self._chunk_tokens = chunk_tokens
         self._identity = identity
+        self._has_extras = bool(identity.media) or identity.embeds is not None
         root = b"".join(
             (
                 _field(SCHEME),
@@ -81,29 +84,41 @@ class ChunkChain:
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash the chunks that `tokens`, all tokens of the request so far, newly fill."""
         size = self._chunk_tokens
-        for index in range(len(self.hashes), len(tokens) // size):
-            start = index * size
-            self.hashes.append(self._link(start, tokens[start : start + size]))
-
-    def _link(self, start: int, tokens: Sequence[int]) -> bytes:
-        parent = self.hashes[-1] if self.hashes else self._root
-        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+        first, stop = len(self.hashes), len(tokens) // size
+        if first >= stop:
+            return
+        new = tokens[first * size : stop * size]
         embeds = self._identity.embeds
-        rows = embeds.digests[start : start + len(tokens)] if embeds else ()
-        if any(rows):
+        if embeds is not None:
             # Where an embedding stands in, the token id is a placeholder whose value differs
             # between releases; it counts as zero.
-            tokens = [0 if row else token for token, row in zip(tokens, rows, strict=False)] + list(
-                tokens[len(rows) :]
-            )
-        digest.update(_field(_tokens_le(tokens)))
-        for offset, row in enumerate(rows):
+            rows = embeds.digests[first * size : stop * size]
+            new = [0 if i < len(rows) and rows[i] else token for i, token in enumerate(new)]
+        encoded = _tokens_le(new)
+        chunk_bytes = size * TOKEN_BYTES
+        length = chunk_bytes.to_bytes(8, "little")
+        parent = self.hashes[-1] if self.hashes else self._root
+        for index in range(first, stop):
+            place = (index - first) * chunk_bytes
+            link = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+            link.update(length)
+            link.update(encoded[place : place + chunk_bytes])
+            if self._has_extras:
+                link.update(self._extras(index * size, size))
+            parent = link.digest()
+            self.hashes.append(parent)
+
+    def _extras(self, start: int, size: int) -> bytes:
+        """What enters the KV of tokens [start, start + size) besides their ids."""
+        parts = []
+        embeds = self._identity.embeds
+        for offset, row in enumerate(embeds.digests[start : start + size] if embeds else ()):
             if row:
-                digest.update(b"embed" + offset.to_bytes(4, "little") + _field(row))
+                parts.append(b"embed" + offset.to_bytes(4, "little") + _field(row))
         for item in self._identity.media:
-            if item.start < start + len(tokens) and start < item.stop:
+            if item.start < start + size and start < item.stop:
                 # Signed: an item may have begun in an earlier chunk.
                 place = (item.start - start).to_bytes(8, "little", signed=True)
-                length = (item.stop - item.start).to_bytes(8, "little")
-                digest.update(b"media" + place + length + _field(item.identifier.encode()))
-        return digest.digest()
+                span = (item.stop - item.start).to_bytes(8, "little")
+                parts.append(b"media" + place + span + _field(item.identifier.encode()))
+        return b"".join(parts)

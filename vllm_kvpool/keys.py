@@ -113,9 +113,13 @@ class KeyMaker:
     def __init__(self, namespace: Namespace, context: ContextRank) -> None:
         self._head = f"{namespace}@{context}@"
 
+    def stem(self, part: HeadPart | RankPart, span: LayerSpan) -> str:
+        """What the keys of a head (or rank) and a span have in common: all but the chunk's hash."""
+        return f"{self._head}{part}@{span}@"
+
     def key(self, part: HeadPart | RankPart, span: LayerSpan, chunk_hash: bytes) -> CellKey:
         """Name the cell of one chunk, one head (or rank) and one span of layers."""
-        return CellKey(f"{self._head}{part}@{span}@{chunk_hash.hex()}")
+        return CellKey(self.stem(part, span) + chunk_hash.hex())
 
 
 @dataclass(frozen=True, slots=True)

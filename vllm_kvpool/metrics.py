@@ -82,18 +82,21 @@ class Tally:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         self._reported: dict[str, float] = {}
+        self._changed = False  # since the last `take_changes`; read without the lock
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Grow a counter."""
         sample = sample_name(name, labels)
         with self._lock:
             self._values[sample] = self._values.get(sample, 0) + amount
+            self._changed = True
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
         sample = sample_name(name, labels)
         with self._lock:
             self._values[sample] = value
+            self._changed = True
 
     def snapshot(self) -> dict[str, float]:
         """All values since the start."""
@@ -102,7 +105,10 @@ class Tally:
 
     def take_changes(self) -> dict[str, float]:
         """What changed since the last call: counters as growth, gauges as their value."""
+        if not self._changed:
+            return {}
         with self._lock:
+            self._changed = False
             changed = {k: v for k, v in self._values.items() if self._reported.get(k) != v}
             growth = {
                 k: v - self._reported.get(k, 0) if is_counter(k) else v for k, v in changed.items()

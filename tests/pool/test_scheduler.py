@@ -19,7 +19,7 @@ from vllm_kvpool.pool import scheduler as scheduler_module
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
-from vllm_kvpool.pool.probe import Probe
+from vllm_kvpool.pool.probe import Lookup, Probe
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
 from vllm_kvpool.store.memory import MemoryStore
@@ -28,7 +28,7 @@ from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 CHUNK = 32
-NAMES = CellNames.of(make_namespace("model", "0" * 12), Topology(1, 1, ((0, 1),), 1), ContextRank())
+NAMES = CellNames(make_namespace("model", "0" * 12), Topology(1, 1, ((0, 1),), 1), ContextRank())
 LIMIT_S = 30.0
 PENDING, NOTHING = (None, False), (0, False)
 View = FakeRequest[RequestOptions, RequestIdentity]
@@ -161,6 +161,12 @@ class Bench:
         self.probe.wait(LIMIT_S)
         assert self.probe._answers, "no answer"
         self.step()
+
+    def end_reset(self) -> None:
+        """A rank says that it knows, and the probe does what follows."""
+        self.scheduler.apply(StepReport(generation_acks=1))
+        self.probe.submit(Lookup(-1, RequestIdentity, (), False, 0, 0.0))
+        self.settle()
 
     def counts(self, name: str) -> dict[str, float]:
         return {
@@ -369,7 +375,7 @@ def test_a_request_whose_lookup_was_too_late_is_saved(bench: Bench) -> None:
     bench.allocate("b", 0, 0)
     bench.store.release()
     bench.settle()
-    while "b" not in bench.scheduler._saving:
+    while "b" not in bench.scheduler._until_due:
         bench.settle()
     assert len(bench.step(b=100).saves) == 1
 
@@ -694,18 +700,26 @@ def test_a_preempted_request_without_its_cells_saves_on(bench: Bench) -> None:
     assert bench.step(a=30).saves == (bench.save(4, range(2, 3)),)
 
 
-def test_lookups_that_were_given_up_are_not_remembered(bench: Bench) -> None:
+def test_a_lookup_that_another_has_replaced_is_not_remembered(bench: Bench) -> None:
     bench.store.inject(Fault.BLOCKED, "exists")
-    bench.add("other")
-    assert bench.store.entered.wait(LIMIT_S)
     view = bench.add()
-    bench.clock.advance(1)
-    assert bench.scheduler.match("a", 0) == NOTHING
+    assert bench.store.entered.wait(LIMIT_S)
     view.preempt()
-    bench.scheduler.match("a", 0)
+    assert bench.scheduler.match("a", 0) == PENDING
     bench.finish()
-    bench.finish("other")
     assert bench.scheduler._tickets == {}
+
+
+def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    view = bench.add()
+    assert bench.match() == (96, True)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.clock.advance(1)
+    view.preempt()
+    assert bench.scheduler.match("a", 0) == NOTHING
 
 
 def test_a_request_that_ends_before_its_answer_leaves_nothing(bench: Bench) -> None:
@@ -756,6 +770,18 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     assert bench.store.calls["remove_namespace"] == 2
     assert bench.memory._shelf.list_keys() == []
     assert bench.step(a=1).saves == (bench.save(4, range(3)),)
+
+
+def test_a_request_that_ends_while_loading_saves_nothing_after_a_reset(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add()
+    bench.admit()
+    bench.step()
+    assert bench.scheduler.reset()
+    bench.step()
+    bench.end_reset()
+    assert bench.finish() == {"kvpool": {"tokens": 0}}
+    assert bench.step().saves == ()
 
 
 def test_a_reset_that_the_store_does_not_confirm_says_so(
@@ -1002,7 +1028,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_is_known(self) -> None:
-        self.bench.scheduler.apply(StepReport(generation_acks=1))
+        self.bench.end_reset()  # so that a run can be repeated
 
     @invariant()
     def holds(self) -> None:
@@ -1027,7 +1053,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.holds()
         assert self.bench.pins.references == {}
         assert not self.bench.scheduler.has_pending_work
-        assert self.bench.scheduler._saving == self.bench.scheduler._requests == {}
+        assert self.bench.scheduler._until_due == self.bench.scheduler._requests == {}
         assert self.bench.probe.close()
 
 

@@ -67,7 +67,9 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(use=st.sampled_from(SlotUse))
     def take(self, use: SlotUse) -> None:
+        has_room = self.pool.has_room(use)
         slot = self.pool.take(use)
+        assert has_room == (slot is not None)
         allowed = len(self.free) - (self.reserve if use is SAVE else 0)
         assert (slot is not None) == (allowed > 0)
         if slot is not None:

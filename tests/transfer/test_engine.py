@@ -383,6 +383,7 @@ def test_saves_that_find_no_slot_are_dropped_once_and_then_at_once() -> None:
     assert bench.after(SAVE_STALL_S / 2) == []
     assert bench.after(SAVE_STALL_S / 2) == [gathered(2), saved(2, (FULL, 2))]
     assert bench.engine.next_deadline() is None
+    assert bench.after(SAVE_STALL_S) == []
     assert bench.step(save(3, range(1))) == [gathered(3), saved(3, (FULL, 1))]
     # The store takes puts again.
     assert bench.step(done(1, DONE, DONE, DONE)) == [saved(1, (DONE, 3))]

@@ -1,17 +1,16 @@
 """How long the stored prefix of a request is, in few questions (pure).
 
 A prefix is stored from its first chunk on, so the search asks for the first and the last chunk,
-then narrows between them, `FANOUT` chunks a round: about log4 of the chunks in rounds, each of
+then narrows between them, `FANOUT` chunks a round: about log8 of the chunks in rounds, each of
 which is one batched `exists`. Eviction can leave a hole that no question meets; loads verify.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vllm_kvpool.keys import CellKey, ContextRank, KeyMaker, Namespace
 from vllm_kvpool.layout.topology import Topology
 
-FANOUT = 3
+FANOUT = 7
 
 
 class PrefixSearch:
@@ -48,28 +47,27 @@ class PrefixSearch:
             self.found = chunk + 1
 
 
-@dataclass(frozen=True, slots=True)
 class CellNames:
     """The keys of every cell of a chunk: all heads, all spans, all context-parallel ranks."""
 
-    namespace: Namespace
-    makers: tuple[KeyMaker, ...]
-    topology: Topology
-
-    @classmethod
-    def of(cls, namespace: Namespace, topology: Topology, context: ContextRank) -> "CellNames":
-        makers = tuple(
-            KeyMaker(namespace, ContextRank(p, context.pcp_size, d, context.dcp_size))
+    def __init__(self, namespace: Namespace, topology: Topology, context: ContextRank) -> None:
+        self.namespace = namespace
+        # All of a key but its hash is the same for every chunk.
+        self._stems = tuple(
+            KeyMaker(namespace, ContextRank(p, context.pcp_size, d, context.dcp_size)).stem(
+                part, span
+            )
             for p in range(context.pcp_size)
             for d in range(context.dcp_size)
+            for span in topology.all_spans()
+            for part in topology.all_parts()
         )
-        return cls(namespace, makers, topology)
+
+    @property
+    def per_chunk(self) -> int:
+        return len(self._stems)
 
     def of_chunk(self, chunk_hash: bytes) -> list[CellKey]:
         """Every key that must exist for the chunk to be a hit."""
-        return [
-            maker.key(part, span, chunk_hash)
-            for maker in self.makers
-            for span in self.topology.all_spans()
-            for part in self.topology.all_parts()
-        ]
+        text = chunk_hash.hex()
+        return [CellKey(stem + text) for stem in self._stems]

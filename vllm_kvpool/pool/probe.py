@@ -213,15 +213,13 @@ class Probe:
         """Ask the next questions of every lookup that is due, in one batch."""
         asked: list[tuple[_Open, tuple[int, ...]]] = []
         keys: list[str] = []
-        per_chunk = 0
+        per_chunk = self._names.per_chunk
         for opened in self._open.values():
             if opened.due > now or len(keys) >= MAX_KEYS_PER_ROUND:
                 continue
             questions = opened.search.questions()
             for chunk in questions:
-                chunk_keys = self._names.of_chunk(opened.chain.hashes[chunk])
-                per_chunk = len(chunk_keys)
-                keys.extend(chunk_keys)
+                keys += self._names.of_chunk(opened.chain.hashes[chunk])
             asked.append((opened, questions))
         if not asked:
             return

@@ -78,3 +78,23 @@ class RequestState:
             tokens = min(tokens, self.limit_tokens)
         tokens -= tokens % block_size
         return min(tokens, self.view.num_tokens - 1)
+
+    def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
+        """Prompt tokens that are not loaded where `hit` are, by reason."""
+        view = self.view
+        prompt = view.num_prompt_tokens
+        if not view.options.load or not view.reads_cache:
+            missed = {"not_wanted": prompt - hit}
+        elif not view.shareable or self.answer is LookupOutcome.UNSHAREABLE:
+            missed = {"unshareable": prompt - hit}
+        elif self.answer in (LookupOutcome.STORE_ERROR, LookupOutcome.TIMED_OUT):
+            missed = {self.answer.value: prompt - hit}
+        else:
+            chunked = prompt // chunk_tokens * chunk_tokens
+            found = min(chunked, self.found_chunks * chunk_tokens)
+            missed = {
+                "not_needed": found - hit,  # computed here, cut to blocks, or the last one
+                "absent": chunked - found,
+                "short": prompt - chunked,  # no full chunk
+            }
+        return [(reason, tokens) for reason, tokens in missed.items() if tokens > 0]

@@ -61,7 +61,9 @@ class PoolScheduler:
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         self._requests: dict[str, RequestState] = {}
         self._tickets: dict[int, str] = {}  # lookups not yet answered
-        self._saving: dict[str, RequestState] = {}  # requests with chunks still to save
+        # Requests with chunks still to save -> tokens to schedule until the next one may be due.
+        # Counting them here spares a look at every running request in every step.
+        self._until_due: dict[str, int] = {}
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._late_saves: list[SavePlan] = []  # of finished requests, for the next plan
         self._next_id = 0
@@ -90,11 +92,13 @@ class PoolScheduler:
         options = state.view.options
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
+        state.found_chunks = 0
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
             self._time_out(state)
             return
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
+        self._tickets.pop(state.ticket, None)
         state.ticket = self._take_id()
         # The probe answers at the end of an expectation with what there is by then.
         state.asked_at, state.deadline = now, now + expect + timeout
@@ -104,7 +108,7 @@ class PoolScheduler:
             Lookup(
                 ticket=state.ticket,
                 identify=state.view.identity,
-                tokens=list(state.view.tokens()),
+                tokens=state.view.tokens()[:],
                 search=state.may_load,
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
                 deadline=now + expect,
@@ -138,7 +142,7 @@ class PoolScheduler:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
         if state.may_save:
-            self._saving[state.view.request_id] = state
+            self._until_due[state.view.request_id] = 0
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -192,7 +196,9 @@ class PoolScheduler:
         if state is None:
             return
         if not state.counted:
-            self._count_misses(state, num_external)
+            state.counted = True
+            for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
+                self._tally.add("kvpool_miss_tokens", tokens, reason=reason)
         if num_external == 0 or state.offer is None or state.chain is None:
             return
         start, stop = state.offer
@@ -213,35 +219,14 @@ class PoolScheduler:
             )
         )
 
-    def _count_misses(self, state: RequestState, hit: int) -> None:
-        """Prompt tokens that are not loaded, by reason, once: when the request is admitted."""
-        state.counted = True
-        view, chunk = state.view, self._shape.chunk_tokens
-        prompt = view.num_prompt_tokens
-        if not view.shareable or state.answer is LookupOutcome.UNSHAREABLE:
-            missed = {"unshareable" if view.options.load else "not_wanted": prompt - hit}
-        elif not state.may_load:
-            missed = {"not_wanted": prompt - hit}
-        elif state.answer in (LookupOutcome.STORE_ERROR, LookupOutcome.TIMED_OUT):
-            missed = {state.answer.value: prompt - hit}
-        else:
-            chunked = prompt // chunk * chunk
-            found = min(chunked, state.found_chunks * chunk)
-            missed = {
-                "not_needed": max(0, found - hit),  # computed here, cut to blocks, or the last one
-                "absent": chunked - found,
-                "short": prompt - chunked,  # no full chunk
-            }
-        for reason, tokens in missed.items():
-            if tokens:
-                self._tally.add("kvpool_miss_tokens", tokens, reason=reason)
-
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; `apply` has taken how it went."""
         state = self._requests.get(request_id)
         if state is None or state.load is None:
             return
         (start, stop), state.load = state.load, None
+        if request_id in self._until_due:
+            self._until_due[request_id] = 0  # its computed tokens have jumped
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
         self._tally.add("kvpool_hit_tokens", kept - start)
         if kept < stop:
@@ -257,29 +242,48 @@ class PoolScheduler:
             self._pace.step_planned(self._clock(), step.scheduled)
         loads, self._loads = tuple(self._loads), []
         saves, self._late_saves = self._late_saves, []
-        for request_id, state in list(self._saving.items()):
-            count = step.scheduled.get(request_id)
-            if count is None:
+        until_due = self._until_due
+        for request_id, count in step.scheduled.items():
+            left = until_due.get(request_id)
+            if left is None:
                 continue
-            final = min(state.view.num_computed_tokens + count, self._last_token(state))
-            if final // self._shape.chunk_tokens > state.next_save:
-                save = self._plan_save(state, final, partial(step.block_table, request_id))
-                if save is not None:
-                    saves.append(save)
+            if left > count:
+                until_due[request_id] = left - count
+                continue
+            save = self._save_if_due(request_id, count, step.block_table)
+            if save is not None:
+                saves.append(save)
         return StepPlan(loads, tuple(saves), self._idle, self._reset.generation)
 
-    def _last_token(self, state: RequestState) -> int:
-        """Tokens at and after this are not saved.
+    def _save_if_due(
+        self, request_id: str, scheduled: int, block_table: Callable[[str], Sequence[int]]
+    ) -> SavePlan | None:
+        """The save of what is final once `scheduled` more tokens are computed, if anything is."""
+        state, chunk = self._requests[request_id], self._shape.chunk_tokens
+        computed = state.view.num_computed_tokens + scheduled
+        final = min(computed, self._savable_tokens(state))
+        save = None
+        if final // chunk > state.next_save:
+            save = self._plan_save(state, final, partial(block_table, request_id))
+        if self._all_saved(state):
+            del self._until_due[request_id]
+        else:
+            self._until_due[request_id] = max(1, (state.next_save + 1) * chunk - computed)
+        return save
+
+    def _savable_tokens(self, state: RequestState) -> int:
+        """Tokens from this one on are not saved (yet).
 
         A token known by value whose KV is computed is final; drafts and tokens in flight are not
-        known yet. A prompt that is saved whole needs no further look at its request.
+        known yet.
         """
-        if self._config.save_decode:
-            return state.view.num_tokens
-        prompt = state.view.num_prompt_tokens
-        if state.next_save >= prompt // self._shape.chunk_tokens:
-            self._saving.pop(state.view.request_id, None)
-        return prompt
+        view = state.view
+        return view.num_tokens if self._config.save_decode else view.num_prompt_tokens
+
+    def _all_saved(self, state: RequestState) -> bool:
+        """Whether nothing of the request will ever be due again."""
+        prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
+        return not self._config.save_decode and state.next_save >= prompt_chunks
 
     def _plan_save(
         self, state: RequestState, final: int, block_table: Callable[[], Sequence[int]]
@@ -324,7 +328,7 @@ class PoolScheduler:
                 state.limit_tokens = limit
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
                 if state.may_save:
-                    self._saving[request_id] = state
+                    self._until_due[request_id] = 0
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.generation_acks):
             self._probe.remove_all(self._reset.end)
@@ -334,7 +338,7 @@ class PoolScheduler:
     def finish(self, request_id: str, block_ids: Sequence[int]) -> dict[str, dict[str, int]] | None:
         """The request ends: plan what is still due, answer how many tokens are being saved."""
         state = self._requests.pop(request_id, None)
-        self._saving.pop(request_id, None)
+        self._until_due.pop(request_id, None)
         if state is None:
             return None
         if self._tickets.pop(state.ticket, None) is not None:
@@ -344,7 +348,7 @@ class PoolScheduler:
         if state.chain is not None and state.load is None:
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
-            final = min(computed, self._last_token(state))
+            final = min(computed, self._savable_tokens(state))
             save = self._plan_save(state, final, lambda: block_ids)
             if save is not None:
                 self._late_saves.append(save)
@@ -362,7 +366,7 @@ class PoolScheduler:
         for state in self._requests.values():
             state.found_chunks = state.next_save = 0
             if state.may_save and state.chain is not None:
-                self._saving[state.view.request_id] = state
+                self._until_due[state.view.request_id] = 0
         confirmed: SimpleQueue[bool] = SimpleQueue()
         self._probe.remove_all(confirmed.put)
         try:
@@ -385,10 +389,9 @@ class PoolScheduler:
         self.ledger.check()
         for request_id in self._tickets.values():
             assert request_id in self._requests
-        for request_id, state in self._saving.items():
-            assert self._requests.get(request_id) is state
-            assert state.may_save
-            assert state.chain is not None
+        for request_id in self._until_due:
+            assert self._requests[request_id].may_save
+            assert self._requests[request_id].chain is not None
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
                 assert state.found_chunks <= len(state.chain)

@@ -42,9 +42,8 @@ from vllm_kvpool.transfer.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-LANES = {OpKind.GET: 2, OpKind.SCATTER: 1, OpKind.GATHER: 1, OpKind.PUT: 1, OpKind.REMOVE: 1}
-OPS_IN_FLIGHT = {kind: count + 1 for kind, count in LANES.items()}
-OP_BYTES = 8 << 20
+LANES = {OpKind.SCATTER: 1, OpKind.GATHER: 1, OpKind.PUT: 1, OpKind.REMOVE: 1}
+OP_BYTES = 16 << 20
 OP_CELLS = 64
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
@@ -125,7 +124,7 @@ class SchedulerSide:
         self.tally = Tally()
         self._store = open_configured_store(config, segment=False)
         self.store_name = self._store.capabilities.name if self._store else "none"
-        names = CellNames.of(model.namespace, model.topology, model.context)
+        names = CellNames(model.namespace, model.topology, model.context)
         self._probe = Probe(self._store, names, config.chunk_tokens)
         least = -(-config.chunk_tokens // model.block_size) + 1
         shape = PoolShape(
@@ -180,22 +179,32 @@ class WorkerSide:
         self._arena = Arena(config.staging_nbytes, planner.max_cell_bytes())
         self._store = open_configured_store(config, segment=True)
         self._executor: Executor | None = None
+        copiers: list[Copier] = []
         if self._store is not None:
             self._store.register(self._arena.whole)
+            copiers = [make_copier(pages), make_copier(pages)]
             work = LaneWork(
                 store=self._store,
                 arena=self._arena,
-                gather_copier=make_copier(pages),
-                scatter_copier=make_copier(pages),
+                gather_copier=copiers[0],
+                scatter_copier=copiers[1],
                 chunk_tokens=config.chunk_tokens,
                 verify_checksum=config.verify is Verify.CHECKSUM,
                 tally=self.tally,
             )
+            lanes = LANES | {OpKind.GET: self._store.capabilities.parallel_gets}
+            # One op more than lanes, so that none waits for the engine.
+            in_flight = {kind: count + 1 for kind, count in lanes.items()}
             slots = SlotPool(self._arena.num_slots, self._arena.num_slots // LOAD_RESERVE)
-            engine = Engine(slots, Limits(OPS_IN_FLIGHT, OP_BYTES, OP_CELLS))
-            self._executor = Executor(engine, planner, work.perform, LANES, self.tally)
+            engine = Engine(slots, Limits(in_flight, OP_BYTES, OP_CELLS))
+            self._executor = Executor(engine, planner, work.perform, lanes, self.tally)
         self.worker = PoolWorker(
-            self._executor, config.chunk_tokens, model.block_size, finish_in_step, self.tally
+            self._executor,
+            config.chunk_tokens,
+            model.block_size,
+            finish_in_step,
+            self.tally,
+            copiers,
         )
         self.stats = StatsFile(config.stats_file, "worker", place.rank, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)

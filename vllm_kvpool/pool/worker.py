@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import idle_wait_s
+from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
@@ -35,6 +36,9 @@ class StepResults:
     invalid_blocks: frozenset[int]
 
 
+NOTHING_ENDED = StepResults(frozenset(), frozenset())
+
+
 class PoolWorker:
     """See the module docstring. `executor` None: the store cannot be used; everything is a miss."""
 
@@ -45,8 +49,10 @@ class PoolWorker:
         block_size: int,
         finish_in_step: bool,
         tally: Tally,
+        copiers: Sequence[Copier] = (),
     ) -> None:
         self._executor = executor
+        self._copiers = copiers
         self._chunk_tokens = chunk_tokens
         self._block_size = block_size
         self._finish_in_step = finish_in_step
@@ -69,6 +75,8 @@ class PoolWorker:
             if self._executor is not None:
                 self._executor.post(DropSaves())
             self._report = self._report.merged(StepReport(generation_acks=1))
+        if plan.loads:
+            self._fence()  # what still reads or writes the pages comes first
         for load in plan.loads:
             if self._executor is None:
                 self._ended_here.append(
@@ -85,6 +93,8 @@ class PoolWorker:
         if plan is self._saves_posted:
             return
         self._saves_posted = plan
+        if plan.saves:
+            self._fence()
         for save in plan.saves:
             self._saves.add(save.job_id)
             if self._executor is None:
@@ -99,14 +109,11 @@ class PoolWorker:
         """Collect what has ended since the last step."""
         reports, self._ended_here = self._ended_here, []
         if self._executor is not None:
-            if plan is not None and plan.idle and self._loads:
-                # Nothing to compute: give the lanes the core instead of spinning through steps.
-                waited = time.monotonic() - max(began for _, began in self._loads.values())
-                self._executor.wait(lambda pending: bool(pending), idle_wait_s(waited))
+            if self._loads:
+                self._attend_loads(self._executor, plan, finished_requests)
             reports += self._executor.drain()
-            for load, _ in self._loads.values():
-                if load.request_id in finished_requests:
-                    self._executor.post(CancelRequest(load.request_id))
+        if not reports:
+            return NOTHING_ENDED
         loaded: set[str] = set()
         invalid: set[int] = set()
         for report in reports:
@@ -117,6 +124,21 @@ class PoolWorker:
                 loaded.add(report.request_id)
                 invalid.update(self._load_ended(report))
         return StepResults(frozenset(loaded), frozenset(invalid))
+
+    def _fence(self) -> None:
+        for copier in self._copiers:
+            copier.fence()
+
+    def _attend_loads(
+        self, executor: Executor, plan: StepPlan | None, finished_requests: set[str]
+    ) -> None:
+        """Cancel loads that nobody waits for; give the lanes the cores if there is nothing else."""
+        if plan is not None and plan.idle:
+            waited = time.monotonic() - max(began for _, began in self._loads.values())
+            executor.wait(bool, idle_wait_s(waited))
+        for load, _ in self._loads.values():
+            if load.request_id in finished_requests:
+                executor.post(CancelRequest(load.request_id))
 
     def _load_ended(self, done: LoadDone) -> Sequence[int]:
         """The blocks of the load that do not hold what they should."""

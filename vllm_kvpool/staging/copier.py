@@ -7,7 +7,14 @@ from vllm_kvpool.layout.pages import CellMove
 
 
 class Copier(Protocol):
-    """Knows the pages of one rank. Called by one lane thread at a time, blocking, GIL released."""
+    """Knows the pages of one rank. Moves are made by one lane thread at a time, blocking, with the
+    GIL released."""
+
+    def fence(self) -> None:
+        """Moves that begin from now on come after what the model has been told to compute so far.
+
+        Called on the model's thread, which it does not hold up.
+        """
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         """Pages -> slots. On return the slots are filled and the pages may be overwritten."""

@@ -65,6 +65,9 @@ class CpuCopier:
         """Compile the kernel, or load it from numba's cache directory."""
         self._run([], is_gather=True)
 
+    def fence(self) -> None:
+        """Nothing: on the host a computation has ended when its call returns."""
+
     def gather(self, moves: Sequence[CellMove]) -> None:
         self._run(moves, is_gather=True)
 

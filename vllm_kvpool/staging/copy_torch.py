@@ -5,7 +5,7 @@ seen as strided views of machine words, wide where alignment permits: torch move
 more slowly than it moves int64.
 
 Pages off the host go through a buffer on the device, one move's payload at a time, on a stream of
-the copier's own; only that stream is waited for. Whoever calls orders it after the computation.
+the copier's own, which waits for the model's stream at the newest `fence`.
 Slots should be pinned: copies to pageable memory are correct but serial.
 """
 
@@ -47,6 +47,15 @@ class TorchCopier:
         if not self._is_host and stream is None:
             stream = torch.Stream(device)
         self._stream = stream
+        self._computed: torch.Event | None = None
+
+    def fence(self) -> None:
+        """Record where the model's stream is; moves wait there, on their own stream."""
+        if not self._is_host:
+            event = torch.Event(self._device)
+            event.record()
+            # A later event stands for all earlier ones, so the newest is enough.
+            self._computed = event
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         self._run(moves, is_gather=True)
@@ -60,6 +69,8 @@ class TorchCopier:
                 self._move_pages(move, self._host_payload(move), is_gather=is_gather)
             return
         assert self._stream is not None
+        if self._computed is not None:
+            self._stream.wait_event(self._computed)
         with self._stream:
             for move in moves:
                 host = self._host_payload(move)

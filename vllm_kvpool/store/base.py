@@ -57,6 +57,7 @@ class Capabilities:
     name: str  # label in metrics: "file", "memory", "mooncake"
     persistent: bool  # objects survive the process that wrote them
     needs_registration: bool  # `register` must have covered every buffer
+    parallel_gets: int  # calls of `get` at a time that together are the fastest
     max_batch_keys: int
     max_batch_bytes: int
 

@@ -36,6 +36,7 @@ CAPABILITIES = Capabilities(
     name="file",
     persistent=True,
     needs_registration=False,
+    parallel_gets=2,
     max_batch_keys=MAX_BATCH_KEYS,
     max_batch_bytes=MAX_BATCH_BYTES,
 )

@@ -22,6 +22,7 @@ CAPABILITIES = Capabilities(
     name="memory",
     persistent=False,
     needs_registration=False,
+    parallel_gets=2,
     max_batch_keys=MAX_BATCH_KEYS,
     max_batch_bytes=MAX_BATCH_BYTES,
 )

@@ -56,6 +56,7 @@ CAPABILITIES = Capabilities(
     name="mooncake",
     persistent=False,
     needs_registration=True,
+    parallel_gets=1,  # over TCP two at a time are slower than one
     max_batch_keys=MAX_BATCH_KEYS,
     max_batch_bytes=MAX_BATCH_BYTES,
 )
