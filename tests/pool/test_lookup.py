@@ -34,7 +34,7 @@ def search(present: list[bool]) -> tuple[int, int]:
 
 
 def max_rounds(num_chunks: int) -> int:
-    """The two ends first, then a quarter of what is left each round."""
+    """The two ends first, then 1 / (FANOUT + 1) of what is left each round."""
     return 2 + math.ceil(math.log(max(1, num_chunks), FANOUT + 1))
 
 

@@ -772,6 +772,18 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     assert bench.step(a=1).saves == (bench.save(4, range(3)),)
 
 
+def test_what_was_saved_before_a_reset_is_saved_again(bench: Bench) -> None:
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    view.output += [1, 2, 3]
+    assert bench.step(a=1).saves == ()
+    assert bench.scheduler.reset()
+    assert bench.step(a=1).saves == ()
+    bench.end_reset()
+    assert bench.step(a=1).saves == (bench.save(3, range(3)),)
+
+
 def test_a_request_that_ends_while_loading_saves_nothing_after_a_reset(bench: Bench) -> None:
     bench.hold(range(1000), range(2))
     bench.add()

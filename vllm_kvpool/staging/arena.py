@@ -1,7 +1,7 @@
 """The staging memory of one worker: one allocation, cut into equal slots, registered once.
 
-Slots begin at multiples of `SLOT_ALIGNMENT`. The arena owns the memory; buffers handed out are
-views of it and must not outlive `close`.
+Slots begin at multiples of `SLOT_ALIGNMENT`. The arena owns the memory, which is committed at
+once; buffers handed out are views that keep it alive.
 """
 
 import mmap
@@ -31,10 +31,14 @@ class Arena:
                 "or chunk_tokens"
             )
         self.num_slots = count
-        self._memory = mmap.mmap(-1, count * self.slot_bytes)
-        view = memoryview(self._memory)
-        address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
-        self.whole = Buffer(address, view)
+        nbytes = count * self.slot_bytes
+        self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Touched now, in large pages where the system has them: the first touch of a page costs
+        # more than all later copies through it, and would fall into the first requests.
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        touched = np.frombuffer(self._memory, np.uint8)
+        touched[:: mmap.PAGESIZE] = 0
+        self.whole = Buffer(int(touched.__array_interface__["data"][0]), memoryview(self._memory))
 
     def buffer(self, slot: Slot, nbytes: int) -> Buffer:
         """The first `nbytes` of a slot."""
