@@ -427,8 +427,6 @@ def test_a_request_takes_part_as_it_wishes_and_may(
     bench.hold(range(1000), range(1))
     bench.add(options=options, **traits)
     assert bench.admit() == offer
-    if saves and offer == NOTHING:
-        bench.settle()
     if offer != NOTHING:
         bench.step()
         bench.scheduler.load_ended("a")

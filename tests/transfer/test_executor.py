@@ -17,11 +17,13 @@ from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeCopier, Fault, FaultyStore
-from vllm_kvpool.transfer.engine import CancelRequest, DropSaves, Engine, Limits
+from vllm_kvpool.transfer.engine import Engine, Limits
 from vllm_kvpool.transfer.executor import LANE_JOIN_S, Executor
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
+    CancelRequest,
     CellOutcome,
+    DropSaves,
     JobId,
     LoadDone,
     LoadPlan,
@@ -270,3 +272,29 @@ def test_slots_are_gauged(rank: Rank) -> None:
         "kvpool_slots{state=held}": 0,
         "kvpool_slots{state=quarantined}": 0,
     }
+
+
+def test_an_engine_that_fails_leaves_no_request_waiting(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug of ours: what was open is given up, what comes later too, and the end is in time."""
+    rank = Rank(store)
+    store.inject(Fault.BLOCKED, "get")
+    rank.executor.post(load_plan(1, (1, 2), 0, CHUNK))
+    assert store.entered.wait(LIMIT_S)
+
+    def broken(event: object, now: float) -> list[object]:
+        raise AssertionError("the engine is broken")
+
+    rank.engine.step = broken
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.transfer.executor"):
+        rank.executor.post(save_plan(2, 1, (3, 4)))
+        assert rank.reports(2) == [
+            LoadDone(JobId(1), "r1", 0, CellOutcome.FAILED),
+            SaveGathered(JobId(2), "r2"),
+        ]
+    rank.executor.post(load_plan(3, (5, 6), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, CellOutcome.FAILED)]
+    assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
+    store.release()
+    assert rank.executor.close(1.0)

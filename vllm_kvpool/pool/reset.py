@@ -27,9 +27,9 @@ class Reset:
         self.pending = True
 
     def acked(self, ranks: int) -> bool:
-        """So many more ranks have dropped their saves; whether that was the last one missing."""
-        self.acks += ranks
-        return ranks > 0 and self.acks == self.num_ranks
+        """So many more ranks have dropped their saves; whether that makes it all of them."""
+        before, self.acks = self.acks, self.acks + ranks
+        return before < self.num_ranks <= self.acks
 
     def end(self, removed: bool) -> None:
         """What was put meanwhile has been removed, or could not be. Probe thread."""

@@ -150,7 +150,7 @@ class PoolScheduler:
         (None, False) while the lookup is pending; (0, False) when there is nothing to load.
         """
         state = self._requests.get(request_id)
-        if state is None or not state.may_load:
+        if state is None or not (state.may_load or state.may_save):
             return 0, False
         if state.view.num_preemptions != state.preemptions:
             self._ask(state)
@@ -300,8 +300,6 @@ class PoolScheduler:
         if len(state.chain) < stop:
             state.chain.extend(state.view.tokens())
         stop_block = -(-stop * chunk // block)
-        if stop_block - start_block > self.ledger.room:
-            return None
         block_ids = tuple(block_table()[start_block:stop_block])
         if len(block_ids) < stop_block - start_block or NULL_BLOCK in block_ids:
             return None

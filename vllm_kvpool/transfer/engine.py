@@ -8,7 +8,8 @@ Invariants (`check`):
 * a slot is free, or held by one cell in one op or queue, or quarantined with its op in flight;
 * a load that stops at chunk k has its chunks before k in the pages and starts nothing after k;
 * a load is reported only when none of its scatters is in flight: pages are never written behind
-  the scheduler's back. A GET in flight then leaves its slot quarantined until the lane answers;
+  the scheduler's back. A GET in flight keeps its slot, which after a timeout counts as
+  quarantined, until the lane answers;
 * a save that finds no slot for `SAVE_STALL_S` while none is given back is dropped, and so are
   later ones until a slot is given back: a store that takes no puts costs one such wait.
 """

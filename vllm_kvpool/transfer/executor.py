@@ -23,12 +23,15 @@ from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     DropSaves,
+    JobId,
+    LoadDone,
     LoadPlan,
     Op,
     OpDone,
     OpKind,
     Report,
     SaveDone,
+    SaveGathered,
     SavePlan,
     Start,
     Tick,
@@ -96,6 +99,7 @@ class Executor:
         self._planner = planner
         self._tally = tally
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
         self._changed = threading.Condition()
         self._reports: deque[Report] = deque()  # guarded by _changed
         self._lane_inboxes: dict[OpKind, SimpleQueue[Op | None]] = {}
@@ -142,6 +146,17 @@ class Executor:
     # The engine thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("kvpool: the transfer engine has failed; going on without the pool")
+            self._tally.add("kvpool_failures", kind="engine")
+            self._end_lanes()
+            self._serve_without_engine()
+        else:
+            self._end_lanes()
+
+    def _serve(self) -> None:
         closing: float | None = None
         while closing is None or (time.monotonic() < closing and self._engine.num_saves):
             message = self._next_message(closing)
@@ -152,8 +167,20 @@ class Executor:
             else:
                 self._step(Tick())
         self._step(DropSaves())
+
+    def _end_lanes(self) -> None:
         for kind, _ in self._lanes:
             self._lane_inboxes[kind].put(None)
+
+    def _serve_without_engine(self) -> None:
+        """Every job ends as if the store had nothing, once no lane can touch its pages any more."""
+        for kind, lane in self._lanes:
+            if kind in (OpKind.SCATTER, OpKind.GATHER):
+                lane.thread.join()
+        self._publish([_given_up(plan) for plan in self._open.values()])
+        while not isinstance(message := self._inbox.get(), Close):
+            if isinstance(message, LoadPlan | SavePlan):
+                self._publish([_given_up(message)])
 
     def _next_message(self, closing: float | None) -> _Message | None:
         deadline = self._engine.next_deadline()
@@ -169,8 +196,10 @@ class Executor:
     ) -> Event:
         match message:
             case LoadPlan():
+                self._open[message.job_id] = message
                 return self._planner.load(message)
             case SavePlan():
+                self._open[message.job_id] = message
                 return self._planner.save(message)
             case _:
                 return message
@@ -180,16 +209,21 @@ class Executor:
         for action in self._engine.step(event, time.monotonic()):
             if isinstance(action, Start):
                 self._lane_inboxes[action.op.kind].put(action.op)
+                continue
+            reports.append(action)
+            if isinstance(action, SaveDone):
+                self._count_save(action)
             else:
-                reports.append(action)
-                if isinstance(action, SaveDone):
-                    self._count_save(action)
+                del self._open[action.job_id]
+        self._publish(reports)
+        if not isinstance(event, Tick):
+            self._gauge()
+
+    def _publish(self, reports: Sequence[Report]) -> None:
         if reports:
             with self._changed:
                 self._reports.extend(reports)
                 self._changed.notify_all()
-        if not isinstance(event, Tick):
-            self._gauge()
 
     def _count_save(self, done: SaveDone) -> None:
         for outcome, count in done.outcomes:
@@ -201,3 +235,9 @@ class Executor:
         self._tally.set("kvpool_slots", slots.num_free, state="free")
         self._tally.set("kvpool_slots", slots.num_held, state="held")
         self._tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
+
+
+def _given_up(plan: LoadPlan | SavePlan) -> LoadDone | SaveGathered:
+    if isinstance(plan, SavePlan):
+        return SaveGathered(plan.job_id, plan.request_id)
+    return LoadDone(plan.job_id, plan.request_id, plan.first_chunk, CellOutcome.FAILED)
