@@ -1,9 +1,10 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+GPU_PYTHON ?= python3
 FAST := not e2e and not mooncake and not gpu and not slow
 export VENV
 
-.PHONY: help setup demo test test-fast check bench format clean
+.PHONY: help setup demo test test-fast gpu-test check bench format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -18,11 +19,15 @@ demo: setup
 
 ## make test       the whole suite, real engines included
 test: setup
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -m "not gpu"
 
 ## make test-fast  what needs neither engines nor servers: under a minute
 test-fast: setup
 	$(PYTHON) -m pytest -m "$(FAST)"
+
+## make gpu-test   page copies on a GPU; on a machine with one, with torch, and without vLLM
+gpu-test:
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 ## make check      lint, format, types, layers
 check: setup
