@@ -93,6 +93,7 @@ class PoolScheduler:
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
         state.found_chunks = 0
+        state.stale = False  # what it had computed before a reset, it has lost
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
             self._time_out(state)
@@ -294,7 +295,7 @@ class PoolScheduler:
         start_block = first * chunk // block
         # As many chunks as the pinned blocks have room for.
         stop = min(final // chunk, (start_block + self.ledger.room) * block // chunk)
-        if stop <= first or self._reset.pending:
+        if stop <= first or state.stale or self._reset.pending:
             return None
         assert state.chain is not None
         if len(state.chain) < stop:
@@ -363,6 +364,8 @@ class PoolScheduler:
         self._late_saves.clear()
         for state in self._requests.values():
             state.found_chunks = state.next_save = 0
+            # The weights may be others from now on: what is computed by then is not saved.
+            state.stale = state.view.num_computed_tokens > 0 or state.load is not None
             if state.may_save and state.chain is not None:
                 self._until_due[state.view.request_id] = 0
         confirmed: SimpleQueue[bool] = SimpleQueue()
