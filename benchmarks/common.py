@@ -169,7 +169,7 @@ def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
         return "ok", getattr(target, name)(*args)
     except DidNotFinish as error:
         return "unfinished", str(error)
-    except Exception:
+    except Exception:  # the top of a child process: it becomes the parent's report
         return "error", traceback.format_exc()
 
 
@@ -179,7 +179,7 @@ class Child:
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log")  # noqa: SIM115 - ours
         self._process = context.Process(
             target=_serve, args=(theirs, self._log.name, make, args), daemon=True
         )

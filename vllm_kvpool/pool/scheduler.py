@@ -93,7 +93,9 @@ class PoolScheduler:
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
         state.found_chunks = 0
-        state.stale = False  # what it had computed before a reset, it has lost
+        if state.stale:
+            state.stale = False  # what it had computed before a reset, it has lost
+            self._look_for_saves(state)
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
             self._time_out(state)
@@ -142,7 +144,11 @@ class PoolScheduler:
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
-        if state.may_save:
+        self._look_for_saves(state)
+
+    def _look_for_saves(self, state: RequestState) -> None:
+        """See in the request's next step what is due, whatever was known of it."""
+        if state.may_save and state.chain is not None:
             self._until_due[state.view.request_id] = 0
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
@@ -282,9 +288,10 @@ class PoolScheduler:
         return view.num_tokens if self._config.save_decode else view.num_prompt_tokens
 
     def _all_saved(self, state: RequestState) -> bool:
-        """Whether nothing of the request will ever be due again."""
+        """Whether nothing will be due again, unless a preemption or a failed load sets it back."""
         prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
-        return not self._config.save_decode and state.next_save >= prompt_chunks
+        all_prompt = not self._config.save_decode and state.next_save >= prompt_chunks
+        return state.stale or all_prompt
 
     def _plan_save(
         self, state: RequestState, final: int, block_table: Callable[[], Sequence[int]]
@@ -326,8 +333,7 @@ class PoolScheduler:
                 limit = tokens if state.limit_tokens is None else min(tokens, state.limit_tokens)
                 state.limit_tokens = limit
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
-                if state.may_save:
-                    self._until_due[request_id] = 0
+                self._look_for_saves(state)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.generation_acks):
             self._probe.remove_all(self._reset.end)
@@ -366,8 +372,7 @@ class PoolScheduler:
             state.found_chunks = state.next_save = 0
             # The weights may be others from now on: what is computed by then is not saved.
             state.stale = state.view.num_computed_tokens > 0 or state.load is not None
-            if state.may_save and state.chain is not None:
-                self._until_due[state.view.request_id] = 0
+            self._look_for_saves(state)
         confirmed: SimpleQueue[bool] = SimpleQueue()
         self._probe.remove_all(confirmed.put)
         try:

@@ -23,6 +23,7 @@ from vllm_kvpool.transfer.ops import (
     LoadPlan,
     Report,
     SaveGathered,
+    given_up,
 )
 
 GATHER_WAIT_S = 5.0
@@ -79,11 +80,7 @@ class PoolWorker:
             self._fence()  # what still reads or writes the pages comes first
         for load in plan.loads:
             if self._executor is None:
-                self._ended_here.append(
-                    LoadDone(
-                        load.job_id, load.request_id, load.first_chunk, CellOutcome.UNREACHABLE
-                    )
-                )
+                self._ended_here.append(given_up(load, CellOutcome.UNREACHABLE))
             else:
                 self._executor.post(load)
             self._loads[load.job_id] = (load, time.monotonic())
@@ -98,7 +95,7 @@ class PoolWorker:
         for save in plan.saves:
             self._saves.add(save.job_id)
             if self._executor is None:
-                self._ended_here.append(SaveGathered(save.job_id, save.request_id))
+                self._ended_here.append(given_up(save, CellOutcome.UNREACHABLE))
             else:
                 self._executor.post(save)
         if plan.saves and self._finish_in_step and self._executor is not None:

@@ -24,17 +24,16 @@ from vllm_kvpool.transfer.ops import (
     CellOutcome,
     DropSaves,
     JobId,
-    LoadDone,
     LoadPlan,
     Op,
     OpDone,
     OpKind,
     Report,
     SaveDone,
-    SaveGathered,
     SavePlan,
     Start,
     Tick,
+    given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
 
@@ -177,10 +176,10 @@ class Executor:
         for kind, lane in self._lanes:
             if kind in (OpKind.SCATTER, OpKind.GATHER):
                 lane.thread.join()
-        self._publish([_given_up(plan) for plan in self._open.values()])
+        self._publish([given_up(plan, CellOutcome.FAILED) for plan in self._open.values()])
         while not isinstance(message := self._inbox.get(), Close):
             if isinstance(message, LoadPlan | SavePlan):
-                self._publish([_given_up(message)])
+                self._publish([given_up(message, CellOutcome.FAILED)])
 
     def _next_message(self, closing: float | None) -> _Message | None:
         deadline = self._engine.next_deadline()
@@ -235,9 +234,3 @@ class Executor:
         self._tally.set("kvpool_slots", slots.num_free, state="free")
         self._tally.set("kvpool_slots", slots.num_held, state="held")
         self._tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
-
-
-def _given_up(plan: LoadPlan | SavePlan) -> LoadDone | SaveGathered:
-    if isinstance(plan, SavePlan):
-        return SaveGathered(plan.job_id, plan.request_id)
-    return LoadDone(plan.job_id, plan.request_id, plan.first_chunk, CellOutcome.FAILED)

@@ -185,3 +185,10 @@ class Start:
 
 
 Report = LoadDone | SaveGathered | SaveDone
+
+
+def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:
+    """The report of a plan for which nothing is done: a load without a cell, a save dropped."""
+    if isinstance(plan, SavePlan):
+        return SaveGathered(plan.job_id, plan.request_id)
+    return LoadDone(plan.job_id, plan.request_id, plan.first_chunk, reason)
