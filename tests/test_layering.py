@@ -44,10 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("connector.py", "plugin.py", "adapt/", "testing/"),
     "mooncake": ("store/mooncake.py", "testing/"),
+    "liburing": ("store/uring.py",),
+    "obstore": ("store/s3.py",),
     "torch": ("layout/formats.py", "staging/", "adapt/", "testing/"),
     "numba": ("staging/copy_cpu.py",),
     "threading": ("metrics.py", "pool/probe.py", "store/", "transfer/executor.py", "testing/"),
-    "asyncio": (),
+    "asyncio": ("store/s3.py",),
     "os.environ": ("config.py",),
     "os.getenv": ("config.py",),
 }

@@ -54,12 +54,11 @@ class GetOutcome(Enum):
 class Capabilities:
     """What a store can do, asked once after opening; an ability is a field, not a method."""
 
-    name: str  # label in metrics: "file", "memory", "mooncake"
-    persistent: bool  # objects survive the process that wrote them
-    needs_registration: bool  # `register` must have covered every buffer
+    name: str  # label in metrics: "file", "memory", "mooncake", "s3"
+    durable: bool  # objects outlive the process that wrote them
+    remote: bool  # calls cross a network: a failure may pass, so it is worth a retry
     parallel_gets: int  # calls of `get` at a time that together are the fastest
-    max_batch_keys: int
-    max_batch_bytes: int
+    parallel_puts: int
 
 
 class Store(Protocol):

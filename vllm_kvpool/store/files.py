@@ -24,8 +24,6 @@ from vllm_kvpool.store.files_space import LockTimeout, Space, Temp, entries, mak
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH_KEYS = 256
-MAX_BATCH_BYTES = 256 << 20
 NAME_DIGEST_BYTES = 20
 FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -34,11 +32,10 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 CAPABILITIES = Capabilities(
     name="file",
-    persistent=True,
-    needs_registration=False,
+    durable=True,
+    remote=False,
     parallel_gets=2,
-    max_batch_keys=MAX_BATCH_KEYS,
-    max_batch_bytes=MAX_BATCH_BYTES,
+    parallel_puts=1,
 )
 
 

@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 
-MAX_BATCH_KEYS = 1024
-MAX_BATCH_BYTES = 1 << 30
 
 CAPABILITIES = Capabilities(
     name="memory",
-    persistent=False,
-    needs_registration=False,
-    parallel_gets=2,
-    max_batch_keys=MAX_BATCH_KEYS,
-    max_batch_bytes=MAX_BATCH_BYTES,
+    durable=False,
+    remote=False,
+    parallel_gets=1,
+    parallel_puts=1,
 )
 
 

@@ -54,11 +54,10 @@ _left_open: list["Native"] = []  # clients that are closed but cannot be; see `c
 
 CAPABILITIES = Capabilities(
     name="mooncake",
-    persistent=False,
-    needs_registration=True,
+    durable=True,
+    remote=True,
     parallel_gets=1,  # over TCP two at a time are slower than one
-    max_batch_keys=MAX_BATCH_KEYS,
-    max_batch_bytes=MAX_BATCH_BYTES,
+    parallel_puts=1,
 )
 
 

@@ -60,8 +60,8 @@ class StoreContract:
     def test_capabilities_are_bounded(self, store: Store) -> None:
         capabilities = store.capabilities
         assert capabilities.name
-        assert capabilities.max_batch_keys > 0
-        assert capabilities.max_batch_bytes > 0
+        assert capabilities.parallel_gets > 0
+        assert capabilities.parallel_puts > 0
 
     def test_returns_the_bytes_that_were_put(
         self, store: Store, arena: Arena, namespace: str
