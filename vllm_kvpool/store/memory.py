@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 
-
 CAPABILITIES = Capabilities(
     name="memory",
     durable=False,
