@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 GPU_PYTHON ?= python3
-FAST := not e2e and not mooncake and not gpu and not slow
+FAST := not e2e and not mooncake and not s3 and not gpu and not slow
 export VENV
 
 .PHONY: help setup demo test test-fast gpu-test check bench format clean

@@ -119,7 +119,7 @@ class Lookups:
 
     def __init__(self, url: str) -> None:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
-        probe: Any = Probe(self._store, NAMES, CHUNK)
+        probe: Any = Probe((self._store,), NAMES, CHUNK)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, BLOCK, 1, 1 << 20)
         self._scheduler = PoolScheduler(config, Role.BOTH, shape, probe, Tally())

@@ -47,7 +47,7 @@ class Asker:
         self._stored = len(chain) - 1
         keys = [key for chunk in chain.hashes[: self._stored] for key in names.of_chunk(chunk)]
         self._put([str(key) for key in keys])
-        self._probe = Probe(self._store, names, GEOMETRY.chunk)
+        self._probe = Probe((self._store,), names, GEOMETRY.chunk)
 
     def _put(self, keys: Sequence[str]) -> None:
         buffer = make_buffer(CELL_BYTES)

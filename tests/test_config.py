@@ -14,6 +14,7 @@ from vllm_kvpool.config import (
     LoadPolicy,
     RequestOptions,
     Verify,
+    WritePolicy,
     default_store_url,
     json_named_by,
     read_config,
@@ -26,6 +27,7 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
     "store": [
         ("memory://", "memory://", "memory://"),
         (["file:///x"], '["file:///x"]', ("file:///x",)),
+        (["host://1GiB", "s3://b/p"], '["host://1GiB", "s3://b/p"]', ("host://1GiB", "s3://b/p")),
         ("", "", ""),
     ],
     "chunk_tokens": [(16, "16", 16), (16_384, "16384", 16_384)],
@@ -34,6 +36,11 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
     "namespace": [("team a/@", "team a/@", "team a/@"), ("12", "12", "12")],
     "weights_id": [("v1", "v1", "v1"), ("true", "true", "true")],
     "staging_bytes": [("1GiB", "1GiB", "1GiB"), ("4096", "4096", "4096")],
+    "write_policy": [
+        ("through", "through", WritePolicy.THROUGH),
+        ("back", "back", WritePolicy.BACK),
+    ],
+    "prefetch": [(False, "false", False), (True, "1", True)],
     "layerwise": [(False, "false", False)],
     "load_policy": [("auto", "auto", LoadPolicy.AUTO), ("always", "always", LoadPolicy.ALWAYS)],
     "load_failure": [("fail", "fail", LoadFailure.FAIL)],
@@ -43,16 +50,19 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
     "verify": [("length", "length", Verify.LENGTH)],
     "shutdown_timeout_s": [(1.5, "1.5", 1.5)],
     "stats_file": [("/tmp/stats", "/tmp/stats", "/tmp/stats")],
+    "trace_file": [("/tmp/trace", "/tmp/trace", "/tmp/trace"), ("", "", "")],
 }
 # option -> values that are refused, as JSON and, where there is one, as an environment variable
 BAD: dict[str, list[tuple[object, str | None]]] = {
-    "store": [(1, None), ([], "[]"), (["a", "b"], '["a", "b"]'), ([1], "[1]"), (None, "[")],
+    "store": [(1, None), ([], "[]"), (["a", 1], '["a", null]'), ([1], "[1]"), (None, "[")],
     "chunk_tokens": [(15, "15"), (16_385, "16385"), ("256", "x"), (2.5, "2.5"), (True, None)],
     "layer_span": [(-1, "-1"), ("all", "all"), (None, "")],
     "per_head_storage": [(1, "2"), ("no", "no")],
     "namespace": [(1, None), (None, None)],
     "weights_id": [(1, None)],
     "staging_bytes": [("", ""), (0, "0"), (-5, "-5"), ("lots", "lots"), (1.5, None)],
+    "write_policy": [("never", "never"), ("THROUGH", "THROUGH"), (True, None)],
+    "prefetch": [(1, "2"), ("yes", "yes"), ([], None)],
     "layerwise": [(True, "true"), ("yes", "yes")],
     "load_policy": [("never", "never"), (True, None)],
     "load_failure": [("ignore", "ignore")],
@@ -62,6 +72,7 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "verify": [("none", "none"), (False, None)],
     "shutdown_timeout_s": [(0, "0"), ("4", "four")],
     "stats_file": [(1, None), (["a"], None)],
+    "trace_file": [(1, None), (["a"], None), (None, None)],
 }
 OPTIONS = [field.name for field in dataclasses.fields(KVPoolConfig)]
 
@@ -134,6 +145,12 @@ def test_sizes_and_stores_have_one_form() -> None:
     assert read_config({"staging_bytes": 4096}, {}).staging_nbytes == 4096
     assert KVPoolConfig().store_urls == ("",)
     assert read_config({"store": ["a://b"]}, {}).store_urls == ("a://b",)
+    assert read_config({"store": ["a://b", "c://d"]}, {}).store_urls == ("a://b", "c://d")
+
+
+def test_an_empty_list_of_stores_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="store is an empty list; leave it out, or name the"):
+        read_config({"store": []}, {})
 
 
 def test_the_default_store_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("connector.py", "plugin.py", "adapt/", "testing/"),
     "mooncake": ("store/mooncake.py", "testing/"),
-    "liburing": ("store/uring.py",),
-    "obstore": ("store/s3.py",),
+    "obstore": ("store/s3.py", "store/s3_call.py"),
     "torch": ("layout/formats.py", "staging/", "adapt/", "testing/"),
     "numba": ("staging/copy_cpu.py",),
-    "threading": ("metrics.py", "pool/probe.py", "store/", "transfer/executor.py", "testing/"),
-    "asyncio": ("store/s3.py",),
+    "threading": (
+        *("metrics.py", "pool/probe.py", "staging/arena.py", "store/"),
+        *("transfer/executor.py", "transfer/handdown.py", "transfer/trace.py", "testing/"),
+    ),
+    "asyncio": ("store/s3.py", "store/s3_call.py"),
     "os.environ": ("config.py",),
     "os.getenv": ("config.py",),
 }

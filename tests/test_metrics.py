@@ -1,32 +1,56 @@
-"""Counting: growth is reported once, whoever counts."""
+"""Counting: growth is reported once, whoever counts; a histogram is counts and sums of buckets."""
 
 import json
+import math
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vllm_kvpool.metrics import (
     METRICS,
+    SECONDS,
+    Bucket,
     Kind,
+    Sample,
     Tally,
-    is_counter,
+    adds_up,
     merge_samples,
     parse_sample,
     sample_name,
+    summarize,
     write_stats,
 )
 
 THREADS, ADDS = 4, 500
 
 
+HISTOGRAMS = [name for name, metric in METRICS.items() if metric.kind is Kind.HISTOGRAM]
+NASTY = ["", ",", "a=b,c=d", "{}", "x}.count", "%2C", "100%", "ü,\n", "value_of-x/y:z"]
+
+
+@pytest.mark.parametrize("value", NASTY)
 @pytest.mark.parametrize("name", METRICS)
-def test_a_sample_reads_back_as_it_was_named(name: str) -> None:
+def test_a_sample_reads_back_as_it_was_named(name: str, value: str) -> None:
     metric = METRICS[name]
-    labels = {label: f"value_of-{label}" for label in metric.labels}
-    sample = sample_name(name, dict(reversed(labels.items())))
-    assert parse_sample(sample) == (metric, tuple(labels.values()))
-    assert is_counter(sample) == (metric.kind is Kind.COUNTER)
+    labels = {label: f"{value}{i}" for i, label in enumerate(metric.labels)}
+    buckets: list[Bucket | None] = [None]
+    if metric.kind is Kind.HISTOGRAM:
+        buckets = [
+            Bucket(number, part)
+            for number in range(len(metric.bounds) + 1)
+            for part in ("count", "sum")
+        ]
+    for bucket in buckets:
+        sample = sample_name(name, dict(reversed(labels.items())), bucket)
+        assert parse_sample(sample) == Sample(metric, tuple(labels.values()), bucket)
+        assert adds_up(sample) == (metric.kind is not Kind.GAUGE)
+
+
+def test_series_whose_labels_look_like_grammar_are_told_apart() -> None:
+    names = {sample_name("kvpool_retries", {"lane": a, "tier": b}) for a in NASTY for b in NASTY}
+    assert len(names) == len(NASTY) ** 2
 
 
 def test_labels_are_exactly_the_tables() -> None:
@@ -36,7 +60,66 @@ def test_labels_are_exactly_the_tables() -> None:
             tally.add("kvpool_failures", **labels)
     with pytest.raises(KeyError):
         tally.add("kvpool_unheard_of")
+    for labels in ({"lane": "get"}, {"lane": "get", "tier": "x", "le": "1"}):
+        with pytest.raises(AssertionError):
+            tally.observe("kvpool_op_seconds", 1.0, **labels)
     assert tally.snapshot() == {}
+
+
+def test_only_histograms_are_observed_and_only_they_have_bounds() -> None:
+    tally = Tally()
+    for name, metric in METRICS.items():
+        labels = dict.fromkeys(metric.labels, "x")
+        assert (name in HISTOGRAMS) == bool(metric.bounds)
+        assert list(metric.bounds) == sorted(set(metric.bounds))
+        call = tally.add if name in HISTOGRAMS else tally.observe
+        with pytest.raises(AssertionError):
+            call(name, 1.0, **labels)
+    for value in (-1e-9, math.nan):
+        with pytest.raises(AssertionError):
+            tally.observe("kvpool_load_seconds", value)
+    assert tally.snapshot() == {}
+
+
+def test_a_value_falls_into_the_bucket_whose_bound_it_does_not_exceed() -> None:
+    tally = Tally()
+    expected: dict[str, float] = {}
+    for number, bound in enumerate((*SECONDS, math.inf)):
+        values = [bound, math.nextafter(bound, 0)] if bound < math.inf else [30.1, 1e6]
+        for value in values:
+            tally.observe("kvpool_load_seconds", value)
+        for part, number_of in (("count", 2), ("sum", sum(values))):
+            expected[sample_name("kvpool_load_seconds", {}, Bucket(number, part))] = number_of
+    assert tally.snapshot() == expected
+    tally.observe("kvpool_load_seconds", 0.0)
+    # A value of nothing grows the count alone.
+    assert tally.take_changes() != {}
+    tally.observe("kvpool_load_seconds", 0.0)
+    assert tally.take_changes() == {"kvpool_load_seconds{le=0.00005}.count": 1}
+
+
+def test_labels_in_any_order_are_one_series() -> None:
+    tally = Tally()
+    tally.observe("kvpool_op_seconds", 0.002, lane="get", tier="a,b")
+    tally.observe("kvpool_op_seconds", 0.002, tier="a,b", lane="get")
+    name = "kvpool_op_seconds{lane=get,tier=a%2Cb,le=0.0025}"
+    assert tally.take_changes() == {f"{name}.count": 2, f"{name}.sum": 0.004}
+
+
+def test_histograms_of_ranks_and_intervals_add_up() -> None:
+    ranks = [Tally(), Tally()]
+    total: dict[str, float] = {}
+    values = [0.001, 0.0011, 0.5, 0.75, 100.0]
+    for i, value in enumerate(values):
+        ranks[i % 2].observe("kvpool_save_seconds", value)
+        if i % 3 == 0:
+            merge_samples(total, msgspec.json.decode(msgspec.json.encode(ranks[0].take_changes())))
+    for rank in ranks:
+        merge_samples(total, rank.take_changes())
+    alone = Tally()
+    for value in values:
+        alone.observe("kvpool_save_seconds", value)
+    assert total == pytest.approx(alone.snapshot())
 
 
 def test_changes_are_told_once() -> None:
@@ -70,6 +153,7 @@ def test_no_count_is_lost_between_threads() -> None:
     def count() -> None:
         for _ in range(ADDS):
             tally.add("kvpool_failures", kind="x")
+            tally.observe("kvpool_load_seconds", 0.5)
 
     threads = [threading.Thread(target=count) for _ in range(THREADS)]
     for thread in threads:
@@ -77,7 +161,13 @@ def test_no_count_is_lost_between_threads() -> None:
     while any(thread.is_alive() for thread in threads):
         merge_samples(taken, tally.take_changes())
     merge_samples(taken, tally.take_changes())
-    assert taken == tally.snapshot() == {"kvpool_failures{kind=x}": THREADS * ADDS}
+    name = "kvpool_load_seconds{le=0.5}"
+    assert taken == tally.snapshot()
+    assert taken == {
+        "kvpool_failures{kind=x}": THREADS * ADDS,
+        f"{name}.count": THREADS * ADDS,
+        f"{name}.sum": 0.5 * THREADS * ADDS,
+    }
 
 
 def test_processes_add_up_and_gauges_take_the_highest() -> None:
@@ -94,6 +184,33 @@ def test_processes_add_up_and_gauges_take_the_highest() -> None:
     }
 
 
+def test_a_tier_that_is_down_on_one_rank_shows_as_down() -> None:
+    total = {"kvpool_tier_up{tier=a}": 1.0}
+    for up in (0, 1):
+        merge_samples(total, {"kvpool_tier_up{tier=a}": up, "kvpool_tier_up{tier=b}": 1})
+    assert total == {"kvpool_tier_up{tier=a}": 0, "kvpool_tier_up{tier=b}": 1}
+
+
+def test_a_summary_has_one_line_for_each_thing_one_asks_of_a_histogram() -> None:
+    tally = Tally()
+    tally.add("kvpool_hit_tokens", 5)
+    for value in (0.002, 0.002, 0.0022, *[0.003] * 6, 60.0, 80.0):
+        tally.observe("kvpool_op_seconds", value, lane="get", tier="x=y")
+    tally.observe("kvpool_load_seconds", 0.0)
+    series = "kvpool_op_seconds{lane=get,tier=x%3Dy}"
+    assert summarize(tally.snapshot()) == pytest.approx(
+        {
+            "kvpool_hit_tokens": 5,
+            "kvpool_load_seconds.count": 1,
+            "kvpool_load_seconds.mean": 0,
+            "kvpool_load_seconds.p90": 0,
+            f"{series}.count": 11,
+            f"{series}.mean": 140.0242 / 11,
+            f"{series}.p90": 70.0,
+        }
+    )
+
+
 def test_the_stats_file_is_one_object_and_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "stats.kv.worker.0"
     for count in (1, 2):
@@ -102,3 +219,18 @@ def test_the_stats_file_is_one_object_and_nothing_beside_it(tmp_path: Path) -> N
         assert json.loads(path.read_text()) == samples
         assert list(json.loads(path.read_text())) == sorted(samples)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_stats_file_has_buckets_from_the_fastest_to_the_slowest(tmp_path: Path) -> None:
+    tally = Tally()
+    values = (*SECONDS, 31.0)
+    for lane in ("put", "get"):
+        for value in reversed(values):
+            tally.observe("kvpool_op_seconds", value, lane=lane, tier="file")
+    write_stats(tmp_path / "stats", tally.snapshot())
+    assert json.loads((tmp_path / "stats").read_text()) == tally.snapshot()
+    written = json.loads((tmp_path / "stats").read_text(), object_pairs_hook=list)
+    sums = [(name, value) for name, value in written if name.endswith(".sum")]
+    assert [value for _, value in sums] == [*values, *values]
+    assert sums[0][0] == "kvpool_op_seconds{lane=get,tier=file,le=0.00005}.sum"
+    assert sums[-1][0] == "kvpool_op_seconds{lane=put,tier=file,le=inf}.sum"

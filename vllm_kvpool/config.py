@@ -37,6 +37,11 @@ class LoadPolicy(Enum):
     AUTO = "auto"
 
 
+class WritePolicy(Enum):
+    THROUGH = "through"
+    BACK = "back"
+
+
 class LoadFailure(Enum):
     RECOMPUTE = "recompute"
     FAIL = "fail"
@@ -65,6 +70,10 @@ class KVPoolConfig:
     """Says that weights kept in different files are the same. Empty: the files are sampled."""
     staging_bytes: int | str = "256MiB"
     """Bound of the staging arena of each worker process."""
+    write_policy: WritePolicy = WritePolicy.THROUGH
+    """Write every tier at once, or (`back`) the nearest one and the next when a cell leaves it."""
+    prefetch: bool = True
+    """Bring what a lookup found into host memory while the request still waits."""
     layerwise: bool = False
     """Save and load layer by layer."""
     load_policy: LoadPolicy = LoadPolicy.ALWAYS
@@ -83,6 +92,8 @@ class KVPoolConfig:
     """How long exit may wait for saves. vLLM ends worker processes after about 5 s."""
     stats_file: str = ""
     """Where counters are written as JSON: `{stats_file}.kv.{scheduler|worker}.{rank}`."""
+    trace_file: str = ""
+    """Where every batch is recorded for Perfetto: `{trace_file}.{rank}.json`."""
 
     @property
     def store_urls(self) -> tuple[str, ...]:
@@ -98,6 +109,11 @@ def default_store_url(env: Mapping[str, str] | None = None) -> str:
     env = os.environ if env is None else env
     base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return f"file://{Path(base).absolute()}/vllm-kvpool?size={DEFAULT_STORE_SIZE}"
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment, for those whose own variables are not ours to name."""
+    return os.environ
 
 
 def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[str, object] | None:
@@ -170,10 +186,8 @@ def _check(config: KVPoolConfig) -> None:
             raise ConfigError(f"{name} is {value}; choose a positive time")
     if config.layerwise:
         raise ConfigError("layerwise is not supported yet; leave it out")
-    if len(config.store_urls) != 1:
-        raise ConfigError(
-            f"store lists {len(config.store_urls)} tiers; this release takes exactly one store URL"
-        )
+    if not config.store_urls:
+        raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
     _ = config.staging_nbytes
 
 

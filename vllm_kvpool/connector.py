@@ -82,14 +82,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.parallel_config.data_parallel_rank,
             )
             logger.info(
-                "kvpool: namespace %s, store %s, %d tokens a chunk, %d cells a chunk",
+                "kvpool: namespace %s, tiers %s, %d tokens a chunk, %d cells a chunk",
                 self._facts.shape.namespace,
-                self._scheduler_side.store_name,
+                ", ".join(self._scheduler_side.tier_names) or "none",
                 self._config.chunk_tokens,
                 len(self._facts.shape.topology.all_parts())
                 * len(self._facts.shape.topology.all_spans()),
             )
-            self._cache_hit_source = adapt.hit_source(self._scheduler_side.store_name)
+            self._cache_hit_source = adapt.hit_source(self._scheduler_side.tier_names)
         # vLLM does not call `shutdown` in every way a process can end.
         atexit.register(self.shutdown)
 

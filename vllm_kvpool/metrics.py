@@ -1,24 +1,42 @@
 """What is counted: one table of names, and the tally that holds the values.
 
 The same names appear in vLLM's `/metrics` (with the prefix `vllm:`), in its log line and in the
-`stats_file`. A sample's name is `name` or `name{label=value,…}`, labels in the table's order.
+`stats_file`. A sample's name is `name` or `name{label=value,…}`, labels in the table's order; in a
+value, `,`, `=`, `{`, `}` and `%` are written `%2C` and so on. A histogram is two samples for each
+bucket that something fell into, `name{label=value,…,le=bound}.count` and `.sum`: how many values
+lay above the bound before and not above this one, and their sum. Not cumulative, so that samples
+of ranks and intervals add up like counters and an interval holds only the buckets it touched.
+
 A tally may be used from any thread; its lock guards numbers only.
 """
 
 import threading
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
 PREFIX = "vllm:"
+SECONDS = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+CACHED_NAMES = 4096  # more than all samples of a process; beyond it names are only built anew
+SUMMARY_QUANTILE = 0.9
+_ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
 
 
 class Kind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +47,26 @@ class Metric:
     kind: Kind
     labels: tuple[str, ...]
     help: str
+    bounds: tuple[float, ...] = ()  # of a histogram: highest value of each bucket but the last
+    lowest: bool = False  # a gauge of which the lowest rank counts, not the highest
 
 
-_C, _G = Kind.COUNTER, Kind.GAUGE
+class Bucket(NamedTuple):
+    """Which of a histogram's numbers a sample is."""
+
+    number: int  # which of `bounds` is its highest value; their count for what is above the last
+    part: Literal["count", "sum"]
+
+
+class Sample(NamedTuple):
+    """A sample's name, taken apart."""
+
+    metric: Metric
+    labels: tuple[str, ...]  # values, in the table's order
+    bucket: Bucket | None = None
+
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 METRICS = {
     m.name: m
     for m in (
@@ -52,31 +87,104 @@ METRICS = {
         Metric("kvpool_saved_tokens", _C, (), "Tokens handed to the pool by the scheduler."),
         Metric("kvpool_pinned_blocks", _G, (), "Blocks kept from reuse until they are gathered."),
         Metric("kvpool_slots", _G, ("state",), "Staging slots by state."),
+        Metric("kvpool_op_seconds", _H, ("lane", "tier"), "Time a lane took for a batch.", SECONDS),
+        Metric(
+            "kvpool_op_wait_seconds",
+            _H,
+            ("lane", "tier"),
+            "Time a batch's first cell waited until the lane took it.",
+            SECONDS,
+        ),
+        Metric("kvpool_queue_cells", _G, ("lane", "tier"), "Cells waiting for the lane."),
+        Metric("kvpool_hit_cells", _C, ("tier",), "Loaded cells by the tier they came from."),
+        Metric(
+            "kvpool_tier_up",
+            _G,
+            ("tier",),
+            "1, or 0 while the tier is left alone after failures.",
+            lowest=True,
+        ),
+        Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier by state."),
+        Metric(
+            "kvpool_evicted_cells",
+            _C,
+            ("tier", "fate"),
+            "Cells that left a tier: dropped, demoted, lost.",
+        ),
+        Metric("kvpool_prefetched_cells", _C, ("outcome",), "Cells fetched before they were due."),
+        Metric("kvpool_retries", _C, ("lane", "tier"), "Cells tried again after a failure."),
+        Metric(
+            "kvpool_save_seconds",
+            _H,
+            (),
+            "Time from the step that computed a chunk until the first durable tier has it.",
+            SECONDS,
+        ),
+        Metric("kvpool_load_seconds", _H, (), "Time from a load's plan to its report.", SECONDS),
+        Metric("kvpool_trace_dropped", _C, (), "Trace events that were not written."),
     )
 }
 
 
-def sample_name(name: str, labels: Mapping[str, str]) -> str:
-    """`name{label=value,…}`; the labels must be exactly the table's."""
+def sample_name(name: str, labels: Mapping[str, str], bucket: Bucket | None = None) -> str:
+    """How a sample is called; the labels must be exactly the table's.
+
+    A histogram's samples are those of its buckets; no other kind has any.
+    """
     metric = METRICS[name]
     assert set(labels) == set(metric.labels), (name, labels)
-    if not metric.labels:
-        return name
-    return name + "{" + ",".join(f"{k}={labels[k]}" for k in metric.labels) + "}"
+    assert (bucket is None) == (metric.kind is not Kind.HISTOGRAM), (name, bucket)
+    pairs = [(label, labels[label]) for label in metric.labels]
+    if bucket is None:
+        return _series(name, pairs)
+    pairs.append(("le", _bound_name(metric.bounds, bucket.number)))
+    return f"{_series(name, pairs)}.{bucket.part}"
 
 
-def parse_sample(sample: str) -> tuple[Metric, tuple[str, ...]]:
-    """The metric and the label values of a sample name."""
+def _series(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    inside = ",".join(f"{label}={value.translate(_ESCAPES)}" for label, value in pairs)
+    return f"{name}{{{inside}}}" if inside else name
+
+
+def _bound_name(bounds: tuple[float, ...], index: int) -> str:
+    """Decimal seconds without an exponent."""
+    return f"{bounds[index]:.9f}".rstrip("0").rstrip(".") if index < len(bounds) else "inf"
+
+
+@lru_cache(maxsize=CACHED_NAMES)
+def parse_sample(sample: str) -> Sample:
+    """What `sample_name` made the name of."""
     name, _, rest = sample.partition("{")
     metric = METRICS[name]
-    values = (
-        tuple(part.partition("=")[2] for part in rest.removesuffix("}").split(",")) if rest else ()
+    inside, _, part = rest.rpartition("}")
+    values = [unquote(pair.partition("=")[2]) for pair in inside.split(",")] if inside else []
+    if metric.kind is not Kind.HISTOGRAM:
+        return Sample(metric, tuple(values))
+    index = bisect_left(metric.bounds, float(values.pop()))
+    return Sample(metric, tuple(values), Bucket(index, "count" if part == ".count" else "sum"))
+
+
+@lru_cache(maxsize=CACHED_NAMES)
+def _sample_name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
+    return sample_name(name, dict(labels))
+
+
+@lru_cache(maxsize=CACHED_NAMES)
+def _bucket_names(
+    name: str, labels: tuple[tuple[str, str], ...]
+) -> tuple[tuple[float, ...], tuple[tuple[str, str], ...]]:
+    """A series' bounds, and the names of the count and the sum of each of its buckets."""
+    metric = METRICS[name]
+    assert metric.kind is Kind.HISTOGRAM, name
+    given = dict(labels)
+    return metric.bounds, tuple(
+        (sample_name(name, given, Bucket(i, "count")), sample_name(name, given, Bucket(i, "sum")))
+        for i in range(len(metric.bounds) + 1)
     )
-    return metric, values
 
 
 class Tally:
-    """Values by sample name: counters only grow, gauges are set."""
+    """Values by sample name: counters and buckets only grow, gauges are set."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,16 +194,26 @@ class Tally:
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Grow a counter."""
-        sample = sample_name(name, labels)
+        sample = _sample_name(name, tuple(labels.items()))
         with self._lock:
             self._values[sample] = self._values.get(sample, 0) + amount
             self._changed = True
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        sample = sample_name(name, labels)
+        sample = _sample_name(name, tuple(labels.items()))
         with self._lock:
             self._values[sample] = value
+            self._changed = True
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Put a value, not negative, into its bucket of a histogram."""
+        assert value >= 0, (name, value)
+        bounds, names = _bucket_names(name, tuple(labels.items()))
+        count, total = names[bisect_left(bounds, value)]
+        with self._lock:
+            self._values[count] = self._values.get(count, 0) + 1
+            self._values[total] = self._values.get(total, 0) + value
             self._changed = True
 
     def snapshot(self) -> dict[str, float]:
@@ -104,34 +222,73 @@ class Tally:
             return dict(self._values)
 
     def take_changes(self) -> dict[str, float]:
-        """What changed since the last call: counters as growth, gauges as their value."""
+        """What changed since the last call: counters and buckets as growth, gauges as they are."""
         if not self._changed:
             return {}
         with self._lock:
             self._changed = False
             changed = {k: v for k, v in self._values.items() if self._reported.get(k) != v}
             growth = {
-                k: v - self._reported.get(k, 0) if is_counter(k) else v for k, v in changed.items()
+                k: v - self._reported.get(k, 0) if adds_up(k) else v for k, v in changed.items()
             }
             self._reported.update(changed)
             return growth
 
 
-def is_counter(sample: str) -> bool:
-    return METRICS[sample.partition("{")[0]].kind is Kind.COUNTER
+def adds_up(sample: str) -> bool:
+    """Whether samples of this name are summed over ranks and intervals."""
+    return METRICS[sample.partition("{")[0]].kind is not Kind.GAUGE
 
 
 def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
-    """Add another process's or interval's samples: counters sum, of gauges the highest counts."""
+    """Add another process's or interval's samples: counters and buckets sum; of a gauge's values
+    the highest counts, or the lowest where the table says so."""
     for sample, value in more.items():
-        if is_counter(sample):
+        metric = METRICS[sample.partition("{")[0]]
+        if metric.kind is not Kind.GAUGE:
             into[sample] = into.get(sample, 0) + value
         else:
-            into[sample] = max(into.get(sample, value), value)
+            choose = min if metric.lowest else max
+            into[sample] = choose(into.get(sample, value), value)
+
+
+def summarize(samples: Mapping[str, float]) -> dict[str, float]:
+    """Samples for people: of a series of a histogram only `.count`, `.mean` and `.p90`.
+
+    The quantile is the mean of the values of the bucket that it lies in.
+    """
+    summary: dict[str, float] = {}
+    counts: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for sample in sorted(samples, key=_reading_order):
+        metric, labels, bucket = parse_sample(sample)
+        if bucket is None:
+            summary[sample] = samples[sample]
+        elif bucket.part == "count" and samples[sample]:
+            series = _series(metric.name, zip(metric.labels, labels, strict=True))
+            total = samples.get(sample.removesuffix("count") + "sum", 0)
+            counts[series].append((samples[sample], total))
+    for series, buckets in counts.items():
+        count = sum(n for n, _ in buckets)
+        summary[f"{series}.count"] = count
+        summary[f"{series}.mean"] = sum(total for _, total in buckets) / count
+        below = 0.0
+        for n, total in buckets:
+            below += n
+            if below >= SUMMARY_QUANTILE * count:
+                summary[f"{series}.p{SUMMARY_QUANTILE * 100:.0f}"] = total / n
+                break
+    return summary
+
+
+def _reading_order(sample: str) -> tuple[str, tuple[str, ...], Bucket]:
+    """By name and labels, buckets from the lowest bound to the highest."""
+    metric, labels, bucket = parse_sample(sample)
+    return metric.name, labels, bucket or Bucket(0, "count")
 
 
 def write_stats(path: Path, samples: Mapping[str, float]) -> None:
     """Publish the samples as one JSON object, whole or not at all."""
+    ordered = {sample: samples[sample] for sample in sorted(samples, key=_reading_order)}
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(dict(sorted(samples.items())))))
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)))
     temporary.replace(path)

@@ -12,7 +12,7 @@ from tests.e2e.engine import Completion, Engine, Prompt
 VOCAB = 1024
 
 
-def pool(store: str, *, role: str = "kv_both", **options: Any) -> Mapping[str, Any]:
+def pool(store: str | list[str], *, role: str = "kv_both", **options: Any) -> Mapping[str, Any]:
     """A `kv_transfer_config` of the connector, by its class name alone."""
     return {
         "kv_connector": "KVPoolConnector",

@@ -10,6 +10,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.metrics import METRICS, PREFIX, parse_sample
+from vllm_kvpool.store.files_space import FORMAT_DIR
 from vllm_kvpool.testing.models import LlamaShape
 from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
@@ -20,7 +21,7 @@ Llama = Callable[[LlamaShape], Path]
 
 
 def cell_files(directory: Path) -> list[Path]:
-    return [p for p in (directory / "v1" / "objects").rglob("*") if p.is_file()]
+    return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The search for a stored prefix: right for every length, in few rounds."""
+"""The search for a stored prefix: right for every length, in few rounds; and what ranks hold."""
 
 import math
 
@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.keys import ContextRank, HeadPart, ParsedKey, RankPart, make_namespace
 from vllm_kvpool.layout.topology import Topology
-from vllm_kvpool.pool.lookup import FANOUT, CellNames, PrefixSearch
+from vllm_kvpool.pool.lookup import FANOUT, CellNames, HostMirror, PrefixSearch
+from vllm_kvpool.transfer.ops import HostChange
 
 MAX_CHUNKS = 600
 NAMESPACE = make_namespace("model", "0" * 12)
@@ -93,3 +94,50 @@ def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
     }
     assert set(keys) == expected
     assert len(keys) == len(expected)
+
+
+# Host memory of the ranks
+
+CHUNKS = [bytes([i]) * 4 for i in range(5)]
+
+
+def change(added: str = "", removed: str = "") -> HostChange:
+    """Of chunks by their digits."""
+    groups = [tuple(CHUNKS[int(digit)].hex() for digit in digits) for digits in (added, removed)]
+    return HostChange(*groups)
+
+
+def test_a_chunk_is_here_once_every_rank_has_it() -> None:
+    mirror = HostMirror(3)
+    for rank in (0, 1, 1, 2):
+        assert not mirror.has(CHUNKS[1])
+        mirror.apply(rank, change("1"))
+    assert mirror.has(CHUNKS[1])
+    assert not mirror.has(CHUNKS[2])
+    mirror.apply(1, change(removed="1"))
+    assert not mirror.has(CHUNKS[1])
+    mirror.apply(1, change("1"))
+    assert mirror.has(CHUNKS[1])
+    mirror.clear()
+    assert not mirror.has(CHUNKS[1])
+
+
+def test_removing_what_is_not_there_is_nothing() -> None:
+    mirror = HostMirror(2)
+    mirror.apply(0, change("1"))
+    mirror.apply(1, change(removed="1"))
+    mirror.apply(0, change(removed="2"))
+    mirror.apply(1, change("1"))
+    assert mirror.has(CHUNKS[1])
+
+
+def test_a_chunk_that_nobody_has_leaves_nothing_behind() -> None:
+    mirror = HostMirror(2)
+    for rank in (0, 1):
+        mirror.apply(rank, change("01234"))
+        mirror.apply(rank, change(removed="01234"))
+    assert mirror._ranks_of == {}
+
+
+def test_without_host_memory_nothing_is_here() -> None:
+    assert not HostMirror(0).has(CHUNKS[1])

@@ -6,9 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_kvpool.pool.lookup import HostMirror
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
 
+CHUNKS = [bytes([i]) for i in range(4)]
+RANKS = range(3)
+
+groups = st.lists(st.sampled_from([chunk.hex() for chunk in CHUNKS]), unique=True)
+changes = st.builds(  # a chunk that has come is not among those that have left
+    lambda added, removed: HostChange(
+        tuple(added), tuple(group for group in removed if group not in added)
+    ),
+    groups,
+    groups,
+)
+hosts = st.dictionaries(st.sampled_from(RANKS), changes, max_size=len(RANKS))
 reports = st.builds(
     StepReport,
     st.dictionaries(st.integers(0, 3).map(JobId), st.integers(1, 3), max_size=3),
@@ -35,6 +48,41 @@ def test_the_order_of_ranks_does_not_matter(a: StepReport, b: StepReport, c: Ste
     assert a.merged(StepReport()) == a
 
 
+def state(reports: list[StepReport]) -> dict[tuple[int, bytes], bool]:
+    """Which rank has which chunk, after the reports in this order."""
+    mirrors = {rank: HostMirror(1) for rank in RANKS}
+    for report in reports:
+        for rank, change in report.host.items():
+            mirrors[rank].apply(0, change)
+    return {(rank, chunk): mirrors[rank].has(chunk) for rank in RANKS for chunk in CHUNKS}
+
+
+@given(st.lists(hosts, max_size=6))
+def test_merged_over_steps_host_memory_is_as_told_one_by_one(
+    hosts: list[dict[int, HostChange]],
+) -> None:
+    single = [StepReport(host=host) for host in hosts]
+    merged = StepReport()
+    for report in single:
+        merged = merged.merged(report)
+    assert state([merged]) == state(single)
+    for change in merged.host.values():  # each chunk has come or left
+        assert len(set(change.added + change.removed)) == len(change.added + change.removed)
+
+
+@given(st.lists(changes, min_size=3, max_size=3))
+def test_the_order_of_ranks_host_changes_does_not_matter(three: list[HostChange]) -> None:
+    a, b, c = (StepReport(host={rank: change}) for rank, change in enumerate(three))
+    assert a.merged(b).merged(c) == c.merged(a).merged(b)
+    assert a.merged(b).merged(c) == a.merged(b.merged(c))
+
+
+def test_what_came_and_left_within_a_report_has_left() -> None:
+    first, second = HostChange(("a", "b"), ("c",)), HostChange(("c",), ("a",))
+    report = StepReport(host={0: first}).merged(StepReport(host={0: second, 1: first}))
+    assert report.host == {0: HostChange(("b", "c"), ("a",)), 1: first}
+
+
 @pytest.mark.parametrize(
     "report",
     [
@@ -42,6 +90,7 @@ def test_the_order_of_ranks_does_not_matter(a: StepReport, b: StepReport, c: Ste
         StepReport(load_stops={"a": 0}),
         StepReport(load_tokens=1, load_seconds=0.1),
         StepReport(generation_acks=1),
+        StepReport(host={0: HostChange((), ("a",))}),
     ],
 )
 def test_only_a_report_of_nothing_is_empty(report: StepReport) -> None:
@@ -53,8 +102,9 @@ def test_both_survive_the_way_between_processes() -> None:
     plan = StepPlan(
         (LoadPlan(JobId(1), "a", 0, (b"x",), (1, 2), 0, 3, 30),),
         (SavePlan(JobId(2), "b", 1, (b"y",), (3,), 16),),
+        (PrefetchPlan("c", (b"z",)),),
         idle=True,
         generation=2,
     )
-    report = StepReport({JobId(1): 1}, {"a": 5}, 1.0, 2.0, 3)
+    report = StepReport({JobId(1): 1}, {"a": 5}, 1.0, 2.0, 3, {1: HostChange(("x",), ("y",))})
     assert pickle.loads(pickle.dumps((plan, report))) == (plan, report)

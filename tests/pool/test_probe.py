@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -15,6 +15,8 @@ from vllm_kvpool.pool.probe import MAX_KEYS_PER_ROUND, Answer, Lookup, LookupOut
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.tiers import FAILURES_TO_OPEN
 
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
@@ -34,24 +36,47 @@ def chain_of(tokens: tuple[int, ...] = TOKENS) -> ChunkChain:
 
 
 class Pool:
-    """A probe over a store that holds what the test puts there."""
+    """A probe over stores that hold what the test puts there."""
 
-    def __init__(self) -> None:
-        self.memory = MemoryStore("", 1 << 20)
-        self.store = FaultyStore(self.memory)
-        self.probe = Probe(self.store, NAMES, CHUNK)
+    def __init__(self, num_stores: int = 1, host_ranks: int = 0) -> None:
+        self.memories = [MemoryStore("", 1 << 20) for _ in range(num_stores)]
+        self.stores = [FaultyStore(memory) for memory in self.memories]
+        self.probe = Probe(self.stores, NAMES, CHUNK, host_ranks)
 
-    def hold(self, chunks: range, *, but: int = -1) -> None:
-        """Store the cells of those chunks, except the cell number `but` of each."""
+    @property
+    def memory(self) -> MemoryStore:
+        return self.memories[0]
+
+    @property
+    def store(self) -> FaultyStore:
+        return self.stores[0]
+
+    def hold(self, chunks: range, *, but: int = -1, only: int = -1, tier: int = 0) -> None:
+        """Store the cells of those chunks, except the cell number `but` of each, or `only` one."""
         hashes = chain_of().hashes
         keys = [
             key
             for chunk in chunks
             for i, key in enumerate(NAMES.of_chunk(hashes[chunk]))
-            if i != but
+            if i != but and only in (-1, i)
         ]
         buffer = make_buffer(1)
-        self.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+        self.memories[tier].put(keys, [buffer] * len(keys), [""] * len(keys))
+
+    def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
+        """A rank says which chunks have come into its host memory, and left it."""
+        hashes = chain_of().hashes
+        change = HostChange(
+            tuple(hashes[i].hex() for i in added), tuple(hashes[i].hex() for i in removed)
+        )
+        self.probe.host_changed(rank, change)
+
+    def found(self) -> int:
+        """How much of the prompt a lookup finds now."""
+        self.ask()
+        answer = self.answer()
+        assert answer.outcome is ANSWERED
+        return answer.found_chunks
 
     def ask(
         self,
@@ -83,11 +108,29 @@ class Pool:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.store.heal()
-    assert pool.probe.close()
+def make() -> Iterator[Callable[..., Pool]]:
+    made: list[Pool] = []
+
+    def make(num_stores: int = 1, host_ranks: int = 0) -> Pool:
+        made.append(Pool(num_stores, host_ranks))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        for store in pool.stores:
+            store.heal()
+        assert pool.probe.close()
+
+
+@pytest.fixture
+def pool(make: Callable[..., Pool]) -> Pool:
+    return make()
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+        yield
 
 
 @pytest.mark.parametrize("stored", range(NUM_CHUNKS + 1))
@@ -217,7 +260,7 @@ def test_a_store_that_fails_is_an_answer_with_the_chain(
 
 
 def test_without_a_store_there_is_a_chain() -> None:
-    probe = Probe(None, NAMES, CHUNK)
+    probe = Probe((), NAMES, CHUNK)
     probe.submit(Lookup(1, RequestIdentity, TOKENS, True, 0, 0.0))
     probe.wait(LIMIT_S)
     [answer] = probe.take_answers()
@@ -326,3 +369,166 @@ def test_a_failed_removal_is_told(pool: Pool, caplog: pytest.LogCaptureFixture) 
         pool.ask()
         pool.answer()
     assert confirmed == [False]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_store_that_breaks_its_contract_fails_the_removal_alone(pool: Pool) -> None:
+    pool.store.inject(Fault.CRASH, "remove_namespace", times=1)
+    confirmed: list[bool] = []
+    pool.probe.remove_all(confirmed.append)
+    pool.hold(range(3))
+    assert pool.found() == 3
+    assert confirmed == [False]
+
+
+# Several tiers
+
+
+def test_a_chunk_may_lie_in_any_tier_and_its_cells_in_different_ones(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(3)
+    pool.hold(range(2), tier=0)
+    pool.hold(range(2, 4), tier=2)
+    pool.hold(range(4, 5), tier=1, only=1)
+    pool.hold(range(4, 5), tier=2, but=1)
+    pool.hold(range(5, 6), tier=1, but=1)
+    assert pool.found() == 5
+
+
+def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(2)
+    pool.hold(range(NUM_CHUNKS), tier=0)
+    assert pool.found() == NUM_CHUNKS
+    assert pool.stores[1].calls == {}
+    pool.memories[0].remove(NAMES.of_chunk(chain_of().hashes[-1])[:1])
+    assert pool.found() == NUM_CHUNKS - 1
+    assert pool.stores[1].max_keys == 1
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
+@pytest.mark.usefixtures("quiet")
+def test_a_tier_that_fails_is_left_alone_and_asked_again_later(
+    make: Callable[..., Pool], bad: int, fault: Fault
+) -> None:
+    pool = make(2)
+    pool.hold(range(2), tier=1 - bad)
+    pool.hold(range(2, 4), tier=bad)
+    pool.stores[bad].inject(fault, "exists")
+    # The other tier's chunks are found all the while.
+    for _ in range(FAILURES_TO_OPEN + 3):
+        assert pool.found() == 2
+    assert pool.probe._breakers[bad].is_open(time.monotonic())
+    assert pool.stores[bad].calls["exists"] == FAILURES_TO_OPEN
+    pool.stores[bad].heal()
+    deadline = time.monotonic() + LIMIT_S
+    while pool.found() < 4:
+        assert time.monotonic() < deadline
+    assert not pool.probe._breakers[bad].suspect
+
+
+@pytest.mark.usefixtures("quiet")
+def test_when_no_tier_answers_the_lookup_says_so(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    pool.hold(range(4))
+    for store in pool.stores:
+        store.inject(Fault.UNREACHABLE, "exists")
+    for _ in range(FAILURES_TO_OPEN + 1):  # also while both are left alone
+        pool.ask()
+        answer = pool.answer()
+        assert answer.chain is not None
+        assert (len(answer.chain), answer.found_chunks) == (NUM_CHUNKS, 0)
+        assert answer.outcome is STORE_ERROR
+    assert [store.calls["exists"] for store in pool.stores] == [FAILURES_TO_OPEN] * 2
+
+
+def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    for tier in range(2):
+        pool.hold(range(3), tier=tier)
+    confirmed: list[bool] = []
+    pool.probe.remove_all(confirmed.append)
+    assert pool.found() == 0
+    assert confirmed == [True]
+    assert [memory._shelf.list_keys() for memory in pool.memories] == [[], []]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.usefixtures("quiet")
+def test_a_tier_that_cannot_be_emptied_does_not_keep_others_from_it(
+    make: Callable[..., Pool], bad: int
+) -> None:
+    pool = make(2)
+    for tier in range(2):
+        pool.hold(range(3), tier=tier)
+    pool.stores[bad].inject(Fault.UNREACHABLE, "remove_namespace")
+    confirmed: list[bool] = []
+    pool.probe.remove_all(confirmed.append)
+    assert pool.found() == 3
+    assert confirmed == [False]
+    assert pool.memories[1 - bad]._shelf.list_keys() == []
+
+
+# Host memory of the ranks
+
+
+def test_what_every_rank_has_in_host_memory_is_found_without_asking(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(host_ranks=2)
+    for rank in range(2):
+        pool.tell(rank, range(NUM_CHUNKS))
+    assert pool.found() == NUM_CHUNKS
+    assert pool.store.calls == {}
+
+
+def test_what_some_ranks_have_is_asked_for(make: Callable[..., Pool]) -> None:
+    pool = make(host_ranks=2)
+    pool.tell(0, range(5))
+    pool.tell(1, range(3))
+    assert pool.found() == 3
+    pool.hold(range(3, 4))
+    assert pool.found() == 4  # host memory first, then the store
+    pool.tell(1, range(3, 5))
+    assert pool.found() == 5
+    pool.tell(0, removed=range(1, 3))
+    assert pool.found() == 1
+    assert pool.store.calls["exists"] > 0
+
+
+def test_host_memory_needs_no_store(make: Callable[..., Pool]) -> None:
+    pool = make(0, host_ranks=1)
+    assert pool.found() == 0
+    pool.tell(0, range(4))
+    assert pool.found() == 4
+    confirmed: list[bool] = []
+    pool.probe.remove_all(confirmed.append)
+    assert pool.found() == 0
+    assert confirmed == [True]
+
+
+def test_a_reset_forgets_what_ranks_had_and_takes_what_they_say_later(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(host_ranks=1)
+    pool.tell(0, range(4))
+    pool.probe.remove_all(lambda removed: None)
+    assert pool.found() == 0
+    pool.tell(0, removed=range(4))
+    pool.tell(0, range(2))
+    assert pool.found() == 2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_host_memory_is_found_while_no_store_answers(make: Callable[..., Pool]) -> None:
+    pool = make(host_ranks=1)
+    pool.hold(range(NUM_CHUNKS))
+    pool.tell(0, range(4))
+    pool.store.inject(Fault.UNREACHABLE, "exists")
+    for _ in range(FAILURES_TO_OPEN + 1):
+        assert pool.found() == 4
+    pool.ask(2, identify=lambda: RequestIdentity(cache_salt="x"))  # of which nothing is here
+    assert pool.answer().outcome is STORE_ERROR

@@ -25,7 +25,7 @@ from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest, Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
 
 CHUNK = 32
 NAMES = CellNames(make_namespace("model", "0" * 12), Topology(1, 1, ((0, 1),), 1), ContextRank())
@@ -50,18 +50,19 @@ class Bench:
         num_ranks: int = 1,
         max_pinned: int = 1000,
         config: KVPoolConfig | None = None,
+        host_tier: bool = False,
     ) -> None:
         self.block = block
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
-        self.probe = Probe(self.store, NAMES, CHUNK)
+        self.probe = Probe((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
         self.clock = FakeClock(time.monotonic())
         self.tally = Tally()
         self.pins = FakePins()
         self.scheduler = PoolScheduler(
             config or KVPoolConfig(),
             role,
-            PoolShape(CHUNK, block, num_ranks, max_pinned),
+            PoolShape(CHUNK, block, num_ranks, max_pinned, prefetches=host_tier),
             self.probe,
             self.tally,
             self.clock,
@@ -156,11 +157,18 @@ class Bench:
         self.scheduler.check()
         return answer
 
-    def settle(self) -> None:
+    def settle(self) -> StepPlan:
         """Let the probe answer what it has been asked, and take it."""
         self.probe.wait(LIMIT_S)
         assert self.probe._answers, "no answer"
-        self.step()
+        return self.step()
+
+    def take_answers(self) -> None:
+        """Have every lookup answered without a step: another request's `match` takes them."""
+        while self.scheduler._tickets:
+            self.probe.wait(LIMIT_S)
+            assert self.probe._answers, "no answer"
+            self.scheduler._take_answers()
 
     def end_reset(self) -> None:
         """A rank says that it knows, and the probe does what follows."""
@@ -740,6 +748,91 @@ def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
     bench.scheduler.apply(StepReport(load_stops={"a": 0}))
     bench.scheduler.load_ended("a")
     assert bench.step() == StepPlan(idle=True)
+
+
+# The host tier
+
+
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(100, 3), (96, 3), (64, 2)])
+def test_what_a_waiting_request_will_load_is_fetched_before_its_turn(
+    make: Maker, num_tokens: int, chunks: int
+) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    view = bench.add(num_tokens=num_tokens)
+    assert bench.settle().prefetches == (
+        PrefetchPlan("a", tuple(hashes_of(view.tokens())[:chunks])),
+    )
+    assert bench.step().prefetches == ()
+    assert bench.match() != NOTHING
+    assert bench.step().prefetches == ()
+
+
+def test_a_request_whose_turn_has_come_is_not_fetched_for(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add("a")
+    bench.add("b")
+    assert bench.match("a") == (96, True)
+    bench.take_answers()
+    assert [prefetch.request_id for prefetch in bench.step().prefetches] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("host_tier", "stored", "options"),
+    [
+        (False, 3, RequestOptions()),
+        (True, 0, RequestOptions()),
+        (True, 3, RequestOptions(load=False)),
+    ],
+    ids=["no host tier", "nothing stored", "may not load"],
+)
+def test_nothing_is_fetched_for_what_will_not_be_loaded(
+    make: Maker, host_tier: bool, stored: int, options: RequestOptions
+) -> None:
+    bench = make(host_tier=host_tier)
+    bench.hold(range(1000), range(stored))
+    bench.add(options=options)
+    assert bench.settle().prefetches == ()
+
+
+def test_a_prefetch_is_forgotten_with_its_request(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.take_answers()
+    bench.finish("a")
+    assert bench.step().prefetches == ()
+
+
+def test_a_prefetch_is_forgotten_at_a_reset(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.take_answers()
+    assert bench.scheduler.reset()
+    assert bench.step().prefetches == ()
+
+
+def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.probe.wait(LIMIT_S)
+    assert bench.scheduler.reset()
+    assert bench.step().prefetches == ()
+
+
+def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
+    bench = make(host_tier=True, num_ranks=2)
+    groups = tuple(chunk_hash.hex() for chunk_hash in hashes_of(range(100)))
+    bench.scheduler.apply(StepReport(host={rank: HostChange(groups, ()) for rank in (0, 1)}))
+    bench.add()
+    assert bench.match() == (96, True)
+    assert bench.store.calls == {}
+    bench.scheduler.apply(StepReport(host={1: HostChange((), groups[2:])}))
+    bench.add("b")
+    assert bench.match("b") == (64, True)
 
 
 # Resets

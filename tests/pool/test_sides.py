@@ -5,34 +5,50 @@ Everything is the package's own but the engine: topology, planner, keys, lanes, 
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.keys import ContextRank, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.pool import sides
+from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
+from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.store.open import StoreSpec, open_store
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
 LIMIT_S = 30.0
 NAMES = itertools.count()
-HASHES = ChunkChain(CHUNK, RequestIdentity())
-HASHES.extend(range(TOKENS))
 
 
 class Rank:
     """One rank of an engine: its side of the pool and its pages."""
 
-    def __init__(self, store: str, topology: Topology, tp_rank: int, pp_rank: int, block: int):
+    def __init__(
+        self,
+        store: str | list[str],
+        topology: Topology,
+        tp_rank: int,
+        pp_rank: int,
+        block: int,
+        **options: str,
+    ) -> None:
         start, stop = topology.stages[pp_rank]
         first, heads = topology.first_head(tp_rank), topology.heads_per_rank
         self.part = (slice(start, stop), slice(first, first + heads))
@@ -47,35 +63,48 @@ class Rank:
             num_ranks=topology.tp_size * len(topology.stages),
             row_bytes=CONTENT * 2,
         )
+        extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
         self.side = WorkerSide(
-            read_config({"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}, env={}),
+            read_config(extra, env={}),
             model,
             RankPlace(tp_rank, pp_rank, pp_rank * topology.tp_size + tp_rank),
             [from_token_content(layer) for layer in self.pages_lbhnc],
             CpuCopier,
             finish_in_step=True,
         )
+        self.ids = tuple(range(TOKENS // block))
+        self.jobs = itertools.count(1)
 
-    def save(self, kv_lhtc: torch.Tensor) -> None:
+    def save(self, kv_lhtc: torch.Tensor, prompt: int = 0) -> None:
+        """Returns when the pages are free, as at the end of a step."""
         blocks = kv_lhtc[self.part].unflatten(2, (-1, self.block)).transpose(1, 2)
         self.pages_lbhnc.copy_(blocks)
-        ids = tuple(range(TOKENS // self.block))
-        plan = SavePlan(JobId(1), "r", 0, tuple(HASHES.hashes), ids, 0)
+        plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes_of(prompt), self.ids, 0)
         self.side.worker.start_saves(StepPlan(saves=(plan,)))
-        self.side.close()  # waits for the puts
 
-    def load(self) -> torch.Tensor:
+    def load(self, prompt: int = 0) -> torch.Tensor:
         """The loaded tokens, `[L, H, T, C]`."""
-        ids = tuple(range(TOKENS // self.block))
-        load = LoadPlan(JobId(1), "r", 0, tuple(HASHES.hashes), ids, 0, 0, TOKENS)
+        self.pages_lbhnc.fill_(-1)
+        job = JobId(next(self.jobs))
+        load = LoadPlan(job, "r", 0, hashes_of(prompt), self.ids, 0, 0, TOKENS)
         plan = StepPlan(loads=(load,), idle=True)
         self.side.worker.start_loads(plan)
         deadline = time.monotonic() + LIMIT_S
         while "r" not in (results := self.side.worker.finish_step(plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
         assert not results.invalid_blocks
-        self.side.close()
         return self.pages_lbhnc.transpose(1, 2).flatten(2, 3)
+
+    def close(self) -> dict[str, float]:
+        """Waits for the puts; what was counted."""
+        self.side.close()
+        return self.side.tally.snapshot()
+
+
+def hashes_of(prompt: int) -> tuple[bytes, ...]:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(range(prompt * TOKENS, (prompt + 1) * TOKENS))
+    return tuple(chain.hashes)
 
 
 def stages(pp_size: int) -> tuple[tuple[int, int], ...]:
@@ -84,7 +113,7 @@ def stages(pp_size: int) -> tuple[tuple[int, int], ...]:
 
 
 def ranks(
-    store: str, num_heads: int, shape: tuple[int, int, int], *, per_head: bool = True
+    store: str | list[str], num_heads: int, shape: tuple[int, int, int], *, per_head: bool = True
 ) -> Iterator[Rank]:
     tp_size, pp_size, block = shape
     topology = Topology(num_heads, tp_size, stages(pp_size), 2, per_head)
@@ -117,10 +146,12 @@ def test_any_parallelism_reads_any_other(
     kv = random_kv(num_heads)
     for rank in ranks(store, num_heads, writer):
         rank.save(kv)
+        rank.close()
     # Nothing is missing, and replicas have stored nothing twice.
     assert len(shared._shelf.list_keys()) == num_heads * (LAYERS // 2) * (TOKENS // CHUNK)
     for rank in ranks(store, num_heads, reader):
         assert torch.equal(rank.load(), kv[rank.part])
+        rank.close()
     shared.close()
 
 
@@ -131,8 +162,234 @@ def test_cells_per_rank_at_equal_parallelism(tp_size: int, num_heads: int) -> No
     kv = random_kv(num_heads)
     for rank in ranks(store, num_heads, (tp_size, 2, 16), per_head=False):
         rank.save(kv)
+        rank.close()
     distinct = min(tp_size, num_heads)
     assert len(shared._shelf.list_keys()) == distinct * (LAYERS // 2) * (TOKENS // CHUNK)
     for rank in ranks(store, num_heads, (tp_size, 1, 32), per_head=False):
         assert torch.equal(rank.load(), kv[rank.part])
+        rank.close()
     shared.close()
+
+
+# Several tiers
+
+HEADS = 4
+NUM_CELLS = HEADS * (LAYERS // 2) * (TOKENS // CHUNK)  # of a prompt
+HOST = "host://16MiB"
+
+
+@dataclass
+class Tiers:
+    """A memory store and a directory of files, whose content the test looks at."""
+
+    name: str
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.shared = MemoryStore(self.name, 1 << 30)
+
+    @property
+    def memory(self) -> str:
+        return f"memory://{self.name}"
+
+    @property
+    def file(self) -> str:
+        return f"file://{self.path}?size=1GiB"
+
+    def num_in_memory(self) -> int:
+        return len(self.shared._shelf.list_keys())
+
+    def num_in_files(self, prompt: int = 0) -> int:
+        topology = Topology(HEADS, 1, stages(1), 2)
+        names = CellNames(make_namespace("model", "0" * 12), topology, ContextRank())
+        keys = [key for chunk in hashes_of(prompt) for key in names.of_chunk(chunk)]
+        store = FileStore(str(self.path), 1 << 30)
+        try:
+            return sum(store.exists(keys))
+        finally:
+            store.close()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(f"sides{next(NAMES)}", tmp_path / "cells")
+
+
+def one_rank(store: list[str], **options: str) -> Rank:
+    return Rank(store, Topology(HEADS, 1, stages(1), 2), 0, 0, 16, **options)
+
+
+def check_others_read(store: str, kv: torch.Tensor, prompt: int = 0) -> None:
+    """Ranks of another TP and PP, without host memory, find the prompt in that store alone."""
+    for rank in ranks(store, HEADS, (2, 2, 32)):
+        assert torch.equal(rank.load(prompt), kv[rank.part])
+        rank.close()
+
+
+def num_gets(counted: dict[str, float]) -> float:
+    """Cells that any store was asked for."""
+    return sum(v for k, v in counted.items() if k.startswith("kvpool_cells{direction=load"))
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+@pytest.mark.parametrize("num_stores", [0, 1, 2])
+def test_what_is_in_host_memory_is_loaded_without_a_store(
+    tiers: Tiers, num_stores: int, policy: str
+) -> None:
+    kv = random_kv(HEADS)
+    stores = [tiers.memory, tiers.file][:num_stores]
+    rank = one_rank([HOST, *stores], write_policy=policy)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    report = rank.side.worker.take_report()
+    assert report is not None
+    assert set(report.host[0].added) == {chunk.hex() for chunk in hashes_of(0)}
+    counted = rank.close()
+    assert num_gets(counted) == 0
+    assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS
+    for store in stores[:1] if policy == "back" else stores:
+        check_others_read(store, kv)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_replicas_keep_in_host_memory_what_another_of_them_stores(
+    tiers: Tiers, policy: str
+) -> None:
+    """They take turns in storing chunks, but each of them loads all."""
+    kv = random_kv(1)
+    topology = Topology(1, 2, stages(1), 2)
+    both = [
+        Rank([HOST, tiers.memory], topology, rank, 0, 16, write_policy=policy) for rank in range(2)
+    ]
+    for rank in both:
+        rank.save(kv)
+    for rank in both:
+        assert torch.equal(rank.load(), kv)
+        assert num_gets(rank.close()) == 0
+    assert tiers.num_in_memory() == LAYERS // 2 * (TOKENS // CHUNK)
+
+
+@pytest.mark.parametrize("further", [False, True], ids=["one store", "two stores"])
+def test_write_back_stores_nothing_before_the_end(tiers: Tiers, further: bool) -> None:
+    kv = random_kv(HEADS)
+    rank = one_rank([HOST, tiers.memory, *[tiers.file] * further], write_policy="back")
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    assert tiers.num_in_memory() == 0
+    counted = rank.close()
+    assert counted["kvpool_evicted_cells{tier=host,fate=demoted}"] == NUM_CELLS
+    assert tiers.num_in_memory() == NUM_CELLS
+    check_others_read(tiers.memory, kv)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_what_has_left_host_memory_is_read_from_a_store(tiers: Tiers, policy: str) -> None:
+    """More prompts than the host tier has room for."""
+    prompts = 8
+    kvs = [random_kv(HEADS) for _ in range(prompts)]
+    assert prompts * NUM_CELLS * 4096 > 1 << 20
+    rank = one_rank(["host://1MiB", tiers.memory], write_policy=policy)
+    for prompt, kv in enumerate(kvs):
+        rank.save(kv, prompt)
+    for prompt, kv in enumerate(kvs):
+        assert torch.equal(rank.load(prompt), kv)
+    counted = rank.close()
+    assert 0 < num_gets(counted) <= prompts * NUM_CELLS
+    assert tiers.num_in_memory() == prompts * NUM_CELLS
+    check_others_read(tiers.memory, kvs[0])
+    check_others_read(tiers.memory, kvs[-1], prompts - 1)
+
+
+def test_what_is_found_further_away_is_copied_nearer(tiers: Tiers) -> None:
+    kv = random_kv(HEADS)
+    writer = one_rank([tiers.file])
+    writer.save(kv)
+    writer.close()
+    reader = one_rank([HOST, tiers.memory, tiers.file])
+    assert torch.equal(reader.load(), kv)
+    assert torch.equal(reader.load(), kv)
+    counted = reader.close()
+    assert counted["kvpool_hit_cells{tier=file}"] == NUM_CELLS
+    assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS
+    assert tiers.num_in_memory() == NUM_CELLS
+    check_others_read(tiers.memory, kv)
+
+
+# A tier that is not there
+
+
+def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of that scheme cannot be reached."""
+
+    def open_or_not(spec: StoreSpec, *, segment: bool) -> Store:
+        if spec.scheme == scheme:
+            raise StoreUnreachable(f"{spec.url} is not there")
+        return open_store(spec, segment=segment)
+
+    monkeypatch.setattr(sides, "open_store", open_or_not)
+
+
+@pytest.mark.parametrize("host", [[], [HOST]], ids=["no host tier", "host tier"])
+@pytest.mark.parametrize("lost", ["memory", "file"])
+def test_a_tier_that_is_not_there_at_the_start_is_left_out(
+    tiers: Tiers,
+    host: list[str],
+    lost: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kv = random_kv(HEADS)
+    without(lost, monkeypatch)
+    rank = one_rank([*host, tiers.memory, tiers.file])
+    assert f"{lost}://" in caplog.text
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    counted = rank.close()
+    left = "file" if lost == "memory" else "memory"
+    assert counted[f"kvpool_cells{{direction=save,store={left},outcome=done}}"] == NUM_CELLS
+    assert not [name for name in counted if f"={lost}" in name]
+    check_others_read(tiers.file if left == "file" else tiers.memory, kv)
+    assert (tiers.num_in_memory(), tiers.num_in_files()) == (
+        (0, NUM_CELLS) if lost == "memory" else (NUM_CELLS, 0)
+    )
+
+
+def test_a_required_tier_that_is_not_there_stops_the_start(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without("file", monkeypatch)
+    with pytest.raises(ConfigError, match="the store is required"):
+        one_rank([HOST, tiers.memory, tiers.file + "&required=1"])
+
+
+# A trace
+
+
+def test_a_trace_has_every_batch_of_its_rank(tiers: Tiers, tmp_path: Path) -> None:
+    kv = random_kv(HEADS)
+    topology = Topology(HEADS, 2, stages(1), 2)
+    trace_file = str(tmp_path / "trace")
+    rank = Rank([HOST, tiers.memory], topology, 1, 0, 16, trace_file=trace_file)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv[rank.part])
+    counted = rank.close()
+    [path] = tmp_path.glob("trace*")
+    assert path.name == "trace.1.json"
+    events = msgspec.json.decode(path.read_bytes())
+    assert events[0]["args"] == {"name": "kvpool rank 1"}
+    batches = [event for event in events if event["ph"] == "X"]
+    cells = Counter[str]()
+    for batch in batches:
+        cells[batch["name"]] += batch["args"]["cells"]
+    assert cells == dict.fromkeys(("gather", "seal", "put", "scatter"), NUM_CELLS // 2)
+    assert {batch["args"]["tier"] for batch in batches} == {"host", "memory"}
+    marks = [event["name"] for event in events if event["ph"] == "i"]
+    assert sorted(marks) == ["load done", "save done"]
+    assert counted.get("kvpool_trace_dropped", 0) == 0
+
+
+def test_without_a_trace_file_nothing_is_written(tiers: Tiers, tmp_path: Path) -> None:
+    rank = one_rank([HOST, tiers.memory])
+    rank.save(random_kv(HEADS))
+    rank.close()
+    assert list(tmp_path.iterdir()) == []

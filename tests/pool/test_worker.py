@@ -9,12 +9,15 @@ from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.worker import GATHER_WAIT_S, PoolWorker, StepResults
 from vllm_kvpool.testing.fakes import FakeExecutor
-from vllm_kvpool.transfer.engine import CancelRequest, DropSaves
 from vllm_kvpool.transfer.ops import (
+    CancelRequest,
     CellOutcome,
+    DropSaves,
+    HostChange,
     JobId,
     LoadDone,
     LoadPlan,
+    PrefetchPlan,
     SaveDone,
     SaveGathered,
     SavePlan,
@@ -26,11 +29,13 @@ NOTHING = StepResults(frozenset(), frozenset())
 
 
 class Bench:
-    def __init__(self, block: int = 16, *, in_step: bool = False, no_store: bool = False) -> None:
+    def __init__(
+        self, block: int = 16, *, in_step: bool = False, no_store: bool = False, rank: int = 0
+    ) -> None:
         self.executor = FakeExecutor()
         self.tally = Tally()
         executor = None if no_store else self.executor
-        self.worker = PoolWorker(executor, CHUNK, block, in_step, self.tally)
+        self.worker = PoolWorker(executor, CHUNK, block, in_step, self.tally, rank=rank)
 
     def step(self, plan: StepPlan | None, *finished: str) -> StepResults:
         """One engine step, with every hook called as often as any release calls it."""
@@ -208,6 +213,35 @@ def test_reports_of_a_step_are_merged() -> None:
     assert report.load_seconds > 0
 
 
+# The host tier
+
+
+def test_what_host_memory_holds_is_told_with_the_rank() -> None:
+    bench = Bench(rank=3)
+    bench.executor.reports += [HostChange(("x", "y"), ()), SaveDone(JobId(1), "a", ())]
+    assert bench.step(StepPlan()) == NOTHING
+    bench.executor.reports.append(HostChange(("z",), ("x",)))
+    bench.step(StepPlan())
+    assert bench.worker.take_report() == StepReport(host={3: HostChange(("y", "z"), ("x",))})
+    assert bench.worker.take_report() is None
+
+
+def test_prefetches_are_posted_once_and_nobody_waits_for_them() -> None:
+    bench = Bench()
+    prefetches = (PrefetchPlan("a", (b"x", b"y")), PrefetchPlan("b", (b"z",)))
+    assert bench.step(StepPlan(prefetches=prefetches, idle=True)) == NOTHING
+    assert bench.executor.posted == list(prefetches)
+    assert bench.executor.waited == []
+    assert bench.worker.take_report() is None
+
+
+def test_a_reset_comes_before_the_loads_and_prefetches_of_its_step() -> None:
+    bench = Bench()
+    prefetch, load = PrefetchPlan("b", (b"z",)), load_plan()
+    bench.step(StepPlan(loads=(load,), prefetches=(prefetch,), generation=1))
+    assert bench.executor.posted == [DropSaves(forget=True), load, prefetch]
+
+
 # Resets, and no store
 
 
@@ -217,14 +251,21 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
     plan = StepPlan(saves=(save_plan(2),), generation=1)
     bench.step(plan)
     bench.step(StepPlan(saves=(save_plan(3),), generation=1))
-    assert bench.executor.posted == [save_plan(1), DropSaves(), save_plan(2), save_plan(3)]
+    assert bench.executor.posted == [
+        save_plan(1),
+        DropSaves(forget=True),
+        save_plan(2),
+        save_plan(3),
+    ]
     assert bench.worker.take_report() == StepReport(generation_acks=1)
 
 
 def test_without_a_store_loads_miss_and_blocks_are_released() -> None:
     bench = Bench(no_store=True)
     plan = load_plan(2 * 16, 100)
-    results = bench.step(StepPlan(loads=(plan,), saves=(save_plan(2),), generation=1))
+    prefetches = (PrefetchPlan("b", (b"z",)),)
+    step = StepPlan(loads=(plan,), saves=(save_plan(2),), prefetches=prefetches, generation=1)
+    results = bench.step(step)
     assert results == StepResults(frozenset({"a"}), frozenset(plan.block_ids))
     assert bench.worker.take_report() == StepReport(
         gathered={JobId(2): 1}, load_stops={"a": 32}, generation_acks=1

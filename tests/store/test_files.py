@@ -8,21 +8,27 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store import files_space
-from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
+from vllm_kvpool.store import files_batch, files_space, files_spares, uring
+from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.disk import Done, Transfer, move
 from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_space import Space, locked, read_usage, write_usage
+from vllm_kvpool.store.files_lock import OPENING_S, locked, read_usage, reclaim, write_usage
+from vllm_kvpool.store.files_order import HIT_CREDIT_NS, MAX_CREDIT_NS, Policy
+from vllm_kvpool.store.files_space import FORMAT_DIR, Space
+from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 MIB = 1 << 20
-CELL = 64 << 10
+FILE = 64 << 10
+CELL = FILE - 300  # with its key and footer, just such a file
 CHILD_LIMIT_S = 60
 
 
@@ -33,7 +39,45 @@ class TestFileStore(StoreContract):
         yield store
         assert_counted(root)
         store.close()
-        assert list((root / "v1" / "writers").iterdir()) == []
+        assert list((root / FORMAT_DIR / "writers").iterdir()) == []
+
+
+class TestFileStoreWithThreads(StoreContract):
+    @pytest.fixture
+    def store(self, root: Path) -> Iterator[Store]:
+        store = FileStore(str(root), 64 * MIB, "threads")
+        yield store
+        assert_counted(root)
+        store.close()
+
+
+class TestFileStoreThroughThePageCache(StoreContract):
+    @pytest.fixture(params=["auto", "threads"])
+    def store(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    ) -> Iterator[Store]:
+        os_open = os.open
+
+        def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return os_open(path, flags, mode)
+
+        monkeypatch.setattr(os, "open", refuse_direct)
+        store = FileStore(str(root), 64 * MIB, request.param)
+        assert not store._around.direct
+        yield store
+        assert_counted(root)
+        store.close()
+
+
+class TestFrequencyFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, root: Path) -> Iterator[Store]:
+        store = FileStore(str(root), 64 * MIB, policy=Policy.FREQUENCY)
+        yield store
+        assert_counted(root)
+        store.close()
 
 
 class TestFileStoreWithoutHardLinks(StoreContract):
@@ -55,7 +99,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def object_files(root: Path) -> list[Path]:
-    return [path for path in (root / "v1" / "objects").rglob("*") if path.is_file()]
+    return [path for path in (root / FORMAT_DIR / "objects").rglob("*") if path.is_file()]
+
+
+def spare_files(root: Path) -> list[Path]:
+    return list((root / FORMAT_DIR / "spares").iterdir())
 
 
 def disk_bytes(root: Path) -> int:
@@ -64,7 +112,7 @@ def disk_bytes(root: Path) -> int:
     Under both locks nothing is deleted or begun, or a walk could add a deleted file to the one
     that was written in its place.
     """
-    base = root / "v1"
+    base = root / FORMAT_DIR
     blocks: dict[int, int] = {}
     with locked(str(base / "evict.lock"), 10), locked(str(base / "usage"), 10):
         for directory, _, names in os.walk(base):
@@ -77,14 +125,15 @@ def disk_bytes(root: Path) -> int:
 
 
 def used_bytes(root: Path) -> int:
-    with locked(str(root / "v1" / "usage"), 1) as fd:
+    with locked(str(root / FORMAT_DIR / "usage"), 1) as fd:
         usage = read_usage(fd)
     assert usage is not None
     return usage.used_bytes
 
 
 def assert_counted(root: Path) -> None:
-    assert used_bytes(root) == sum(-(-p.stat().st_size // 4096) * 4096 for p in object_files(root))
+    files = object_files(root) + spare_files(root)
+    assert used_bytes(root) == sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
 
 
 def set_used(path: Path, age_s: int) -> None:
@@ -93,7 +142,7 @@ def set_used(path: Path, age_s: int) -> None:
 
 
 def path_of(root: Path, key: str) -> Path:
-    return root / "v1" / "objects" / object_name(key)
+    return root / FORMAT_DIR / "objects" / object_name(key)
 
 
 CHILD = """
@@ -143,7 +192,7 @@ print(got, full)
         assert child.stdin is not None
         child.stdin.write(f"{number}\n")
         child.stdin.flush()
-    while not list(root.glob("v1/objects/*")):
+    while not list(root.glob(f"{FORMAT_DIR}/objects/*")):
         assert all(child.poll() is None for child in children)
     peak_bytes = 0
     while any(child.poll() is None for child in children):
@@ -155,7 +204,7 @@ print(got, full)
     assert all(int(got) > 0 and int(full) < 25 for got, full in results), results
     assert size // 2 < peak_bytes <= size
     assert 0 < disk_bytes(root) <= used_bytes(root) <= size
-    assert list((root / "v1" / "writers").iterdir()) == []
+    assert list((root / FORMAT_DIR / "writers").iterdir()) == []
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_opener(root: Path) -> None:
@@ -163,10 +212,11 @@ def test_what_a_killed_writer_left_goes_with_the_next_opener(root: Path) -> None
     namespace = new_namespace()
     # The child reserves and half writes ten cells, as if in ten threads, and hangs in them.
     code = """
-from vllm_kvpool.store import files
-temps = [store._space.reserve(cell) for _ in range(10)]
-for temp in temps:
-    os.write(temp.fd, bytes(cell // 2))
+from vllm_kvpool.store.files_format import file_bytes
+claims = [store._space.reserve([file_bytes(cell, key_of(namespace, 0))]) for _ in range(10)]
+for claim in claims:
+    fd, _ = claim.open_temp(cell, 0)
+    os.write(fd, bytes(cell // 2))
 store.put([key_of(namespace, 0)], [buffer], ["g"])
 print("ready", flush=True)
 sys.stdin.read()
@@ -174,37 +224,47 @@ sys.stdin.read()
     child = start_child(code, root, namespace, size)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
-    assert used_bytes(root) == 11 * CELL
+    assert used_bytes(root) == 11 * FILE
     alive = FileStore(str(root), size)
-    assert used_bytes(root) == 11 * CELL, "a living writer's reservations were taken"
+    alive._space.wait_counted(CHILD_LIMIT_S)
+    assert used_bytes(root) == 11 * FILE, "a living writer's reservations were taken"
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=CHILD_LIMIT_S)
     store = FileStore(str(root), size)
-    assert used_bytes(root) == CELL
+    store._space.wait_counted(CHILD_LIMIT_S)
+    assert used_bytes(root) == FILE
     assert store.exists([key_of(namespace, 0)]) == [True]
-    assert len(list((root / "v1" / "writers").iterdir())) == 2
-    assert disk_bytes(root) == CELL
+    assert len(list((root / FORMAT_DIR / "writers").iterdir())) == 2
+    assert disk_bytes(root) == FILE
     store.close()
     alive.close()
 
 
-@pytest.mark.parametrize("where", ["os.link", "os.unlink", "os.writev", "files_space.write_usage"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("os.link", "os.unlink", "os.close", "files_space.write_usage"),
+        *("files_lock.Claim.change", "files_lock.create_file", "files_batch.write_tail"),
+        "uring.Ring.wait",
+    ],
+)
 def test_a_kill_anywhere_in_a_put_leaves_no_lock_and_no_charge(root: Path, where: str) -> None:
     namespace = new_namespace()
     code = f"""
-from vllm_kvpool.store import files_space
-def die(*args):
+from vllm_kvpool.store import files_batch, files_lock, files_space, uring
+def die(*args, **kwargs):
     os.kill(os.getpid(), 9)
 {where} = die
-store.put([key_of(namespace, 0)], [buffer], ["g"])
+store.put([key_of(namespace, n) for n in range(2)], [buffer] * 2, ["g"] * 2)
 """
     child = start_child(code, root, namespace, MIB)
     child.communicate(timeout=CHILD_LIMIT_S)
     assert child.returncode == -signal.SIGKILL
     store = FileStore(str(root), MIB)
+    store._space.wait_counted(CHILD_LIMIT_S)
     assert_counted(root)
     buffer = make_buffer(CELL)
-    for number in range(1, 40):  # more than fits: evictions too work as before
+    for number in range(2, 40):  # more than fits: evictions too work as before
         assert put_one(store, key_of(namespace, number), buffer) is PutOutcome.STORED
         assert disk_bytes(root) <= MIB
     store.close()
@@ -213,9 +273,9 @@ store.put([key_of(namespace, 0)], [buffer], ["g"])
 def test_the_next_eviction_cleans_up_too(root: Path) -> None:
     namespace = new_namespace()
     store = FileStore(str(root), MIB)  # 16 cells
-    code = "temps = [store._space.reserve(cell) for _ in range(14)]; os.kill(os.getpid(), 9)"
+    code = f"claims = [store._space.reserve([{FILE}]) for _ in range(14)]; os.kill(os.getpid(), 9)"
     start_child(code, root, namespace, MIB).communicate(timeout=CHILD_LIMIT_S)
-    assert used_bytes(root) == 14 * CELL
+    assert used_bytes(root) == 14 * FILE
     buffer = make_buffer(CELL)
     keys = [key_of(namespace, number) for number in range(14)]
     assert store.put(keys, [buffer] * 14, ["g"] * 14) == [PutOutcome.STORED] * 14
@@ -226,7 +286,7 @@ def test_the_next_eviction_cleans_up_too(root: Path) -> None:
 def test_a_wrong_count_heals_at_the_next_eviction(root: Path) -> None:
     store = FileStore(str(root), MIB)
     namespace = new_namespace()
-    with locked(str(root / "v1" / "usage"), 1) as fd:
+    with locked(str(root / FORMAT_DIR / "usage"), 1) as fd:
         write_usage(fd, files_space.Usage(MIB, 0))
     assert put_one(store, key_of(namespace, 0), make_buffer(CELL)) is PutOutcome.STORED
     assert_counted(root)
@@ -234,7 +294,7 @@ def test_a_wrong_count_heals_at_the_next_eviction(root: Path) -> None:
 
 
 def test_the_least_recently_used_go_first(root: Path) -> None:
-    store = FileStore(str(root), 10 * CELL)
+    store = FileStore(str(root), 10 * FILE)
     namespace = new_namespace()
     keys = [key_of(namespace, number) for number in range(11)]
     buffer = make_buffer(CELL)
@@ -327,66 +387,75 @@ def test_a_path_that_cannot_be_made_is_refused(root: Path, tmp_path: Path) -> No
         FileStore("/proc/kvpool", MIB)
 
 
+class FaultyDisk:
+    """Threads, whose system calls a test changes; as a full or broken disk would answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.store = FileStore(str(root), MIB, "threads")
+        self.monkeypatch = monkeypatch
+        self.pwritev, self.preadv = os.pwritev, os.preadv
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, root: Path) -> Iterator[FaultyDisk]:
+    disk = FaultyDisk(monkeypatch, root)
+    yield disk
+    disk.store.close()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_full_and_gives_the_charge_back(
-    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    root: Path, faulty: FaultyDisk, number: int
 ) -> None:
-    store = FileStore(str(root), MIB)
+    store = faulty.store
     keys = [key_of(new_namespace(), n) for n in range(4)]
     buffer = make_buffer(CELL)
-    writev = os.writev
-    room = [2 * CELL + 1000]
+    full_inodes: set[int] = set()
 
-    def writev_until_full(fd: int, views: list[memoryview]) -> int:
-        nbytes = min(room[0], 3000, views[0].nbytes)  # short writes too
-        if nbytes == 0:
+    def pwritev_to_two(fd: int, views: list[memoryview], at: int) -> int:
+        inode = os.fstat(fd).st_ino
+        if len(full_inodes | {inode}) > 2:
             raise OSError(number, os.strerror(number))
-        room[0] -= nbytes
-        return writev(fd, [views[0][:nbytes]])
+        full_inodes.add(inode)
+        return faulty.pwritev(fd, [views[0][: FILE // 2]], at)  # short writes too
 
-    monkeypatch.setattr(os, "writev", writev_until_full)
-    full = [PutOutcome.FULL] * 2
-    assert store.put(keys, [buffer] * 4, ["g"] * 4) == [PutOutcome.STORED] * 2 + full
-    assert used_bytes(root) == disk_bytes(root) == 2 * CELL
-    monkeypatch.undo()
-    assert put_one(store, keys[3], buffer) is PutOutcome.STORED
-    store.close()
+    faulty.monkeypatch.setattr(os, "pwritev", pwritev_to_two)
+    outcomes = store.put(keys, [buffer] * 4, ["g"] * 4)
+    assert sorted(outcomes, key=str) == [PutOutcome.FULL] * 2 + [PutOutcome.STORED] * 2
+    assert used_bytes(root) == disk_bytes(root) == 2 * FILE
+    faulty.monkeypatch.undo()
+    assert set(store.put(keys, [buffer] * 4, ["g"] * 4)) == {PutOutcome.STORED, PutOutcome.EXISTED}
 
 
 def test_an_unwritable_disk_fails_the_key_and_says_so_once(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path, faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = FileStore(str(root), MIB)
     keys = [key_of(new_namespace(), n) for n in range(3)]
     buffer = make_buffer(CELL)
 
-    def writev(fd: int, views: list[memoryview]) -> int:
+    def pwritev(fd: int, views: list[memoryview], at: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "writev", writev)
-    assert store.put(keys, [buffer] * 3, ["g"] * 3) == [PutOutcome.FAILED] * 3
+    faulty.monkeypatch.setattr(os, "pwritev", pwritev)
+    outcomes = faulty.store.put(keys, [buffer] * 3, ["g"] * 3)
+    assert outcomes == [PutOutcome.FAILED] * 3
     assert [record.getMessage().count("Input/output") for record in caplog.records] == [1]
     assert used_bytes(root) == disk_bytes(root) == 0
-    store.close()
 
 
-def test_a_file_that_ends_early_while_read_fails(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = FileStore(str(root), MIB)
+def test_a_file_that_ends_early_while_read_fails(faulty: FaultyDisk) -> None:
+    store, preadv = faulty.store, faulty.preadv
     key = key_of(new_namespace(), 0)
     buffer = make_buffer(CELL)
     put_one(store, key, buffer)
-    preadv = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(5000 - at, 0)]], at)
+    faulty.monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(8192 - at, 0)]], at)
     )
     assert get_one(store, key, buffer) is GetOutcome.FAILED
-    monkeypatch.setattr(os, "preadv", lambda fd, v, at: preadv(fd, [v[0][:3000]], at))
+    faulty.monkeypatch.setattr(os, "preadv", lambda fd, v, at: preadv(fd, [v[0][:4096]], at))
     buffer.view[:] = b"x" * CELL
     assert get_one(store, key, buffer) is GetOutcome.OK
     assert bytes(buffer.view) == bytes(CELL)
-    store.close()
 
 
 def test_a_truncated_object_is_of_wrong_size_until_removed(root: Path) -> None:
@@ -422,13 +491,13 @@ def test_a_directory_that_vanishes_is_a_store_error(root: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("lost", ["v1", "v1/objects", "v1/writers", "v1/usage", "v1/evict.lock"])
+@pytest.mark.parametrize("lost", ["", "/objects", "/writers", "/usage", "/evict.lock"])
 def test_lost_parts_are_made_again(root: Path, lost: str) -> None:
     store = FileStore(str(root), MIB)
     keys = [key_of(new_namespace(), number) for number in range(20)]
     buffer = make_buffer(CELL)
     put_one(store, keys[0], buffer)
-    (root / lost).rename(root / "lost")
+    (root / f"{FORMAT_DIR}{lost}").rename(root / "lost")
     assert store.put(keys[1:], [buffer] * 19, ["g"] * 19) == [PutOutcome.STORED] * 19
     assert get_one(store, keys[19], buffer) is GetOutcome.OK
     assert disk_bytes(root) <= used_bytes(root) <= MIB
@@ -442,9 +511,10 @@ def test_a_lock_that_stays_taken_makes_the_batch_full_after_a_bound(
     store = FileStore(str(root), MIB)
     namespace = new_namespace()
     buffer = make_buffer(CELL)
-    store.put([key_of(namespace, n) for n in range(16)], [buffer] * 16, ["g"] * 16)
+    for n in range(16):
+        put_one(store, key_of(namespace, n), buffer)
     keys = [key_of(namespace, n) for n in range(16, 20)]
-    with locked(str(root / "v1" / "evict.lock"), 1):
+    with locked(str(root / FORMAT_DIR / "evict.lock"), 1):
         assert store.put(keys, [buffer] * 4, ["g"] * 4) == [PutOutcome.FULL] * 4
     assert store.put(keys, [buffer] * 4, ["g"] * 4) == [PutOutcome.STORED] * 4
     store.close()
@@ -456,7 +526,7 @@ def test_an_object_larger_than_the_store_is_full_and_evicts_nothing(root: Path) 
     put_one(store, key_of(namespace, 0), make_buffer(CELL))
     assert put_one(store, key_of(namespace, 1), make_buffer(MIB + 1)) is PutOutcome.FULL
     assert store.exists([key_of(namespace, 0)]) == [True]
-    assert put_one(store, key_of(namespace, 1), make_buffer(MIB)) is PutOutcome.STORED
+    assert put_one(store, key_of(namespace, 1), make_buffer(MIB - 300)) is PutOutcome.STORED
     store.close()
 
 
@@ -480,34 +550,618 @@ def test_a_forked_child_may_use_the_store_and_the_parent_goes_on(root: Path) -> 
 def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, has_links: bool) -> None:
     spaces = [FileStore(str(root), MIB)._space for _ in range(2)]
     path = path_of(root, key_of(new_namespace(), 0))
-    temps = [space.reserve(CELL) for space in spaces]
+    claims = [space.reserve([FILE]) for space in spaces]
     published = []
-    for space, temp, letter in zip(spaces, temps, (b"a", b"b"), strict=True):
-        assert temp is not None
+    for space, claim, letter in zip(spaces, claims, (b"a", b"b"), strict=True):
+        assert claim is not None
         space._has_links = has_links
-        os.write(temp.fd, letter * CELL)
-        os.close(temp.fd)
-        published.append(space.publish(temp, str(path)))
+        fd, temp_path = claim.open_temp(FILE, 0)
+        os.write(fd, letter * FILE)
+        os.close(fd)
+        published.append(space.publish(claim, FILE, temp_path, str(path)))
+        space.settle(claim)
     assert published == [True, False]
-    assert path.read_bytes() == b"a" * CELL
-    assert used_bytes(root) == disk_bytes(root) == CELL
+    assert path.read_bytes() == b"a" * FILE
+    assert used_bytes(root) == disk_bytes(root) == FILE
     for space in spaces:
         space.close()
 
 
 def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:
-    store = FileStore(str(root), 16 * CELL)
-    other = Space(str(root), 16 * CELL)
+    store = FileStore(str(root), 16 * FILE)
+    other = Space(str(root), 16 * FILE, time.time_ns)
     namespace = new_namespace()
     buffer = make_buffer(CELL)
-    temps = [other.reserve(CELL) for _ in range(8)]
+    claims = [other.reserve([FILE]) for _ in range(8)]
     keys = [key_of(namespace, number) for number in range(20)]
     assert store.put(keys, [buffer] * 20, ["g"] * 20) == [PutOutcome.STORED] * 20
-    assert used_bytes(root) == (8 + len(object_files(root))) * CELL <= 16 * CELL
-    for temp in temps:
-        assert temp is not None
-        os.close(temp.fd)
-        other.release(temp)
+    kept = len(object_files(root)) + len(spare_files(root))
+    assert used_bytes(root) == (8 + kept) * FILE <= 16 * FILE
+    for claim in claims:
+        assert claim is not None
+        other.settle(claim)
     assert_counted(root)
     other.close()
+    store.close()
+
+
+# Batches.
+
+
+def put_many(store: FileStore, keys: list[str], buffer: Buffer) -> None:
+    outcomes = store.put(keys, [buffer] * len(keys), [""] * len(keys))
+    assert set(outcomes) == {PutOutcome.STORED}, outcomes
+
+
+def test_a_batch_is_charged_in_one_round(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    rounds: list[str] = []
+
+    @contextlib.contextmanager
+    def counted(path: str, wait_s: float) -> Iterator[int]:
+        rounds.append(os.path.basename(path))
+        with locked(path, wait_s) as fd:
+            yield fd
+
+    monkeypatch.setattr(files_space, "locked", counted)
+    keys = [key_of(new_namespace(), n) for n in range(100)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys, buffer)
+    assert rounds == ["usage"]
+    assert store.put(keys, [buffer] * 100, [""] * 100) == [PutOutcome.EXISTED] * 100
+    assert store.get(keys, [buffer] * 100) == [GetOutcome.OK] * 100
+    assert store.exists(keys) == [True] * 100
+    assert rounds == ["usage"]
+    store.close()
+
+
+def open_files(root: Path) -> list[str]:
+    """What this process has open below the root; other tests' files may come and go."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(path for path in found if path.startswith(str(root)))
+
+
+def test_no_file_stays_open(root: Path) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    keys = [key_of(new_namespace(), n) for n in range(100)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys[:1], buffer)
+    before = open_files(root)
+    put_many(store, keys[1:], buffer)
+    store.get([*keys, "absent"], [buffer] * 101)
+    store.get(keys, [make_buffer(CELL + 1)] * 100)
+    os.truncate(path_of(root, keys[0]), FILE - 4096)
+    store.get(keys, [buffer] * 100)
+    assert open_files(root) == before
+    store.close()
+
+
+def test_a_batch_larger_than_the_store_is_put_in_parts(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    keys = [key_of(new_namespace(), n) for n in range(100)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys, buffer)
+    assert disk_bytes(root) <= MIB
+    assert store.exists(keys[-8:]) == [True] * 8
+    assert_counted(root)
+    store.close()
+
+
+def test_an_error_between_two_cells_waits_and_gives_all_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    keys = [key_of(new_namespace(), n) for n in range(20)]
+    buffers = [make_buffer(CELL) for _ in keys]
+    write_tail = files_batch.write_tail
+    calls: list[str] = []
+
+    def break_at_the_tenth(tail: memoryview, data: memoryview, key: str) -> None:
+        calls.append(key)
+        if len(calls) == 10:
+            raise ZeroDivisionError
+        write_tail(tail, data, key)
+
+    monkeypatch.setattr(files_batch, "write_tail", break_at_the_tenth)
+    with pytest.raises(ZeroDivisionError):
+        store.put(keys, buffers, [""] * 20)
+    monkeypatch.undo()
+    assert_counted(root)
+    [writer] = (root / FORMAT_DIR / "writers").iterdir()
+    assert [path.name for path in writer.iterdir()] == ["lock"]
+    outcomes = store.put(keys, buffers, [""] * 20)
+    assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTED}
+    assert store.get(keys, buffers) == [GetOutcome.OK] * 20
+    store.close()
+
+
+def test_processes_that_put_the_same_keys_store_each_once(root: Path) -> None:
+    namespace = new_namespace()
+    code = """
+sys.stdin.readline()
+keys = [key_of(namespace, n) for n in range(200)]
+buffers = [make_buffer(cell) for n in range(200)]
+for n, buffer in enumerate(buffers):
+    buffer.view[:] = random_bytes(cell, n)
+outcomes = store.put(keys, buffers, [""] * 200)
+assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTED}, outcomes
+store.close()
+print(sum(outcome is PutOutcome.STORED for outcome in outcomes))
+"""
+    children = [start_child(code, root, namespace, 64 * MIB) for _ in range(3)]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    stored = [int(child.communicate(timeout=CHILD_LIMIT_S)[0]) for child in children]
+    assert sum(stored) == 200
+    store = FileStore(str(root), 64 * MIB)
+    buffers = [make_buffer(CELL) for _ in range(200)]
+    keys = [key_of(namespace, n) for n in range(200)]
+    assert store.get(keys, buffers) == [GetOutcome.OK] * 200
+    for n, buffer in enumerate(buffers):
+        assert bytes(buffer.view) == random_bytes(CELL, n)
+    assert_counted(root)
+    store.close()
+
+
+def test_a_writer_killed_in_mid_batch_leaves_whole_cells_or_none(root: Path) -> None:
+    namespace = new_namespace()
+    code = """
+import itertools
+for n in itertools.count(0, 50):
+    keys = [key_of(namespace, n + k) for k in range(50)]
+    buffers = [make_buffer(cell) for k in range(50)]
+    for k, buffer in enumerate(buffers):
+        buffer.view[:] = random_bytes(cell, n + k)
+    store.put(keys, buffers, [""] * 50)
+    print(n, flush=True)
+"""
+    for round_ in range(3):
+        child = start_child(code, root, f"{namespace}", 8 * MIB)  # 128 cells: it evicts too
+        assert child.stdout is not None
+        while int(child.stdout.readline()) < 150 + 50 * round_:
+            pass
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=CHILD_LIMIT_S)
+        store = FileStore(str(root), 8 * MIB)
+        store._space.wait_counted(CHILD_LIMIT_S)
+        assert_counted(root)
+        buffer = make_buffer(CELL)
+        num_whole = 0
+        for n in range(1000):
+            outcome = get_one(store, key_of(namespace, n), buffer)
+            assert outcome in (GetOutcome.OK, GetOutcome.MISSING)
+            if outcome is GetOutcome.OK:
+                num_whole += 1
+                assert bytes(buffer.view) == random_bytes(CELL, n)
+        assert num_whole == len(object_files(root)) > 50
+        store.close()
+
+
+class LastFirst:
+    """A disk that performs and reports in the reverse of the order it was asked."""
+
+    name = "last first"
+
+    def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
+        for transfer in reversed(list(transfers)):
+            assert move(transfer, 0) == transfer.nbytes
+            yield Done(transfer.tag, 0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_first_of_a_key_in_one_put_stays_in_whatever_order_writes_end(root: Path) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    store._disk = LastFirst()
+    buffers = [make_buffer(CELL) for _ in range(3)]
+    for letter, buffer in zip(b"abc", buffers, strict=True):
+        buffer.view[:] = bytes([letter]) * CELL
+    outcomes = store.put(["one", "two", "one"], buffers, [""] * 3)
+    assert outcomes == [PutOutcome.STORED, PutOutcome.STORED, PutOutcome.EXISTED]
+    assert get_one(store, "one", buffers[2]) is GetOutcome.OK
+    assert bytes(buffers[2].view) == b"a" * CELL
+    store.close()
+
+
+# What is damaged.
+
+
+@pytest.mark.parametrize("at", [-1, -9, -20, -60])
+def test_a_damaged_footer_is_of_no_size(root: Path, at: int) -> None:
+    store = FileStore(str(root), MIB)
+    key = key_of(new_namespace(), 0)
+    buffer = make_buffer(CELL)
+    put_one(store, key, buffer)
+    path = path_of(root, key)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert get_one(store, key, buffer) is GetOutcome.WRONG_SIZE
+    store.close()
+
+
+def test_another_objects_file_is_not_taken_for_ours(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    keys = [key_of(new_namespace(), n) for n in range(2)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys, buffer)
+    os.replace(path_of(root, keys[0]), path_of(root, keys[1]))
+    assert get_one(store, keys[1], buffer) is GetOutcome.WRONG_SIZE
+    store.close()
+
+
+# Order of eviction.
+
+
+class Clock:
+    """Nanoseconds, set by the test; begins before any file's real time."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**18
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 10**9)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_frequent_cells_outlive_those_used_once(root: Path, clock: Clock) -> None:
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    survivors = {}
+    for policy in Policy:
+        store = FileStore(str(root / policy), 10 * FILE, policy=policy, clock_ns=clock)
+        often = key_of(namespace, 0)
+        put_one(store, often, buffer)
+        for _ in range(5):
+            clock.advance(1)
+            assert get_one(store, often, buffer) is GetOutcome.OK
+        for number in range(1, 60):  # a scan of cells that nobody wants again
+            clock.advance(1)
+            put_one(store, key_of(namespace, number), buffer)
+        survivors[policy] = store.exists([often])
+        store.close()
+    assert survivors == {Policy.LRU: [False], Policy.FREQUENCY: [True]}
+
+
+def test_credit_wears_off(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 10 * FILE, policy=Policy.FREQUENCY, clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    often = key_of(namespace, 0)
+    put_one(store, often, buffer)
+    for _ in range(2 * MAX_CREDIT_NS // HIT_CREDIT_NS):
+        get_one(store, often, buffer)
+    clock.now_ns += MAX_CREDIT_NS + 1
+    for number in range(1, 20):
+        put_one(store, key_of(namespace, number), buffer)
+    assert store.exists([often]) == [False]
+    store.close()
+
+
+def test_evictions_scan_once_for_many(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
+    scans: list[int] = []
+    count = Space._count
+
+    def counted(space: Space) -> tuple[int, list[files_space.Candidate]]:
+        scans.append(1)
+        return count(space)
+
+    monkeypatch.setattr(Space, "_count", counted)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    for number in range(300):
+        clock.advance(1)
+        put_one(store, key_of(namespace, number), buffer)
+    assert store.exists([key_of(namespace, n) for n in range(210, 300)]) == [True] * 90
+    assert 200 // 100 <= len(scans) <= 3, "200 evicted, 100 known after each scan"
+    assert_counted(root)
+    store.close()
+
+
+def test_a_cell_used_since_the_scan_is_passed_over(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(130)]
+    for key in keys[:101]:  # the last one made us scan and evict about ten
+        clock.advance(1)
+        put_one(store, key, buffer)
+    coldest = next(key for key in keys if store.exists([key]) == [True])
+    assert get_one(store, coldest, buffer) is GetOutcome.OK
+    for key in keys[101:]:
+        clock.advance(1)
+        put_one(store, key, buffer)
+    after = keys[keys.index(coldest) + 1]
+    assert store.exists([coldest, after]) == [True, False]
+    store.close()
+
+
+# Files written over.
+
+
+def test_a_full_store_writes_over_the_files_of_evicted_cells(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    inodes: set[int] = set()
+    for number in range(400):
+        clock.advance(1)
+        buffer.view[:] = random_bytes(CELL, number)
+        put_one(store, key_of(namespace, number), buffer)
+        inodes.add(path_of(root, key_of(namespace, number)).stat().st_ino)
+        assert disk_bytes(root) <= 100 * FILE
+    assert len(inodes) <= 110
+    for number in range(350, 400):
+        assert get_one(store, key_of(namespace, number), buffer) is GetOutcome.OK
+        assert bytes(buffer.view) == random_bytes(CELL, number)
+    assert_counted(root)
+    store.close()
+
+
+def test_cells_of_another_size_take_the_room_of_spares(root: Path) -> None:
+    store = FileStore(str(root), 64 * FILE)
+    namespace = new_namespace()
+    small, large = make_buffer(CELL), make_buffer(CELL + 4 * FILE)
+    put_many(store, [key_of(namespace, n) for n in range(80)], small)
+    store.remove([key_of(namespace, n) for n in range(70, 80)])
+    assert len(spare_files(root)) >= 10
+    put_many(store, [key_of(namespace, n) for n in range(100, 130)], large)
+    put_many(store, [key_of(namespace, n) for n in range(200, 280)], small)
+    assert disk_bytes(root) <= 64 * FILE
+    assert_counted(root)
+    store.close()
+
+
+@pytest.mark.parametrize("put_again", [False, True])
+def test_a_cell_written_over_while_it_is_read_is_missing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, put_again: bool
+) -> None:
+    store = FileStore(str(root), 100 * FILE, "threads")
+    other = FileStore(str(root), 100 * FILE, "threads")
+    namespace = new_namespace()
+    first, second = key_of(namespace, 0), key_of(namespace, 1)
+    buffer, fresh = make_buffer(CELL), make_buffer(CELL)
+    put_one(store, first, buffer)
+    preadv = os.preadv
+    inode = path_of(root, first).stat().st_ino
+
+    def read_the_tail_then_be_overtaken(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        tail_at = FILE - 4096
+        preadv(fd, views[1:], tail_at)  # a device may do the last part first
+        other.remove([first])
+        fresh.view[:] = b"z" * CELL
+        put_one(other, second, fresh)
+        assert path_of(root, second).stat().st_ino == inode
+        if put_again:
+            put_one(other, first, buffer)
+        return preadv(fd, views[:1], 0) + 4096
+
+    monkeypatch.setattr(os, "preadv", read_the_tail_then_be_overtaken)
+    assert get_one(store, first, buffer) is GetOutcome.MISSING
+    other.close()
+    store.close()
+
+
+def test_nothing_is_written_over_where_other_hosts_may_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_spares, "LOCAL_FILE_SYSTEMS", frozenset({"other"}))
+    store = FileStore(str(root), 20 * FILE)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    for number in range(60):
+        held = [os.open(path, os.O_RDONLY) for path in object_files(root)]
+        before = [os.pread(fd, 4096, 0) for fd in held]
+        buffer.view[:] = random_bytes(CELL, number)
+        put_one(store, key_of(namespace, number), buffer)
+        assert [os.pread(fd, 4096, 0) for fd in held] == before
+        for fd in held:
+            os.close(fd)
+    store.remove([key_of(namespace, 59)])
+    assert spare_files(root) == []
+    assert_counted(root)
+    store.close()
+
+
+# Handing down.
+
+
+def test_what_is_beyond_the_watermark_is_named_coldest_first(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(95)]
+    for key in keys[:85]:
+        clock.advance(1)
+        put_one(store, key, buffer)
+    assert store.surplus(100) == []
+    for key in keys[85:]:
+        clock.advance(1)
+        put_one(store, key, buffer)
+    get_one(store, keys[0], buffer)
+    expected = [(key, CELL) for key in keys[1:11]]
+    assert store.surplus(4) == expected[:4]
+    assert store.surplus(100) == expected
+    assert store.remove([key for key, _ in expected]) == 10
+    assert store.surplus(100) == [], "what was handed down still counts"
+    store.surplus_done()
+    store.close()
+
+
+def test_one_process_at_a_time_hands_down(root: Path, clock: Clock) -> None:
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    stores = [FileStore(str(root), 20 * FILE, clock_ns=clock) for _ in range(2)]
+    put_many(stores[0], [key_of(namespace, n) for n in range(19)], buffer)
+    clock.advance(60)
+    assert len(stores[0].surplus(10)) == 2
+    assert stores[1].surplus(10) == []
+    assert len(stores[0].surplus(10)) == 2
+    stores[0].surplus_done()
+    assert len(stores[1].surplus(10)) == 2
+    assert stores[0].surplus(10) == []
+    stores[1].close()
+    assert len(stores[0].surplus(10)) == 2
+    stores[0].close()
+
+
+def test_a_killed_process_hands_down_no_more(root: Path) -> None:
+    namespace = new_namespace()
+    code = """
+store.put([key_of(namespace, n) for n in range(15)], [buffer] * 15, [""] * 15)
+print(len(store.surplus(10)), flush=True)
+sys.stdin.read()
+"""
+    child = start_child(code, root, namespace, MIB)
+    assert child.stdout is not None
+    assert int(child.stdout.readline()) > 0
+    store = FileStore(str(root), MIB)
+    assert store.surplus(10) == []
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=CHILD_LIMIT_S)
+    assert len(store.surplus(10)) > 0
+    store.close()
+
+
+def test_hot_cells_are_not_looked_for_again_and_again(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(str(root), 20 * FILE, clock_ns=clock)
+    buffer = make_buffer(CELL)
+    put_many(store, [f"k{n}" for n in range(19)], buffer)
+    scans: list[bool] = []
+
+    def coldest(space: Space, *, scan: bool) -> list[files_space.Candidate]:
+        scans.append(scan)
+        return []
+
+    monkeypatch.setattr(Space, "coldest", coldest)
+    for _ in range(5):
+        clock.advance(3)
+        assert store.surplus(10) == []
+    assert scans.count(True) == 2, "at 3 and at 15 seconds"
+    store.close()
+
+
+# Restarts.
+
+
+def test_a_large_directory_opens_at_once_and_is_counted_apart(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = new_namespace()
+    keys = [key_of(namespace, n) for n in range(10_000)]
+    buffer = make_buffer(100)
+    store = FileStore(str(root), 1 << 30)
+    put_many(store, keys, buffer)
+    store.close()
+    (root / FORMAT_DIR / "usage").unlink()  # so that it must be counted
+    entered, go_on = threading.Event(), threading.Event()
+    scan = Space._scan
+
+    def held_scan(space: Space, charges: list[int]) -> Iterator[files_space.Candidate]:
+        entered.set()
+        assert go_on.wait(CHILD_LIMIT_S)
+        return scan(space, charges)
+
+    monkeypatch.setattr(Space, "_scan", held_scan)
+    start = time.perf_counter()
+    store = FileStore(str(root), 1 << 30)
+    assert get_one(store, keys[-1], buffer) is GetOutcome.OK
+    taken_s = time.perf_counter() - start
+    assert taken_s < 1.0
+    assert entered.wait(CHILD_LIMIT_S), "nobody counts"
+    go_on.set()
+    assert put_one(store, key_of(namespace, 10_000), buffer) is PutOutcome.STORED
+    assert used_bytes(root) == 10_001 * 4096
+    store.close()
+
+
+def test_opening_waits_for_nobody_elses_count(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    put_many(store, ["key"], make_buffer(100))
+    with locked(str(root / FORMAT_DIR / "evict.lock"), 1):
+        other = FileStore(str(root), MIB)
+        assert other.exists(["key"]) == [True]
+        put_many(other, ["another"], make_buffer(100))
+    other.close()
+    store.close()
+
+
+def test_a_writer_that_is_being_opened_is_not_taken_for_a_dead_one(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    opening = root / FORMAT_DIR / "writers" / ".opening"
+    opening.mkdir()
+    assert not reclaim(str(opening.parent))
+    long_ago = time.time() - OPENING_S - 1
+    os.utime(opening, (long_ago, long_ago))
+    assert reclaim(str(opening.parent))
+    assert not opening.exists()
+    store.close()
+
+
+def test_closing_ends_a_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(str(root), MIB)
+    put_many(store, ["a", "b"], make_buffer(100))
+    store.close()
+    (root / FORMAT_DIR / "usage").unlink()
+    scan = Space._scan
+
+    def until_closing(space: Space, charges: list[int]) -> Iterator[files_space.Candidate]:
+        assert space._closing.wait(CHILD_LIMIT_S)
+        return scan(space, charges)
+
+    monkeypatch.setattr(Space, "_scan", until_closing)
+    store = FileStore(str(root), MIB)
+    thread = store._space._count_thread
+    assert thread is not None
+    store.close()
+    assert not thread.is_alive()
+    with locked(str(root / FORMAT_DIR / "usage"), 1) as fd:
+        assert read_usage(fd) is None, "half a count was taken for a whole one"
+
+
+def test_the_choice_is_logged_once_and_the_url_makes_it(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_kvpool")
+    spec = parse_store_url(f"file://{root}?io=threads&policy=frequency")
+    store = open_store(spec, segment=False)
+    assert isinstance(store, FileStore)
+    assert store._around.policy is Policy.FREQUENCY
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert f"file store {root}: threads, as configured" in caplog.text
+    store.close()
+    with pytest.raises(ConfigError, match="io=ring; did you mean 'uring'"):
+        parse_store_url("file:///x?io=ring")
+    with pytest.raises(ConfigError, match="policy=lfu; "):
+        parse_store_url("file:///x?policy=lfu")
+
+
+def test_a_ring_that_was_asked_for_and_does_not_work(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uring, "_system_call", lambda *args: -errno.EPERM)
+    with pytest.raises(ConfigError, match=rf"{root}: io=uring does not work here: Operation not"):
+        FileStore(str(root), MIB, "uring")
+    assert list((root / FORMAT_DIR / "writers").iterdir()) == []
+    store = FileStore(str(root), MIB)
+    assert put_one(store, "key", make_buffer(CELL)) is PutOutcome.STORED
     store.close()

@@ -3,6 +3,8 @@
 import builtins
 import json
 import socket
+import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -17,8 +19,10 @@ from vllm_kvpool.store.open import (
     DEFAULT_SEGMENT_BYTES,
     MAX_STORE_BYTES,
     MOONCAKE_CONFIG_ENV,
+    S3_CREDENTIALS,
     FileOptions,
     MemoryOptions,
+    S3Options,
     StoreSpec,
     check_capacity,
     names_no_master,
@@ -75,7 +79,7 @@ def test_a_mooncake_url() -> None:
         ("/var/cache", "write for example file:///"),
         ("file:/var/cache", "not a store url"),
         ("flie:///x", "unknown store scheme flie://; did you mean 'file'?"),
-        ("redis://h:1", "known are: file, memory, mooncake"),
+        ("redis://h:1", "known are: file, memory, mooncake, s3"),
         ("file:///x?sise=1GiB", "unknown option sise; did you mean 'size'?"),
         ("memory://x?segment=1GiB", "unknown option segment; known are: required, size"),
         ("file:///x?size=1GiB&size=2GiB", "size is given twice"),
@@ -170,8 +174,8 @@ def test_a_mooncake_file_that_is_not_there(tmp_path: Path) -> None:
     [
         ("memory://?size=1MiB", 1 << 20, True),
         ("memory://?size=1MiB", (1 << 20) + 1, False),
-        ("file:///x?size=1048577", 1 << 20, True),
-        ("file:///x?size=1048577", (1 << 20) + 1, False),  # occupies a block more
+        ("file:///x?size=1056768", 1 << 20, True),  # and a page with the footer
+        ("file:///x?size=1052671", 1 << 20, False),
         ("mooncake://h:1?segment=16MiB", 17 << 20, False),
         ("mooncake://h:1?segment=0", 17 << 20, True),
     ],
@@ -242,3 +246,145 @@ def test_a_master_that_is_down_is_unreachable_by_name() -> None:
 )
 def test_which_urls_leave_all_to_mooncakes_own_configuration(url: str, expected: bool) -> None:
     assert names_no_master(url) is expected
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": "the-id", "AWS_SECRET_ACCESS_KEY": "the-secret"}
+
+
+def test_an_s3_url() -> None:
+    url = "s3://Bucket.a-b_c/team=x/kv.1/?region=eu-west-1&required=1"
+    assert parse_store_url(url, environ=KEYS) == StoreSpec(
+        url,
+        "s3",
+        True,
+        S3Options("Bucket.a-b_c", "team=x/kv.1", "eu-west-1", "", path_style=True, anonymous=False),
+    )
+    check_capacity(parse_store_url(url, environ=KEYS), 1 << 60)
+
+
+def s3_options(url: str, **environ: str) -> S3Options:
+    options = parse_store_url(url, environ=KEYS | environ).options
+    assert isinstance(options, S3Options)
+    return options
+
+
+def test_what_an_s3_url_leaves_out() -> None:
+    aws = s3_options("s3://bucket", AWS_DEFAULT_REGION="eu-north-1")
+    assert aws == S3Options("bucket", "", "eu-north-1", "", path_style=False, anonymous=False)
+    own = s3_options("s3://bucket?endpoint=https://host:9000/")
+    assert own == S3Options(
+        "bucket", "", "us-east-1", "https://host:9000", path_style=True, anonymous=False
+    )
+    inherited = s3_options("s3://b-1", AWS_ENDPOINT_URL="https://host", AWS_REGION="auto")
+    assert (inherited.endpoint, inherited.region) == ("https://host", "auto")
+    assert s3_options(
+        "s3://b-1?endpoint=https://mine", AWS_ENDPOINT_URL="https://host"
+    ).endpoint == ("https://mine")
+    assert s3_options("s3://b-1?endpoint=https://host&path_style=0").path_style is False
+    assert s3_options("s3://b-1?region=r&path_style=1").path_style is True
+
+
+def test_plain_http_is_for_loopback_or_said() -> None:
+    for host in ("127.0.0.1:9000", "127.1.2.3", "localhost:9000", "[::1]:9000"):
+        assert s3_options(f"s3://b-1?endpoint=http://{host}").endpoint == f"http://{host}"
+    for host in ("10.0.0.1:9000", "minio.local", "localhost.evil.org"):
+        with pytest.raises(ConfigError, match="allow_http=1"):
+            s3_options(f"s3://b-1?endpoint=http://{host}")
+        url = f"s3://b-1?endpoint=http://{host}&allow_http=1"
+        assert s3_options(url).endpoint == f"http://{host}"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://?region=r", "needs a bucket"),
+        ("s3:///bucket?region=r", "needs a bucket"),
+        ("s3://host:9000/bucket?region=r", "the server goes into endpoint="),
+        ("s3://-b?region=r", "needs a bucket"),
+        ("s3://bucket/a//b?region=r", "between single slashes"),
+        ("s3://bucket/a/../b?region=r", "between single slashes"),
+        ("s3://bucket/a%20b?region=r", "the prefix may have letters"),
+        (f"s3://bucket/{'k' * 513}?region=r", "512 of them"),
+        ("s3://bucket", "s3://bucket: name the bucket's region: region=, or AWS_REGION"),
+        ("s3://bucket?regoin=r&endpoint=https://h", "unknown option regoin; did you mean 'region'"),
+        ("s3://bucket?region=r&path_style=maybe", "path_style=maybe must be 0 or 1"),
+        ("s3://bucket?secret_access_key=x", "do not belong in a url .secret_access_key.; set AWS_"),
+        ("s3://bucket?endpoint=host:9000", "must be like https://host:9000"),
+        ("s3://bucket?endpoint=ftp://host", "must be like https://host:9000"),
+        ("s3://bucket?endpoint=https://", "must be like https://host:9000"),
+        ("s3://bucket?endpoint=https://host:port", "must be like https://host:9000"),
+        ("s3://bucket?endpoint=https://host:99999", "must be like https://host:9000"),
+        ("s3://bucket?endpoint=https://h%3Fx=1", "with nothing beside"),
+        ("s3a://bucket", "unknown store scheme s3a://; did you mean 's3'?"),
+    ],
+)
+def test_which_s3_urls_are_refused(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        parse_store_url(url, environ=KEYS)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA:HIDDEN@bucket",
+        "s3://AKIA:HIDD/EN@bucket?region=r",
+        "s3a://AKIA:HIDDEN@bucket?region=r",
+        "s3://bucket?region=r&secret_access_key=HIDDEN",
+        "s3://bucket?region=r&aws_session_token=HIDDEN",
+        "s3://bucket?region=r&acces_kee=HIDDEN",
+        "s3://bucket?endpoint=https://AKIA:HIDDEN@host",
+        "s3://[AKIA:HIDDEN@bucket",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_store_url(url, environ=KEYS)
+    shown = "".join(traceback.format_exception(refused.value))
+    assert "HIDD" not in shown
+    assert "AKIA" not in shown
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ({"AWS_PROFILE": "me"}, "profiles and shared files are not read"),
+        (
+            {"AWS_ACCESS_KEY_ID": "i", "AWS_SECRET_ACCESS_KEY": ""},
+            "AWS_SECRET_ACCESS_KEY is not set",
+        ),
+        ({"AWS_SECRET_ACCESS_KEY": "s"}, "AWS_ACCESS_KEY_ID is not set"),
+        ({"AWS_ROLE_ARN": "a"}, "no credentials"),
+    ],
+)
+def test_without_credentials_nothing_is_opened(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_store_url("s3://bucket?region=r", environ=environ)
+    for flag in ("anonymous", "instance_role"):
+        if "AWS_ACCESS_KEY_ID" not in environ:
+            options = parse_store_url(f"s3://bucket?region=r&{flag}=1", environ=environ).options
+            assert isinstance(options, S3Options)
+            assert options.anonymous is (flag == "anonymous")
+
+
+@pytest.mark.parametrize("names", S3_CREDENTIALS)
+def test_any_way_of_the_clients_to_find_credentials_will_do(names: tuple[str, ...]) -> None:
+    environ = dict.fromkeys(names, "x")
+    assert parse_store_url("s3://bucket?region=r", environ=environ).scheme == "s3"
+
+
+def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for module in ("s3", "s3_call"):
+        monkeypatch.delitem(sys.modules, f"vllm_kvpool.store.{module}", raising=False)
+    spec = parse_store_url("s3://bucket?endpoint=http://127.0.0.1:1", environ=KEYS)
+    with pytest.raises(ConfigError, match=r"pip install vllm-kvpool\[s3\]"):
+        open_store(spec, segment=False)
+
+
+def test_an_s3_server_that_is_down_is_unreachable_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    spec = parse_store_url("s3://bucket?endpoint=http://127.0.0.1:1", environ=KEYS)
+    with pytest.raises(StoreUnreachable, match=r"bucket at http://127\.0\.0\.1:1.* refused"):
+        open_store(spec, segment=False)

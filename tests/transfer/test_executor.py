@@ -1,9 +1,12 @@
-"""The executor: real threads from plan to report, and an end within its time."""
+"""The executor: real threads from plan to report, an end within its time, and lanes that die."""
 
+import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -16,76 +19,98 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakeCopier, Fault, FaultyStore
-from vllm_kvpool.transfer.engine import Engine, Limits
-from vllm_kvpool.transfer.executor import LANE_JOIN_S, Executor
+from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, Fault, FaultyPerform, FaultyStore
+from vllm_kvpool.transfer.engine import Engine, lane_names
+from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_NEW_LANES, WATCH_S, Close, Executor
+from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     DropSaves,
+    HostChange,
     JobId,
+    LaneName,
     LoadDone,
     LoadPlan,
-    Op,
     OpKind,
+    PrefetchPlan,
     Report,
     SaveDone,
     SaveGathered,
     SavePlan,
+    Work,
+    WorkDone,
+    WorkId,
 )
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.policy import Lru
+from vllm_kvpool.transfer.residency import Residency
+from vllm_kvpool.transfer.tiers import Tier
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C row elements.
 LAYERS, BLOCKS, HEADS, BLOCK, ROW = 4, 12, 2, 16, 8
 CHUNK = 32
-ROW_BYTES = ROW * 2
-LANES = {OpKind.GET: 2, OpKind.SCATTER: 1, OpKind.GATHER: 1, OpKind.PUT: 1, OpKind.REMOVE: 1}
-LIMIT_S = 30.0
+CELLS_PER_CHUNK = HEADS * 2
+LANES = dict.fromkeys(lane_names(1), 1) | {LaneName(OpKind.GET, 0): 2}
+LIMITS = LaneLimits(batches=3, batch_ops=4, batch_bytes=1 << 20, budget_bytes=1 << 22)
+LIMIT_S = 10.0
 SLACK_S = 5.0  # of a machine with other things to do
 HASHES = (b"\x01" * 20, b"\x02" * 20, b"\x03" * 20)
-DONE = CellOutcome.DONE
+DONE, EXISTED = CellOutcome.DONE, CellOutcome.EXISTED
+FAILED, UNREACHABLE = CellOutcome.FAILED, CellOutcome.UNREACHABLE
+EXECUTOR_LOG = "vllm_kvpool.transfer.executor"
 
 
 class Rank:
-    """One worker's executor over a store that may be shared."""
+    """One worker's executor over a store that may be shared. `keep`: cells in a host tier."""
 
-    def __init__(self, store: FaultyStore, *, copies: bool = False, num_slots: int = 16) -> None:
+    def __init__(
+        self,
+        store: FaultyStore,
+        *,
+        copies: bool = False,
+        num_slots: int = 16,
+        keep: int = 0,
+        write_back: bool = False,
+        one_cell: bool = False,
+        perform: Callable[[Work], tuple[CellOutcome, ...]] | None = None,
+    ) -> None:
         self.store = store
-        topology = Topology(HEADS, 1, ((0, LAYERS),), layer_span=2)
-        namespace = make_namespace("model", "0" * 12)
+        heads, layers = (1, 2) if one_cell else (HEADS, LAYERS)
+        topology = Topology(heads, 1, ((0, layers),), layer_span=2)
         self.planner = Planner(
             topology,
             0,
             topology.local_cells(0, 0),
-            KeyMaker(namespace, ContextRank()),
+            KeyMaker(make_namespace("model", "0" * 12), ContextRank()),
             CHUNK,
-            ROW_BYTES,
-            LIMIT_S,
+            row_bytes=ROW * 2,
+            load_timeout_s=LIMIT_S,
+            keeps_all=keep > 0,
         )
         self.pages_lbhnc = torch.zeros((LAYERS, BLOCKS, HEADS, BLOCK, ROW), dtype=torch.int16)
-        self.tally = Tally()
+        self.tally, self.trace = Tally(), FakeTrace()
         self.copier = FakeCopier()
         real = CpuCopier([from_token_content(layer) for layer in self.pages_lbhnc])
         copier = real if copies else self.copier
-        self.work = LaneWork(
-            store,
-            Arena(num_slots * SLOT_ALIGNMENT, self.planner.max_cell_bytes()),
-            copier,
-            copier,
-            CHUNK,
-            True,
-            self.tally,
+        arena = Arena(
+            num_slots * SLOT_ALIGNMENT, self.planner.max_cell_bytes(), keep * SLOT_ALIGNMENT
         )
+        work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.tally)
         self.engine = Engine(
-            SlotPool(num_slots, 4), Limits(dict.fromkeys(OpKind, 2), op_bytes=1 << 20, op_cells=4)
+            Residency(SlotPool(arena.num_slots, 4), keep, Lru(keep), len(self.planner.cells)),
+            (Tier("memory", durable=True, remote=False),),
+            dict.fromkeys(lane_names(1), LIMITS),
+            write_back=write_back,
+            slot_bytes=arena.slot_bytes,
         )
-        self.lane_threads: set[threading.Thread] = set()
-        self.executor = Executor(self.engine, self.planner, self._perform, LANES, self.tally)
-
-    def _perform(self, op: Op) -> tuple[CellOutcome, ...]:
-        self.lane_threads.add(threading.current_thread())
-        return self.work.perform(op)
+        self.perform = FaultyPerform(perform or work.perform)
+        before = set(threading.enumerate())
+        self.executor = Executor(
+            self.engine, self.planner, self.perform, LANES, self.tally, self.trace
+        )
+        self.threads = set(threading.enumerate()) - before
 
     def fill(self) -> None:
         self.pages_lbhnc.copy_(torch.arange(self.pages_lbhnc.numel()).view_as(self.pages_lbhnc))
@@ -97,9 +122,26 @@ class Rank:
         assert self.executor.wait(lambda reports: len(reports) >= count, LIMIT_S)
         return self.executor.drain()
 
+    def save(self, job: int, chunks: int = 1) -> dict[CellOutcome, int]:
+        """Save chunks, wait for the end; its cells by outcome."""
+        self.executor.post(save_plan(job, chunks))
+        assert self.executor.wait(lambda reports: SaveDone in map(type, reports), LIMIT_S)
+        [done] = [r for r in self.executor.drain() if isinstance(r, SaveDone)]
+        assert done.job_id == job
+        return dict(done.outcomes)
 
-def save_plan(job: int, chunks: int, blocks: tuple[int, ...]) -> SavePlan:
-    return SavePlan(JobId(job), f"r{job}", 0, HASHES[:chunks], blocks, 0)
+    def close(self, timeout_s: float = LIMIT_S) -> bool:
+        self.perform.release()
+        return self.executor.close(timeout_s)
+
+    def check_is_idle(self) -> None:
+        """Once the threads have ended."""
+        self.engine.check()
+        assert self.engine.idle
+
+
+def save_plan(job: int, chunks: int, blocks: tuple[int, ...] = tuple(range(1, 7))) -> SavePlan:
+    return SavePlan(JobId(job), f"r{job}", 0, HASHES[:chunks], blocks[: 2 * chunks], 0)
 
 
 def load_plan(job: int, blocks: tuple[int, ...], start: int, stop: int) -> LoadPlan:
@@ -119,7 +161,18 @@ def rank(store: FaultyStore) -> Iterator[Rank]:
     rank = Rank(store)
     yield rank
     store.heal()
-    rank.executor.close(LIMIT_S)
+    assert rank.close()
+    rank.check_is_idle()
+    assert not any(thread.is_alive() for thread in rank.threads)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.CRITICAL, EXECUTOR_LOG):
+        yield
+
+
+# From plan to report
 
 
 def test_what_one_worker_saves_another_loads(store: FaultyStore) -> None:
@@ -129,7 +182,7 @@ def test_what_one_worker_saves_another_loads(store: FaultyStore) -> None:
     writer.executor.post(save_plan(1, 3, blocks))
     assert writer.reports(2) == [
         SaveGathered(JobId(1), "r1"),
-        SaveDone(JobId(1), "r1", ((DONE, 3 * HEADS * 2),)),
+        SaveDone(JobId(1), "r1", ((DONE, 3 * CELLS_PER_CHUNK),)),
     ]
     others = (2, 7, 8, 6, 10, 11)
     reader.executor.post(load_plan(2, others[1:], BLOCK, 3 * CHUNK - 1))
@@ -141,142 +194,242 @@ def test_what_one_worker_saves_another_loads(store: FaultyStore) -> None:
     assert not reader.pages_lbhnc[:, [0, 1, 2, 3, 4, 5, 9]].any()
     assert not reader.tokens_lhtc(others)[:, :, 3 * CHUNK - 1 :].any()
     for worker in (writer, reader):
-        assert worker.executor.close(LIMIT_S)
-        worker.engine.check()
-        assert worker.engine.idle
-        assert not any(thread.is_alive() for thread in worker.lane_threads)
+        assert worker.close()
+        worker.check_is_idle()
 
 
 def test_saving_again_sends_nothing(rank: Rank) -> None:
-    rank.executor.post(save_plan(1, 2, (1, 2, 3, 4)))
-    rank.reports(2)
-    rank.executor.post(save_plan(2, 3, (1, 2, 3, 4, 5, 6)))
-    outcomes = dict(rank.reports(2)[1].outcomes)
-    assert outcomes == {CellOutcome.EXISTED: 8, DONE: 4}
+    assert rank.save(1, 2) == {DONE: 8}
+    assert rank.save(2, 3) == {EXISTED: 8, DONE: 4}
 
 
 def test_a_load_of_what_is_not_stored_stops_there(rank: Rank) -> None:
-    rank.executor.post(save_plan(1, 1, (1, 2)))
-    rank.reports(2)
+    rank.save(1, 1)
     rank.executor.post(load_plan(2, (3, 4, 5, 6), 0, 2 * CHUNK))
     assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, CellOutcome.MISSING)]
 
 
 def test_a_lost_store_is_a_report(rank: Rank) -> None:
     rank.store.inject(Fault.UNREACHABLE)
-    rank.executor.post(save_plan(1, 1, (1, 2)))
+    rank.executor.post(save_plan(1, 1))
     rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
-    reports = rank.reports(3)
-    assert LoadDone(JobId(2), "r2", 0, CellOutcome.UNREACHABLE) in reports
-    assert SaveDone(JobId(1), "r1", ((CellOutcome.UNREACHABLE, 4),)) in reports
+    ends = [r for r in rank.reports(3) if not isinstance(r, SaveGathered)]
+    # The load is after the same cells, so it either shares in the save or asks the store.
+    assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),)) in ends
+    assert [r.job_id for r in ends if isinstance(r, LoadDone)] == [2]
 
 
-def test_a_bug_in_an_op_is_a_report_and_the_lane_goes_on(
-    rank: Rank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_load_from_a_lost_store_misses(rank: Rank) -> None:
+    rank.store.inject(Fault.UNREACHABLE)
+    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 0, UNREACHABLE)]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_bug_in_a_lane_is_a_report_and_the_lane_goes_on(rank: Rank) -> None:
     rank.copier.broken = True
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.transfer.executor"):
-        rank.executor.post(save_plan(1, 1, (1, 2)))
-        assert rank.reports(2) == [
-            SaveGathered(JobId(1), "r1"),
-            SaveDone(JobId(1), "r1", ((CellOutcome.FAILED, 4),)),
-        ]
+    rank.executor.post(save_plan(1, 1))
+    assert rank.reports(2) == [
+        SaveGathered(JobId(1), "r1"),
+        SaveDone(JobId(1), "r1", ((FAILED, 4),)),
+    ]
     rank.copier.broken = False
-    rank.executor.post(save_plan(2, 1, (1, 2)))
-    assert rank.reports(2)[1] == SaveDone(JobId(2), "r2", ((DONE, 4),))
+    assert rank.save(2) == {DONE: 4}
+    assert "kvpool_failures{kind=lane}" not in rank.tally.snapshot()
 
 
 def test_reports_are_drained_once_and_waited_for(rank: Rank) -> None:
     assert rank.executor.drain() == []
-    assert not rank.executor.wait(lambda reports: bool(reports), 0)
+    assert not rank.executor.wait(bool, 0)
     assert rank.executor.wait(lambda reports: not reports, 0)
-    rank.executor.post(save_plan(1, 1, (1, 2)))
+    rank.executor.post(save_plan(1, 1))
     assert rank.executor.wait(lambda reports: len(reports) == 2, LIMIT_S)
     assert rank.executor.wait(lambda reports: len(reports) == 2, 0)
     assert len(rank.executor.drain()) == 2
     assert rank.executor.drain() == []
 
 
-def test_a_cancelled_load_is_reported_while_its_get_hangs(rank: Rank) -> None:
-    rank.store.inject(Fault.BLOCKED, "get")
+def test_a_cancelled_load_is_reported_while_its_get_hangs(store: FaultyStore) -> None:
+    rank = Rank(store)
+    store.inject(Fault.BLOCKED, "get")
     rank.executor.post(load_plan(1, (1, 2), 0, CHUNK))
-    assert rank.store.entered.wait(LIMIT_S)
+    assert store.entered.wait(LIMIT_S)
     rank.executor.post(CancelRequest("r1"))
     assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, CellOutcome.CANCELLED)]
     assert rank.copier.scattered == []
+    store.release()
+    assert rank.close()
 
 
 def test_dropped_saves_are_reported_while_a_put_hangs(rank: Rank) -> None:
     rank.store.inject(Fault.BLOCKED, "put", times=1)
-    rank.executor.post(save_plan(1, 1, (1, 2)))
+    rank.executor.post(save_plan(1, 1))
     assert rank.store.entered.wait(LIMIT_S)
-    rank.executor.post(save_plan(2, 3, (3, 4, 5, 6, 7, 8)))
+    rank.executor.post(save_plan(2, 3))
     assert rank.executor.wait(lambda r: SaveGathered(JobId(1), "r1") in r, LIMIT_S)
     rank.executor.post(DropSaves())
     assert rank.executor.wait(lambda r: SaveGathered(JobId(2), "r2") in r, LIMIT_S)
     rank.store.release()
     assert rank.executor.wait(lambda r: sum(isinstance(x, SaveDone) for x in r) == 2, LIMIT_S)
-    assert rank.executor.close(LIMIT_S)
-    assert rank.engine.idle
+
+
+def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) -> None:
+    rank = Rank(store, keep=8)
+    rank.save(1, 2)
+    rank.executor.post(DropSaves(forget=True))
+    groups = tuple(chunk_hash.hex() for chunk_hash in HASHES[:2])
+    gone = lambda reports: HostChange((), groups) in reports  # noqa: E731
+    assert rank.executor.wait(gone, LIMIT_S)
+    rank.executor.drain()
+    rank.executor.post(PrefetchPlan("r9", HASHES[:2]))
+    here = lambda reports: {g for r in reports for g in r.added} == set(groups)  # noqa: E731
+    assert rank.executor.wait(here, LIMIT_S)
+    rank.executor.drain()
+    gets = store.calls["get"]
+    rank.executor.post(load_plan(2, (3, 4, 5, 6), 0, 2 * CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 2, DONE)]
+    assert store.calls["get"] == gets
+    assert rank.close()
+
+
+# What is told beside reports
+
+
+def test_a_story_tells_what_happened_to_a_request(rank: Rank) -> None:
+    assert rank.executor.story("r1") == ()
+    rank.save(1)
+    assert [line.text for line in rank.executor.story("r1")] == [
+        "save of 4 cells; 0 are known",
+        "gather: 4 done",
+        "seal: 4 done",
+        "put memory: 4 done",
+        "save done: 4 done",
+    ]
+    assert rank.executor.story("r2") == ()
+
+
+def test_a_story_of_an_engine_that_has_ended_is_empty(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(store)
+    assert rank.close()
+    monkeypatch.setattr("vllm_kvpool.transfer.executor.STORY_WAIT_S", 0.01)
+    assert rank.executor.story("r1") == ()
+
+
+def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
+    rank = Rank(store, keep=8)
+    rank.trace.dropped = 3
+    rank.save(1, 2)
+    rank.executor.post(load_plan(2, (3, 4, 5, 6), 0, 2 * CHUNK))
+    assert rank.executor.wait(lambda reports: LoadDone in map(type, reports), LIMIT_S)
+    rank.trace.dropped = 5
+    assert rank.close()
+    tally = rank.tally.snapshot()
+    expected = {
+        "kvpool_trace_dropped": 5,
+        "kvpool_slots{state=free}": 16,
+        "kvpool_slots{state=held}": 8,
+        "kvpool_slots{state=quarantined}": 0,
+        "kvpool_host_bytes{state=clean}": 8 * SLOT_ALIGNMENT,
+        "kvpool_host_bytes{state=dirty}": 0,
+        "kvpool_hit_cells{tier=host}": 8,
+        "kvpool_tier_up{tier=memory}": 1,
+        "kvpool_queue_cells{lane=put,tier=memory}": 0,
+        "kvpool_queue_cells{lane=seal,tier=host}": 0,
+    }
+    assert {name: tally.get(name) for name in expected} == expected
+    for name in ("kvpool_save_seconds", "kvpool_load_seconds"):
+        counts = [v for k, v in tally.items() if k.startswith(name) and k.endswith(".count")]
+        assert sum(counts) == 1
+    marks = [(mark["name"], mark["job"]) for mark in rank.trace.of("instant")]
+    assert marks == [("save done", 1), ("load done", 2)]
+    assert {counter["name"] for counter in rank.trace.of("counter")} >= {
+        "free slots",
+        "put memory",
+        "scatter host",
+    }
+
+
+# The end
 
 
 def test_closing_finishes_the_saves_first(store: FaultyStore) -> None:
     rank = Rank(store)
     store.inject(Fault.BLOCKED, "put", times=1)
     for job in range(1, 4):
-        rank.executor.post(save_plan(job, 1 + job % 3, tuple(range(1, 7))))
+        rank.executor.post(save_plan(job, 1 + job % 3))
     assert store.entered.wait(LIMIT_S)
-    closing = threading.Thread(target=lambda: closed.append(rank.executor.close(LIMIT_S)))
     closed: list[bool] = []
+    closing = threading.Thread(target=lambda: closed.append(rank.close()))
     closing.start()
     store.release()
     closing.join(LIMIT_S)
     assert closed == [True]
     done = [r for r in rank.executor.drain() if isinstance(r, SaveDone)]
-    assert [report.job_id for report in done] == [1, 2, 3]
-    assert all(set(dict(r.outcomes)) <= {DONE, CellOutcome.EXISTED} for r in done)
+    assert sorted(report.job_id for report in done) == [1, 2, 3]
+    assert all(set(dict(r.outcomes)) <= {DONE, EXISTED} for r in done)
+    rank.check_is_idle()
 
 
 def test_closing_an_idle_executor_ends_every_thread_at_once(store: FaultyStore) -> None:
-    before = set(threading.enumerate())
     rank = Rank(store)
-    assert len(set(threading.enumerate()) - before) == 1 + sum(LANES.values())
+    assert len(rank.threads) == 1 + sum(LANES.values())
     began = time.monotonic()
-    assert rank.executor.close(LIMIT_S)
+    assert rank.close()
     assert time.monotonic() - began < SLACK_S
-    assert not set(threading.enumerate()) - before
+    assert not any(thread.is_alive() for thread in rank.threads)
 
 
 def test_closing_with_a_stuck_store_is_bounded_and_says_so(store: FaultyStore) -> None:
     rank = Rank(store)
     store.inject(Fault.BLOCKED, "put")
-    rank.executor.post(save_plan(1, 3, tuple(range(1, 7))))
+    rank.executor.post(save_plan(1, 3))
     assert store.entered.wait(LIMIT_S)
     began = time.monotonic()
-    assert not rank.executor.close(0.1)
+    assert not rank.close(0.1)
     assert time.monotonic() - began < 0.1 + 2 * LANE_JOIN_S + SLACK_S
     assert rank.executor.drain()[0] == SaveGathered(JobId(1), "r1")
     store.release()
-    for thread in rank.lane_threads:
+    for thread in rank.threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
 
 
-def test_slots_are_gauged(rank: Rank) -> None:
-    rank.executor.post(save_plan(1, 2, (1, 2, 3, 4)))
-    rank.reports(2)
-    assert rank.executor.close(LIMIT_S)
-    slots = {k: v for k, v in rank.tally.snapshot().items() if k.startswith("kvpool_slots")}
-    assert slots == {
-        "kvpool_slots{state=free}": 16,
-        "kvpool_slots{state=held}": 0,
-        "kvpool_slots{state=quarantined}": 0,
-    }
+@pytest.mark.parametrize("waits", [True, False], ids=["saved", "at once"])
+def test_closing_copies_down_what_is_in_host_memory_alone(store: FaultyStore, waits: bool) -> None:
+    """Also what was still on its way into host memory when the end was asked for."""
+    rank = Rank(store, keep=64, write_back=True)
+    rank.perform.hold("gather")
+    rank.executor.post(save_plan(1, 3))
+    assert rank.perform.entered.wait(LIMIT_S)
+    if waits:
+        rank.perform.release()
+        assert rank.executor.wait(lambda reports: SaveDone in map(type, reports), LIMIT_S)
+    assert store.calls["put"] == 0
+    rank.executor.post(Close(time.monotonic() + LIMIT_S))
+    assert waits or rank.executor.story("r1")  # an answer: the engine has taken what came before
+    assert rank.close()
+    keys = [cell.key for cell in rank.planner.prefetch(PrefetchPlan("", HASHES)).cells]
+    assert store.exists(keys) == [True] * 12
+    rank.check_is_idle()
 
 
-def test_an_engine_that_fails_leaves_no_request_waiting(
-    store: FaultyStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_does_not_try_for_ever_to_copy_down(store: FaultyStore) -> None:
+    rank = Rank(store, keep=64, write_back=True)
+    rank.save(1, 3)
+    store.inject(Fault.UNREACHABLE, "put")
+    began = time.monotonic()
+    assert rank.close()
+    assert time.monotonic() - began < SLACK_S
+    assert rank.tally.snapshot()["kvpool_evicted_cells{tier=host,fate=lost}"] == 12
+
+
+# An engine that fails
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> None:
     """A bug of ours: what was open is given up, what comes later too, and the end is in time."""
     rank = Rank(store)
     store.inject(Fault.BLOCKED, "get")
@@ -287,14 +440,195 @@ def test_an_engine_that_fails_leaves_no_request_waiting(
         raise AssertionError("the engine is broken")
 
     rank.engine.step = broken
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.transfer.executor"):
-        rank.executor.post(save_plan(2, 1, (3, 4)))
-        assert rank.reports(2) == [
-            LoadDone(JobId(1), "r1", 0, CellOutcome.FAILED),
-            SaveGathered(JobId(2), "r2"),
-        ]
+    rank.executor.post(save_plan(2, 1, (3, 4)))
+    assert rank.reports(2) == [
+        LoadDone(JobId(1), "r1", 0, FAILED),
+        SaveGathered(JobId(2), "r2"),
+    ]
     rank.executor.post(load_plan(3, (5, 6), 0, CHUNK))
-    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, CellOutcome.FAILED)]
+    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, FAILED)]
+    rank.executor.post(CancelRequest("r3"))
+    rank.executor.post(PrefetchPlan("r4", HASHES))
+    rank.executor.post(save_plan(4, 1, (3, 4)))
+    assert rank.reports(1) == [SaveGathered(JobId(4), "r4")]
     assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
     store.release()
-    assert rank.executor.close(1.0)
+    assert rank.close(1.0)
+
+
+# Lanes that die
+
+
+@pytest.fixture
+def mortal(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads may end by SystemExit, as they may outside of tests."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+
+
+def throw_into(thread: threading.Thread) -> None:
+    """End a thread from outside, as a debugger or a killer of threads may; it dies when it runs."""
+    assert thread.ident is not None
+    throw = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    assert throw(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)) == 1
+
+
+def lane_thread(rank: Rank, name: str) -> threading.Thread:
+    [thread] = [lane.thread for lane in rank.executor._lanes if str(lane.lane) == name]
+    return thread
+
+
+@pytest.mark.parametrize("lane", ["gather", "seal", "put-0"])
+@pytest.mark.usefixtures("mortal")
+def test_what_a_dying_lane_was_doing_has_failed_and_another_takes_its_place(
+    store: FaultyStore, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so itself: nobody has to look."""
+    monkeypatch.setattr("vllm_kvpool.transfer.executor.WATCH_S", 2 * LIMIT_S)
+    monkeypatch.setattr("vllm_kvpool.transfer.executor.IDLE_TICK_S", 2 * LIMIT_S)
+    rank = Rank(store)
+    rank.perform.kill(lane)
+    dead = lane_thread(rank, lane)
+    assert rank.save(1) == {FAILED: 4}
+    dead.join(LIMIT_S)
+    assert not dead.is_alive()
+    assert rank.save(2) == {DONE: 4}
+    assert lane_thread(rank, lane) is rank.perform.threads[lane]
+    assert rank.close()
+    assert rank.tally.snapshot()["kvpool_failures{kind=lane}"] == 1
+
+
+@pytest.mark.usefixtures("mortal")
+def test_the_answer_of_a_lane_whose_work_has_failed_is_not_heard(rank: Rank) -> None:
+    """It may die between its answer and the next work; both are told, and the first counts."""
+    assert rank.save(1) == {DONE: 4}
+    for work_id in range(3):  # gather, seal, put
+        rank.executor._inbox.put(WorkDone(WorkId(work_id), (FAILED,) * 4))
+    assert rank.save(2) == {EXISTED: 4}
+    assert "kvpool_failures{kind=engine}" not in rank.tally.snapshot()
+
+
+@pytest.mark.parametrize("lane", ["get-0", "check", "scatter"])
+@pytest.mark.usefixtures("mortal")
+def test_a_load_through_a_dying_lane_stops(rank: Rank, lane: str) -> None:
+    rank.save(1)
+    rank.perform.kill(lane)
+    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 0, FAILED)]
+    rank.executor.post(load_plan(3, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 1, DONE)]
+
+
+@pytest.mark.usefixtures("mortal")
+def test_an_idle_lane_that_is_ended_from_outside_loses_no_work(rank: Rank) -> None:
+    """It dies when it wakes up: with a batch in its hands that nobody else will do."""
+    for job in range(1, 20, 2):
+        throw_into(lane_thread(rank, "gather"))
+        assert rank.save(job) == {FAILED: 4}
+        assert rank.save(job + 1) in ({DONE: 4}, {EXISTED: 4})
+    assert rank.tally.snapshot()["kvpool_failures{kind=lane}"] == 10
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_busy_lane_that_is_ended_from_outside_is_replaced(rank: Rank) -> None:
+    rank.perform.hold("put-0")
+    rank.executor.post(save_plan(1, 1))
+    assert rank.perform.entered.wait(LIMIT_S)
+    throw_into(lane_thread(rank, "put-0"))
+    rank.perform.release()
+    reports = rank.reports(2)
+    assert SaveDone(JobId(1), "r1", ((FAILED, 4),)) in reports
+    assert rank.save(2) == {DONE: 4}
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_lane_that_dies_without_a_word_is_noticed(rank: Rank) -> None:
+    rank.perform.hold("gather")
+    rank.perform.kill("gather")
+    rank.executor.post(save_plan(1, 1))
+    assert rank.perform.entered.wait(LIMIT_S)
+    [lane] = [lane for lane in rank.executor._lanes if str(lane.lane) == "gather"]
+    lane._outbox = SimpleQueue()  # its last word reaches nobody
+    began = time.monotonic()
+    rank.perform.release()
+    assert SaveDone(JobId(1), "r1", ((FAILED, 4),)) in rank.reports(2)
+    assert time.monotonic() - began < 2 * WATCH_S + 1.0
+    assert rank.save(2) == {DONE: 4}
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_lane_that_always_dies_is_given_up_and_nothing_hangs(rank: Rank) -> None:
+    rank.perform.kill("gather", times=1000)
+    for job in range(MAX_NEW_LANES + 5):
+        assert rank.save(job) == {FAILED: 4}
+    assert rank.perform.calls["gather"] == MAX_NEW_LANES + 1
+    assert rank.tally.snapshot()["kvpool_failures{kind=lane}"] == MAX_NEW_LANES + 1
+    rank.executor.post(load_plan(100, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(100), "r100", 0, CellOutcome.MISSING)]
+
+
+@pytest.mark.usefixtures("mortal")
+def test_what_waits_for_a_lane_that_is_given_up_fails(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_kvpool.transfer.executor.MAX_NEW_LANES", 0)
+    rank.perform.hold("gather")
+    rank.perform.kill("gather")
+    rank.executor.post(save_plan(1, 3))  # three batches
+    assert rank.perform.entered.wait(LIMIT_S)
+    rank.perform.release()
+    assert SaveDone(JobId(1), "r1", ((FAILED, 12),)) in rank.reports(2)
+    assert rank.perform.calls["gather"] == 1
+
+
+NUM_GRAPHS = 1000
+
+
+def all_done(work: Work) -> tuple[CellOutcome, ...]:
+    return (DONE,) * len(work.cells)
+
+
+def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:
+    hashes = (job.to_bytes(20, "big"),)
+    if kind is SavePlan:
+        return SavePlan(JobId(job), f"r{job}", 0, hashes, (1, 2), 0)
+    return LoadPlan(JobId(job), f"r{job}", 0, hashes, (1, 2), 0, 0, CHUNK)
+
+
+@pytest.mark.parametrize("thrown", [False, True], ids=["dies", "is thrown"])
+@pytest.mark.parametrize(
+    ("kind", "lane"),
+    [
+        *((SavePlan, lane) for lane in ("gather", "seal", "put-0")),
+        *((LoadPlan, lane) for lane in ("check", "scatter")),
+    ],
+)
+@pytest.mark.usefixtures("mortal")
+def test_a_lane_that_dies_among_many_graphs_holds_up_none(
+    store: FaultyStore, kind: type, lane: str, thrown: bool
+) -> None:
+    """Each of them is reported once, and soon."""
+    rank = Rank(store, one_cell=True, num_slots=64, perform=all_done)
+    plans = [one_cell_plan(kind, job) for job in range(NUM_GRAPHS)]
+    per_plan = 2 if kind is SavePlan else 1
+    if not thrown:
+        rank.perform.kill(lane, after=NUM_GRAPHS // LIMITS.batch_ops // 4)
+    victim = lane_thread(rank, lane)
+    for plan in plans:
+        rank.executor.post(plan)
+    if thrown:
+        quarter = per_plan * NUM_GRAPHS // 4
+        assert rank.executor.wait(lambda reports: len(reports) > quarter, LIMIT_S)
+        throw_into(victim)
+    victim.join(LIMIT_S)
+    assert not victim.is_alive()
+    began = time.monotonic()
+    reports = rank.reports(per_plan * NUM_GRAPHS)
+    assert time.monotonic() - began < 1.0
+    assert rank.close()
+    reports += rank.executor.drain()
+    counts = Counter((type(report), report.job_id) for report in reports)
+    types = (SaveGathered, SaveDone) if kind is SavePlan else (LoadDone,)
+    assert counts == {(t, job): 1 for t in types for job in range(NUM_GRAPHS)}
+    rank.check_is_idle()
+    tally = rank.tally.snapshot()
+    assert tally["kvpool_failures{kind=lane}"] == 1

@@ -1,6 +1,7 @@
-"""Lanes: what becomes of each cell of an op, against a store with faults."""
+"""Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,18 +15,21 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
-from vllm_kvpool.testing.fakes import FakeCopier, Fault, FaultyStore
+from vllm_kvpool.testing.fakes import FakeClock, FakeCopier, FakeTrace, Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
+    HOST,
+    CellName,
     CellOutcome,
     CellTask,
-    JobId,
     JobPages,
-    Op,
-    OpCell,
-    OpId,
+    LaneName,
     OpKind,
+    Owner,
+    Work,
+    WorkCell,
+    WorkId,
 )
 
 PAYLOAD_BYTES = 1000
@@ -34,6 +38,7 @@ CHUNK_TOKENS = 32
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
 CORRUPT, FAILED, FULL = CellOutcome.CORRUPT, CellOutcome.FAILED, CellOutcome.FULL
 KEYS = ("key-a", "key-b", "key-c")
+TIERS = (OpKind.GET, OpKind.PUT, OpKind.REMOVE)
 
 
 class TestFaultyStoreWithoutRules(StoreContract):
@@ -45,24 +50,34 @@ class TestFaultyStoreWithoutRules(StoreContract):
 
 
 class Bench:
+    """Lanes over two tiers, "near" and "far"."""
+
     def __init__(self, *, verify_checksum: bool = True) -> None:
-        self.memory = MemoryStore("", 1 << 20)
-        self.store = FaultyStore(self.memory)
+        self.memories = [MemoryStore("", 1 << 20) for _ in range(2)]
+        self.clock = FakeClock(100.0)
+        self.takes_s = 0.25  # how long a call that is SLOW takes
+        self.stores = [FaultyStore(memory, self._wait) for memory in self.memories]
         self.arena = Arena(8 * SLOT_ALIGNMENT, CELL_BYTES)
         self.gatherer, self.scatterer = FakeCopier(), FakeCopier()
-        self.tally = Tally()
+        self.tally, self.trace = Tally(), FakeTrace()
         self.work = LaneWork(
-            self.store,
+            tuple(self.stores),
+            ("near", "far"),
             self.arena,
             self.gatherer,
             self.scatterer,
             CHUNK_TOKENS,
             verify_checksum,
             self.tally,
+            self.trace,
+            self.clock,
         )
 
-    def perform(self, kind: OpKind, *keys: str) -> tuple[CellOutcome, ...]:
-        return self.work.perform(op(kind, *keys))
+    def _wait(self) -> None:
+        self.clock.advance(self.takes_s)
+
+    def perform(self, kind: OpKind, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:
+        return self.work.perform(work(kind, *keys, tier=tier))
 
     def fill(self, slot: int, payload: bytes) -> None:
         self.arena.buffer(Slot(slot), CELL_BYTES).view[HEADER_BYTES:] = payload
@@ -70,31 +85,50 @@ class Bench:
     def payload(self, slot: int) -> bytes:
         return bytes(self.arena.buffer(Slot(slot), CELL_BYTES).view[HEADER_BYTES:])
 
-    def store_cell(self, key: str, payload: bytes, *, sealed_as: str = "") -> None:
+    def store_cell(self, key: str, payload: bytes, *, sealed_as: str = "", tier: int = 0) -> None:
         buffer = make_buffer(HEADER_BYTES + len(payload))
         buffer.view[HEADER_BYTES:] = payload
         seal(buffer.view, key_digest(sealed_as or key))
-        assert self.memory.put([key], [buffer], [""]) == [PutOutcome.STORED]
+        assert self.memories[tier].put([key], [buffer], [""]) == [PutOutcome.STORED]
+
+    def get(self, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:
+        """GET, then CHECK of what came: as a load does."""
+        got = self.perform(OpKind.GET, *keys, tier=tier)
+        checked = self.perform(OpKind.CHECK, *keys)
+        return tuple(c if g is DONE else g for g, c in zip(got, checked, strict=True))
 
     def counts(self, name: str) -> dict[str, float]:
         return {k: v for k, v in self.tally.snapshot().items() if k.startswith(name)}
 
 
-def op(kind: OpKind, *keys: str, pages: JobPages | None = None, chunk: int = 0) -> Op:
-    """The op on `keys`, in slots 0, 1, …"""
+def work(
+    kind: OpKind,
+    *keys: str,
+    tier: int = 0,
+    pages: JobPages | None = None,
+    chunk: int = 0,
+    ready_at: float = 99.5,
+    attempt: int = 1,
+) -> Work:
+    """The batch of `keys`, in slots 0, 1, …"""
     cell = LocalCell(HeadPart(0), LayerSpan(4, 6), 1, 2, 0, 2)
     where = pages or JobPages((7,), 0, 0, CHUNK_TOKENS)
-    return Op(
-        OpId(0),
-        kind,
+    moves = kind in (OpKind.GATHER, OpKind.SCATTER)
+    return Work(
+        WorkId(0),
+        LaneName(kind, tier if kind in TIERS else HOST),
         tuple(
-            OpCell(
-                CellTask(key, "group", chunk, cell, where, CELL_BYTES),
-                JobId(1),
+            WorkCell(
+                CellTask(key, "group", CELL_BYTES, chunk, cell, where)
+                if moves
+                else CellName(key, "group", CELL_BYTES),
                 None if kind is OpKind.REMOVE else Slot(i),
             )
             for i, key in enumerate(keys)
         ),
+        ready_at,
+        (Owner("a", 1), Owner("b", 2)),
+        attempt,
     )
 
 
@@ -102,22 +136,41 @@ def payload_of(key: str) -> bytes:
     return random_bytes(PAYLOAD_BYTES, sum(key.encode()))
 
 
-def test_what_is_put_is_sealed_and_got_back() -> None:
+# Cells
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_what_is_sealed_and_put_is_got_back_and_checked(tier: int) -> None:
     bench = Bench()
     for i, key in enumerate(KEYS):
         bench.fill(i, payload_of(key))
-    assert bench.perform(OpKind.PUT, *KEYS) == (DONE, DONE, DONE)
+    assert bench.perform(OpKind.SEAL, *KEYS) == (DONE,) * 3
+    assert bench.perform(OpKind.PUT, *KEYS, tier=tier) == (DONE,) * 3
     stored = make_buffer(CELL_BYTES)
     for key in KEYS:
-        assert bench.memory.get([key], [stored]) == [GetOutcome.OK]
+        assert bench.memories[tier].get([key], [stored]) == [GetOutcome.OK]
         assert verify(stored.view, key_digest(key), checksum=True) is None
     for i in range(len(KEYS)):
         bench.fill(i, bytes(PAYLOAD_BYTES))
-    assert bench.perform(OpKind.GET, *reversed(KEYS)) == (DONE, DONE, DONE)
+    assert bench.get(*reversed(KEYS), tier=tier) == (DONE,) * 3
     assert [bench.payload(i) for i in range(3)] == [payload_of(k) for k in reversed(KEYS)]
-    assert bench.counts("kvpool_bytes") == {
-        "kvpool_bytes{direction=save,store=memory}": 3 * CELL_BYTES,
-        "kvpool_bytes{direction=load,store=memory}": 3 * CELL_BYTES,
+    # A lane of one tier leaves the others alone.
+    assert bench.stores[1 - tier].calls == {}
+    assert bench.perform(OpKind.REMOVE, "key-a", "absent", tier=tier) == (DONE, DONE)
+    assert bench.memories[tier].exists(KEYS) == [False, True, True]
+
+
+def test_what_is_sealed_is_checked_without_a_store() -> None:
+    bench = Bench()
+    bench.fill(0, payload_of("key-a"))
+    assert bench.perform(OpKind.CHECK, "key-a") == (CORRUPT,)
+    assert bench.perform(OpKind.SEAL, "key-a") == (DONE,)
+    assert bench.perform(OpKind.CHECK, "key-a") == (DONE,)
+    assert bench.perform(OpKind.CHECK, "key-b") == (CORRUPT,)
+    assert bench.payload(0) == payload_of("key-a")
+    assert bench.counts("kvpool_failures") == {
+        "kvpool_failures{kind=cell_magic}": 1,
+        "kvpool_failures{kind=cell_key}": 1,
     }
 
 
@@ -126,32 +179,35 @@ def test_what_is_stored_is_not_sent_again() -> None:
     bench.store_cell("key-b", payload_of("old"))
     assert bench.perform(OpKind.PUT, *KEYS) == (DONE, EXISTED, DONE)
     assert bench.perform(OpKind.PUT, *KEYS) == (EXISTED, EXISTED, EXISTED)
-    assert bench.store.calls == {"exists": 2, "put": 1}
-    assert bench.perform(OpKind.GET, "key-b") == (DONE,)
+    assert bench.stores[0].calls == {"exists": 2, "put": 1}
+    assert bench.get("key-b") == (DONE,)
     assert bench.payload(0) == payload_of("old")
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome", "failures"),
+    ("fault", "got", "checked", "failures"),
     [
-        (Fault.MISSING, MISSING, {}),
-        (Fault.WRONG_SIZE, CORRUPT, {"kvpool_failures{kind=cell_length}": 1}),
-        (Fault.FLIPPED, CORRUPT, {"kvpool_failures{kind=cell_checksum}": 1}),
-        (Fault.SWAPPED, CORRUPT, {"kvpool_failures{kind=cell_key}": 1}),
-        (Fault.FAILED, FAILED, {}),
+        (Fault.MISSING, MISSING, MISSING, {}),
+        (Fault.WRONG_SIZE, CORRUPT, CORRUPT, {"kvpool_failures{kind=cell_length}": 1}),
+        (Fault.FLIPPED, DONE, CORRUPT, {"kvpool_failures{kind=cell_checksum}": 1}),
+        (Fault.SWAPPED, DONE, CORRUPT, {"kvpool_failures{kind=cell_key}": 1}),
+        (Fault.FAILED, FAILED, FAILED, {}),
     ],
 )
 def test_a_fault_of_one_cell_is_its_outcome_alone(
-    fault: Fault, outcome: CellOutcome, failures: dict[str, float]
+    fault: Fault, got: CellOutcome, checked: CellOutcome, failures: dict[str, float]
 ) -> None:
     bench = Bench()
     for key in KEYS:
         bench.store_cell(key, payload_of(key))
-    bench.store.inject(fault, "get", "key-b", other="key-c")
-    assert bench.perform(OpKind.GET, *KEYS) == (DONE, outcome, DONE)
+    bench.stores[0].inject(fault, "get", "key-b", other="key-c")
+    assert bench.perform(OpKind.GET, *KEYS) == (DONE, got, DONE)
+    cells = "kvpool_cells{direction=load,store=near,outcome="
+    expected = {f"{cells}done}}": 2, f"{cells}{got.value}}}": 1}
+    assert bench.counts("kvpool_cells") == (expected if got is not DONE else {f"{cells}done}}": 3})
+    if got is DONE:
+        assert bench.perform(OpKind.CHECK, *KEYS) == (DONE, checked, DONE)
     assert bench.counts("kvpool_failures") == failures
-    cells = "kvpool_cells{direction=load,store=memory,outcome="
-    assert bench.counts("kvpool_cells") == {f"{cells}done}}": 2, f"{cells}{outcome.value}}}": 1}
 
 
 @pytest.mark.parametrize("size", [PAYLOAD_BYTES - 1, PAYLOAD_BYTES + 1, 1])
@@ -161,21 +217,12 @@ def test_an_object_of_another_size_is_corrupt(size: int) -> None:
     assert bench.perform(OpKind.GET, "key-a") == (CORRUPT,)
 
 
-def test_bytes_that_are_no_cell_are_corrupt() -> None:
-    bench = Bench()
-    buffer = make_buffer(CELL_BYTES)
-    buffer.view[:] = random_bytes(CELL_BYTES, 1)
-    bench.memory.put(["key-a"], [buffer], [""])
-    assert bench.perform(OpKind.GET, "key-a") == (CORRUPT,)
-    assert bench.counts("kvpool_failures") == {"kvpool_failures{kind=cell_magic}": 1}
-
-
 def test_without_the_checksum_the_header_still_counts() -> None:
     bench = Bench(verify_checksum=False)
     bench.store_cell("key-a", payload_of("key-a"))
     bench.store_cell("key-b", payload_of("key-b"), sealed_as="key-a")
-    bench.store.inject(Fault.FLIPPED, "get", "key-a")
-    assert bench.perform(OpKind.GET, "key-a", "key-b") == (DONE, CORRUPT)
+    bench.stores[0].inject(Fault.FLIPPED, "get", "key-a")
+    assert bench.get("key-a", "key-b") == (DONE, CORRUPT)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +230,15 @@ def test_without_the_checksum_the_header_still_counts() -> None:
 )
 def test_a_put_says_what_became_of_each_cell(fault: Fault, outcome: CellOutcome) -> None:
     bench = Bench()
-    bench.store.inject(fault, "put", "key-b")
-    assert bench.perform(OpKind.PUT, *KEYS) == (DONE, outcome, DONE)
-    assert bench.memory.exists(KEYS) == [True, False, True]
+    bench.stores[1].inject(fault, "put", "key-b")
+    assert bench.perform(OpKind.PUT, *KEYS, tier=1) == (DONE, outcome, DONE)
+    assert bench.memories[1].exists(KEYS) == [True, False, True]
 
 
-@pytest.mark.parametrize("kind", [OpKind.GET, OpKind.PUT, OpKind.REMOVE])
+# Failures
+
+
+@pytest.mark.parametrize("kind", TIERS)
 @pytest.mark.parametrize(
     ("fault", "outcome", "failure"),
     [
@@ -200,34 +250,35 @@ def test_a_store_that_fails_as_a_whole_fails_every_cell(
     kind: OpKind, fault: Fault, outcome: CellOutcome, failure: str
 ) -> None:
     bench = Bench()
-    bench.store.inject(fault)
-    assert bench.perform(kind, *KEYS) == (outcome,) * 3
+    bench.stores[1].inject(fault)
+    assert bench.perform(kind, *KEYS, tier=1) == (outcome,) * 3
     assert bench.counts("kvpool_failures") == {f"kvpool_failures{{kind={failure}}}": 1}
     assert not any(bench.counts("kvpool_bytes").values())
+    [batch] = bench.trace.of("batch")
+    assert batch["outcomes"] == [outcome] * 3
+    assert batch["nbytes"] == 0
 
 
 def test_a_put_that_fails_after_its_question_fails_every_cell() -> None:
     bench = Bench()
     bench.store_cell("key-a", b"")
-    bench.store.inject(Fault.ERROR, "put")
+    bench.stores[0].inject(Fault.ERROR, "put")
     assert bench.perform(OpKind.PUT, *KEYS) == (FAILED, FAILED, FAILED)
-
-
-def test_remove_removes() -> None:
-    bench = Bench()
-    bench.store_cell("key-a", b"")
-    assert bench.perform(OpKind.REMOVE, "key-a", "key-b") == (DONE, DONE)
-    assert bench.memory.exists(["key-a"]) == [False]
 
 
 def test_what_is_no_fault_of_the_store_is_raised() -> None:
     bench = Bench()
-    bench.gatherer.broken = True
-    with pytest.raises(RuntimeError):
-        bench.perform(OpKind.GATHER, "key-a")
-    bench.store.inject(Fault.CRASH)
-    with pytest.raises(RuntimeError):
-        bench.perform(OpKind.GET, "key-a")
+    bench.gatherer.broken = bench.scatterer.broken = True
+    bench.stores[0].inject(Fault.CRASH)
+    for kind in (OpKind.GATHER, OpKind.SCATTER, *TIERS):
+        with pytest.raises(RuntimeError):
+            bench.perform(kind, "key-a")
+    nowhere = replace(work(OpKind.GET, "key-a"), lane=LaneName(OpKind.SCATTER, HOST))
+    with pytest.raises(AssertionError):
+        bench.work.perform(nowhere)  # its cell says nothing of pages
+
+
+# Moves
 
 
 @pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
@@ -245,7 +296,8 @@ def test_a_move_is_clipped_to_its_job(
     kind: OpKind, pages: JobPages, chunk: int, tokens: tuple[int, int]
 ) -> None:
     bench = Bench()
-    assert bench.work.perform(op(kind, "key-a", "key-b", pages=pages, chunk=chunk)) == (DONE, DONE)
+    batch = work(kind, "key-a", "key-b", pages=pages, chunk=chunk)
+    assert bench.work.perform(batch) == (DONE, DONE)
     moves, others = bench.gatherer.gathered, bench.scatterer.scattered
     if kind is OpKind.SCATTER:
         moves, others = others, moves
@@ -269,3 +321,91 @@ def test_a_move_is_clipped_to_its_job(
     assert bench.counts("kvpool_copy_bytes") == {
         f"kvpool_copy_bytes{{direction={kind.value}}}": 2 * CELL_BYTES
     }
+
+
+# What is counted and recorded
+
+
+def buckets(counts: dict[str, float], part: str) -> dict[str, float]:
+    """A histogram's series -> the sum of that part over its buckets."""
+    sums: dict[str, float] = {}
+    for name, value in counts.items():
+        if name.endswith(part):
+            series = name.partition(",le=")[0].partition("{")[2]
+            sums[series] = sums.get(series, 0) + value
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("kind", "direction", "nbytes"),
+    [
+        (OpKind.GET, "load", 2 * CELL_BYTES),
+        (OpKind.PUT, "save", CELL_BYTES),
+        (OpKind.REMOVE, "remove", None),
+    ],
+)
+def test_a_call_of_a_tier_is_counted_by_its_name(
+    kind: OpKind, direction: str, nbytes: int | None
+) -> None:
+    bench = Bench()
+    for key in KEYS[:2]:
+        bench.store_cell(key, payload_of(key), tier=1)
+    bench.stores[1].inject(Fault.SLOW, kind.value)
+    bench.perform(kind, *KEYS, tier=1)
+    labels = f"{{direction={direction},store=far}}"
+    assert bench.counts("kvpool_bytes") == (
+        {} if nbytes is None else {f"kvpool_bytes{labels}": nbytes}
+    )
+    assert bench.counts("kvpool_seconds") == {f"kvpool_seconds{labels}": bench.takes_s}
+    outcomes = {
+        OpKind.GET: {"done": 2, "missing": 1},
+        OpKind.PUT: {"existed": 2, "done": 1},
+        OpKind.REMOVE: {"done": 3},
+    }[kind]
+    assert bench.counts("kvpool_cells") == {
+        f"kvpool_cells{{direction={direction},store=far,outcome={outcome}}}": count
+        for outcome, count in outcomes.items()
+    }
+    assert bench.counts("kvpool_retries") == bench.counts("kvpool_copy") == {}
+
+
+@pytest.mark.parametrize("kind", list(OpKind))
+@pytest.mark.parametrize("attempt", [1, 3])
+def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
+    bench = Bench()
+    tier = "far" if kind in TIERS else "host"
+    batch = work(kind, "key-a", tier=1, ready_at=99.5, attempt=attempt)
+    if kind in TIERS:
+        bench.stores[1].inject(Fault.SLOW, kind.value)
+    began = bench.clock()
+    outcomes = bench.work.perform(batch)
+    took = bench.clock() - began
+    assert (took > 0) == (kind in TIERS)
+    series = f"lane={kind.value},tier={tier}"
+    for name, seconds in (("kvpool_op_seconds", took), ("kvpool_op_wait_seconds", began - 99.5)):
+        counts = bench.counts(name + "{")
+        assert buckets(counts, ".count") == {series: 1}
+        assert buckets(counts, ".sum") == {series: seconds}
+    retried = {f"kvpool_retries{{{series}}}": 1} if attempt > 1 else {}
+    assert bench.counts("kvpool_retries") == retried
+    [record] = bench.trace.of("batch")
+    assert record == {
+        "kind": kind.value,
+        "name": kind.value,
+        "start_s": began,
+        "stop_s": began + took,
+        "tier": tier,
+        "cells": 1,
+        "nbytes": CELL_BYTES if outcomes == (DONE,) else 0,
+        "outcomes": list(outcomes),
+        "requests": ["a", "b"],
+        "jobs": [1, 2],
+        "attempt": attempt,
+    }
+
+
+def test_a_batch_that_was_ready_only_now_has_not_waited() -> None:
+    """Clocks of two threads may be read in the other order."""
+    bench = Bench()
+    bench.work.perform(work(OpKind.SEAL, "key-a", ready_at=bench.clock() + 0.001))
+    assert buckets(bench.counts("kvpool_op_wait"), ".sum") == {"lane=seal,tier=host": 0}

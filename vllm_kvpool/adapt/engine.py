@@ -286,7 +286,12 @@ def block_tables(output: "SchedulerOutput") -> Callable[[str], Sequence[int]]:
     return table
 
 
-def hit_source(store_name: str) -> CacheHitSource:
-    """What vLLM calls the place that hits come from."""
-    sources = {"file": CacheHitSource.DISK, "memory": CacheHitSource.HOST}
-    return sources.get(store_name, CacheHitSource.EXTERNAL_UNSPECIFIED)
+def hit_source(tier_names: Sequence[str]) -> CacheHitSource:
+    """What vLLM calls the place that hits come from; it wants one for all."""
+    sources = {
+        "host": CacheHitSource.HOST,
+        "memory": CacheHitSource.HOST,
+        "file": CacheHitSource.DISK,
+    }
+    known = {sources.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED) for name in tier_names}
+    return known.pop() if len(known) == 1 else CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -1,21 +1,37 @@
-"""The pool's samples as vLLM's connector statistics and Prometheus metrics."""
+"""The pool's samples as vLLM's connector statistics and Prometheus metrics.
 
-from collections.abc import Mapping
+Everything here runs on the thread of vLLM's stat loggers, once per step.
+"""
+
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from vllm_kvpool.metrics import METRICS, PREFIX, Kind, Tally, merge_samples, parse_sample
+from vllm_kvpool.metrics import (
+    METRICS,
+    PREFIX,
+    Bucket,
+    Kind,
+    Metric,
+    Tally,
+    merge_samples,
+    parse_sample,
+    summarize,
+)
+
+REPLAYS_PER_STEP = 1000  # about 2 ms; a step has tens of batches
 
 
 @dataclass
 class KVPoolStats(KVConnectorStats):
-    """`data` is sample name -> value; counters hold the growth since the last report."""
+    """`data` is sample name -> value; counters and buckets hold growth since the last report."""
 
     @classmethod
     def since_last(cls, tally: Tally) -> "KVPoolStats | None":
@@ -35,8 +51,73 @@ class KVPoolStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
-        return {name: round(value, 4) for name, value in sorted(self.data.items())}
+        """For the log line; to the microsecond."""
+        return {name: round(value, 6) for name, value in summarize(self.data).items()}
+
+
+@dataclass(slots=True)
+class _Owed:
+    """Values of one bucket that Prometheus has not been told yet: all above `low`, up to `high`."""
+
+    observe: Callable[[float], None]
+    low: float
+    high: float
+    count: int = 0
+    total: float = 0.0
+
+
+class BucketReplay:
+    """Tells Prometheus's histograms what fell into our buckets.
+
+    They take one value at a time, and nothing else: each is told as often as it was counted, with
+    the mean of its bucket, so that counts are exact and the sum is to the last digits. What is
+    more than a step may spend is owed and told in later steps; owed is one number per bucket.
+    """
+
+    def __init__(self) -> None:
+        self._owed: dict[tuple[Any, ...], _Owed] = {}
+
+    @property
+    def num_owed(self) -> int:
+        return sum(owed.count for owed in self._owed.values())
+
+    def owe(
+        self,
+        series: tuple[Any, ...],
+        metric: Metric,
+        bucket: Bucket,
+        value: float,
+        observe: Callable[[float], None],
+    ) -> None:
+        """Take over the growth of a bucket's count or sum; `series` says whose."""
+        owed = self._owed.get((*series, bucket.number))
+        if owed is None:
+            bounds = (0.0, *metric.bounds, math.inf)
+            owed = _Owed(observe, bounds[bucket.number], bounds[bucket.number + 1])
+            self._owed[*series, bucket.number] = owed
+        if bucket.part == "count":
+            owed.count += round(value)
+        else:
+            owed.total += value
+
+    def pay(self, at_most: int) -> None:
+        """Tell up to so many values, those owed longest first."""
+        for key in list(self._owed):
+            owed = self._owed[key]
+            now = min(owed.count, at_most)
+            if now == 0:
+                continue
+            # Rounding may carry the mean of equal values over the bound that they lie on.
+            mean = min(max(owed.total / owed.count, math.nextafter(owed.low, math.inf)), owed.high)
+            for _ in range(now):
+                owed.observe(mean)
+            at_most -= now
+            owed.count -= now
+            owed.total -= now * mean
+            # What is left goes to the end, so that one series cannot hold up the others.
+            del self._owed[key]
+            if owed.count:
+                self._owed[key] = owed
 
 
 class KVPoolProm(KVConnectorPromMetrics):
@@ -50,23 +131,33 @@ class KVPoolProm(KVConnectorPromMetrics):
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        classes = {Kind.COUNTER: metric_types[Counter], Kind.GAUGE: metric_types[Gauge]}
+        classes = {
+            Kind.COUNTER: metric_types[Counter],
+            Kind.GAUGE: metric_types[Gauge],
+            Kind.HISTOGRAM: metric_types[Histogram],
+        }
         self._metrics = {
             metric.name: classes[metric.kind](
                 name=PREFIX + metric.name,
                 documentation=metric.help,
                 labelnames=[*labelnames, *metric.labels],
+                **({"buckets": list(metric.bounds)} if metric.bounds else {}),
             )
             for metric in METRICS.values()
         }
+        self._replay = BucketReplay()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one step's numbers."""
         engine = self.per_engine_labelvalues[engine_idx]
         for sample, value in transfer_stats_data.items():
-            metric, labels = parse_sample(sample)
+            metric, labels, bucket = parse_sample(sample)
             child = self._metrics[metric.name].labels(*engine, *labels)
-            if metric.kind is Kind.COUNTER:
+            if bucket is not None:
+                series = (metric.name, engine_idx, labels)
+                self._replay.owe(series, metric, bucket, value, child.observe)
+            elif metric.kind is Kind.COUNTER:
                 child.inc(value)
             else:
                 child.set(value)
+        self._replay.pay(REPLAYS_PER_STEP)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from vllm_kvpool.keys import CellKey, ContextRank, KeyMaker, Namespace
 from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.transfer.ops import HostChange
 
 FANOUT = 7
 
@@ -45,6 +46,33 @@ class PrefixSearch:
                 self._absent = chunk
                 return
             self.found = chunk + 1
+
+
+class HostMirror:
+    """Which chunks each rank has in host memory, as far as the ranks have told."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._ranks_of: dict[str, set[int]] = {}  # chunk hash, in hexadecimal -> ranks
+
+    def apply(self, rank: int, change: HostChange) -> None:
+        for group in change.added:
+            self._ranks_of.setdefault(group, set()).add(rank)
+        for group in change.removed:
+            ranks = self._ranks_of.get(group)
+            if ranks is not None:
+                ranks.discard(rank)
+                if not ranks:
+                    del self._ranks_of[group]
+
+    def has(self, chunk_hash: bytes) -> bool:
+        """Whether every rank has the whole chunk."""
+        return bool(self._ranks_of) and (
+            len(self._ranks_of.get(chunk_hash.hex(), ())) == self.num_ranks
+        )
+
+    def clear(self) -> None:
+        self._ranks_of.clear()
 
 
 class CellNames:

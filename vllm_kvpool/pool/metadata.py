@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,7 @@ class StepPlan:
 
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
+    prefetches: tuple[PrefetchPlan, ...] = ()
     idle: bool = False
     """No tokens are scheduled: the step may wait a moment for a load to end."""
     generation: int = 0
@@ -30,6 +31,8 @@ class StepReport:
     load_seconds: float = 0
     generation_acks: int = 0
     """Ranks that have dropped the saves of the generation before the newest."""
+    host: Mapping[int, HostChange] = field(default_factory=dict)
+    """Rank -> the chunks that have come into its host tier, or left it."""
 
     def merged(self, other: "StepReport") -> "StepReport":
         """The report of both ranks together."""
@@ -39,14 +42,24 @@ class StepReport:
         stops = dict(self.load_stops)
         for request_id, tokens in other.load_stops.items():
             stops[request_id] = min(tokens, stops.get(request_id, tokens))
+        host = dict(self.host)
+        for rank, change in other.host.items():
+            host[rank] = host[rank].then(change) if rank in host else change
         return StepReport(
             gathered,
             stops,
             self.load_tokens + other.load_tokens,
             self.load_seconds + other.load_seconds,
             self.generation_acks + other.generation_acks,
+            host,
         )
 
     @property
     def empty(self) -> bool:
-        return not (self.gathered or self.load_stops or self.generation_acks or self.load_seconds)
+        return not (
+            self.gathered
+            or self.load_stops
+            or self.generation_acks
+            or self.load_seconds
+            or self.host
+        )

@@ -1,11 +1,15 @@
 """The thread that asks the store, so that the scheduler never does.
 
-Owns the scheduler side's store (metadata only), the open lookups and the requests' hash chains
-until it hands them over in an `Answer`. Inbox: `Lookup`, `Forget`, `RemoveAll`. Outbox: answers,
-taken by the scheduler's thread. Every round puts the next questions of all open lookups into one
-batch of at most `MAX_KEYS_PER_ROUND` keys. A lookup that expects more than it finds is asked
-again, every `POLL_MIN_S` to `POLL_MAX_S`, until its deadline. The thread ends by a sentinel; one
-that is stuck in the store is left behind.
+Owns the scheduler side's stores (metadata only), the open lookups, the requests' hash chains until
+it hands them over in an `Answer`, and what the workers say of their host memory. Inbox: `Lookup`,
+`Forget`, `RemoveAll`, `HostNews`. Outbox: answers, taken by the scheduler's thread. A chunk that
+every rank has in host memory is found without asking, and while no tier answers; of the others,
+each tier is asked for the cells that nearer ones lack. A tier that fails is left alone for a while.
+
+Every round puts the next questions of all open lookups into one batch of at most
+`MAX_KEYS_PER_ROUND` keys. A lookup that expects more than it finds is asked again, every
+`POLL_MIN_S` to `POLL_MAX_S`, until its deadline. The thread ends by a sentinel; one stuck in
+a store is left behind.
 """
 
 import logging
@@ -19,8 +23,10 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.pool.lookup import CellNames, PrefixSearch
+from vllm_kvpool.pool.lookup import CellNames, HostMirror, PrefixSearch
 from vllm_kvpool.store.base import Store
+from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.tiers import Breaker
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +74,14 @@ class RemoveAll:
 
 
 @dataclass(frozen=True, slots=True)
+class HostNews:
+    """What has come into a rank's host memory, or left it."""
+
+    rank: int
+    change: HostChange
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """`chain` is None when the request cannot be shared; else it is the receiver's from now on."""
 
@@ -87,13 +101,20 @@ class _Open:
 
 
 class Probe:
-    """See the module docstring. `submit`, `forget` and `take_answers` never block."""
+    """See the module docstring. `submit`, `forget` and `take_answers` never block.
 
-    def __init__(self, store: Store | None, names: CellNames, chunk_tokens: int) -> None:
-        self._store = store
+    `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], names: CellNames, chunk_tokens: int, host_ranks: int = 0
+    ) -> None:
+        self._stores = stores
+        self._breakers = [Breaker() for _ in stores]
         self._names = names
         self._chunk_tokens = chunk_tokens
-        self._inbox: SimpleQueue[Lookup | Forget | RemoveAll | None] = SimpleQueue()
+        self._host = HostMirror(host_ranks)
+        self._inbox: SimpleQueue[Lookup | Forget | RemoveAll | HostNews | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._answers: deque[Answer] = deque()  # guarded by _changed
         self._open: dict[int, _Open] = {}
@@ -111,6 +132,10 @@ class Probe:
     def remove_all(self, done: Callable[[bool], None]) -> None:
         """Remove the own namespace; `done` is called on the probe thread."""
         self._inbox.put(RemoveAll(done))
+
+    def host_changed(self, rank: int, change: HostChange) -> None:
+        """A rank has told what its host memory holds now."""
+        self._inbox.put(HostNews(rank, change))
 
     def take_answers(self) -> list[Answer]:
         if not self._answers:  # a length is read atomically; saves the lock on most steps
@@ -164,8 +189,10 @@ class Probe:
             return None
         return max(0.0, min(x.due for x in self._open.values()) - time.monotonic())
 
-    def _take(self, message: Lookup | Forget | RemoveAll) -> None:
+    def _take(self, message: Lookup | Forget | RemoveAll | HostNews) -> None:
         match message:
+            case HostNews():
+                self._host.apply(message.rank, message.change)
             case Forget():
                 self._open.pop(message.ticket, None)
             case RemoveAll():
@@ -178,17 +205,21 @@ class Probe:
                     self._answer(Answer(message.ticket, None, 0, LookupOutcome.UNSHAREABLE))
 
     def _remove_all(self) -> bool:
-        if self._store is None:
-            return False
-        try:
-            self._busy_since = time.monotonic()
-            self._store.remove_namespace(self._names.namespace)
-        except StoreError as error:
-            logger.warning("kvpool: reset failed: %s", error)
-            return False
-        finally:
-            self._busy_since = None
-        return True
+        self._host.clear()
+        removed = bool(self._stores) or self._host.num_ranks > 0
+        for store in self._stores:
+            try:
+                self._busy_since = time.monotonic()
+                store.remove_namespace(self._names.namespace)
+            except StoreError as error:
+                logger.warning("kvpool: reset failed: %s", error)
+                removed = False
+            except Exception:
+                logger.exception("kvpool: reset failed")
+                removed = False
+            finally:
+                self._busy_since = None
+        return removed
 
     def _begin(self, lookup: Lookup) -> None:
         try:
@@ -204,45 +235,70 @@ class Probe:
         opened = _Open(lookup, chain, PrefixSearch(len(chain)))
         if not lookup.search or not len(chain):
             self._finish(opened, LookupOutcome.ANSWERED)
-        elif self._store is None:
+        elif not self._stores and not self._host.num_ranks:
             self._finish(opened, LookupOutcome.STORE_ERROR)
         else:
             self._open[lookup.ticket] = opened
 
     def _round(self, now: float) -> None:
         """Ask the next questions of every lookup that is due, in one batch."""
-        asked: list[tuple[_Open, tuple[int, ...]]] = []
+        asked: list[tuple[_Open, tuple[int, ...], list[bool]]] = []
         keys: list[str] = []
         per_chunk = self._names.per_chunk
         for opened in self._open.values():
             if opened.due > now or len(keys) >= MAX_KEYS_PER_ROUND:
                 continue
             questions = opened.search.questions()
-            for chunk in questions:
-                keys += self._names.of_chunk(opened.chain.hashes[chunk])
-            asked.append((opened, questions))
+            in_host = [self._host.has(opened.chain.hashes[chunk]) for chunk in questions]
+            for chunk, here in zip(questions, in_host, strict=True):
+                if not here:
+                    keys += self._names.of_chunk(opened.chain.hashes[chunk])
+            asked.append((opened, questions, in_host))
         if not asked:
             return
-        try:
-            assert self._store is not None
-            self._busy_since = time.monotonic()
-            present = self._store.exists(keys)
-        except StoreError as error:
-            logger.warning("kvpool: lookup failed: %s", error)
-            for opened, _ in asked:
-                self._finish(opened, LookupOutcome.STORE_ERROR)
-            return
-        finally:
-            self._busy_since = None
+        present = self._exists(keys)
+        failed = present is None
+        if present is None:
+            present = [False] * len(keys)
         place = 0
-        for opened, questions in asked:
-            there = []
-            for _ in questions:
-                there.append(all(present[place : place + per_chunk]))
-                place += per_chunk
+        for opened, questions, in_host in asked:
+            there = list(in_host)
+            for i, here in enumerate(in_host):
+                if not here:
+                    there[i] = all(present[place : place + per_chunk])
+                    place += per_chunk
+            if failed and not self._host.has(opened.chain.hashes[0]):
+                self._finish(opened, LookupOutcome.STORE_ERROR)
+                continue
             opened.search.tell(questions, there)
             if opened.search.done:
                 self._settle(opened)
+
+    def _exists(self, keys: Sequence[str]) -> list[bool] | None:
+        """Whether any tier has each key; None if no tier could say."""
+        present = [False] * len(keys)
+        missing = list(range(len(keys)))
+        num_answers = 0
+        for store, breaker in zip(self._stores, self._breakers, strict=True):
+            if not missing:
+                break
+            if breaker.is_open(time.monotonic()):
+                continue
+            try:
+                self._busy_since = time.monotonic()
+                answers = store.exists([keys[i] for i in missing])
+            except StoreError as error:
+                logger.warning("kvpool: lookup failed: %s", error)
+                breaker.failed(time.monotonic())
+                continue
+            finally:
+                self._busy_since = None
+            breaker.succeeded()
+            num_answers += 1
+            for i, there in zip(missing, answers, strict=True):
+                present[i] = there
+            missing = [i for i, there in zip(missing, answers, strict=True) if not there]
+        return None if keys and self._stores and not num_answers else present
 
     def _settle(self, opened: _Open) -> None:
         """A search is complete: answer, or ask again later if more is expected."""

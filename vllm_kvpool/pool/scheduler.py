@@ -24,7 +24,7 @@ from vllm_kvpool.pool.pins import PinLedger
 from vllm_kvpool.pool.probe import Answer, Lookup, LookupOutcome, Probe
 from vllm_kvpool.pool.request import RequestState, RequestView, Step
 from vllm_kvpool.pool.reset import Reset
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan, SavePlan
 
 RESET_WAIT_S = 5.0
 NULL_BLOCK = 0
@@ -38,6 +38,7 @@ class PoolShape:
     block_size: int
     num_ranks: int
     max_pinned_blocks: int
+    prefetches: bool = False  # workers have host memory to bring cells into beforehand
 
 
 class PoolScheduler:
@@ -65,6 +66,7 @@ class PoolScheduler:
         # Counting them here spares a look at every running request in every step.
         self._until_due: dict[str, int] = {}
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
+        self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         self._late_saves: list[SavePlan] = []  # of finished requests, for the next plan
         self._next_id = 0
         self._reset = Reset(shape.num_ranks)
@@ -132,19 +134,24 @@ class PoolScheduler:
     def _answered(self, state: RequestState, answer: Answer) -> None:
         self._tally.add("kvpool_lookups", outcome=answer.outcome.value)
         self._tally.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
+        found = 0 if self._reset.pending else answer.found_chunks  # it may be gone by now
         if state.answer is None:
             state.answer = answer.outcome
-            state.found_chunks = answer.found_chunks
+            state.found_chunks = found
         state.chain = answer.chain
         if state.chain is None:
             state.may_load = state.may_save = False
             return
         # What is stored need not be saved, unless a load of it has failed here.
-        known = answer.found_chunks
+        known = found
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
         self._look_for_saves(state)
+        if self._shape.prefetches and state.found_chunks and state.may_load:
+            request_id = state.view.request_id
+            hashes = tuple(state.chain.hashes[: state.found_chunks])
+            self._prefetches[request_id] = PrefetchPlan(request_id, hashes)
 
     def _look_for_saves(self, state: RequestState) -> None:
         """See in the request's next step what is due, whatever was known of it."""
@@ -164,6 +171,7 @@ class PoolScheduler:
         self._take_answers()
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
+        self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
         stop = state.usable_tokens(self._shape.chunk_tokens, self._shape.block_size)
         if self._reset.pending:
             stop = 0
@@ -260,7 +268,9 @@ class PoolScheduler:
             save = self._save_if_due(request_id, count, step.block_table)
             if save is not None:
                 saves.append(save)
-        return StepPlan(loads, tuple(saves), self._idle, self._reset.generation)
+        prefetches = tuple(self._prefetches.values())
+        self._prefetches.clear()
+        return StepPlan(loads, tuple(saves), prefetches, self._idle, self._reset.generation)
 
     def _save_if_due(
         self, request_id: str, scheduled: int, block_table: Callable[[str], Sequence[int]]
@@ -334,6 +344,8 @@ class PoolScheduler:
                 state.limit_tokens = limit
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
                 self._look_for_saves(state)
+        for rank, change in report.host.items():
+            self._probe.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.generation_acks):
             self._probe.remove_all(self._reset.end)
@@ -343,6 +355,7 @@ class PoolScheduler:
     def finish(self, request_id: str, block_ids: Sequence[int]) -> dict[str, dict[str, int]] | None:
         """The request ends: plan what is still due, answer how many tokens are being saved."""
         state = self._requests.pop(request_id, None)
+        self._prefetches.pop(request_id, None)
         self._until_due.pop(request_id, None)
         if state is None:
             return None
@@ -368,6 +381,7 @@ class PoolScheduler:
         for save in self._late_saves:
             self.ledger.gathered(save.job_id, self._shape.num_ranks)
         self._late_saves.clear()
+        self._prefetches.clear()
         for state in self._requests.values():
             state.found_chunks = state.next_save = 0
             # The weights may be others from now on: what is computed by then is not saved.

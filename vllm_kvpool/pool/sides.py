@@ -6,13 +6,23 @@ by one thread. A store that cannot be reached leaves the side without one, unles
 every lookup then misses and every save is dropped.
 """
 
+import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpool.config import KVPoolConfig, Role, Verify, default_store_url, json_named_by
+from vllm_kvpool.config import (
+    KVPoolConfig,
+    Role,
+    Verify,
+    WritePolicy,
+    default_store_url,
+    environment,
+    json_named_by,
+)
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import ContextRank, KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
@@ -25,26 +35,32 @@ from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.base import Shedding, Store
 from vllm_kvpool.store.open import (
     MOONCAKE_CONFIG_ENV,
     StoreSpec,
     check_capacity,
     names_no_master,
     open_store,
-    parse_store_url,
 )
-from vllm_kvpool.transfer.engine import Engine, Limits
-from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.store.tiers import TierSpecs, parse_tiers
+from vllm_kvpool.transfer.engine import Engine, lane_names
+from vllm_kvpool.transfer.executor import Executor, PassOn
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
-from vllm_kvpool.transfer.ops import OpKind
+from vllm_kvpool.transfer.ops import LaneName, OpKind
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.policy import POLICIES
+from vllm_kvpool.transfer.residency import Residency
+from vllm_kvpool.transfer.tiers import Tier, tier_names
+from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
 
 logger = logging.getLogger(__name__)
 
-LANES = {OpKind.SCATTER: 1, OpKind.GATHER: 1, OpKind.PUT: 1, OpKind.REMOVE: 1}
-OP_BYTES = 16 << 20
-OP_CELLS = 64
+BATCH_BYTES = 16 << 20
+BATCH_CELLS = 64
+BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
 STATS_EVERY_S = 1.0
@@ -64,32 +80,52 @@ class ModelShape:
     context: ContextRank = ContextRank()  # noqa: RUF009 - frozen
 
 
-def store_spec(config: KVPoolConfig) -> StoreSpec:
-    """The store that the configuration names, or the default one."""
-    url = config.store_urls[0] or default_store_url()
-    return parse_store_url(
-        url, json_named_by(MOONCAKE_CONFIG_ENV) if names_no_master(url) else None
-    )
+def tier_specs(config: KVPoolConfig) -> TierSpecs:
+    """The tiers that the configuration names, or the default one."""
+    urls = tuple(url or default_store_url() for url in config.store_urls)
+    nameless = any(names_no_master(url) for url in urls)
+    mooncake_config = json_named_by(MOONCAKE_CONFIG_ENV) if nameless else None
+    return parse_tiers(urls, mooncake_config, environment())
 
 
-def open_configured_store(config: KVPoolConfig, *, segment: bool) -> Store | None:
-    """Open the store that the configuration names; None if it cannot be reached and need not be.
+@dataclass(frozen=True, slots=True)
+class OpenTiers:
+    """The stores that could be opened, nearest first, and what they are called in metrics."""
+
+    stores: tuple[Store, ...]
+    names: tuple[str, ...]
+
+    def close(self, arena: Arena | None = None) -> None:
+        """Close every store, after taking back the memory that was registered with it."""
+        for store in self.stores:
+            try:
+                if arena is not None:
+                    store.unregister(arena.whole)
+                store.close()
+            except StoreError as error:
+                logger.warning("kvpool: closing %s: %s", store.capabilities.name, error)
+
+
+def open_tiers(specs: Sequence[StoreSpec], *, segment: bool) -> OpenTiers:
+    """Open the stores; one that cannot be reached is left out, unless it is required.
 
     `segment`: whether to give memory to a pool that is made of its members' memory.
     """
-    spec = store_spec(config)
-    try:
-        return open_store(spec, segment=segment)
-    except StoreUnreachable as error:
-        if spec.required:
-            raise ConfigError(f"{error}; the store is required (required=1)") from error
-        logger.warning("kvpool: %s. The engine runs without the pool.", error)
-        return None
+    stores = []
+    for spec in specs:
+        try:
+            stores.append(open_store(spec, segment=segment))
+        except StoreUnreachable as error:
+            if spec.required:
+                raise ConfigError(f"{error}; the store is required (required=1)") from error
+            logger.warning("kvpool: %s. The engine runs without it.", error)
+    return OpenTiers(tuple(stores), tier_names([s.capabilities.name for s in stores]))
 
 
-def check_store(config: KVPoolConfig, cell_bytes: int) -> None:
-    """ConfigError if the configured store could not hold one cell."""
-    check_capacity(store_spec(config), cell_bytes)
+def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
+    """ConfigError if a configured store could not hold one cell."""
+    for spec in tier_specs(config).stores:
+        check_capacity(spec, cell_bytes)
 
 
 class StatsFile:
@@ -122,24 +158,27 @@ class SchedulerSide:
 
     def __init__(self, config: KVPoolConfig, role: Role, model: ModelShape, rank: int = 0) -> None:
         self.tally = Tally()
-        self._store = open_configured_store(config, segment=False)
-        self.store_name = self._store.capabilities.name if self._store else "none"
+        specs = tier_specs(config)
+        self._tiers = open_tiers(specs.stores, segment=False)
         names = CellNames(model.namespace, model.topology, model.context)
-        self._probe = Probe(self._store, names, config.chunk_tokens)
+        self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
+        host_ranks = model.num_ranks if specs.host.nbytes else 0
+        self._probe = Probe(self._tiers.stores, names, config.chunk_tokens, host_ranks)
         least = -(-config.chunk_tokens // model.block_size) + 1
         shape = PoolShape(
             chunk_tokens=config.chunk_tokens,
             block_size=model.block_size,
             num_ranks=model.num_ranks,
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
+            prefetches=config.prefetch and specs.host.nbytes > 0,
         )
         self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
         self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
 
     def close(self) -> None:
         """End the probe thread and close the store."""
-        if self._probe.close() and self._store is not None:
-            self._store.close()
+        if self._probe.close():
+            self._tiers.close()
         self.stats.write(force=True)
 
 
@@ -166,6 +205,7 @@ class WorkerSide:
         finish_in_step: bool,
     ) -> None:
         self.tally = Tally()
+        specs = tier_specs(config)
         planner = Planner(
             topology=model.topology,
             tp_rank=place.tp_rank,
@@ -174,30 +214,21 @@ class WorkerSide:
             chunk_tokens=config.chunk_tokens,
             row_bytes=model.row_bytes,
             load_timeout_s=config.load_timeout_s,
+            keeps_all=specs.host.nbytes > 0,
         )
-        check_store(config, planner.max_cell_bytes())
-        self._arena = Arena(config.staging_nbytes, planner.max_cell_bytes())
-        self._store = open_configured_store(config, segment=True)
+        check_tiers(config, planner.max_cell_bytes())
+        self._tiers = open_tiers(specs.stores, segment=True)
+        self._trace: Trace = NO_TRACE
         self._executor: Executor | None = None
+        self._arena: Arena | None = None
+        self._custodian: Custodian | None = None
         copiers: list[Copier] = []
-        if self._store is not None:
-            self._store.register(self._arena.whole)
-            copiers = [make_copier(pages), make_copier(pages)]
-            work = LaneWork(
-                store=self._store,
-                arena=self._arena,
-                gather_copier=copiers[0],
-                scatter_copier=copiers[1],
-                chunk_tokens=config.chunk_tokens,
-                verify_checksum=config.verify is Verify.CHECKSUM,
-                tally=self.tally,
-            )
-            lanes = LANES | {OpKind.GET: self._store.capabilities.parallel_gets}
-            # One op more than lanes, so that none waits for the engine.
-            in_flight = {kind: count + 1 for kind, count in lanes.items()}
-            slots = SlotPool(self._arena.num_slots, self._arena.num_slots // LOAD_RESERVE)
-            engine = Engine(slots, Limits(in_flight, OP_BYTES, OP_CELLS))
-            self._executor = Executor(engine, planner, work.perform, lanes, self.tally)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._tiers.close)
+            if self._tiers.stores or specs.host.nbytes:
+                copiers = [make_copier(pages), make_copier(pages)]
+                self._start(config, specs, planner, place, copiers)
+            undo.pop_all()
         self.worker = PoolWorker(
             self._executor,
             config.chunk_tokens,
@@ -205,19 +236,104 @@ class WorkerSide:
             finish_in_step,
             self.tally,
             copiers,
+            place.rank,
         )
         self.stats = StatsFile(config.stats_file, "worker", place.rank, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
+    def _start(
+        self,
+        config: KVPoolConfig,
+        specs: TierSpecs,
+        planner: Planner,
+        place: RankPlace,
+        copiers: Sequence[Copier],
+    ) -> None:
+        """Memory, engine and lanes over the open tiers."""
+        arena = Arena(config.staging_nbytes, planner.max_cell_bytes(), specs.host.nbytes)
+        for store in self._tiers.stores:
+            store.register(arena.whole)
+        if config.trace_file:
+            path = Path(f"{config.trace_file}.{place.rank}.json")
+            self._trace = TraceFile(path, f"kvpool rank {place.rank}", os.getpid())
+        work = LaneWork(
+            stores=self._tiers.stores,
+            names=self._tiers.names,
+            arena=arena,
+            gather_copier=copiers[0],
+            scatter_copier=copiers[1],
+            chunk_tokens=config.chunk_tokens,
+            verify_checksum=config.verify is Verify.CHECKSUM,
+            tally=self.tally,
+            trace=self._trace,
+        )
+        lanes = lane_counts(self._tiers.stores)
+        engine = make_engine(config, specs, self._tiers, arena, len(planner.cells), lanes)
+        self._arena = arena
+        executor = Executor(engine, planner, work.perform, lanes, self.tally, self._trace)
+        self._executor = executor
+        arena.commit_in_background()
+        shedding = {
+            tier: store
+            for tier, store in enumerate(self._tiers.stores[:-1])
+            if isinstance(store, Shedding)
+        }
+        if shedding and config.write_policy is WritePolicy.BACK:
+            self._custodian = Custodian(
+                shedding, lambda tier, cells, answer: executor.post(PassOn(tier, cells, answer))
+            )
+
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and store."""
+        if self._custodian is not None:
+            self._custodian.close()
         ended = self._executor.close(self._shutdown_s) if self._executor is not None else True
-        if self._store is not None and ended:
-            try:
-                self._store.unregister(self._arena.whole)
-                self._store.close()
-            except StoreError as error:
-                logger.warning("kvpool: closing the store: %s", error)
-        elif self._store is not None:
+        if ended:
+            self._tiers.close(self._arena)
+        else:
             logger.warning("kvpool: a store call has not ended; its memory is left behind")
+        self._trace.close()
         self.stats.write(force=True)
+
+
+def lane_counts(stores: Sequence[Store]) -> dict[LaneName, int]:
+    """How many threads each lane has."""
+    counts = dict.fromkeys(lane_names(len(stores)), 1)
+    for tier, store in enumerate(stores):
+        counts[LaneName(OpKind.GET, tier)] = store.capabilities.parallel_gets
+        counts[LaneName(OpKind.PUT, tier)] = store.capabilities.parallel_puts
+    return counts
+
+
+def make_engine(
+    config: KVPoolConfig,
+    specs: TierSpecs,
+    tiers: OpenTiers,
+    arena: Arena,
+    cells_per_chunk: int,
+    lanes: Mapping[LaneName, int],
+) -> Engine:
+    """The engine over an arena and open tiers."""
+    limits = {
+        # One batch more than threads, so that none waits for the engine.
+        lane: LaneLimits(count + 1, BATCH_CELLS, BATCH_BYTES, BUDGET_BATCHES * BATCH_BYTES)
+        for lane, count in lanes.items()
+    }
+    staging = arena.num_slots - arena.num_kept
+    residency = Residency(
+        SlotPool(arena.num_slots, staging // LOAD_RESERVE),
+        arena.num_kept,
+        POLICIES[specs.host.policy](arena.num_kept),
+        cells_per_chunk,
+    )
+    known = tuple(
+        Tier(name, store.capabilities.durable, store.capabilities.remote)
+        for name, store in zip(tiers.names, tiers.stores, strict=True)
+    )
+    return Engine(
+        residency,
+        known,
+        limits,
+        write_back=config.write_policy is WritePolicy.BACK,
+        slot_bytes=arena.slot_bytes,
+    )

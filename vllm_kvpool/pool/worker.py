@@ -18,6 +18,7 @@ from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     DropSaves,
+    HostChange,
     JobId,
     LoadDone,
     LoadPlan,
@@ -51,6 +52,7 @@ class PoolWorker:
         finish_in_step: bool,
         tally: Tally,
         copiers: Sequence[Copier] = (),
+        rank: int = 0,
     ) -> None:
         self._executor = executor
         self._copiers = copiers
@@ -58,6 +60,7 @@ class PoolWorker:
         self._block_size = block_size
         self._finish_in_step = finish_in_step
         self._tally = tally
+        self._rank = rank
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
         self._saves: set[JobId] = set()
@@ -74,7 +77,7 @@ class PoolWorker:
         if plan.generation > self._generation:
             self._generation = plan.generation
             if self._executor is not None:
-                self._executor.post(DropSaves())
+                self._executor.post(DropSaves(forget=True))
             self._report = self._report.merged(StepReport(generation_acks=1))
         if plan.loads:
             self._fence()  # what still reads or writes the pages comes first
@@ -84,6 +87,9 @@ class PoolWorker:
             else:
                 self._executor.post(load)
             self._loads[load.job_id] = (load, time.monotonic())
+        if self._executor is not None:
+            for prefetch in plan.prefetches:
+                self._executor.post(prefetch)
 
     def start_saves(self, plan: StepPlan) -> None:
         """Post the step's saves, after the forward pass; again for the same plan does nothing."""
@@ -117,6 +123,8 @@ class PoolWorker:
             if isinstance(report, SaveGathered):
                 self._saves.discard(report.job_id)
                 self._report = self._report.merged(StepReport(gathered={report.job_id: 1}))
+            elif isinstance(report, HostChange):
+                self._report = self._report.merged(StepReport(host={self._rank: report}))
             elif isinstance(report, LoadDone):
                 loaded.add(report.request_id)
                 invalid.update(self._load_ended(report))

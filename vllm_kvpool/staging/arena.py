@@ -1,10 +1,20 @@
-"""The staging memory of one worker: one allocation, cut into equal slots, registered once.
+"""The memory of one worker that cells pass through and stay in: one allocation, registered once.
 
-Slots begin at multiples of `SLOT_ALIGNMENT`. The arena owns the memory, which is committed at
-once; buffers handed out are views that keep it alive.
+Cut into equal slots that begin at multiples of `SLOT_ALIGNMENT`: some for cells on their way, and,
+with a host tier, those that keep cells. The arena owns the memory; buffers handed out are views
+that keep it alive. It lies in huge pages where the system has any set aside, else in transparent
+ones where it grants them.
+
+The memory of the slots for cells on their way is committed at once, that of the host tier by
+`commit_in_background`, as it takes seconds for many GiB: the first touch of a page costs more than
+all later copies through it, and would fall into the first requests.
 """
 
+import contextlib
+import ctypes
+import logging
 import mmap
+import threading
 
 import numpy as np
 
@@ -13,32 +23,43 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.store.base import Buffer
 
+logger = logging.getLogger(__name__)
+
 SLOT_ALIGNMENT = 4096
 MIN_SLOTS = 8
-MAX_SLOTS = 8192
+MAX_SLOTS = 8192  # for cells on their way
+COMMIT_STEP_BYTES = 64 << 20
+HUGE_PAGE_BYTES = 2 << 20
+_MAP_HUGETLB = 0x40000
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class Arena:
-    """`nbytes` of anonymous memory in slots that hold one cell of `cell_bytes` each."""
+    """`staging_nbytes` for cells on their way and `host_nbytes` for those that stay, in slots of
+    one cell of `cell_bytes` each."""
 
-    def __init__(self, nbytes: int, cell_bytes: int) -> None:
+    def __init__(self, staging_nbytes: int, cell_bytes: int, host_nbytes: int = 0) -> None:
         self.slot_bytes = -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        count = min(nbytes // self.slot_bytes, MAX_SLOTS)
+        count = min(staging_nbytes // self.slot_bytes, MAX_SLOTS)
         if count < MIN_SLOTS:
             raise ConfigError(
                 f"staging_bytes holds {count} cells of {cell_bytes} bytes, {MIN_SLOTS} are needed; "
                 f"set staging_bytes to {MIN_SLOTS * self.slot_bytes} or more, or lower layer_span "
                 "or chunk_tokens"
             )
-        self.num_slots = count
-        nbytes = count * self.slot_bytes
-        self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Touched now, in large pages where the system has them: the first touch of a page costs
-        # more than all later copies through it, and would fall into the first requests.
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        touched = np.frombuffer(self._memory, np.uint8)
-        touched[:: mmap.PAGESIZE] = 0
-        self.whole = Buffer(int(touched.__array_interface__["data"][0]), memoryview(self._memory))
+        self.num_kept = host_nbytes // self.slot_bytes
+        if host_nbytes and not self.num_kept:
+            raise ConfigError(
+                f"host://{host_nbytes} holds no cell of {cell_bytes} bytes; give it "
+                f"{self.slot_bytes} bytes or more, or lower layer_span or chunk_tokens"
+            )
+        self.num_slots = count + self.num_kept
+        nbytes = self.num_slots * self.slot_bytes
+        self._memory = _allocate(nbytes, self.num_kept > 0)
+        address = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
+        self.whole = Buffer(int(address), memoryview(self._memory)[:nbytes])
+        self._committed = 0
+        self._commit(count * self.slot_bytes)
 
     def buffer(self, slot: Slot, nbytes: int) -> Buffer:
         """The first `nbytes` of a slot."""
@@ -48,3 +69,44 @@ class Arena:
     def payload_address(self, slot: Slot) -> int:
         """Where the payload of the cell in a slot begins."""
         return self.whole.address + slot * self.slot_bytes + HEADER_BYTES
+
+    def commit_in_background(self) -> None:
+        """Commit what is left, in a thread that ends by itself."""
+        if self._committed < self.whole.nbytes:
+            threading.Thread(target=self._commit_rest, name="kvpool-arena", daemon=True).start()
+
+    def _commit_rest(self) -> None:
+        while self._committed < self.whole.nbytes:
+            self._commit(min(self._committed + COMMIT_STEP_BYTES, self.whole.nbytes))
+
+    def _commit(self, stop: int) -> None:
+        start, self._committed = self._committed, stop
+        first = start - start % mmap.PAGESIZE
+        # Without the GIL, and without changing what slots in use hold.
+        if _madvise(self.whole.address + first, stop - first, _MADV_POPULATE_WRITE):
+            return
+        if start == 0:  # an old kernel: only what nobody uses yet can be touched by writing
+            np.frombuffer(self.whole.view[:stop], np.uint8)[:: mmap.PAGESIZE] = 0
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+    return bool(result == 0)
+
+
+def _allocate(nbytes: int, large: bool) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if large:
+        rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            memory = mmap.mmap(-1, rounded, flags | _MAP_HUGETLB)
+        except OSError:
+            logger.info("kvpool: no huge pages set aside; transparent ones where there are any")
+        else:
+            logger.info("kvpool: %d MiB in huge pages", rounded >> 20)
+            return memory
+    memory = mmap.mmap(-1, nbytes, flags)
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

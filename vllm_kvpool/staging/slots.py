@@ -27,13 +27,13 @@ class SlotPool:
         self._held: dict[Slot, SlotUse] = {}
         self._quarantined: set[Slot] = set()
 
-    def has_room(self, use: SlotUse) -> bool:
-        """Whether this use may take a slot now."""
-        return len(self._free) > (self._reserve if use is SlotUse.SAVE else 0)
+    def has_room(self, use: SlotUse, more: int = 0) -> bool:
+        """Whether this use may take a slot now; `more` are held, but free as soon as one asks."""
+        return len(self._free) + more > (self._reserve if use is SlotUse.SAVE else 0)
 
-    def take(self, use: SlotUse) -> Slot | None:
-        """A free slot, or None when this use may have none now."""
-        if not self.has_room(use):
+    def take(self, use: SlotUse, more: int = 0) -> Slot | None:
+        """A free slot, or None when this use may have none now; `more` as in `has_room`."""
+        if not self._free or not self.has_room(use, more):
             return None
         slot = self._free.pop()
         self._held[slot] = use

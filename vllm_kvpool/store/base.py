@@ -14,7 +14,7 @@ What an implementor owes:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Buffer(NamedTuple):
@@ -99,3 +99,19 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release everything; no call may follow."""
+
+
+@runtime_checkable
+class Shedding(Protocol):
+    """A store that names what it would evict next, so that it can be kept elsewhere before."""
+
+    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+        """Keys and object bytes, coldest first, of what is beyond a watermark; may be empty.
+
+        The caller copies and then removes them, or the next call names the same ones. After an
+        answer that is not empty nobody else who shares the store gets one, until `surplus_done`
+        or the end of this process.
+        """
+
+    def surplus_done(self) -> None:
+        """Let others have their turn; may be called without need."""

@@ -1,41 +1,47 @@
 """`file:///path?size=50GiB`: cells as files, shared by every process that opens the directory.
 
 Owns the names: `{objects}/{namespace}/{2 hex}/{38 hex}`, the digits being a digest of the whole
-key, so no key can leave the directory or meet another. Room, publishing and eviction are
-files_space.py's.
+key, so no key can leave the directory or meet another. What is in a file is files_format.py's,
+room, publishing and eviction are files_space.py's, moving bytes is disk.py's.
 
 Any thread may call; there is no lock here. A file is written apart, gets its name whole and is
-never changed after; its mtime is its last use. Nothing is synced: after a power loss a file may
-be short or hold zeros, which the size check and the cell's checksum find.
+never changed after; its mtime says how long it is worth keeping. Nothing is synced: after a power
+loss a file may be short or hold zeros, which its footer and the cell's checksum find.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
-from vllm_kvpool.store.files_space import LockTimeout, Space, Temp, entries, make_directory
+from vllm_kvpool.store.disk import choose_disk
+from vllm_kvpool.store.files_batch import NO_ROOM, Cell, ReadBatch, Surroundings, Tails, WriteBatch
+from vllm_kvpool.store.files_format import PAGE_BYTES, Footer, read_footer
+from vllm_kvpool.store.files_lock import HeldLock, LockTimeout, entries, make_directory
+from vllm_kvpool.store.files_order import Candidate, Policy
+from vllm_kvpool.store.files_space import Space
 
 logger = logging.getLogger(__name__)
 
 NAME_DIGEST_BYTES = 20
 FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+CLAIMS_PER_SIZE = 8  # a put larger than this part of the size is made in several rounds
+HAND_DOWN_WATERMARK = 0.85  # below LOW_WATERMARK: what is handed down in time is not evicted
+HAND_DOWN_SCAN_NS = 10 * 10**9  # between two scans for the same purpose
 
 CAPABILITIES = Capabilities(
     name="file",
     durable=True,
     remote=False,
     parallel_gets=2,
-    parallel_puts=1,
+    parallel_puts=2,  # one opens and publishes files while the other waits for the disk
 )
 
 
@@ -71,36 +77,41 @@ def object_name(key: str) -> str:
     return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
 
 
-def write_fully(fd: int, view: memoryview) -> None:
-    """Write all of `view`; a call may take less than it is given."""
-    done = 0
-    while done < view.nbytes:
-        done += os.writev(fd, [view[done:]])
-
-
-def read_fully(fd: int, view: memoryview) -> bool:
-    """Fill `view` from the start of the file; False if the file ends early."""
-    done = 0
-    while done < view.nbytes:
-        got = os.preadv(fd, [view[done:]], done)
-        if got == 0:
-            return False
-        done += got
-    return True
-
-
 class FileStore:
-    """A directory of at most `size_bytes`, least recently used first out; implements `Store`."""
+    """A directory of at most `size_bytes`, coldest first out; implements `Store` and `Shedding`.
 
-    def __init__(self, path: str, size_bytes: int) -> None:
+    `io` is `auto`, `uring` or `threads`; ConfigError if it was `uring` and that does not work.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        size_bytes: int,
+        io: str = "auto",
+        policy: Policy = Policy.LRU,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
         try:
             claim_root(path)
-            self._space = Space(path, size_bytes)
+            self._space = Space(path, size_bytes, clock_ns)
         except OSError as error:
             raise ConfigError(
                 f"file store {path} cannot be used: {error.strerror} ({error.filename}); "
                 f"name a directory that this user can write"
             ) from error
+        try:
+            choice = choose_disk(io, self._space.own_directory)
+        except ConfigError as error:
+            self._space.close()
+            raise ConfigError(f"file store {path}: {error}") from None
+        logger.info("file store %s: %s", path, choice.reason)
+        self._disk = choice.disk
+        self._clock_ns = clock_ns
+        self._around = Surroundings(
+            self._space, Tails(), choice.direct, policy, clock_ns, self._warn
+        )
+        self._hand_down = HeldLock(self._space.hand_down_lock)
+        self._hand_down_scan_ns: int | None = None
         self._warned_errnos: set[int] = set()
 
     @property
@@ -123,23 +134,40 @@ class FileStore:
         self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
     ) -> list[PutOutcome]:
         assert len(keys) == len(buffers) == len(groups), (len(keys), len(buffers), len(groups))
-        outcomes: list[PutOutcome] = []
+        outcomes = [PutOutcome.EXISTED] * len(keys)
+        absent: dict[int, Cell] = {}
+        first_of: dict[str, int] = {}
+        twice: list[int] = []  # writes end in any order, but the first of a key's bytes stay
+        for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            path = self._path(key)
+            if key in first_of:
+                twice.append(i)
+            elif not os.access(path, os.F_OK):
+                first_of[key] = i
+                absent[i] = Cell.of(key, buffer, path)
+                outcomes[i] = PutOutcome.FULL
         try:
-            for key, buffer in zip(keys, buffers, strict=True):
-                outcomes.append(self._put(self._path(key), buffer))
+            for cells in self._rounds(absent):
+                self._put(cells, outcomes)
         except LockTimeout as error:  # the others would wait as long again, each of them
             logger.warning("%s; the rest of the batch is not stored", error)
-            outcomes += [PutOutcome.FULL] * (len(keys) - len(outcomes))
+        if PutOutcome.FAILED in outcomes:
+            self._space.check_root()
+        for i in twice:
+            first = outcomes[first_of[keys[i]]]
+            outcomes[i] = PutOutcome.EXISTED if first is PutOutcome.STORED else first
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
         assert len(keys) == len(buffers), (len(keys), len(buffers))
-        outcomes = [
-            self._get(self._path(key), buffer) for key, buffer in zip(keys, buffers, strict=True)
+        cells = [
+            Cell.of(key, buffer, self._path(key)) for key, buffer in zip(keys, buffers, strict=True)
         ]
-        if GetOutcome.MISSING in outcomes:
+        batch = ReadBatch(self._around, cells)
+        self._perform(batch)
+        if GetOutcome.MISSING in batch.outcomes:
             self._space.check_root()
-        return outcomes
+        return batch.outcomes
 
     def remove(self, keys: Sequence[str]) -> int:
         return self._drop(map(self._path, keys))
@@ -157,7 +185,28 @@ class FileStore:
             os.rmdir(directory)
         return num_removed
 
+    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+        """See `Shedding`; one process of a directory at a time gets an answer that is not empty."""
+        excess_bytes = self._space.excess_bytes(HAND_DOWN_WATERMARK)
+        if excess_bytes <= 0 or not self._hand_down.take():
+            return []
+        found = self._read_keys(self._space.coldest(scan=False), excess_bytes, max_keys)
+        now_ns = self._clock_ns()
+        last_ns = self._hand_down_scan_ns
+        if not found and (last_ns is None or now_ns - last_ns >= HAND_DOWN_SCAN_NS):
+            self._hand_down_scan_ns = now_ns
+            with contextlib.suppress(LockTimeout):
+                found = self._read_keys(self._space.coldest(scan=True), excess_bytes, max_keys)
+        if not found:
+            self._hand_down.release()
+        return found
+
+    def surplus_done(self) -> None:
+        self._hand_down.release()
+
     def close(self) -> None:
+        self._hand_down.release()
+        self._disk.close()
         self._space.close()
 
     def _path(self, key: str) -> str:
@@ -172,51 +221,65 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"file store {self._space.root} cannot remove: {error}") from error
 
-    def _put(self, path: str, buffer: Buffer) -> PutOutcome:
-        if os.access(path, os.F_OK):
-            return PutOutcome.EXISTED
-        try:
-            temp = self._space.reserve(buffer.nbytes)
-            return self._write(temp, path, buffer.view) if temp is not None else PutOutcome.FULL
-        except OSError as error:
-            self._space.check_root()
-            if error.errno in _NO_ROOM:
-                return PutOutcome.FULL
-            self._warn(error)
-            return PutOutcome.FAILED
+    def _rounds(self, cells: Mapping[int, Cell]) -> Iterator[dict[int, Cell]]:
+        """Which cells to put at a time.
 
-    def _write(self, temp: Temp, path: str, view: memoryview) -> PutOutcome:
-        try:
-            write_fully(temp.fd, view)
-            published = self._space.publish(temp, path)
-        except OSError:
-            self._space.release(temp)
-            raise
-        finally:
-            os.close(temp.fd)
-        return PutOutcome.STORED if published else PutOutcome.EXISTED
+        What is charged but not published cannot be evicted, so a small store takes a large batch
+        in parts.
+        """
+        limit_bytes = self._space.size_bytes // CLAIMS_PER_SIZE
+        part: dict[int, Cell] = {}
+        part_bytes = 0
+        for i, cell in cells.items():
+            if part and part_bytes + cell.file_bytes > limit_bytes:
+                yield part
+                part, part_bytes = {}, 0
+            part[i] = cell
+            part_bytes += cell.file_bytes
+        if part:
+            yield part
 
-    def _get(self, path: str, buffer: Buffer) -> GetOutcome:
+    def _put(self, cells: Mapping[int, Cell], outcomes: list[PutOutcome]) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return GetOutcome.MISSING
+            claim = self._space.reserve([cell.file_bytes for cell in cells.values()])
         except OSError as error:
             self._warn(error)
-            return GetOutcome.FAILED
+            failed = PutOutcome.FULL if error.errno in NO_ROOM else PutOutcome.FAILED
+            for i in cells:
+                outcomes[i] = failed
+            return
+        if claim is None:
+            return
         try:
-            if os.fstat(fd).st_size != buffer.nbytes:
-                return GetOutcome.WRONG_SIZE
-            if not read_fully(fd, buffer.view):
-                return GetOutcome.FAILED
-            with contextlib.suppress(OSError):  # an unmarked use only makes it look older
-                os.utime(fd)
-            return GetOutcome.OK
-        except OSError as error:
-            self._warn(error)
-            return GetOutcome.FAILED
+            self._perform(WriteBatch(self._around, claim, cells, outcomes))
         finally:
-            os.close(fd)
+            try:
+                self._space.settle(claim)
+            except OSError as error:  # then the count is too high, until the next one
+                self._warn(error)
+
+    def _perform(self, batch: ReadBatch | WriteBatch) -> None:
+        with (
+            contextlib.closing(batch),
+            contextlib.closing(self._disk.run(batch.transfers())) as run,
+        ):
+            for done in run:
+                batch.finish(done)
+
+    def _read_keys(
+        self, coldest_first: Sequence[Candidate], excess_bytes: int, max_keys: int
+    ) -> list[tuple[str, int]]:
+        """Keys and object bytes of what was not used since it was seen, up to an excess."""
+        found: list[tuple[str, int]] = []
+        for item in coldest_first:
+            if excess_bytes <= 0 or len(found) == max_keys:
+                break
+            footer = read_file_footer(item)
+            if footer is not None:
+                excess_bytes -= item.charge_bytes
+                if footer.key is not None:
+                    found.append((footer.key, footer.object_bytes))
+        return found
 
     def _warn(self, error: OSError) -> None:
         """Say each kind of trouble once; a bad disk fails every call."""
@@ -224,3 +287,20 @@ class FileStore:
         if number not in self._warned_errnos:
             self._warned_errnos.add(number)
             logger.warning("file store %s: %s", self._space.root, error)
+
+
+def read_file_footer(item: Candidate) -> Footer | None:
+    """What a file says it holds; None if it is gone, damaged or was used since it was seen."""
+    try:
+        fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if status.st_mtime_ns != item.worth_ns or status.st_size < PAGE_BYTES:
+            return None
+        return read_footer(os.pread(fd, PAGE_BYTES, status.st_size - PAGE_BYTES))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)

@@ -1,161 +1,99 @@
 """The space of a `file://` store: who may write how much, shared by every process on a directory.
 
-Owns `{root}/v1`: `usage` (bytes charged, a flock around each change), `evict.lock` (held by
-whoever deletes objects or counts them), `writers/{id}/` (one per open store: `lock`, held while it
-lives, and its unpublished files) and `objects/`, whose names files.py makes.
+Owns `{root}/v2`: `usage` (bytes charged, a flock around each change), `evict.lock` (held by
+whoever deletes objects or counts them), `hand_down.lock`, `writers/{id}/` (one per open store,
+with its claims and unpublished files), `spares/` and `objects/`, whose names files.py makes.
 
 Invariants: bytes are charged before they are written, so what lies on the disk never exceeds what
-is charged; a count that is wrong is too high, and the next eviction counts afresh; a kill at any
-point leaves no lock and only files that the next eviction or opener removes.
-Any thread of any process may call. Each lock is a file opened anew, so threads exclude each other.
+is charged; a count that is wrong is too high, and the next count heals it; a kill at any point
+leaves no lock and only files that the next eviction or opener removes.
+Any thread of any process may call. A count may run in a thread of its own, which `close` ends.
 """
 
 import contextlib
 import errno
-import fcntl
+import heapq
+import logging
 import os
-import secrets
-import struct
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from itertools import count
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vllm_kvpool.errors import StoreError
+from vllm_kvpool.store.files_lock import (
+    Claim,
+    LockTimeout,
+    Usage,
+    Writer,
+    claimed_bytes,
+    dead_writers,
+    entries,
+    locked,
+    make_directory,
+    read_usage,
+    reclaim,
+    write_usage,
+)
+from vllm_kvpool.store.files_order import MAX_CANDIDATES, Candidate, Candidates
+from vllm_kvpool.store.files_spares import Spares
 
-FORMAT_DIR = "v1"
-DIR_MODE = 0o700
-FILE_MODE = 0o600
+logger = logging.getLogger(__name__)
 
+FORMAT_DIR = "v2"
 LOW_WATERMARK = 0.9  # an eviction goes on until this part of the size is in use
 RESERVE_ATTEMPTS = 4  # others may take the room that an eviction made
 PUBLISH_ATTEMPTS = 4  # others may remove the directory that was made for an object
 USAGE_WAIT_S = 10.0  # the usage lock is held for microseconds
 EVICT_WAIT_S = 10.0
-LOCK_POLL_MIN_S = 50e-6
-LOCK_POLL_MAX_S = 5e-3
+COUNT_END_S = 2.0  # a count looks after each directory whether it is to end
 
-_CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 
-class LockTimeout(StoreError):
-    """Another process kept a lock of the directory for too long."""
-
-
-class Temp(NamedTuple):
-    """A file that is charged but not published; whoever holds it publishes or releases it."""
-
-    fd: int
-    path: str
-    charge_bytes: int
-
-
-class Usage(NamedTuple):
-    """Bytes charged and given back since the last count; the difference is in use.
-
-    They are kept apart because a count takes time: charges made meanwhile are added to it, but
-    what was given back meanwhile may already be missing from it.
-    """
-
-    charged_bytes: int
-    returned_bytes: int
-
-    @property
-    def used_bytes(self) -> int:
-        return self.charged_bytes - self.returned_bytes
-
-
-_USAGE = struct.Struct("<qq")
-
-
-class _Object(NamedTuple):
-    mtime_ns: int
-    charge_bytes: int
-    directory: str
-    name: str
-
-
-def make_directory(path: str) -> None:
-    """Make one directory that only we may enter, whatever the umask; it may exist already."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, DIR_MODE)
-        os.chmod(path, DIR_MODE)
-
-
-@contextlib.contextmanager
-def locked(path: str, wait_s: float) -> Iterator[int]:
-    """Hold the flock of `path`, made if absent; LockTimeout after `wait_s`. Yields its fd."""
-    fd = os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
-    try:
-        deadline = time.monotonic() + wait_s
-        pause_s = LOCK_POLL_MIN_S
-        while not try_flock(fd):
-            if time.monotonic() > deadline:
-                raise LockTimeout(f"{path} was locked by another process for {wait_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOCK_POLL_MAX_S)
-        try:
-            yield fd
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a fork copied the fd
-    finally:
-        os.close(fd)
-
-
-def try_flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def read_usage(fd: int) -> Usage | None:
-    """None if nobody has counted yet."""
-    data = os.pread(fd, _USAGE.size, 0)
-    return Usage(*_USAGE.unpack(data)) if len(data) == _USAGE.size else None
-
-
-def write_usage(fd: int, usage: Usage) -> None:
-    os.pwrite(fd, _USAGE.pack(*usage), 0)
-
-
-def entries(directory: str) -> list[os.DirEntry[str]]:
-    """What a directory holds; nothing if it is gone."""
-    try:
-        with os.scandir(directory) as listing:
-            return list(listing)
-    except FileNotFoundError:
-        return []
+class Closing(Exception):
+    """A count that was told to end."""
 
 
 class Space:
     """One process's hand on the shared directory; closed by its owner."""
 
-    def __init__(self, root: str, size_bytes: int) -> None:
+    def __init__(self, root: str, size_bytes: int, clock_ns: Callable[[], int]) -> None:
         self.root = root
         self.size_bytes = size_bytes
         self.unit_bytes = os.statvfs(root).f_frsize
+        self._clock_ns = clock_ns
         self._base = os.path.join(root, FORMAT_DIR)
         self.objects = os.path.join(self._base, "objects")
         self._writers = os.path.join(self._base, "writers")
         self._usage = os.path.join(self._base, "usage")
         self._evict_lock = os.path.join(self._base, "evict.lock")
-        self._temp_numbers = count()
+        self.hand_down_lock = os.path.join(self._base, "hand_down.lock")
         self._has_links = True
         self._restore_lock = threading.Lock()
-        self._writer = ""
-        self._writer_lock_fd = -1
+        # The last is in use. Claims under way may still write to the locks of those before it.
+        self._own: list[Writer] = []
+        self._spares = Spares(root, os.path.join(self._base, "spares"), size_bytes)
+        self._candidates = Candidates()
+        self._count_thread: threading.Thread | None = None
+        self._closing = threading.Event()
         self.restore()
 
     def close(self) -> None:
-        """Take our writer directory away; our temps must have been published or released."""
-        with contextlib.suppress(OSError):  # gone with the root, or a killed child's temps in it
-            os.unlink(os.path.join(self._writer, "lock"))
-            os.rmdir(self._writer)
-        os.close(self._writer_lock_fd)
+        """Take our writer directory away; our claims must have ended."""
+        self._closing.set()
+        self.wait_counted(COUNT_END_S)
+        for writer in self._own:
+            writer.close()
+
+    def wait_counted(self, timeout_s: float) -> None:
+        """Wait for a count in the background, if there is one."""
+        if self._count_thread is not None:
+            self._count_thread.join(timeout_s)
+
+    @property
+    def own_directory(self) -> str:
+        """Where our unpublished files go; what else is left in it goes with us."""
+        return self._own[-1].path
 
     def check_root(self) -> None:
         """StoreError if the directory went away under us."""
@@ -163,99 +101,156 @@ class Space:
             raise StoreError(f"file store {self.root} is gone; restore it or restart without it")
 
     def restore(self) -> None:
-        """Make what is missing below the root, and clean up after killed writers."""
+        """Make what is missing below the root; count in the background if that is needed."""
         self.check_root()
         with self._restore_lock:
-            for directory in (self._base, self.objects, self._writers):
+            for directory in (self._base, self.objects, self._writers, self._spares.directory):
                 make_directory(directory)
-            with locked(self._evict_lock, EVICT_WAIT_S):
-                left_over = self._reclaim()
-                if not self._writer or not os.path.isdir(self._writer):
-                    self._open_writer()
-                if left_over or self._used_bytes() is None:
-                    self._count_and_evict(goal_bytes=None)
+            if not self._own or not self._own[-1].is_usable:
+                self._own.append(Writer(self._writers))
+            to_count = self.used_bytes() is None or any(dead_writers(self._writers))
+            if to_count and not entries(self.objects):
+                with locked(self._evict_lock, EVICT_WAIT_S):
+                    reclaim(self._writers)
+                    self._count()
+                to_count = False
+            if to_count and (self._count_thread is None or not self._count_thread.is_alive()):
+                self._count_thread = threading.Thread(
+                    target=self._count_apart, name="kvpool-count", daemon=True
+                )
+                self._count_thread.start()
 
     def charge_of(self, nbytes: int) -> int:
-        """What an object occupies: whole blocks of the file system, at least one."""
+        """What a file occupies: whole blocks of the file system, at least one."""
         return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
 
-    # Writing: reserve, write into the temp, publish or release.
+    # Writing: reserve for a batch; per object open a temp, then publish or discard it; settle.
 
-    def reserve(self, nbytes: int) -> Temp | None:
-        """Charge `nbytes` and open a file for them; evicts if needed; None if there is no room."""
-        charge_bytes = self.charge_of(nbytes)
+    def reserve(self, sizes: Sequence[int]) -> Claim | None:
+        """Charge a batch of files of these bytes; evicts if needed; None if there is no room."""
+        charge_bytes = sum(map(self.charge_of, sizes))
         if charge_bytes > self.size_bytes:
             return None
-        for _ in range(RESERVE_ATTEMPTS):
-            try:
-                temp = self._try_reserve(charge_bytes)
-                if temp is not None:
-                    return temp
-                self._make_room(charge_bytes)
-            except FileNotFoundError:
-                self.restore()
-        return None
+        wanted = Counter(sizes)
+        claim: Claim | None = None
+        try:
+            for _ in range(RESERVE_ATTEMPTS):
+                try:
+                    claim = claim or self._new_claim()
+                    self._take_spares(claim, wanted)
+                    if self._charge(claim, charge_bytes - claim.outstanding_bytes):
+                        reserved, claim = claim, None
+                        return reserved
+                    self._make_room(claim, wanted, charge_bytes)
+                except FileNotFoundError:
+                    self.restore()
+                    if claim is not None:
+                        self.settle(claim)
+                        claim = None
+            return None
+        finally:
+            if claim is not None:
+                self.settle(claim)
 
-    def publish(self, temp: Temp, path: str) -> bool:
-        """Give a temp its name; False, and the temp released, if the name is taken."""
+    def publish(self, claim: Claim, charge_bytes: int, temp_path: str, path: str) -> bool:
+        """Give a temp its name; False, and the temp deleted, if the name is taken."""
         for _ in range(PUBLISH_ATTEMPTS):
             try:
-                published = self._name(temp.path, path)
+                published = self._name(temp_path, path)
             except FileNotFoundError:
                 self.check_root()
                 shard = os.path.dirname(path)
                 for directory in (self._base, self.objects, os.path.dirname(shard), shard):
                     make_directory(directory)
                 continue
-            if not published:
-                self.release(temp)
+            if published:
+                claim.change(-charge_bytes)
+            else:
+                self.discard(temp_path)
             return published
-        raise FileNotFoundError(errno.ENOENT, "removed while it was written", temp.path)
+        raise FileNotFoundError(errno.ENOENT, "removed while it was written", temp_path)
 
-    def release(self, temp: Temp) -> None:
-        """Give up a temp and its charge."""
-        # Both under the lock: between them, a count would miss the file and then be reduced by it.
-        with locked(self._usage, USAGE_WAIT_S) as fd, contextlib.suppress(FileNotFoundError):
-            os.unlink(temp.path)
-            self._give_back(fd, temp.charge_bytes)
+    def discard(self, temp_path: str) -> None:
+        """Delete a temp; its charge goes back with the settling."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp_path)
+
+    def settle(self, claim: Claim) -> None:
+        """End a claim whose temps are all published or discarded."""
+        try:
+            if claim.outstanding_bytes:
+                self._give_back(claim.outstanding_bytes)
+        finally:
+            claim.end()
 
     def drop(self, paths: Iterable[str]) -> int:
         """Delete published objects; absent ones are skipped. Returns how many there were."""
         num_dropped = freed_bytes = 0
         with locked(self._evict_lock, EVICT_WAIT_S):
+            self._spares.look()
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     nbytes = os.stat(path).st_size
-                    os.unlink(path)
+                    freed_bytes += self._take_away(path, nbytes)
                     num_dropped += 1
-                    freed_bytes += self.charge_of(nbytes)
-            with locked(self._usage, USAGE_WAIT_S) as fd:
-                self._give_back(fd, freed_bytes)
+            self._give_back(freed_bytes)
         return num_dropped
 
-    # Below, "counting" marks what must hold evict.lock.
+    def used_bytes(self) -> int | None:
+        """What is charged; None while nobody has counted."""
+        with locked(self._usage, USAGE_WAIT_S) as fd:
+            usage = read_usage(fd)
+        return usage.used_bytes if usage is not None else None
 
-    def _try_reserve(self, charge_bytes: int) -> Temp | None:
-        # The name tells the charge, so that a count sees it before the file has its length, and
-        # the process, because a forked child counts from the same number.
-        name = f"{os.getpid()}-{next(self._temp_numbers)}.{charge_bytes}"
-        path = os.path.join(self._writer, name)
+    def excess_bytes(self, watermark: float) -> int:
+        """What is charged beyond a part of the size; 0 while nobody has counted."""
+        try:
+            used_bytes = self.used_bytes()
+        except FileNotFoundError:
+            self.check_root()
+            return 0
+        return (used_bytes or 0) - self._spare_bytes() - int(watermark * self.size_bytes)
+
+    def coldest(self, *, scan: bool) -> list[Candidate]:
+        """Objects in the order in which they would be evicted, from the last scan or a new one."""
+        if not scan:
+            return self._candidates.peek()
+        with locked(self._evict_lock, EVICT_WAIT_S):
+            return self._count()[1]
+
+    def _new_claim(self) -> Claim:
+        writer = self._own[-1]
+        if not writer.is_usable:
+            raise FileNotFoundError(errno.ENOENT, "our directory is gone", writer.path)
+        return writer.claim()
+
+    def _take_spares(self, claim: Claim, wanted: Counter[int]) -> None:
+        """Move spares that fit into the claim, which grows by what they are charged."""
+        missing = {n: count - claim.num_spares(n) for n, count in wanted.items()}
+        if any(self._spares.known(nbytes) < count for nbytes, count in missing.items()):
+            self._spares.look()
+        for nbytes, count in missing.items():
+            charge_bytes = self.charge_of(nbytes)
+            for _ in range(min(count, self._spares.known(nbytes))):
+                claim.change(charge_bytes)  # first: between the two a count sees both
+                if not self._spares.take(nbytes, claim.new_spare(nbytes)):
+                    claim.forget_spare(nbytes)
+                    claim.change(-charge_bytes)
+                    break
+
+    def _charge(self, claim: Claim, charge_bytes: int) -> bool:
+        """False if there is no room, or nobody has counted."""
+        if charge_bytes <= 0:
+            return True
         with locked(self._usage, USAGE_WAIT_S) as usage_fd:
             usage = read_usage(usage_fd)
-            if usage is None:
-                raise FileNotFoundError(errno.ENOENT, "not counted yet", self._usage)
-            if usage.used_bytes + charge_bytes > self.size_bytes:
-                return None
-            # Charged first: a kill between the two leaves a charge without a file, not the reverse.
+            if usage is None or usage.used_bytes + charge_bytes > self.size_bytes:
+                return False
+            # Charged first: a kill between the two leaves a charge without a claim.
             charged_bytes = usage.charged_bytes + charge_bytes
             write_usage(usage_fd, usage._replace(charged_bytes=charged_bytes))
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_EXCL | _CREATE, FILE_MODE)
-            except OSError:
-                write_usage(usage_fd, usage)
-                raise
-        os.fchmod(fd, FILE_MODE)
-        return Temp(fd, path, charge_bytes)
+            claim.change(charge_bytes)
+        return True
 
     def _name(self, temp_path: str, path: str) -> bool:
         if self._has_links:
@@ -276,96 +271,131 @@ class Space:
             os.rename(temp_path, path)
             return True
 
-    def _give_back(self, usage_fd: int, nbytes: int) -> None:
-        usage = read_usage(usage_fd)
-        if usage is not None:
-            returned_bytes = usage.returned_bytes + nbytes
-            write_usage(usage_fd, usage._replace(returned_bytes=returned_bytes))
-
-    def _used_bytes(self) -> int | None:
+    def _give_back(self, nbytes: int) -> None:
         with locked(self._usage, USAGE_WAIT_S) as fd:
             usage = read_usage(fd)
-        return usage.used_bytes if usage is not None else None
+            if usage is not None:
+                returned_bytes = usage.returned_bytes + nbytes
+                write_usage(fd, usage._replace(returned_bytes=returned_bytes))
 
-    def _make_room(self, charge_bytes: int) -> None:
+    def _make_room(self, claim: Claim, wanted: Counter[int], charge_bytes: int) -> None:
+        """Evict what a claim lacks; or more, if it takes a scan to know what to evict."""
         with locked(self._evict_lock, EVICT_WAIT_S):
-            used_bytes = self._used_bytes()
-            if used_bytes is not None and used_bytes + charge_bytes <= self.size_bytes:
-                return  # somebody else made room while we waited
-            self._reclaim()
-            goal_bytes = int(self.size_bytes * LOW_WATERMARK) - charge_bytes
-            self._count_and_evict(max(goal_bytes, 0))
+            needed_bytes = charge_bytes - claim.outstanding_bytes
+            used_bytes = self.used_bytes()
+            spares = self._spares.look()
+            if used_bytes is not None:
+                if used_bytes + needed_bytes <= self.size_bytes or wanted.keys() & spares.keys():
+                    return  # somebody else made room while we waited
+                for nbytes in spares:
+                    freed_bytes = self._spares.delete(nbytes) * self.charge_of(nbytes)
+                    self._give_back(freed_bytes)
+                    used_bytes -= freed_bytes
+            if not reclaim(self._writers) and used_bytes is not None:
+                known = iter(self._candidates.take, None)
+                excess_bytes = used_bytes + needed_bytes - self.size_bytes
+                if self._evict(claim, wanted, known, excess_bytes, used_bytes) >= excess_bytes:
+                    return
+            used_bytes, coldest = self._count()
+            needed_bytes = charge_bytes - claim.outstanding_bytes
+            if used_bytes + needed_bytes > self.size_bytes:
+                goal_bytes = max(int(self.size_bytes * LOW_WATERMARK) - needed_bytes, 0)
+                excess_bytes = used_bytes - self._spare_bytes() - goal_bytes
+                self._evict(claim, wanted, iter(coldest), excess_bytes, used_bytes)
 
-    def _open_writer(self) -> None:
-        """Counting: without its lock a new directory would be taken for a dead writer's."""
-        writer = os.path.join(self._writers, secrets.token_hex(8))
-        make_directory(writer)
-        fd = os.open(os.path.join(writer, "lock"), os.O_RDWR | _CREATE, FILE_MODE)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if self._writer_lock_fd >= 0:
-            os.close(self._writer_lock_fd)
-        self._writer, self._writer_lock_fd = writer, fd
+    def _spare_bytes(self) -> int:
+        return sum(self.charge_of(n) * count for n, count in self._spares.look().items())
 
-    def _reclaim(self) -> bool:
-        """Counting: delete what killed writers left; True if there was a charge among it."""
-        had_temps = False
-        for writer in entries(self._writers):
-            try:
-                fd = os.open(os.path.join(writer.path, "lock"), os.O_RDWR | _CREATE, FILE_MODE)
-            except OSError:
-                continue  # its owner just closed it
-            try:
-                if try_flock(fd):
-                    with contextlib.suppress(OSError):  # its owner is closing it, not dead
-                        for entry in entries(writer.path):
-                            had_temps |= entry.name != "lock"
-                            os.unlink(entry.path)
-                        os.rmdir(writer.path)
-            finally:
-                os.close(fd)
-        return had_temps
+    # Below, "counting" marks what must hold evict.lock.
 
-    def _count_and_evict(self, goal_bytes: int | None) -> None:
-        """Counting: set the charge to what is there, after deleting the oldest beyond the goal."""
+    def _evict(
+        self,
+        claim: Claim,
+        wanted: Counter[int],
+        coldest_first: Iterator[Candidate],
+        excess_bytes: int,
+        used_bytes: int,
+    ) -> int:
+        """Counting: delete objects that nobody used since they were seen; their bytes.
+
+        Files of the wanted sizes go into the claim or become spares, with their charge; but not
+        of what is used beyond the size.
+        """
+        evicted_bytes = freed_bytes = 0
+        must_free_bytes = used_bytes - self.size_bytes
+        sizes = wanted.keys() if self._spares.are_kept else set[int]()
+        while evicted_bytes < excess_bytes:
+            item = next(coldest_first, None)
+            if item is None:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(item.path)
+                if status.st_mtime_ns != item.worth_ns:
+                    continue
+                nbytes = status.st_size
+                if nbytes not in sizes or freed_bytes < must_free_bytes:
+                    os.unlink(item.path)
+                    freed_bytes += item.charge_bytes
+                elif claim.num_spares(nbytes) < wanted[nbytes]:
+                    claim.change(item.charge_bytes)
+                    os.rename(item.path, claim.new_spare(nbytes))
+                else:
+                    freed_bytes += self._take_away(item.path, nbytes)
+                evicted_bytes += item.charge_bytes
+        self._give_back(freed_bytes)
+        return evicted_bytes
+
+    def _take_away(self, path: str, nbytes: int) -> int:
+        """Counting: make an object a spare, or delete it; the bytes to be given back."""
+        if self._spares.has_room(nbytes):
+            self._spares.keep(path, nbytes)
+            return 0
+        os.unlink(path)
+        return self.charge_of(nbytes)
+
+    def _count_apart(self) -> None:
+        """The counting thread, from start to end."""
+        try:
+            with locked(self._evict_lock, EVICT_WAIT_S):
+                if reclaim(self._writers) or self.used_bytes() is None:
+                    self._count()
+        except Closing:
+            pass
+        except (LockTimeout, OSError) as error:
+            logger.info("file store %s is not counted yet: %s", self.root, error)
+
+    def _count(self) -> tuple[int, list[Candidate]]:
+        """Counting: set the charge to what is there; that, and the coldest objects, coldest first.
+
+        Closing if the store is being closed meanwhile.
+        """
+        began_ns = self._clock_ns()
         with locked(self._usage, USAGE_WAIT_S) as fd:
             before = read_usage(fd) or Usage(0, 0)
-        used_bytes, objects = self._scan()
-        if goal_bytes is not None:
-            objects.sort()
-            for item in objects:
-                if used_bytes <= goal_bytes:
-                    break
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(item.directory, item.name))
-                used_bytes -= item.charge_bytes
+        # In the order in which files move: from spares to claims to objects.
+        seen_bytes = self._spare_bytes()
+        seen_bytes += sum(claimed_bytes(writer.path) for writer in entries(self._writers))
+        charges: list[int] = []
+        coldest = heapq.nsmallest(MAX_CANDIDATES, self._scan(charges))
         with locked(self._usage, USAGE_WAIT_S) as fd:
             now = read_usage(fd) or Usage(0, 0)
-            write_usage(fd, Usage(used_bytes + now.charged_bytes - before.charged_bytes, 0))
+            charged_meanwhile = now.charged_bytes - before.charged_bytes
+            usage = Usage(seen_bytes + sum(charges) + charged_meanwhile, 0)
+            write_usage(fd, usage)
+        self._candidates.refill(coldest, began_ns)
+        return usage.used_bytes, coldest
 
-    def _scan(self) -> tuple[int, list[_Object]]:
-        """Counting: the bytes of temps and objects, and the objects.
-
-        Temps first: a file published meanwhile is then seen twice and known by its inode, while
-        the other order could miss it.
-        """
-        used_bytes = 0
-        temps: set[int] = set()
-        for writer in entries(self._writers):
-            for entry in entries(writer.path):
-                charge = entry.name.rpartition(".")[2]
-                if charge.isdecimal():
-                    temps.add(entry.inode())
-                    used_bytes += int(charge)
-        objects: list[_Object] = []
+    def _scan(self, charges: list[int]) -> Iterator[Candidate]:
+        """Counting: every object; `charges` gets the bytes of each directory."""
         for namespace in entries(self.objects):
             for shard in entries(namespace.path):
+                if self._closing.is_set():
+                    raise Closing
+                shard_bytes = 0
                 for entry in entries(shard.path):
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         charge_bytes = self.charge_of(status.st_size)
-                        objects.append(
-                            _Object(status.st_mtime_ns, charge_bytes, shard.path, entry.name)
-                        )
-                        if status.st_ino not in temps:
-                            used_bytes += charge_bytes
-        return used_bytes, objects
+                        shard_bytes += charge_bytes
+                        yield Candidate(status.st_mtime_ns, charge_bytes, entry.path)
+                charges.append(shard_bytes)

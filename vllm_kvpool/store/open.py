@@ -8,7 +8,9 @@ Options of every scheme: `required=1` (no start without this store). `size=` and
 plain bytes, KB/MB/GB/TB (decimal) or KiB/MiB/GiB/TiB (binary).
 """
 
+import ipaddress
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -16,6 +18,9 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.disk import IO_CHOICES
+from vllm_kvpool.store.files_format import MAX_KEY_BYTES, file_bytes
+from vllm_kvpool.store.files_order import Policy
 from vllm_kvpool.store.mooncake import PROTOCOLS, MooncakeOptions
 
 MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"  # Mooncake's own
@@ -27,9 +32,23 @@ DEFAULT_FILE_BYTES = 20 << 30
 MIN_SEGMENT_BYTES = 16 << 20  # below it Mooncake's allocator has no room for anything
 DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells go through registered memory, not through it
-FILE_BLOCK_BYTES = 4096  # what a file occupies is a multiple of this
 MAX_PORT = 65535
 
+MAX_PREFIX_CHARS = 512  # a name may have 1024 bytes in all
+
+S3_CREDENTIALS = (  # what the client reads; each needs all of its variables
+    ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN"),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+)
+S3_REGION_ENV = ("AWS_REGION", "AWS_DEFAULT_REGION")
+S3_ENDPOINT_ENV = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+DEFAULT_ENDPOINT_REGION = "us-east-1"  # servers other than AWS mostly ignore it
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_PREFIX = re.compile(r"(?:[A-Za-z0-9._=-]+(?:/[A-Za-z0-9._=-]+)*)?")
+_SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -43,6 +62,20 @@ class MemoryOptions:
 class FileOptions:
     path: str
     size_bytes: int
+    io: str = "auto"  # one of IO_CHOICES
+    policy: Policy = Policy.LRU
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """A bucket and how it is reached. Credentials are the client's to find, in the environment."""
+
+    bucket: str
+    prefix: str  # "" or segments without "/" at either end
+    region: str
+    endpoint: str  # scheme, host and port; "" is AWS
+    path_style: bool  # the bucket in the path, not in the host's name
+    anonymous: bool  # requests are not signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +85,7 @@ class StoreSpec:
     url: str
     scheme: str
     required: bool
-    options: MemoryOptions | FileOptions | MooncakeOptions
+    options: MemoryOptions | FileOptions | MooncakeOptions | S3Options
 
 
 class _Query:
@@ -71,8 +104,8 @@ class _Query:
         self._known.append(name)
         return self._values.get(name, default)
 
-    def flag(self, name: str) -> bool:
-        value = self.text(name, "0").lower()
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.text(name, "1" if default else "0").lower()
         if value not in _FLAGS:
             raise ConfigError(f"{self.url}: {name}={value} must be 0 or 1")
         return _FLAGS[value]
@@ -89,6 +122,15 @@ class _Query:
             )
         return nbytes
 
+    def refuse_secrets(self) -> None:
+        """ConfigError for an option that looks as if it were to carry a credential."""
+        for name in self._values:
+            if _SECRET.search(name):
+                raise ConfigError(
+                    f"{self.url}: credentials do not belong in a url ({name}); set "
+                    f"{' and '.join(S3_CREDENTIALS[0])}"
+                )
+
     def finish(self) -> None:
         """ConfigError for an option that nobody asked for."""
         for name in self._values:
@@ -98,30 +140,45 @@ class _Query:
                 )
 
 
-def parse_store_url(url: str, mooncake_config: Mapping[str, object] | None = None) -> StoreSpec:
+def parse_store_url(
+    url: str,
+    mooncake_config: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> StoreSpec:
     """Read a url; ConfigError says what to change. Pure.
 
     `mooncake_config` is what the file named by `MOONCAKE_CONFIG_ENV` holds; it is read where
     `mooncake://` names no master, and the url's own options go before it.
+    `environ` is the environment: `s3://` looks in it for credentials, which it does not keep, and
+    for what the url does not say.
     """
+    shown = _shown(url)
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"{url}: {error}") from None
+        raise ConfigError(f"{shown}: {error}") from None
     if not parts.scheme or not url.lower().startswith(f"{parts.scheme}://"):
-        raise ConfigError(f"not a store url: {url!r}; write for example file:///var/cache/kvpool")
+        raise ConfigError(f"not a store url: {shown!r}; write for example file:///var/cache/kvpool")
     if parts.scheme not in _PARSERS:
         hint = nearest(parts.scheme, _PARSERS)
-        raise ConfigError(f"{url}: unknown store scheme {parts.scheme}://; {hint}")
+        raise ConfigError(f"{shown}: unknown store scheme {parts.scheme}://; {hint}")
     if parts.fragment or parts.username is not None:
         raise ConfigError(
-            f"{url}: a store url has no user and no #fragment; escape them (%23, %40)"
+            f"{shown}: a store url has no user and no #fragment; escape them (%23, %40)"
         )
-    query = _Query(url, parts.query)
+    query = _Query(shown, parts.query)
     required = query.flag("required")
-    options = _PARSERS[parts.scheme](parts, query, mooncake_config)
+    outside = {"mooncake": mooncake_config, "s3": environ}.get(parts.scheme)
+    options = _PARSERS[parts.scheme](parts, query, outside)
     query.finish()
     return StoreSpec(url, parts.scheme, required, options)
+
+
+def _shown(url: str) -> str:
+    """The url for messages: where it may hold a secret, without its options and its user."""
+    if url.lower().startswith(("memory:", "file:", "mooncake:")):
+        return url
+    return re.sub("//.*@", "//***@", url.partition("?")[0])
 
 
 def names_no_master(url: str) -> bool:
@@ -135,9 +192,11 @@ def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
         case MemoryOptions(size_bytes=size_bytes):
             name, least_bytes = "size", cell_bytes
         case FileOptions(size_bytes=size_bytes):
-            name, least_bytes = "size", -(-cell_bytes // FILE_BLOCK_BYTES) * FILE_BLOCK_BYTES
+            name, least_bytes = "size", file_bytes(cell_bytes, "x" * MAX_KEY_BYTES)
         case MooncakeOptions(segment_bytes=size_bytes):
             name, least_bytes = "segment", cell_bytes if size_bytes else 0
+        case S3Options():
+            return  # a bucket has no size
     if size_bytes < least_bytes:
         raise ConfigError(
             f"{spec.url}: {name} is {size_bytes} bytes, but one cell needs {least_bytes}; "
@@ -155,14 +214,22 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
             from vllm_kvpool.store.memory import MemoryStore
 
             return MemoryStore(name, size_bytes)
-        case FileOptions(path, size_bytes):
+        case FileOptions(path, size_bytes, io, policy):
             from vllm_kvpool.store.files import FileStore
 
-            return FileStore(path, size_bytes)
+            return FileStore(path, size_bytes, io, policy)
         case MooncakeOptions() as options:
             from vllm_kvpool.store.mooncake import MooncakeStore
 
             return MooncakeStore(options, segment=segment)
+        case S3Options() as options:
+            try:
+                from vllm_kvpool.store.s3 import S3Store
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
+                ) from error
+            return S3Store(options)
 
 
 def _parse_memory(
@@ -186,9 +253,15 @@ def _parse_file(
         )
     if not path.strip("/") or "\0" in path:
         raise ConfigError(f"{query.url}: name a directory, for example file:///var/cache/kvpool")
+    io, policy = query.text("io", "auto"), query.text("policy", Policy.LRU.value)
+    for name, value, choices in (("io", io, IO_CHOICES), ("policy", policy, [*Policy])):
+        if value not in choices:
+            raise ConfigError(f"{query.url}: {name}={value}; {nearest(value, choices)}")
     return FileOptions(
         path="/" + os.path.normpath(path).lstrip("/"),
         size_bytes=query.size("size", DEFAULT_FILE_BYTES, least=MIN_STORE_BYTES),
+        io=io,
+        policy=Policy(policy),
     )
 
 
@@ -245,10 +318,89 @@ def _host_and_port(url: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _parse_s3(parts: SplitResult, query: _Query, environ: Mapping[str, object] | None) -> S3Options:
+    env = {name: str(value) for name, value in (environ or {}).items() if value}
+    query.refuse_secrets()
+    bucket, prefix = parts.netloc, parts.path.strip("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            "s3://: the url needs a bucket of letters, digits and . _ - and no port; the server "
+            "goes into endpoint=: s3://bucket/prefix?endpoint=http://host:9000"
+        )
+    if (
+        not _PREFIX.fullmatch(prefix)
+        or {".", ".."} & set(prefix.split("/"))
+        or len(prefix) > MAX_PREFIX_CHARS
+    ):
+        raise ConfigError(
+            f"s3://{bucket}: the prefix may have letters, digits and . _ = - between single "
+            f"slashes, and {MAX_PREFIX_CHARS} of them in all"
+        )
+    endpoint = query.text("endpoint", _first_of(env, S3_ENDPOINT_ENV)).rstrip("/")
+    _check_endpoint(query.url, endpoint, query.flag("allow_http"))
+    region = query.text("region", _first_of(env, S3_REGION_ENV))
+    if not region and not endpoint:
+        raise ConfigError(f"{query.url}: name the bucket's region: region=, or {S3_REGION_ENV[0]}")
+    anonymous = query.flag("anonymous")
+    if not query.flag("instance_role") and not anonymous:
+        _check_credentials(query.url, env)
+    return S3Options(
+        bucket=bucket,
+        prefix=prefix,
+        region=region or DEFAULT_ENDPOINT_REGION,
+        endpoint=endpoint,
+        # A name with dots does not fit into AWS's certificates.
+        path_style=query.flag("path_style", bool(endpoint) or "." in bucket),
+        anonymous=anonymous,
+    )
+
+
+def _first_of(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((env[name] for name in names if name in env), "")
+
+
+def _check_endpoint(url: str, endpoint: str, allow_http: bool) -> None:
+    """ConfigError unless "" or http(s)://host:port; it is not repeated, for what it may hold."""
+    if not endpoint:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        valid = False
+    if not valid or "@" in endpoint or parts.query or parts.fragment:
+        raise ConfigError(f"{url}: endpoint= must be like https://host:9000, with nothing beside")
+    if parts.scheme == "http" and not allow_http and not _is_loopback(parts.hostname or ""):
+        raise ConfigError(
+            f"{url}: over http cells can be read and changed on their way; use an https endpoint, "
+            "or allow_http=1 in a network that is trusted"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_credentials(url: str, env: Mapping[str, str]) -> None:
+    """ConfigError if the client would find none, and would ask an instance's metadata service."""
+    pair = S3_CREDENTIALS[0]
+    missing = [name for name in pair if name not in env]
+    if len(missing) == 1:
+        raise ConfigError(f"{url}: {missing[0]} is not set, but the other of {' and '.join(pair)}")
+    if not any(all(name in env for name in names) for names in S3_CREDENTIALS):
+        raise ConfigError(
+            f"{url}: no credentials; set {' and '.join(pair)} (profiles and shared files are not "
+            "read), or say instance_role=1 on a machine that has a role, or anonymous=1"
+        )
+
+
 _PARSERS: dict[
     str,
     Callable[
         [SplitResult, _Query, Mapping[str, object] | None],
-        MemoryOptions | FileOptions | MooncakeOptions,
+        MemoryOptions | FileOptions | MooncakeOptions | S3Options,
     ],
-] = {"memory": _parse_memory, "file": _parse_file, "mooncake": _parse_mooncake}
+] = {"memory": _parse_memory, "file": _parse_file, "mooncake": _parse_mooncake, "s3": _parse_s3}

@@ -1,8 +1,9 @@
-"""Stand-ins that tests script: clock, store with faults, request, pins, copier, executor.
+"""Stand-ins that tests script: clock, store with faults, lanes that die, request, pins, copier,
+executor, trace.
 
 Fakes, not mocks: each keeps the contract of what it stands for and checks that it is kept towards
-it. What a fake does wrong is said before it is used, by name. `FaultyStore` may be called from any
-thread, the others belong to the test's.
+it. What a fake does wrong is said before it is used, by name. `FaultyStore` and `FaultyPerform`
+may be called from any thread, the others belong to the test's.
 """
 
 import threading
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
@@ -202,6 +203,48 @@ def _fault(struck: dict[str, Rule], key: str) -> Fault | None:
     return struck[key].fault if key in struck else None
 
 
+class FaultyPerform:
+    """What lanes do with a batch, with faults. Without a script it is `perform`."""
+
+    def __init__(self, perform: Callable[[Any], Any]) -> None:
+        self._perform = perform
+        self._lock = threading.Lock()
+        self._deaths: list[tuple[str, int, int]] = []  # lane, first and last call of it, from 1
+        self._held: set[str] = set()
+        self._released = threading.Event()
+        self.entered = threading.Event()
+        """Set as soon as a batch is held."""
+        self.calls: Counter[str] = Counter()  # by lane
+        self.threads: dict[str, threading.Thread] = {}  # the last that called, by lane
+
+    def kill(self, lane: str, after: int = 0, times: int = 1) -> None:
+        """The thread of that lane dies in its next `times` batches, `after` others."""
+        with self._lock:
+            first = self.calls[lane] + after + 1
+            self._deaths.append((lane, first, first + times - 1))
+
+    def hold(self, lane: str) -> None:
+        """Batches of that lane wait until `release`."""
+        self._held.add(lane)
+
+    def release(self) -> None:
+        """Batches that are held go on, and later ones are not held any more."""
+        self._released.set()
+
+    def __call__(self, work: Any) -> Any:
+        lane = str(work.lane)
+        with self._lock:
+            self.calls[lane] += 1
+            self.threads[lane] = threading.current_thread()
+            call = self.calls[lane]
+        if lane in self._held:
+            self.entered.set()
+            assert self._released.wait(BLOCK_LIMIT_S), "never released"
+        if any(name == lane and first <= call <= last for name, first, last in self._deaths):
+            raise SystemExit(f"{lane} dies")
+        return self._perform(work)
+
+
 @dataclass(slots=True)
 class FakeRequest(Generic[OptionsT, IdentityT]):
     """A request as the scheduler side sees one (`RequestView`), moved on by the test."""
@@ -304,3 +347,31 @@ class FakeExecutor:
         self.on_wait()
         self.ready.append(ready(self.reports))
         return self.ready[-1]
+
+
+class FakeTrace:
+    """Keeps what is recorded, in order: what it was, and its values by name."""
+
+    on = True
+    dropped = 0
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, dict[str, Any]]] = []
+
+    def batch(self, kind: str, name: str, start_s: float, stop_s: float, **what: Any) -> None:
+        assert stop_s >= start_s, (start_s, stop_s)
+        values = {"kind": kind, "name": name, "start_s": start_s, "stop_s": stop_s, **what}
+        self.records.append(("batch", values))
+
+    def instant(self, name: str, **what: Any) -> None:
+        self.records.append(("instant", {"name": name, **what}))
+
+    def counter(self, name: str, value: float, unit: str = "cells") -> None:
+        self.records.append(("counter", {"name": name, "value": value, "unit": unit}))
+
+    def close(self, timeout_s: float = 0) -> None:
+        self.records.append(("close", {}))
+
+    def of(self, what: str) -> list[dict[str, Any]]:
+        """The values of all records of one kind."""
+        return [values for kind, values in self.records if kind == what]

@@ -1,386 +1,288 @@
 """The engine's decisions: `step(event, now) -> actions` (pure; owned by the engine thread).
 
-A load's cell goes GET -> SCATTER, a save's GATHER -> PUT; each holds one staging slot from its
-first op to its last. The engine hands slots to waiting cells (loads first), packs cells into ops
-of bounded size, keeps a bounded number of ops of each kind in flight, and reports every job once.
+Jobs become graphs of ops over lanes (scheduler.py), which move cells between pages, host memory
+and tiers: loads.py and fetches.py bring them in, saves.py takes them out, residency.py knows what
+host memory holds. The engine gives ops their slots when they start, hands batches to lanes, takes
+outcomes back, watches deadlines and the health of tiers, and passes on reports.
 
-Invariants (`check`):
-* a slot is free, or held by one cell in one op or queue, or quarantined with its op in flight;
-* a load that stops at chunk k has its chunks before k in the pages and starts nothing after k;
-* a load is reported only when none of its scatters is in flight: pages are never written behind
-  the scheduler's back. A GET in flight keeps its slot, which after a timeout counts as
-  quarantined, until the lane answers;
-* a save that finds no slot for `SAVE_STALL_S` while none is given back is dropped, and so are
-  later ones until a slot is given back: a store that takes no puts costs one such wait.
+Invariants (`check`): those of the parts; every cell handed to a lane is answered once; what is idle
+holds no pin.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Hashable, Mapping
+from typing import cast
 
-from vllm_kvpool.staging.slots import SlotPool, SlotUse
+from vllm_kvpool.staging.slots import SlotUse
+from vllm_kvpool.transfer.desk import PASSING, Desk
+from vllm_kvpool.transfer.fetches import Fetch, Fetches
+from vllm_kvpool.transfer.graph import Batch, LaneLimits, Op, Priority
+from vllm_kvpool.transfer.handdown import HandDowns, Passage
+from vllm_kvpool.transfer.loads import Loads, Scatter
 from vllm_kvpool.transfer.ops import (
+    HOST,
+    NOBODY,
     CancelRequest,
     CellOutcome,
-    CellTask,
     DropSaves,
-    JobId,
-    LoadDone,
+    Flush,
+    HandDown,
+    LaneName,
     LoadJob,
-    Op,
-    OpCell,
-    OpDone,
-    OpId,
     OpKind,
+    Owner,
+    PrefetchJob,
     Report,
-    SaveDone,
-    SaveGathered,
     SaveJob,
     Start,
     Tick,
+    Work,
+    WorkCell,
+    WorkDone,
+    WorkId,
 )
+from vllm_kvpool.transfer.residency import Residency
+from vllm_kvpool.transfer.saves import Copy, Put, Saves
+from vllm_kvpool.transfer.scheduler import Scheduler
+from vllm_kvpool.transfer.story import StoryLine
+from vllm_kvpool.transfer.tiers import Tier
 
-SAVE_STALL_S = 1.0
-MAX_WAITING_REMOVES = 1024
+OWNERS_SHOWN = 4  # jobs named in a lane's work
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Ops in flight per kind, and the size of an op."""
-
-    in_flight: dict[OpKind, int]
-    op_bytes: int
-    op_cells: int
-
-
-Event = LoadJob | SaveJob | OpDone | CancelRequest | DropSaves | Tick
-
-
+Event = (
+    LoadJob | SaveJob | PrefetchJob | WorkDone | CancelRequest | DropSaves | Flush | HandDown | Tick
+)
 Action = Start | Report
 
 
-@dataclass(slots=True)
-class _Load:
-    job: LoadJob
-    deadline: float
-    stop_chunk: int  # cells at or after this chunk are no longer wanted
-    left: Counter[int] = field(default_factory=Counter)  # chunk -> cells not yet in the pages
-    scattering: int = 0
-    expired: bool = False
-    outcome: CellOutcome = CellOutcome.DONE
-
-
-@dataclass(slots=True)
-class _Save:
-    job: SaveJob
-    to_gather: int
-    to_store: int
-    dropped: bool = False
-    outcomes: Counter[CellOutcome] = field(default_factory=Counter)
+def lane_names(num_tiers: int) -> list[LaneName]:
+    """Every lane of an engine with so many tiers behind it."""
+    host = [OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER]
+    tier = [OpKind.GET, OpKind.PUT, OpKind.REMOVE]
+    return [
+        *(LaneName(kind, HOST) for kind in host),
+        *(LaneName(kind, i) for i in range(num_tiers) for kind in tier),
+    ]
 
 
 class Engine:
-    """See the module docstring."""
+    """See the module docstring. `limits` has every lane of `lane_names`."""
 
-    def __init__(self, slots: SlotPool, limits: Limits) -> None:
-        self.slots = slots
-        self._limits = limits
-        self._loads: dict[JobId, _Load] = {}
-        self._saves: dict[JobId, _Save] = {}
-        self._waiting_loads: deque[tuple[JobId, CellTask]] = deque()
-        self._waiting_saves: deque[tuple[JobId, CellTask]] = deque()
-        self._ready: dict[OpKind, deque[OpCell]] = {
-            kind: deque() for kind in (OpKind.SCATTER, OpKind.PUT, OpKind.REMOVE)
+    def __init__(
+        self,
+        residency: Residency,
+        tiers: tuple[Tier, ...],
+        limits: Mapping[LaneName, LaneLimits],
+        *,
+        write_back: bool = False,
+        chance: Callable[[], float] = random.random,
+        slot_bytes: int = 0,
+    ) -> None:
+        scheduler = Scheduler(cast("Mapping[Hashable, LaneLimits]", limits), self._admit)
+        self.desk = Desk(scheduler, residency, tiers, chance, slot_bytes)
+        self.saves = Saves(self.desk, write_back=write_back)
+        self._fetches = Fetches(self.desk, self.saves.copy_up)
+        self.loads = Loads(self.desk, self._fetches)
+        self._hand_downs = HandDowns(self.desk, self._fetches, self.saves)
+        self._lane_labels = {
+            lane: lane.kind.value
+            if lane.tier == HOST
+            else f"{lane.kind.value} {tiers[lane.tier].name}"
+            for lane in limits
         }
-        self._ops: dict[OpId, Op] = {}
-        self._in_flight: Counter[OpKind] = Counter()
-        self._next_op = 0
-        self._patience_ends: float | None = None  # set while saves wait in vain for a slot
-        self._actions: list[Action] = []
+        self._running: dict[WorkId, Batch] = {}
+        self._next_work = 0
+        self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
+            OpKind.GATHER: self.saves.gathered,
+            OpKind.SEAL: self.saves.sealed,
+            OpKind.PUT: self.saves.put,
+            OpKind.GET: self._fetches.got,
+            OpKind.CHECK: self._fetches.checked,
+            OpKind.SCATTER: self.loads.scattered,
+            OpKind.REMOVE: self._removed,
+        }
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take one event; return what is to be started and reported, in order."""
+        """Take one event; return what is to be reported and started, in order."""
+        desk = self.desk
+        desk.now = desk.scheduler.now = now
         match event:
+            case WorkDone():
+                self._work_done(event)
             case LoadJob():
-                self._submit_load(event, now)
+                self.loads.submit(event)
             case SaveJob():
-                self._submit_save(event)
-            case OpDone():
-                self._op_done(event)
+                self.saves.submit(event)
+            case PrefetchJob():
+                self.loads.prefetch(event)
             case CancelRequest():
-                for load in [
-                    x for x in self._loads.values() if x.job.request_id == event.request_id
-                ]:
-                    self._stop_load(load, load.job.first_chunk, CellOutcome.CANCELLED)
+                self.loads.cancel(event.request_id)
             case DropSaves():
-                self._drop_saves(CellOutcome.CANCELLED)
+                self.saves.drop(CellOutcome.CANCELLED)
+                if event.forget:
+                    self._fetches.forget()
+                    desk.residency.clear()
+            case Flush():
+                self.saves.flush()
+            case HandDown():
+                self._hand_downs.submit(event)
             case Tick():
                 pass
-        self._expire(now)
-        self._fill(now)
-        actions, self._actions = self._actions, []
-        return actions
+        for graph in desk.scheduler.take_expired(now):
+            self.loads.expired(graph)
+        self._settle()
+        started = self._start()
+        self.saves.watch_stall()
+        if self.saves.keep_clean() or desk.scheduler.has_news:
+            self._settle()
+            started += self._start()
+        if desk.residency.keep:
+            self._look_at_host()
+        reports, desk.reports = desk.reports, []
+        return [*reports, *started]
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, or None."""
-        times = [load.deadline for load in self._loads.values() if not load.expired]
-        if self._patience_ends is not None and self._waiting_saves:
-            times.append(self._patience_ends)
-        return min(times, default=None)
+        times = (self.desk.scheduler.next_time(), self.saves.next_time())
+        return min((t for t in times if t is not None), default=None)
+
+    def story(self, request_id: str) -> tuple[StoryLine, ...]:
+        """What happened to a request's cells here."""
+        return self.desk.stories.of(request_id)
 
     @property
     def idle(self) -> bool:
-        return not self._loads and not self._saves and not self._ops
+        return not (self._running or self.loads.num_open or self.num_saves)
 
     @property
     def num_saves(self) -> int:
-        return len(self._saves)
+        """Saves, and copies between tiers, that are under way."""
+        return self.saves.num_open + self.saves.num_copies
 
-    # Submission
+    # Starting work
 
-    def _submit_load(self, job: LoadJob, now: float) -> None:
-        load = _Load(job, now + job.timeout_s, job.stop_chunk)
-        load.left.update(task.chunk for task in job.tasks)
-        self._loads[job.job_id] = load
-        self._waiting_loads.extend((job.job_id, task) for task in job.tasks)
-        self._finish_load(load)
+    def _admit(self, op: Op) -> bool:
+        """Late binding: a cell gets its slot when it starts to come in."""
+        kind = op.lane.key[0]  # type: ignore[union-attr, index]
+        if kind is OpKind.GET:
+            use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
+            return self.desk.residency.give_slot(op.what.entry, use)
+        if kind is OpKind.GATHER:
+            return self.desk.residency.give_slot(op.what.entry, SlotUse.SAVE)
+        return True
 
-    def _submit_save(self, job: SaveJob) -> None:
-        save = _Save(job, to_gather=len(job.tasks), to_store=len(job.tasks))
-        self._saves[job.job_id] = save
-        self._waiting_saves.extend((job.job_id, task) for task in job.tasks)
-        self._finish_gather(save)
+    def _start(self) -> list[Action]:
+        return [Start(self._work(batch)) for batch in self.desk.scheduler.take(self.desk.now)]
 
-    # Starting ops
+    def _work(self, batch: Batch) -> Work:
+        work_id = WorkId(self._next_work)
+        self._next_work += 1
+        self._running[work_id] = batch
+        cells = []
+        owners: dict[Owner, None] = {}
+        for op in batch.ops:
+            what = op.what
+            cells.append(WorkCell(what.cell, None if what.entry is None else what.entry.slot))
+            if len(owners) < OWNERS_SHOWN:
+                owners[op.graph.tag] = None
+        lane = cast("LaneName", batch.lane.key)
+        ready_at = min(op.ready_at for op in batch.ops)
+        attempt = 1 + max(op.attempts for op in batch.ops)
+        owners.pop(NOBODY, None)
+        return Work(work_id, lane, tuple(cells), ready_at, tuple(owners), attempt)
 
-    def _fill(self, now: float) -> None:
-        """Start whatever may start: what frees slots first, then loads, then saves."""
-        for kind in (OpKind.SCATTER, OpKind.PUT, OpKind.REMOVE):
-            queue = self._ready[kind]
-            while queue and self._may_start(kind):
-                self._start(kind, self._pack(queue))
-        while self._may_start(OpKind.GET):
-            batch = self._take_slots(self._waiting_loads, SlotUse.LOAD)
-            if not batch:
+    # Work that ended
+
+    def _work_done(self, done: WorkDone) -> None:
+        batch = self._running.pop(done.work_id)
+        assert len(done.outcomes) == len(batch.ops), done
+        lane = cast("LaneName", batch.lane.key)
+        self.desk.scheduler.batch_ended(batch)
+        if lane.tier != HOST:
+            self._watch_tier(lane.tier, done)
+        self._tell_story(lane, batch, done)
+        if lane.kind is OpKind.GET:
+            hits = sum(
+                outcome is CellOutcome.DONE and op.priority == Priority.LOAD
+                for op, outcome in zip(batch.ops, done.outcomes, strict=True)
+            )
+            self.desk.count("kvpool_hit_cells", hits, tier=self.desk.tiers[lane.tier].name)
+        handle = self._handlers[lane.kind]
+        for op, outcome in zip(batch.ops, done.outcomes, strict=True):
+            handle(op, outcome)
+
+    def _watch_tier(self, tier: int, done: WorkDone) -> None:
+        """A batch of which nothing is known is a failure of the tier."""
+        breaker = self.desk.breakers[tier]
+        if not all(outcome in PASSING for outcome in done.outcomes):
+            breaker.succeeded()
+        elif breaker.failed(self.desk.now):
+            self._fetches.tier_down(tier)
+            self.saves.tier_down(tier)
+
+    def _look_at_host(self) -> None:
+        """Report and count what has come into host memory and left it."""
+        desk, residency = self.desk, self.desk.residency
+        change = residency.take_change()
+        if change is not None:
+            desk.reports.append(change)
+        if residency.num_dropped:
+            desk.count("kvpool_evicted_cells", residency.num_dropped, tier="host", fate="dropped")
+            desk.count("kvpool_prefetched_cells", residency.unused_prefetches, outcome="unused")
+            residency.num_dropped = residency.unused_prefetches = 0
+
+    def _removed(self, op: Op, outcome: CellOutcome) -> None:
+        self.desk.scheduler.finish(op)
+
+    def _settle(self) -> None:
+        """Tell owners of what the scheduler did on its own, until that has no consequences."""
+        scheduler = self.desk.scheduler
+        while True:
+            lost, reached = scheduler.take_lost(), scheduler.take_reached()
+            if not lost and not reached:
                 break
-            self._start(OpKind.GET, batch)
-        while self._may_start(OpKind.GATHER):
-            batch = self._take_slots(self._waiting_saves, SlotUse.SAVE)
-            if not batch:
-                break
-            self._start(OpKind.GATHER, batch)
-        self._watch_stall(now)
+            for op, cause in lost:
+                if isinstance(op.what, Scatter):
+                    self.loads.lost(op, _why(cause))
+                elif isinstance(op.what, Put):
+                    self.saves.settle(op.what.copy)
+            for marker in reached:
+                if isinstance(marker.what, Passage):
+                    self._hand_downs.ended(marker.what)
+                else:
+                    self.saves.all_gathered(marker.what)
+        for graph in scheduler.take_ended():
+            graph.ops.clear()  # the heap of deadlines may hold the graph for long
 
-    def _may_start(self, kind: OpKind) -> bool:
-        return self._in_flight[kind] < self._limits.in_flight[kind]
-
-    def _pack(self, queue: deque[OpCell]) -> list[OpCell]:
-        batch: list[OpCell] = []
-        nbytes = 0
-        while queue and len(batch) < self._limits.op_cells and nbytes < self._limits.op_bytes:
-            batch.append(queue.popleft())
-            nbytes += batch[-1].task.nbytes
-        return batch
-
-    def _take_slots(self, waiting: deque[tuple[JobId, CellTask]], use: SlotUse) -> list[OpCell]:
-        batch: list[OpCell] = []
-        nbytes = 0
-        while waiting and len(batch) < self._limits.op_cells and nbytes < self._limits.op_bytes:
-            job_id, task = waiting[0]
-            if use is SlotUse.LOAD and not self._wanted(job_id, task):
-                waiting.popleft()
-                continue
-            slot = self.slots.take(use)
-            if slot is None:
-                break
-            waiting.popleft()
-            batch.append(OpCell(task, job_id, slot))
-            nbytes += task.nbytes
-        return batch
-
-    def _wanted(self, job_id: JobId, task: CellTask) -> bool:
-        load = self._loads.get(job_id)
-        return load is not None and task.chunk < load.stop_chunk
-
-    def _start(self, kind: OpKind, cells: list[OpCell]) -> None:
-        op = Op(OpId(self._next_op), kind, tuple(cells))
-        self._next_op += 1
-        self._ops[op.op_id] = op
-        self._in_flight[kind] += 1
-        if kind is OpKind.SCATTER:
-            for cell in cells:
-                self._loads[cell.job_id].scattering += 1
-        self._actions.append(Start(op))
-
-    def _watch_stall(self, now: float) -> None:
-        # With nothing waiting the mark stays, so that the next save does not wait again.
-        if self._in_flight[OpKind.GATHER]:
-            self._patience_ends = None
-        elif not self._waiting_saves:
-            pass
-        elif self._patience_ends is None:
-            self._patience_ends = now + SAVE_STALL_S
-        elif now >= self._patience_ends:
-            self._drop_waiting_saves(CellOutcome.FULL)
-
-    # Ops that ended
-
-    def _op_done(self, done: OpDone) -> None:
-        op = self._ops.pop(done.op_id)
-        self._in_flight[op.kind] -= 1
-        assert len(done.outcomes) == len(op.cells), done
-        handle = {
-            OpKind.GET: self._got,
-            OpKind.SCATTER: self._scattered,
-            OpKind.GATHER: self._gathered,
-            OpKind.PUT: self._put,
-            OpKind.REMOVE: self._removed,
-        }[op.kind]
-        for cell, outcome in zip(op.cells, done.outcomes, strict=True):
-            handle(cell, outcome)
-
-    def _free(self, cell: OpCell) -> None:
-        assert cell.slot is not None
-        self.slots.give_back(cell.slot)
-        if self.slots.has_room(SlotUse.SAVE):
-            self._patience_ends = None
-
-    def _got(self, cell: OpCell, outcome: CellOutcome) -> None:
-        if outcome is CellOutcome.CORRUPT:
-            # The next reader must not meet it again.
-            removes = self._ready[OpKind.REMOVE]
-            if len(removes) < MAX_WAITING_REMOVES:
-                removes.append(OpCell(cell.task, cell.job_id, None))
-        load = self._loads.get(cell.job_id)
-        if load is not None and outcome is not CellOutcome.DONE:
-            self._stop_load(load, cell.task.chunk, outcome)
-            load = self._loads.get(cell.job_id)
-        if load is not None and cell.task.chunk < load.stop_chunk:
-            self._ready[OpKind.SCATTER].append(cell)
-        else:
-            self._free(cell)
-
-    def _scattered(self, cell: OpCell, outcome: CellOutcome) -> None:
-        self._free(cell)
-        load = self._loads[cell.job_id]  # a load outlives its scatters
-        load.scattering -= 1
-        if outcome is CellOutcome.DONE:
-            load.left[cell.task.chunk] -= 1
-        else:
-            self._stop_load(load, cell.task.chunk, outcome)
-        self._finish_load(load)
-
-    def _gathered(self, cell: OpCell, outcome: CellOutcome) -> None:
-        save = self._saves[cell.job_id]
-        if outcome is CellOutcome.DONE and not save.dropped:
-            self._ready[OpKind.PUT].append(cell)
-        else:
-            self._free(cell)
-            self._stored(save, CellOutcome.CANCELLED if save.dropped else outcome)
-        save.to_gather -= 1
-        self._finish_gather(save)
-
-    def _put(self, cell: OpCell, outcome: CellOutcome) -> None:
-        self._free(cell)
-        self._stored(self._saves[cell.job_id], outcome)
-
-    def _removed(self, cell: OpCell, outcome: CellOutcome) -> None:
-        pass
-
-    # Loads
-
-    def _stop_load(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
-        """Nothing at or after `chunk` is wanted any more."""
-        if chunk < load.stop_chunk:
-            load.stop_chunk = chunk
-            load.outcome = outcome
-            scatter = self._ready[OpKind.SCATTER]
-            for cell in [
-                c for c in scatter if c.job_id == load.job.job_id and c.task.chunk >= chunk
-            ]:
-                scatter.remove(cell)
-                self._free(cell)
-        self._finish_load(load)
-
-    def _finish_load(self, load: _Load) -> None:
-        """Report the load if all that is wanted is in the pages and no scatter is in flight."""
-        if load.scattering or load.job.job_id not in self._loads:
-            return
-        if any(left and chunk < load.stop_chunk for chunk, left in load.left.items()):
-            return
-        del self._loads[load.job.job_id]
-        job = load.job
-        self._actions.append(LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome))
-
-    def _expire(self, now: float) -> None:
-        for load in [x for x in self._loads.values() if now >= x.deadline and not x.expired]:
-            load.expired = True
-            unfinished = [chunk for chunk, left in load.left.items() if left]
-            self._quarantine(load)
-            self._stop_load(load, min(unfinished, default=load.stop_chunk), CellOutcome.TIMED_OUT)
-
-    def _quarantine(self, load: _Load) -> None:
-        for op in self._ops.values():
-            if op.kind is OpKind.GET:
-                for cell in op.cells:
-                    if cell.job_id == load.job.job_id and cell.slot is not None:
-                        self.slots.quarantine(cell.slot)
-
-    # Saves
-
-    def _finish_gather(self, save: _Save) -> None:
-        if save.to_gather == 0:
-            save.to_gather = -1  # reported
-            self._actions.append(SaveGathered(save.job.job_id, save.job.request_id))
-            self._finish_save(save)
-
-    def _stored(self, save: _Save, outcome: CellOutcome) -> None:
-        save.outcomes[outcome] += 1
-        save.to_store -= 1
-        self._finish_save(save)
-
-    def _finish_save(self, save: _Save) -> None:
-        if save.to_store == 0 and save.to_gather < 0:
-            del self._saves[save.job.job_id]
-            job = save.job
-            self._actions.append(SaveDone(job.job_id, job.request_id, tuple(save.outcomes.items())))
-
-    def _drop_waiting_saves(self, outcome: CellOutcome) -> None:
-        waiting, self._waiting_saves = self._waiting_saves, deque()
-        for job_id, _ in waiting:
-            save = self._saves[job_id]
-            self._stored(save, outcome)
-            save.to_gather -= 1
-            self._finish_gather(save)
-
-    def _drop_saves(self, outcome: CellOutcome) -> None:
-        for save in self._saves.values():
-            save.dropped = True
-        self._drop_waiting_saves(outcome)
-        puts = self._ready[OpKind.PUT]
-        while puts:
-            cell = puts.popleft()
-            self._free(cell)
-            self._stored(self._saves[cell.job_id], outcome)
+    def _tell_story(self, lane: LaneName, batch: Batch, done: WorkDone) -> None:
+        ends: dict[tuple[str, CellOutcome], int] = {}
+        for op, outcome in zip(batch.ops, done.outcomes, strict=True):
+            end = (op.graph.tag.request_id, outcome)
+            ends[end] = ends.get(end, 0) + 1
+        name = self._lane_labels[lane]
+        for (request_id, outcome), count in ends.items():
+            if request_id:
+                self.desk.note(request_id, "{}: {} {}", name, count, outcome.value)
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""
-        self.slots.check()
-        queued = [c.slot for kind in (OpKind.SCATTER, OpKind.PUT) for c in self._ready[kind]]
-        flying = [
-            c.slot for op in self._ops.values() if op.kind is not OpKind.REMOVE for c in op.cells
-        ]
-        held = [slot for slot in queued + flying if slot is not None]
-        assert len(set(held)) == len(held), "a slot is held twice"
-        assert len(held) == self.slots.num_held + self.slots.num_quarantined
-        assert self._in_flight == Counter(op.kind for op in self._ops.values())
-        for load in self._loads.values():
-            scattering = sum(
-                cell.job_id == load.job.job_id
-                for op in self._ops.values()
-                if op.kind is OpKind.SCATTER
-                for cell in op.cells
-            )
-            assert scattering == load.scattering
+        self.desk.residency.check()
+        self.loads.check()
+        running = [op for batch in self._running.values() for op in batch.ops]
+        held = [op.what.entry.slot for op in running if op.what.entry is not None]
+        assert all(slot is not None for slot in held)
         if self.idle:
-            assert not self._waiting_saves
-            assert self.slots.num_quarantined == 0
+            residency = self.desk.residency
+            assert all(entry.pins == 0 or entry.prefetched for entry in residency)
+            assert residency.slots.num_quarantined == 0
+            assert residency.slots.num_held == sum(entry.slot is not None for entry in residency)
+
+
+def _why(cause: Op) -> CellOutcome:
+    """Why an op can give nothing to those that wait for it."""
+    what = cause.what
+    if isinstance(what, Fetch):
+        return what.trouble
+    if isinstance(what, Copy) and what.outcome is not None:
+        return what.outcome
+    return CellOutcome.CANCELLED

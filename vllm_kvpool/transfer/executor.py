@@ -1,12 +1,16 @@
 """The threads of the worker side: one engine thread that decides, lanes that perform.
 
-    model thread --post--> inbox --> engine thread --op--> lane inbox --> lane
-         ^------ reports (drain) ------'   ^------------ OpDone ----------'
+    model thread --post--> inbox --> engine thread --work--> lane inbox --> lane
+         ^------ reports (drain) ------'   ^------------ WorkDone ----------'
 
-The engine thread owns the engine and the planner; a lane owns the op it is performing. Bounds: the
-engine keeps at most `Limits.in_flight` ops of a kind, so lane inboxes hold no more; the engine's
-inbox holds those plus the plans of steps not yet taken. All threads are daemons and end by a
-sentinel; a lane stuck in a store call is left behind at `close`, its memory kept alive.
+The engine thread owns the engine and the planner; a lane owns the work it is performing. Bounds:
+the engine keeps at most `LaneLimits.batches` in flight for a lane, so lane inboxes hold no more;
+the engine's inbox holds those plus the plans of steps not yet taken. All threads are daemons and
+end by a sentinel; a lane stuck in a store call is left behind at `close`, its memory kept alive.
+
+A lane thread that dies is noticed, by its last word or by a look every `WATCH_S`: what it was
+doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
+lane is given fails at once.
 """
 
 import logging
@@ -15,34 +19,51 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat, starmap
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.ops import (
+    HOST,
     CancelRequest,
+    CellName,
     CellOutcome,
     DropSaves,
+    Flush,
+    HandDown,
+    HandedDown,
+    HostChange,
     JobId,
+    LaneName,
+    LoadDone,
     LoadPlan,
-    Op,
-    OpDone,
     OpKind,
+    PrefetchPlan,
     Report,
     SaveDone,
     SavePlan,
     Start,
     Tick,
+    Work,
+    WorkDone,
+    WorkId,
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.story import StoryLine
+from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
 
 IDLE_TICK_S = 0.5
+WATCH_S = 0.25
+GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
+STORY_WAIT_S = 1.0
+MAX_NEW_LANES = 16
 
-Perform = Callable[[Op], tuple[CellOutcome, ...]]
+Perform = Callable[[Work], tuple[CellOutcome, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +73,72 @@ class Close:
     deadline: float
 
 
-Post = LoadPlan | SavePlan | CancelRequest | DropSaves | Close
-_Message = Post | OpDone
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """Hand cells of a tier down; how many have moved goes into `answer`."""
+
+    tier: int
+    cells: tuple[CellName, ...]
+    answer: "SimpleQueue[int]"
 
 
-class Lane:
-    """One thread that performs the ops of its inbox, one after another, and never dies of one."""
+@dataclass(frozen=True, slots=True)
+class AskStory:
+    """What happened to a request; the answer goes into `answer`."""
+
+    request_id: str
+    answer: "SimpleQueue[tuple[StoryLine, ...]]"
+
+
+Post = LoadPlan | SavePlan | PrefetchPlan | CancelRequest | DropSaves | Close | AskStory | PassOn
+
+
+class LaneThread:
+    """Performs the works of its inbox, one after another."""
 
     def __init__(
         self,
+        lane: LaneName,
         name: str,
         perform: Perform,
-        inbox: "SimpleQueue[Op | None]",
-        outbox: "SimpleQueue[_Message]",
+        inbox: "SimpleQueue[Work | None]",
+        outbox: "SimpleQueue[Post | WorkDone | LaneThread]",
     ) -> None:
+        self.lane = lane
+        self.ended = False  # it was told to end
+        self._taken: deque[Work | None] = deque()  # the work it is doing
         self._inbox = inbox
         self._perform = perform
         self._outbox = outbox
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
+    @property
+    def doing(self) -> Work | None:
+        """What it had taken and not answered; for others to ask once it is dead."""
+        return self._taken[0] if self._taken else None
+
     def _run(self) -> None:
-        while (op := self._inbox.get()) is not None:
-            try:
-                outcomes = self._perform(op)
-            except Exception:
-                logger.exception("kvpool: %s op failed", op.kind.value)
-                outcomes = (CellOutcome.FAILED,) * len(op.cells)
-            self._outbox.put(OpDone(op.op_id, outcomes))
+        inbox = starmap(self._inbox.get, repeat(()))
+        try:
+            while True:
+                # One call into C: an exception thrown into this thread comes before or after it,
+                # so that no work is out of the inbox and in nobody's hands.
+                self._taken.extend(islice(inbox, 1))
+                work = self._taken[0]
+                if work is None:
+                    break
+                try:
+                    outcomes = self._perform(work)
+                except Exception:
+                    logger.exception("kvpool: %s failed", work.lane)
+                    outcomes = (CellOutcome.FAILED,) * len(work.cells)
+                self._outbox.put(WorkDone(work.work_id, outcomes))
+                self._taken.clear()
+            self.ended = True
+        finally:
+            if not self.ended:
+                self._outbox.put(self)
 
 
 class Executor:
@@ -91,24 +150,33 @@ class Executor:
         engine: Engine,
         planner: Planner,
         perform: Perform,
-        lanes: dict[OpKind, int],
+        lanes: dict[LaneName, int],
         tally: Tally,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._engine = engine
         self._planner = planner
+        self._perform = perform
         self._tally = tally
-        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._trace = trace
+        self._inbox: SimpleQueue[Post | WorkDone | LaneThread] = SimpleQueue()
         self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
+        self._began: dict[JobId, float] = {}
+        self._works: dict[WorkId, Work] = {}  # handed to lanes
         self._changed = threading.Condition()
         self._reports: deque[Report] = deque()  # guarded by _changed
-        self._lane_inboxes: dict[OpKind, SimpleQueue[Op | None]] = {}
-        self._lanes: list[tuple[OpKind, Lane]] = []
-        for kind, count in lanes.items():
-            self._lane_inboxes[kind] = SimpleQueue()
-            for i in range(count):
-                name = f"kvpool-{kind.value}-{i}"
-                lane = Lane(name, perform, self._lane_inboxes[kind], self._inbox)
-                self._lanes.append((kind, lane))
+        self._passages: dict[JobId, SimpleQueue[int]] = {}
+        self._num_passages = 0
+        self._num_new_lanes = 0
+        self._refused: set[LaneName] = set()  # lanes without a thread
+        self._next_watch = self._next_gauge = 0.0
+        self._num_untraced = 0  # events that the trace has dropped, as counted so far
+        self._lane_inboxes: dict[LaneName, SimpleQueue[Work | None]] = {}
+        self._lanes: list[LaneThread] = []
+        for lane, count in lanes.items():
+            self._lane_inboxes[lane] = SimpleQueue()
+            for _ in range(count):
+                self._add_lane(lane)
         self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
         self._thread.start()
 
@@ -130,6 +198,18 @@ class Executor:
         with self._changed:
             return self._changed.wait_for(lambda: ready(self._reports), timeout_s)
 
+    def story(self, request_id: str) -> tuple[StoryLine, ...]:
+        """What happened to a request's cells in this rank; for a person, not for every step.
+
+        Asks the engine thread, and waits `STORY_WAIT_S` for it at most.
+        """
+        answer: SimpleQueue[tuple[StoryLine, ...]] = SimpleQueue()
+        self._inbox.put(AskStory(request_id, answer))
+        try:
+            return answer.get(timeout=STORY_WAIT_S)
+        except Empty:
+            return ()
+
     def close(self, timeout_s: float) -> bool:
         """Let saves finish for at most `timeout_s`, then end all threads.
 
@@ -138,16 +218,16 @@ class Executor:
         self._inbox.put(Close(time.monotonic() + timeout_s))
         self._thread.join(timeout_s + LANE_JOIN_S)
         deadline = time.monotonic() + LANE_JOIN_S
-        for _, lane in self._lanes:
+        for lane in self._lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(lane.thread.is_alive() for _, lane in self._lanes)
+        return not any(lane.thread.is_alive() for lane in self._lanes)
 
     # The engine thread
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:
+        except BaseException:
             logger.exception("kvpool: the transfer engine has failed; going on without the pool")
             self._tally.add("kvpool_failures", kind="engine")
             self._end_lanes()
@@ -159,64 +239,120 @@ class Executor:
         closing: float | None = None
         while closing is None or (time.monotonic() < closing and self._engine.num_saves):
             message = self._next_message(closing)
-            if isinstance(message, Close):
-                closing = message.deadline
-            elif message is not None:
-                self._step(self._as_event(message))
-            else:
-                self._step(Tick())
+            self._watch()
+            match message:
+                case WorkDone():
+                    if self._works.pop(message.work_id, None) is not None:
+                        self._step(message)
+                case None:
+                    self._step(Tick())
+                case Close():
+                    closing = message.deadline
+                    self._step(Flush())
+                case PassOn():
+                    self._pass_on(message)
+                case AskStory():
+                    message.answer.put(self._engine.story(message.request_id))
+                case LaneThread():
+                    self._lane_died(message)
+                case _:
+                    self._step(self._as_event(message))
         self._step(DropSaves())
+        self._gauge()
 
     def _end_lanes(self) -> None:
-        for kind, _ in self._lanes:
-            self._lane_inboxes[kind].put(None)
+        for lane in self._lanes:
+            self._lane_inboxes[lane.lane].put(None)
 
     def _serve_without_engine(self) -> None:
         """Every job ends as if the store had nothing, once no lane can touch its pages any more."""
-        for kind, lane in self._lanes:
-            if kind in (OpKind.SCATTER, OpKind.GATHER):
+        for lane in self._lanes:
+            if lane.lane.kind in (OpKind.SCATTER, OpKind.GATHER):
                 lane.thread.join()
         self._publish([given_up(plan, CellOutcome.FAILED) for plan in self._open.values()])
         while not isinstance(message := self._inbox.get(), Close):
             if isinstance(message, LoadPlan | SavePlan):
                 self._publish([given_up(message, CellOutcome.FAILED)])
 
-    def _next_message(self, closing: float | None) -> _Message | None:
+    def _next_message(self, closing: float | None) -> Post | WorkDone | LaneThread | None:
+        try:
+            return self._inbox.get_nowait()
+        except Empty:
+            pass
         deadline = self._engine.next_deadline()
         now = time.monotonic()
+        watch = WATCH_S if self._works else IDLE_TICK_S
         times = [t - now for t in (deadline, closing) if t is not None]
         try:
-            return self._inbox.get(timeout=max(0.0, min([IDLE_TICK_S, *times])))
+            return self._inbox.get(timeout=max(0.0, min([watch, *times])))
         except Empty:
             return None
 
+    def _pass_on(self, message: PassOn) -> None:
+        self._num_passages += 1
+        job = JobId(-self._num_passages)  # the scheduler side's are positive
+        self._passages[job] = message.answer
+        self._step(HandDown(job, message.tier, message.cells))
+
     def _as_event(
-        self, message: "LoadPlan | SavePlan | CancelRequest | DropSaves | OpDone"
+        self, message: LoadPlan | SavePlan | PrefetchPlan | CancelRequest | DropSaves
     ) -> Event:
         match message:
             case LoadPlan():
-                self._open[message.job_id] = message
+                self._begin(message)
                 return self._planner.load(message)
             case SavePlan():
-                self._open[message.job_id] = message
+                self._begin(message)
                 return self._planner.save(message)
+            case PrefetchPlan():
+                return self._planner.prefetch(message)
             case _:
                 return message
 
+    def _begin(self, plan: LoadPlan | SavePlan) -> None:
+        self._open[plan.job_id] = plan
+        self._began[plan.job_id] = time.monotonic()
+
     def _step(self, event: Event) -> None:
         reports: list[Report] = []
+        works: list[Work] = []
         for action in self._engine.step(event, time.monotonic()):
             if isinstance(action, Start):
-                self._lane_inboxes[action.op.kind].put(action.op)
-                continue
-            reports.append(action)
-            if isinstance(action, SaveDone):
-                self._count_save(action)
+                works.append(action.work)
+                self._works[action.work.work_id] = action.work
             else:
-                del self._open[action.job_id]
+                reports.append(action)
+                self._note(action)
+        # Last, as a thread that is woken waits for the interpreter until this one waits.
+        for work in works:
+            if work.lane in self._refused:
+                self._fail(work)
+            else:
+                self._lane_inboxes[work.lane].put(work)
         self._publish(reports)
-        if not isinstance(event, Tick):
-            self._gauge()
+
+    def _note(self, report: Report) -> None:
+        match report:
+            case SaveDone():
+                began = self._began.pop(report.job_id)
+                self._tally.observe("kvpool_save_seconds", time.monotonic() - began)
+                for outcome, count in report.outcomes:
+                    if outcome in (CellOutcome.CANCELLED, CellOutcome.FULL):
+                        self._tally.add("kvpool_failures", count, kind=f"save_{outcome.value}")
+                self._trace.instant("save done", job=report.job_id, request=report.request_id)
+            case LoadDone():
+                del self._open[report.job_id]
+                began = self._began.pop(report.job_id)
+                self._tally.observe("kvpool_load_seconds", time.monotonic() - began)
+                self._trace.instant(
+                    f"load {report.reason.value}", job=report.job_id, request=report.request_id
+                )
+            case HandedDown():
+                self._passages.pop(report.job_id).put(report.moved)
+            case HostChange():
+                pass
+            case _:
+                del self._open[report.job_id]
 
     def _publish(self, reports: Sequence[Report]) -> None:
         if reports:
@@ -224,13 +360,62 @@ class Executor:
                 self._reports.extend(reports)
                 self._changed.notify_all()
 
-    def _count_save(self, done: SaveDone) -> None:
-        for outcome, count in done.outcomes:
-            if outcome in (CellOutcome.CANCELLED, CellOutcome.FULL):
-                self._tally.add("kvpool_failures", count, kind=f"save_{outcome.value}")
+    # Lanes
+
+    def _add_lane(self, lane: LaneName) -> None:
+        name = f"kvpool-{lane}-{sum(other.lane == lane for other in self._lanes)}"
+        inbox = self._lane_inboxes[lane]
+        self._lanes.append(LaneThread(lane, name, self._perform, inbox, self._inbox))
+
+    def _watch(self) -> None:
+        """Look after what cannot speak for itself, now and then."""
+        now = time.monotonic()
+        if now >= self._next_watch:
+            self._next_watch = now + WATCH_S
+            for lane in [x for x in self._lanes if not x.ended and not x.thread.is_alive()]:
+                self._lane_died(lane)
+        if now >= self._next_gauge:
+            self._next_gauge = now + GAUGE_EVERY_S
+            self._gauge()
+
+    def _lane_died(self, dead: LaneThread) -> None:
+        if dead not in self._lanes:
+            return
+        self._lanes.remove(dead)
+        self._tally.add("kvpool_failures", kind="lane")
+        logger.error("kvpool: a thread of lane %s has died", dead.lane)
+        if self._num_new_lanes < MAX_NEW_LANES:
+            self._num_new_lanes += 1
+            self._add_lane(dead.lane)
+        if dead.doing is not None:
+            self._fail(dead.doing)
+        if not any(lane.lane == dead.lane for lane in self._lanes):
+            self._refused.add(dead.lane)
+            inbox = self._lane_inboxes[dead.lane]
+            while not inbox.empty():
+                work = inbox.get()
+                if work is not None:
+                    self._fail(work)
+
+    def _fail(self, work: Work) -> None:
+        """Answer for a lane that cannot."""
+        self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells)))
 
     def _gauge(self) -> None:
-        slots = self._engine.slots
-        self._tally.set("kvpool_slots", slots.num_free, state="free")
-        self._tally.set("kvpool_slots", slots.num_held, state="held")
-        self._tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
+        engine, tally, trace = self._engine, self._tally, self._trace
+        slots = engine.desk.residency.slots
+        tally.set("kvpool_slots", slots.num_free, state="free")
+        tally.set("kvpool_slots", slots.num_held, state="held")
+        tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
+        trace.counter("free slots", slots.num_free)
+        for lane in engine.desk.scheduler.lanes.values():
+            name = lane.key
+            assert isinstance(name, LaneName)
+            tier = "host" if name.tier == HOST else engine.desk.tiers[name.tier].name
+            tally.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
+            trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
+        engine.desk.fill(tally)
+        dropped = trace.dropped
+        if dropped > self._num_untraced:
+            tally.add("kvpool_trace_dropped", dropped - self._num_untraced)
+            self._num_untraced = dropped

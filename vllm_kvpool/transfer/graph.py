@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 FAIR_EVERY = 8
 
@@ -31,6 +31,8 @@ class OpState(Enum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    __hash__ = object.__hash__  # Enum's own is written in Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Op:
         self.lane = lane
         self.what = what
         self.nbytes = nbytes
-        self.priority: int = graph.priority
+        self.priority = int(graph.priority)
         self.always = always
         self.state = OpState.WAITING
         self.pending = 0
@@ -99,12 +101,18 @@ class Graph:
         return self.closed and not self.open_ops
 
 
-class Batch(NamedTuple):
-    """Ops of one lane that run together, in the order in which they became ready."""
+class Batch:
+    """Ops of one lane that run together, in the order in which they became ready.
 
-    lane: "Lane"
-    ops: Sequence[Op]
-    nbytes: int
+    Nothing changes it; a class with slots, since one is made for every batch.
+    """
+
+    __slots__ = ("lane", "nbytes", "ops")
+
+    def __init__(self, lane: "Lane", ops: Sequence[Op], nbytes: int) -> None:
+        self.lane = lane
+        self.ops = ops
+        self.nbytes = nbytes
 
 
 class Lane:

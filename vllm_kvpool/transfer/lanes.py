@@ -1,13 +1,14 @@
-"""What a lane does with an op: move its cells, and say what became of each.
+"""What a lane does with a batch of cells: move or check them, and say what became of each.
 
-A lane performs and reports; it never decides. Store calls, verification and sealing happen here,
-on slots that the engine has given to the op, so no two ops touch the same memory. `perform` may be
-called by several lanes at once; the gather lane and the scatter lane have a copier each.
+A lane performs and reports; it never decides. Store calls, sealing and checking happen here, on
+slots that the engine has given to the cells, so nothing else writes that memory meanwhile.
+`perform` may be called by several lanes at once; the gather lane and the scatter lane have a copier
+each, and a lane that works with a store uses that store alone.
 """
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.cells import seal, verify
@@ -18,7 +19,17 @@ from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.transfer.ops import CellOutcome, Op, OpCell, OpKind
+from vllm_kvpool.transfer.ops import (
+    HOST,
+    CellName,
+    CellOutcome,
+    CellTask,
+    LaneName,
+    OpKind,
+    Work,
+    WorkCell,
+)
+from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 _GOT = {
     GetOutcome.OK: CellOutcome.DONE,
@@ -32,124 +43,153 @@ _PUT = {
     PutOutcome.FULL: CellOutcome.FULL,
     PutOutcome.FAILED: CellOutcome.FAILED,
 }
-_DIRECTION = {
-    OpKind.GET: "load",
-    OpKind.PUT: "save",
-    OpKind.REMOVE: "remove",
-    OpKind.GATHER: "gather",
-    OpKind.SCATTER: "scatter",
-}
+_DIRECTION = {OpKind.GET: "load", OpKind.PUT: "save", OpKind.REMOVE: "remove"}
+_COPIES = frozenset({OpKind.GATHER, OpKind.SCATTER})
 
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
-    """The things ops act on."""
+    """The things that lanes act on. `names` are the tiers' labels, in the order of `stores`."""
 
-    store: Store
+    stores: tuple[Store, ...]
+    names: tuple[str, ...]
     arena: Arena
     gather_copier: Copier
     scatter_copier: Copier
     chunk_tokens: int
     verify_checksum: bool
     tally: Tally
+    trace: Trace = NO_TRACE
+    clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
 
-    def perform(self, op: Op) -> tuple[CellOutcome, ...]:
-        """Do the whole op; one outcome per cell. Only our own bugs raise."""
-        start = time.perf_counter()
+    def perform(self, work: Work) -> tuple[CellOutcome, ...]:
+        """Do the whole batch; one outcome per cell. Only our own bugs raise."""
+        start = self.clock()
         try:
-            match op.kind:
-                case OpKind.GET:
-                    outcomes = self._get(op.cells)
-                case OpKind.PUT:
-                    outcomes = self._put(op.cells)
-                case OpKind.REMOVE:
-                    self.store.remove([cell.task.key for cell in op.cells])
-                    outcomes = [CellOutcome.DONE] * len(op.cells)
-                case OpKind.GATHER:
-                    self.gather_copier.gather(self._moves(op.cells))
-                    outcomes = [CellOutcome.DONE] * len(op.cells)
-                case OpKind.SCATTER:
-                    self.scatter_copier.scatter(self._moves(op.cells))
-                    outcomes = [CellOutcome.DONE] * len(op.cells)
+            outcomes = self._perform(work.lane, work.cells)
         except StoreUnreachable:
             self.tally.add("kvpool_failures", kind="store_unreachable")
-            outcomes = [CellOutcome.UNREACHABLE] * len(op.cells)
+            outcomes = [CellOutcome.UNREACHABLE] * len(work.cells)
         except StoreError:
             self.tally.add("kvpool_failures", kind="store_error")
-            outcomes = [CellOutcome.FAILED] * len(op.cells)
-        self._count(op, outcomes, time.perf_counter() - start)
+            outcomes = [CellOutcome.FAILED] * len(work.cells)
+        self._count(work, outcomes, start, self.clock())
         return tuple(outcomes)
 
-    def _get(self, cells: Sequence[OpCell]) -> list[CellOutcome]:
-        buffers = self._buffers(cells)
-        got = self.store.get([cell.task.key for cell in cells], buffers)
-        outcomes = [_GOT[outcome] for outcome in got]
-        for i, (cell, buffer) in enumerate(zip(cells, buffers, strict=True)):
-            if outcomes[i] is CellOutcome.DONE:
-                digest = key_digest(cell.task.key)
-                fault = verify(buffer.view, digest, checksum=self.verify_checksum)
-                if fault is not None:
-                    self.tally.add("kvpool_failures", kind=f"cell_{fault.value}")
-                    outcomes[i] = CellOutcome.CORRUPT
-            elif got[i] is GetOutcome.WRONG_SIZE:
-                self.tally.add("kvpool_failures", kind="cell_length")
-        return outcomes
+    def _perform(self, lane: LaneName, cells: Sequence[WorkCell]) -> list[CellOutcome]:
+        match lane.kind:
+            case OpKind.GET:
+                return self._get(self.stores[lane.tier], cells)
+            case OpKind.PUT:
+                return self._put(self.stores[lane.tier], cells)
+            case OpKind.REMOVE:
+                self.stores[lane.tier].remove([cell.cell.key for cell in cells])
+            case OpKind.SEAL:
+                for cell, buffer in zip(cells, self._buffers(cells), strict=True):
+                    seal(buffer.view, key_digest(cell.cell.key))
+            case OpKind.CHECK:
+                return [
+                    self._check(cell.cell, buffer)
+                    for cell, buffer in zip(cells, self._buffers(cells), strict=True)
+                ]
+            case OpKind.GATHER:
+                self.gather_copier.gather(self._moves(cells))
+            case OpKind.SCATTER:
+                self.scatter_copier.scatter(self._moves(cells))
+        return [CellOutcome.DONE] * len(cells)
 
-    def _put(self, cells: Sequence[OpCell]) -> list[CellOutcome]:
-        present = self.store.exists([cell.task.key for cell in cells])
+    def _get(self, store: Store, cells: Sequence[WorkCell]) -> list[CellOutcome]:
+        got = store.get([cell.cell.key for cell in cells], self._buffers(cells))
+        wrong_size = got.count(GetOutcome.WRONG_SIZE)
+        if wrong_size:
+            self.tally.add("kvpool_failures", wrong_size, kind="cell_length")
+        return [_GOT[outcome] for outcome in got]
+
+    def _put(self, store: Store, cells: Sequence[WorkCell]) -> list[CellOutcome]:
+        present = store.exists([cell.cell.key for cell in cells])
         outcomes = [CellOutcome.EXISTED] * len(cells)
         absent = [i for i, there in enumerate(present) if not there]
         if not absent:
             return outcomes
+        keys = [cells[i].cell.key for i in absent]
+        groups = [cells[i].cell.group for i in absent]
         buffers = self._buffers([cells[i] for i in absent])
-        for i, buffer in zip(absent, buffers, strict=True):
-            seal(buffer.view, key_digest(cells[i].task.key))
-        keys = [cells[i].task.key for i in absent]
-        groups = [cells[i].task.group for i in absent]
-        for i, outcome in zip(absent, self.store.put(keys, buffers, groups), strict=True):
+        for i, outcome in zip(absent, store.put(keys, buffers, groups), strict=True):
             outcomes[i] = _PUT[outcome]
         return outcomes
 
-    def _buffers(self, cells: Sequence[OpCell]) -> list[Buffer]:
-        return [self.arena.buffer(c.slot, c.task.nbytes) for c in cells if c.slot is not None]
+    def _check(self, cell: CellName, buffer: Buffer) -> CellOutcome:
+        fault = verify(buffer.view, key_digest(cell.key), checksum=self.verify_checksum)
+        if fault is None:
+            return CellOutcome.DONE
+        self.tally.add("kvpool_failures", kind=f"cell_{fault.value}")
+        return CellOutcome.CORRUPT
 
-    def _moves(self, cells: Sequence[OpCell]) -> list[CellMove]:
-        return [
-            CellMove(
-                address=self.arena.payload_address(cell.slot),
-                layer_start=cell.task.cell.layer_start,
-                layer_stop=cell.task.cell.layer_stop,
-                head_start=cell.task.cell.head_start,
-                head_stop=cell.task.cell.head_stop,
-                block_ids=cell.task.pages.block_ids,
-                table_start=cell.task.pages.table_start,
-                chunk_start=cell.task.chunk * self.chunk_tokens,
-                chunk_tokens=self.chunk_tokens,
-                token_start=max(cell.task.pages.token_start, cell.task.chunk * self.chunk_tokens),
-                token_stop=min(
-                    cell.task.pages.token_stop, (cell.task.chunk + 1) * self.chunk_tokens
-                ),
+    def _buffers(self, cells: Sequence[WorkCell]) -> list[Buffer]:
+        return [self.arena.buffer(c.slot, c.cell.nbytes) for c in cells if c.slot is not None]
+
+    def _moves(self, cells: Sequence[WorkCell]) -> list[CellMove]:
+        moves = []
+        for cell in cells:
+            task = cell.cell
+            assert isinstance(task, CellTask), cell
+            assert cell.slot is not None, cell
+            start = task.chunk * self.chunk_tokens
+            moves.append(
+                CellMove(
+                    address=self.arena.payload_address(cell.slot),
+                    layer_start=task.cell.layer_start,
+                    layer_stop=task.cell.layer_stop,
+                    head_start=task.cell.head_start,
+                    head_stop=task.cell.head_stop,
+                    block_ids=task.pages.block_ids,
+                    table_start=task.pages.table_start,
+                    chunk_start=start,
+                    chunk_tokens=self.chunk_tokens,
+                    token_start=max(task.pages.token_start, start),
+                    token_stop=min(task.pages.token_stop, start + self.chunk_tokens),
+                )
             )
-            for cell in cells
-            if cell.slot is not None
-        ]
+        return moves
 
-    def _count(self, op: Op, outcomes: Sequence[CellOutcome], seconds: float) -> None:
-        direction = _DIRECTION[op.kind]
+    def _count(self, work: Work, outcomes: Sequence[CellOutcome], start: float, end: float) -> None:
+        kind, tier = work.lane
+        tier_name = "host" if tier == HOST else self.names[tier]
+        ends = Counter(outcomes)
         nbytes = sum(
-            cell.task.nbytes
-            for cell, outcome in zip(op.cells, outcomes, strict=True)
+            cell.cell.nbytes
+            for cell, outcome in zip(work.cells, outcomes, strict=True)
             if outcome is CellOutcome.DONE
         )
-        if op.kind in (OpKind.GATHER, OpKind.SCATTER):
-            self.tally.add("kvpool_copy_bytes", nbytes, direction=direction)
-            self.tally.add("kvpool_copy_seconds", seconds, direction=direction)
+        waited = max(0.0, start - work.ready_at)
+        self.tally.observe("kvpool_op_seconds", end - start, lane=kind.value, tier=tier_name)
+        self.tally.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)
+        if work.attempt > 1:
+            self.tally.add("kvpool_retries", lane=kind.value, tier=tier_name)
+        self.trace.batch(
+            kind.value,
+            kind.value,
+            start,
+            end,
+            tier=tier_name,
+            cells=len(work.cells),
+            nbytes=nbytes,
+            outcomes=outcomes,
+            requests=[owner.request_id for owner in work.owners],
+            jobs=[owner.job_id for owner in work.owners],
+            attempt=work.attempt,
+        )
+        if kind in _COPIES:
+            self.tally.add("kvpool_copy_bytes", nbytes, direction=kind.value)
+            self.tally.add("kvpool_copy_seconds", end - start, direction=kind.value)
             return
-        store = self.store.capabilities.name
-        for outcome, count in Counter(outcomes).items():
+        direction = _DIRECTION.get(kind)
+        if direction is None:
+            return
+        for outcome, count in ends.items():
             self.tally.add(
-                "kvpool_cells", count, direction=direction, store=store, outcome=outcome.value
+                "kvpool_cells", count, direction=direction, store=tier_name, outcome=outcome.value
             )
-        self.tally.add("kvpool_seconds", seconds, direction=direction, store=store)
-        if op.kind is not OpKind.REMOVE:
-            self.tally.add("kvpool_bytes", nbytes, direction=direction, store=store)
+        self.tally.add("kvpool_seconds", end - start, direction=direction, store=tier_name)
+        if kind is not OpKind.REMOVE:
+            self.tally.add("kvpool_bytes", nbytes, direction=direction, store=tier_name)

@@ -1,19 +1,19 @@
 """The values that travel between the connector, the engine and its lanes. All frozen.
 
-Down: `LoadPlan` and `SavePlan` (a request's chunks and pages), expanded by the planner into a
-`Job` of `CellTask`s. Across: `Op`, a batch of cells of one kind for one lane, and its `OpDone`.
-Up: `LoadDone`, `SaveGathered`, `SaveDone`.
+Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
+planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane, and its
+`WorkDone`. Up: `LoadDone`, `SaveGathered`, `SaveDone`, `HostChange`.
 """
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
 
 JobId = NewType("JobId", int)
-OpId = NewType("OpId", int)
+WorkId = NewType("WorkId", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,14 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchPlan:
+    """Chunks that a waiting request will probably load: bring them into the host tier."""
+
+    request_id: str
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class JobPages:
     """Where a job's tokens lie in this rank's pages (see `CellMove`)."""
 
@@ -57,15 +65,22 @@ class JobPages:
 
 
 @dataclass(frozen=True, slots=True)
-class CellTask:
-    """One cell of a job: its name, its place in the model and the chunk it belongs to."""
+class CellName:
+    """A cell as stores know it."""
 
     key: str
-    group: str
+    group: str  # the chunk's hash, in hexadecimal
+    nbytes: int  # header and payload
+
+
+@dataclass(frozen=True, slots=True)
+class CellTask(CellName):
+    """One cell of a job: its name, its place in the model and the chunk it belongs to."""
+
     chunk: int
     cell: LocalCell
     pages: JobPages
-    nbytes: int  # header and payload
+    stored: bool = True  # save: this rank puts it; others keep it in host memory alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +100,37 @@ class SaveJob:
     tasks: tuple[CellTask, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefetchJob:
+    request_id: str
+    cells: tuple[CellName, ...]
+
+
 class OpKind(Enum):
     """What a lane does with a batch of cells."""
 
-    GET = "get"  # store -> slots, verified
-    SCATTER = "scatter"  # slots -> pages
     GATHER = "gather"  # pages -> slots
-    PUT = "put"  # slots -> store, sealed; what is there already is not sent
+    SEAL = "seal"  # slots: write the header with its checksum
+    PUT = "put"  # slots -> store; what is there already is not sent
+    GET = "get"  # store -> slots
+    CHECK = "check"  # slots: compare header and checksum
+    SCATTER = "scatter"  # slots -> pages
     REMOVE = "remove"  # bad cells out of the store
+
+    __hash__ = object.__hash__  # in every look-up of a lane; Enum's own is written in Python
+
+
+class LaneName(NamedTuple):
+    """A lane: what it does, and with which tier; `HOST` where no store takes part."""
+
+    kind: OpKind
+    tier: int
+
+    def __str__(self) -> str:
+        return self.kind.value if self.tier == HOST else f"{self.kind.value}-{self.tier}"
+
+
+HOST = -1
 
 
 class CellOutcome(Enum):
@@ -108,28 +146,47 @@ class CellOutcome(Enum):
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__
+
+
+class Owner(NamedTuple):
+    """The job that an op is for; neither a request nor a job for moves between tiers."""
+
+    request_id: str = ""
+    job_id: int = -1
+
+
+NOBODY = Owner()
+
 
 @dataclass(frozen=True, slots=True)
-class OpCell:
-    """A cell in flight: its task, its job and the slot that holds it (None for REMOVE)."""
+class WorkCell:
+    """A cell in flight and the slot that holds it (None for REMOVE).
 
-    task: CellTask
-    job_id: JobId
+    A GATHER or SCATTER has a `CellTask`, which says where the pages are.
+    """
+
+    cell: CellName
     slot: Slot | None
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
-    op_id: OpId
-    kind: OpKind
-    cells: tuple[OpCell, ...]
+class Work:
+    """A batch of ops as a lane sees it."""
+
+    work_id: WorkId
+    lane: LaneName
+    cells: tuple[WorkCell, ...]
+    ready_at: float  # since when the first of them could have started
+    owners: tuple[Owner, ...]  # the first few jobs it is for
+    attempt: int  # of the cell that was tried most often; from 1
 
 
 @dataclass(frozen=True, slots=True)
-class OpDone:
-    """A lane's report: one outcome per cell of the op, in order."""
+class WorkDone:
+    """A lane's report: one outcome per cell, in order."""
 
-    op_id: OpId
+    work_id: WorkId
     outcomes: tuple[CellOutcome, ...]
 
 
@@ -153,11 +210,48 @@ class SaveGathered:
 
 @dataclass(frozen=True, slots=True)
 class SaveDone:
-    """Every cell of a save has been stored, found stored, or given up."""
+    """Every cell of a save is in the first durable tier, or in the only one, or given up.
+
+    Copies to tiers further away may still be on their way.
+    """
 
     job_id: JobId
     request_id: str
     outcomes: tuple[tuple[CellOutcome, int], ...]  # counts
+
+
+@dataclass(frozen=True, slots=True)
+class HostChange:
+    """Chunks all of whose cells this rank has in host memory now, and those it has no more."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    def then(self, later: "HostChange") -> "HostChange":
+        """Both changes, this one first."""
+        whole = dict.fromkeys(self.added, True) | dict.fromkeys(self.removed, False)
+        whole |= dict.fromkeys(later.added, True) | dict.fromkeys(later.removed, False)
+        return HostChange(
+            tuple(group for group, here in whole.items() if here),
+            tuple(group for group, here in whole.items() if not here),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HandDown:
+    """Copy cells that a tier would evict next into the tier after it, and remove them there."""
+
+    job_id: JobId
+    tier: int
+    cells: tuple[CellName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedDown:
+    """Nothing of a hand-down is under way any more; so many cells have moved."""
+
+    job_id: JobId
+    moved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +263,14 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class DropSaves:
-    """Give up every save that is not stored yet (a reset)."""
+    """Give up every save that is not stored yet; with `forget`, host memory too (a reset)."""
+
+    forget: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Copy down what is in host memory alone: the process is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +280,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Action: a lane performs the op."""
+    """Action: a lane performs the work."""
 
-    op: Op
+    work: Work
 
 
-Report = LoadDone | SaveGathered | SaveDone
+Report = LoadDone | SaveGathered | SaveDone | HostChange | HandedDown
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:

@@ -6,10 +6,13 @@ from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.keys import KeyMaker
 from vllm_kvpool.layout.topology import LocalCell, Topology
 from vllm_kvpool.transfer.ops import (
+    CellName,
     CellTask,
     JobPages,
     LoadJob,
     LoadPlan,
+    PrefetchJob,
+    PrefetchPlan,
     SaveJob,
     SavePlan,
 )
@@ -17,7 +20,11 @@ from vllm_kvpool.transfer.ops import (
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Knows this rank's cells. `row_bytes` is one token's K and V of one head in one layer."""
+    """Knows this rank's cells. `row_bytes` is one token's K and V of one head in one layer.
+
+    With `keeps_all` this rank has a host tier, which holds its cells of every chunk, not only of
+    those that it is its turn to store.
+    """
 
     topology: Topology
     tp_rank: int
@@ -26,6 +33,7 @@ class Planner:
     chunk_tokens: int
     row_bytes: int
     load_timeout_s: float
+    keeps_all: bool = False
 
     def max_cell_bytes(self) -> int:
         """Header and payload of this rank's largest cell."""
@@ -45,21 +53,36 @@ class Planner:
         )
 
     def save(self, plan: SavePlan) -> SaveJob:
-        """This rank's cells of those chunks that it is its turn to write."""
+        """This rank's cells of those chunks that it is its turn to store, or that it keeps."""
         start = plan.first_chunk * self.chunk_tokens
         stop = start + len(plan.hashes) * self.chunk_tokens
         pages = JobPages(plan.block_ids, plan.table_start, start, stop)
-        tasks = tuple(
-            self._task(cell, plan.first_chunk + i, chunk_hash, pages)
-            for i, chunk_hash in enumerate(plan.hashes)
-            if self.topology.writes_chunk(self.tp_rank, plan.first_chunk + i)
+        tasks = []
+        for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
+            stored = self.topology.writes_chunk(self.tp_rank, chunk)
+            if stored or self.keeps_all:
+                tasks += [self._task(cell, chunk, chunk_hash, pages, stored) for cell in self.cells]
+        return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
+
+    def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
+        """All of this rank's cells of the plan's chunks, for no pages."""
+        cells = tuple(
+            CellName(
+                self.keys.key(cell.part, cell.span, chunk_hash),
+                chunk_hash.hex(),
+                self._cell_bytes(cell),
+            )
+            for chunk_hash in plan.hashes
             for cell in self.cells
         )
-        return SaveJob(plan.job_id, plan.request_id, tasks)
+        return PrefetchJob(plan.request_id, cells)
 
-    def _task(self, cell: LocalCell, chunk: int, chunk_hash: bytes, pages: JobPages) -> CellTask:
+    def _task(
+        self, cell: LocalCell, chunk: int, chunk_hash: bytes, pages: JobPages, stored: bool = True
+    ) -> CellTask:
         key = self.keys.key(cell.part, cell.span, chunk_hash)
-        return CellTask(key, chunk_hash.hex(), chunk, cell, pages, self._cell_bytes(cell))
+        nbytes = self._cell_bytes(cell)
+        return CellTask(key, chunk_hash.hex(), nbytes, chunk, cell, pages, stored)
 
     def _cell_bytes(self, cell: LocalCell) -> int:
         return HEADER_BYTES + cell.payload_bytes(self.chunk_tokens, self.row_bytes)

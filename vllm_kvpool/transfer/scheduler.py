@@ -59,6 +59,7 @@ class Scheduler:
         self._serial = 0  # breaks ties in the heaps
         self._reached: list[Op] = []  # markers
         self._ended: list[Graph] = []
+        self._lost: list[tuple[Op, Op]] = []
         self.now = 0.0
 
     # Building
@@ -80,16 +81,16 @@ class Scheduler:
         op = Op(graph, lane, what, nbytes, always)
         graph.ops.append(op)
         graph.open_ops += 1
-        lost = False
+        cause = None
         for before in after:
             state = before.state
             if state is _FAILED or state is _CANCELLED:
-                lost = True
+                cause = before
             elif state is not _DONE:
                 before.successors.append(op)
                 op.pending += 1
-        if lost and not always:
-            self._cancel_all([op])
+        if cause is not None and not always:
+            self._lose([op], cause)
         elif not op.pending:
             self._make_ready(op)
         return op
@@ -154,9 +155,10 @@ class Scheduler:
                     self._make_ready(successor)
 
     def fail(self, op: Op) -> None:
-        """The op has failed for good: what was to come after it is cancelled."""
+        """The op has failed for good, started or not: what was to come after it is cancelled."""
+        self._leave_queue(op)
         op.graph.num_failed += 1
-        self._end_badly(op, _FAILED)
+        self._lose(self._close_off(op, _FAILED), op)
 
     def retry(self, op: Op, at: float, lane: Lane | None = None) -> None:
         """Run a running op again at the given time, in another lane if one is named."""
@@ -167,38 +169,58 @@ class Scheduler:
             self._make_ready(op)
             return
         op.state = _DELAYED
+        op.ready_at = at
         self._serial += 1
         heapq.heappush(self._delayed, (at, self._serial, op))
+
+    def move(self, op: Op, lane: Lane) -> None:
+        """A running, ready or delayed op goes on in another lane; its successors wait for that."""
+        if op.lane is lane and op.state is _READY:
+            return
+        if op.lane is not None and op.state is _READY:
+            op.lane.queues[op.priority].remove(op)  # or its place is valid again when it comes back
+        self._leave_queue(op)
+        op.lane = lane
+        self._make_ready(op)
 
     def cancel(self, op: Op) -> bool:
         """Cancel an op that has not started, and its successors; False if it runs or is over."""
         if op.state not in _NOT_STARTED:
             return False
-        self._cancel_all([op])
+        self._cancel(op)
         return True
 
     def cancel_graph(self, graph: Graph) -> None:
         """Cancel what has not started; the graph ends when what runs has ended."""
-        for op in graph.ops:
+        for op in reversed(graph.ops):  # what comes after it first: an `always` op too is cancelled
             if op.state in _NOT_STARTED:
-                self._cancel_all([op])
+                self._cancel(op)
 
     def raise_priority(self, op: Op, priority: Priority) -> None:
         """Let an op that has not started go before others of its lane."""
         if priority < op.priority and op.state in _NOT_STARTED:
-            op.priority = priority
-            if op.state is _READY and op.lane is not None:  # its old place is stale now: skipped
-                op.lane.queues[priority].append(op)
+            if op.state is _READY and op.lane is not None:
+                queues = op.lane.queues
+                queues[op.priority].remove(op)  # else an idle lane would keep it
+                queues[priority].append(op)
                 self._stir(op.lane)
+            op.priority = priority
 
     def waiting_in(self, lane: Lane) -> list[Op]:
-        """The ready ops of a lane, of the highest priority first."""
-        return [
+        """The ready ops of a lane, of the highest priority first, and the delayed ones."""
+        ready = [
             op
             for priority, queue in enumerate(lane.queues)
             for op in queue
-            if op.state is _READY and op.priority == priority
+            if op.state is _READY and op.priority == priority and op.lane is lane
         ]
+        delayed = (op for _, _, op in self._delayed if op.state is _DELAYED and op.lane is lane)
+        return ready + list(dict.fromkeys(delayed))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a `take_…` other than `take_expired` may have something."""
+        return bool(self._lost or self._reached or self._ended or self._stirred)
 
     def take_reached(self) -> list[Op]:
         """The markers reached since the last call, in order."""
@@ -210,9 +232,14 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_lost(self) -> list[tuple[Op, Op]]:
+        """The ops cancelled since the last call because of another, and that other one."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def take_expired(self, now: float) -> list[Graph]:
         """The closed graphs whose deadline has passed since the last call; each comes once."""
-        expired = []
+        expired: list[Graph] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             graph = heapq.heappop(self._deadlines)[2]
             if not graph.ended:
@@ -222,7 +249,7 @@ class Scheduler:
     def next_time(self) -> float | None:
         """When a delayed op or a deadline is due."""
         delayed, deadlines = self._delayed, self._deadlines
-        while delayed and delayed[0][2].state is not _DELAYED:
+        while delayed and not self._is_due(*delayed[0]):
             heapq.heappop(delayed)
         while deadlines and deadlines[0][2].ended:
             heapq.heappop(deadlines)
@@ -230,16 +257,29 @@ class Scheduler:
 
     # Inside
 
+    @staticmethod
+    def _is_due(at: float, _: int, op: Op) -> bool:
+        return op.state is _DELAYED and op.ready_at == at
+
     def _stir(self, lane: Lane) -> None:
         if not lane.stirred:
             lane.stirred = True
             self._stirred.append(lane)
 
+    @staticmethod
+    def _leave_queue(op: Op) -> None:
+        """Before a ready op changes: it counts no more, and its place is stale."""
+        lane = op.lane
+        if lane is not None and op.state is _READY:
+            lane.num_ready -= 1
+            if not lane.num_ready:
+                lane.clear()  # what is left there is stale
+
     def _wake(self, now: float) -> None:
         delayed = self._delayed
         while delayed and delayed[0][0] <= now:
-            op = heapq.heappop(delayed)[2]
-            if op.state is _DELAYED:
+            at, _, op = heapq.heappop(delayed)
+            if op.state is _DELAYED and op.ready_at == at:
                 self._make_ready(op)
 
     def _make_ready(self, op: Op) -> None:
@@ -282,6 +322,10 @@ class Scheduler:
                 if lane.num_ready > len(ops) or lane.num_passed_over:
                     self._count_passed_over(lane, priority)
                 return ops
+            queue = lane.queues[priority]
+            room = lane.limits.budget_bytes - lane.running_bytes
+            if lane.num_batches and queue and queue[0].nbytes > room:
+                break  # it waits for room: what is behind it must not take that
         return []
 
     def _count_passed_over(self, lane: Lane, taken: int) -> None:
@@ -299,8 +343,8 @@ class Scheduler:
         nbytes = 0
         while queue and len(ops) < most_ops and nbytes < most_bytes:
             op = queue[0]
-            if op.state is not _READY or op.priority != priority:
-                queue.popleft()  # cancelled, or raised to another queue
+            if op.state is not _READY or op.priority != priority or op.lane is not lane:
+                queue.popleft()  # cancelled, or moved to another queue
                 continue
             if nbytes + op.nbytes > room and (ops or lane.num_batches):
                 break
@@ -311,7 +355,20 @@ class Scheduler:
             nbytes += op.nbytes
         return ops
 
-    def _end_badly(self, op: Op, state: OpState) -> None:
+    def _cancel(self, op: Op) -> None:
+        self._leave_queue(op)
+        self._lose(self._close_off(op, _CANCELLED), op)
+
+    def _lose(self, ops: list[Op], cause: Op) -> None:
+        """Cancel ops, and all that comes after them; a loop, as chains may be long."""
+        while ops:
+            op = ops.pop()
+            if op.state in _NOT_STARTED:
+                self._lost.append((op, cause))
+                ops += self._close_off(op, _CANCELLED)
+
+    def _close_off(self, op: Op, state: OpState) -> list[Op]:
+        """End an op badly; what may not come after it."""
         op.state = state
         graph = op.graph
         graph.open_ops -= 1
@@ -327,33 +384,7 @@ class Scheduler:
                     self._make_ready(successor)
             else:
                 lost.append(successor)
-        self._cancel_all(lost)
-
-    def _cancel_all(self, ops: list[Op]) -> None:
-        stack = ops
-        while stack:
-            op = stack.pop()
-            if op.state not in _NOT_STARTED:
-                continue
-            lane = op.lane
-            if lane is not None and op.state is _READY:
-                lane.num_ready -= 1
-                if not lane.num_ready:
-                    lane.clear()  # what is left there is over
-            op.state = _CANCELLED
-            graph = op.graph
-            graph.open_ops -= 1
-            if graph.closed and not graph.open_ops:
-                self._ended.append(graph)
-            for successor in op.successors:
-                if successor.state is not _WAITING:
-                    continue
-                if successor.always:
-                    successor.pending -= 1
-                    if not successor.pending:
-                        self._make_ready(successor)
-                else:
-                    stack.append(successor)
+        return lost
 
     def check(self, graphs: Iterable[Graph]) -> None:
         """The invariants of the module docstring, over all graphs that have not ended."""
@@ -363,7 +394,10 @@ class Scheduler:
             ended = (_DONE, _FAILED, _CANCELLED)
             assert graph.open_ops == sum(op.state not in ended for op in graph.ops)
             for op in graph.ops:
-                assert (op.pending > 0) == (op.state is _WAITING) or op.state is _CANCELLED
+                assert (op.pending > 0) == (op.state is _WAITING) or op.state in (
+                    _FAILED,
+                    _CANCELLED,
+                )
                 if op.lane is not None and op.state is _READY:
                     ready[op.lane] += 1
                 elif op.lane is not None and op.state is _RUNNING:

@@ -1,0 +1,252 @@
+"""The file store against fio on the same directory, in the same run.
+
+    python benchmarks/bench_ssd.py [--dir DIRECTORY] [--json ssd.json] [--quick]
+
+fio writes and reads one file per cell with `--ioengine=io_uring --direct=1`, each file in one
+request, as many requests in flight as the store has. The store puts and gets cells of the same
+count through the slots of a staging arena, in batches of 16 MiB (as the lanes do) and all at once,
+and once more with its threads instead of a ring. Rounds take turns, with fresh keys each. `ratio`
+is the median over the rounds of ours over fio's.
+
+The store is full, as a cache is but for its first hours, so each put also evicts; fio makes its
+files before its clock starts. How fast the store was filled is a note: there each cell makes a
+file, which is slow on ext4 for minutes after files were deleted, as by a run right before.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import Result, Row, Target
+from vllm_kvpool.staging.arena import Arena
+from vllm_kvpool.staging.slots import Slot
+from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
+from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.files_format import file_bytes
+from vllm_kvpool.store.uring import RING_DEPTH
+from vllm_kvpool.testing.contract import key_of, new_namespace
+
+CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)
+BATCH_BYTES = 16 << 20
+TOTAL_BYTES, QUICK_TOTAL_BYTES = 128 << 20, 32 << 20
+ROUNDS, QUICK_ROUNDS = 5, 2
+STORE_BYTES, QUICK_STORE_BYTES = 512 << 20, 256 << 20
+FIO_LIMIT_S = 60.0
+WANTED_RATIO = 0.9
+
+NUM_OPENED, QUICK_NUM_OPENED = 10_000, 1_000
+WANTED_OPEN_S = 2.0
+
+NO_FIO = """
+*** fio is not installed, so there is nothing to compare with: only our own figures follow. ***
+*** Install it with:  apt-get install -y fio                                                ***
+"""
+
+
+@dataclass
+class Side:
+    """One way to write and read cells; bytes per second, one figure a round."""
+
+    name: str
+    io: str  # of the store; "" for fio
+    batch_bytes: int
+    lanes: int
+    writes: list[float]
+    reads: list[float]
+
+
+def run_fio(directory: Path, cell_bytes: int, count: int, rw: str) -> float:
+    """Bytes per second of one fio job; `write` lays the files out that `read` reads."""
+    nbytes = file_bytes(cell_bytes, key_of(new_namespace(), 0))
+    command = ["fio", "--name=cells", f"--directory={directory}", "--ioengine=io_uring"]
+    command += ["--direct=1", f"--rw={rw}", f"--bs={nbytes}", f"--filesize={nbytes}"]
+    command += [f"--nrfiles={count}", f"--iodepth={RING_DEPTH}", "--output-format=json"]
+    process = subprocess.run(command, capture_output=True, check=True, timeout=FIO_LIMIT_S)
+    [job] = json.loads(process.stdout)["jobs"]
+    rate = job[rw]["bw_bytes"]
+    assert job[rw]["io_bytes"] == count * nbytes, job[rw]
+    return float(rate)
+
+
+class Cells:
+    """An arena full of cells of one size, each with bytes of its own."""
+
+    def __init__(self, cell_bytes: int, count: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.count = count
+        self._namespace = new_namespace()
+        self._num_keys = 0
+        self._arena = Arena((count + 8) * (cell_bytes + 4096), cell_bytes)
+        self.buffers = [self._arena.buffer(Slot(i), cell_bytes) for i in range(count)]
+
+    def fresh_keys(self) -> list[str]:
+        self._num_keys += self.count
+        return [key_of(self._namespace, self._num_keys + i) for i in range(self.count)]
+
+    def fill(self) -> None:
+        for i, buffer in enumerate(self.buffers):
+            buffer.view[:] = bytes([1 + i % 255]) * self.cell_bytes
+
+    def check(self) -> None:
+        for i, buffer in enumerate(self.buffers):
+            ends = bytes(buffer.view[:64]) + bytes(buffer.view[-64:])
+            assert ends == bytes([1 + i % 255]) * 128, i
+
+    def batches(self, batch_bytes: int) -> Iterator[slice]:
+        step = max(batch_bytes // self.cell_bytes, 1)
+        return (slice(i, i + step) for i in range(0, self.count, step))
+
+
+def run_store(store: FileStore, cells: Cells, side: Side) -> tuple[float, float]:
+    """Bytes per second of putting and getting all cells under fresh keys."""
+    lanes = ThreadPoolExecutor(side.lanes)
+
+    def put(part: slice) -> None:
+        buffers = cells.buffers[part]
+        outcomes = store.put(keys[part], buffers, [""] * len(buffers))
+        assert set(outcomes) == {PutOutcome.STORED}, outcomes
+
+    def get(part: slice) -> None:
+        outcomes = store.get(keys[part], cells.buffers[part])
+        assert set(outcomes) == {GetOutcome.OK}, outcomes
+
+    keys = cells.fresh_keys()
+    total = cells.cell_bytes * cells.count
+    cells.fill()
+    start = time.perf_counter()
+    list(lanes.map(put, cells.batches(side.batch_bytes)))
+    write_rate = total / (time.perf_counter() - start)
+    for buffer in cells.buffers:
+        buffer.view[:] = bytes(cells.cell_bytes)
+    start = time.perf_counter()
+    list(lanes.map(get, cells.batches(side.batch_bytes)))
+    read_rate = total / (time.perf_counter() - start)
+    cells.check()
+    lanes.shutdown()
+    return write_rate, read_rate
+
+
+def compare(root: Path, cell_bytes: int, quick: bool, fio: bool) -> tuple[list[Side], float]:
+    """All sides, and the rate at which the empty store was filled."""
+    total_bytes = QUICK_TOTAL_BYTES if quick else TOTAL_BYTES
+    store_bytes = QUICK_STORE_BYTES if quick else STORE_BYTES
+    cells = Cells(cell_bytes, max(total_bytes // cell_bytes, 1))
+    directory = root / f"store-{cell_bytes}"
+    stores = {io: FileStore(str(directory), store_bytes, io) for io in ("uring", "threads")}
+    sides = [
+        Side("store, 16 MiB", "uring", BATCH_BYTES, 1, [], []),
+        Side("store, 16 MiB x 2 lanes", "uring", BATCH_BYTES, 2, [], []),
+        Side("store, at once", "uring", total_bytes * 2, 1, [], []),
+        Side("threads, 16 MiB", "threads", BATCH_BYTES, 1, [], []),
+    ]
+    if fio:
+        sides.insert(0, Side("fio", "", 0, 1, [], []))
+    filling = Side("filling", "", BATCH_BYTES, 1, [], [])
+    for _ in range(store_bytes // total_bytes - 1):
+        filling.writes.append(run_store(stores["uring"], cells, filling)[0])
+    for store in 2 * [*stores.values()]:  # until both have begun to evict
+        run_store(store, cells, filling)
+    for _ in range(QUICK_ROUNDS if quick else ROUNDS):
+        for side in sides:
+            if side.io:
+                write_rate, read_rate = run_store(stores[side.io], cells, side)
+            else:
+                files = Path(tempfile.mkdtemp(prefix="fio-", dir=root))
+                write_rate = run_fio(files, cell_bytes, cells.count, "write")
+                read_rate = run_fio(files, cell_bytes, cells.count, "read")
+            side.writes.append(write_rate)
+            side.reads.append(read_rate)
+    for store in stores.values():
+        store.close()
+    return sides, statistics.median(filling.writes)
+
+
+def ratio_of(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def report(result: Result, cell_bytes: int, sides: list[Side]) -> None:
+    fio = sides[0] if not sides[0].io else None
+    label = f"{cell_bytes // 1024} KiB"
+    for side in sides:
+        row: Row = {"cell": label, "side": side.name}
+        for what in ("write", "read"):
+            rates: list[float] = getattr(side, f"{what}s")
+            row[f"{what}_mb_s"] = round(statistics.median(rates) / 1e6)
+            ratio = ratio_of(rates, getattr(fio, f"{what}s")) if fio else None
+            if fio and side is not fio:
+                row[f"{what}_ratio"] = ratio
+            if side.io == "uring":
+                text = f"{what} of {label} cells, {side.name.split(', ')[1]}, over fio"
+                result.targets.append(Target(text, ratio, WANTED_RATIO, at_least=True))
+        result.rows.append(row)
+
+
+def time_opening(root: Path, count: int) -> float:
+    """Seconds from opening a store of so many objects to its first hit."""
+    namespace = new_namespace()
+    memory = Arena(1 << 20, 4096)
+    buffer: Buffer = memory.buffer(Slot(0), 100)
+    keys = [key_of(namespace, i) for i in range(count)]
+    store = FileStore(str(root), STORE_BYTES)
+    for i in range(0, count, 500):
+        part = keys[i : i + 500]
+        assert set(store.put(part, [buffer] * len(part), [""] * len(part))) == {PutOutcome.STORED}
+    store.close()
+    start = time.perf_counter()
+    store = FileStore(str(root), STORE_BYTES)
+    assert store.get(keys[-1:], [buffer]) == [GetOutcome.OK]
+    taken_s = time.perf_counter() - start
+    store.close()
+    return taken_s
+
+
+def measure(directory: Path, quick: bool) -> Result:
+    result = Result()
+    fio = shutil.which("fio") is not None
+    if not fio:
+        print(NO_FIO, file=sys.stderr, flush=True)
+        result.notes.append(
+            "fio is not installed (apt-get install -y fio): nothing to compare with"
+        )
+    for cell_bytes in CELL_SIZES:
+        sides, filling_rate = compare(directory, cell_bytes, quick, fio)
+        report(result, cell_bytes, sides)
+        label = f"{cell_bytes // 1024} KiB"
+        rate = f"{filling_rate / 1e6:.0f} MB/s"
+        result.notes.append(f"an empty store is filled with {label} cells at {rate}")
+    count = QUICK_NUM_OPENED if quick else NUM_OPENED
+    open_s = time_opening(directory / "opened", count)
+    what = f"opening a store of {count} objects, to the first hit"
+    result.targets.append(Target(what, open_s, WANTED_OPEN_S, at_least=False, unit="s"))
+    result.notes.append("all with O_DIRECT, so no page cache")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dir", type=Path, help="where to write; default: the system's temp")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="kvpool-ssd-", dir=args.dir))
+    try:
+        result = measure(directory, args.quick)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    result.show()
+    if args.json:
+        args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

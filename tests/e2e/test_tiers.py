@@ -1,0 +1,100 @@
+"""Tiers on whole engines: host memory, files, both ways of writing, restarts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import EngineShelf
+from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
+from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
+from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.testing.models import LlamaShape
+
+pytestmark = pytest.mark.e2e
+
+Llama = Callable[[LlamaShape], Path]
+SHAPE = LlamaShape(kv_heads=2)
+REPLICATED = LlamaShape(kv_heads=1)  # with TP=2 both ranks hold the one head
+
+
+def objects(directory: Path) -> list[Path]:
+    return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize(("shape", "tp"), [(SHAPE, 1), (SHAPE, 2), (REPLICATED, 2)])
+def test_host_memory_alone_gives_back_what_the_engine_has_forgotten(
+    llama: Llama, engines: EngineShelf, shape: LlamaShape, tp: int
+) -> None:
+    model = llama(shape)
+    prompt = Prompt(ids=tokens(seed=61, count=1100))
+    (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
+    engine = engines.get(EngineSpec(model=model, tp=tp, kv_transfer_config=pool(["host://64MiB"])))
+    assert engine.generate(prompt)[0].cached_tokens == 0
+    again = fresh(engine, prompt)
+    assert again.cached_tokens == 1024
+    same(again, expected)
+
+
+def test_what_is_written_back_reaches_files_when_the_engine_ends(
+    llama: Llama, engines: EngineShelf, tmp_path: Path
+) -> None:
+    """Host memory first; a later engine of another TP size finds it in the files."""
+    model = llama(SHAPE)
+    config = pool(["host://64MiB", files(tmp_path / "pool")], write_policy="back")
+    prompt = Prompt(ids=tokens(seed=62, count=1100))
+    (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
+    with Engine(EngineSpec(model=model, kv_transfer_config=config), tmp_path / "one.log") as writer:
+        writer.generate(prompt)
+        assert objects(tmp_path / "pool") == []
+        assert fresh(writer, prompt).cached_tokens == 1024
+    assert objects(tmp_path / "pool")
+    spec = EngineSpec(
+        model=model, tp=2, block_size=64, kv_transfer_config=pool(files(tmp_path / "pool"))
+    )
+    (read,) = engines.get(spec).generate(prompt)
+    assert read.cached_tokens == 1024
+    same(read, expected)
+
+
+def test_what_does_not_fit_in_host_memory_comes_from_files(
+    llama: Llama, engines: EngineShelf, tmp_path: Path
+) -> None:
+    model = llama(SHAPE)
+    # A prompt's four chunks and nothing more: the first one must come from the files.
+    config = pool(["host://1MiB", files(tmp_path / "pool")])
+    engine = engines.get(EngineSpec(model=model, kv_transfer_config=config))
+    first = Prompt(ids=tokens(seed=63, count=1100))
+    (expected,) = engines.get(EngineSpec(model=model)).generate(first)
+    engine.generate(first)
+    for seed in range(64, 70):
+        engine.generate(Prompt(ids=tokens(seed=seed, count=1100)))
+    again = fresh(engine, expecting(first, 1024))
+    assert again.cached_tokens == 1024
+    same(again, expected)
+
+
+def test_a_tier_that_is_out_of_reach_is_left_out(
+    llama: Llama, engines: EngineShelf, tmp_path: Path
+) -> None:
+    config = pool([files(tmp_path / "pool"), "mooncake://127.0.0.1:9"])
+    engine = engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=config))
+    prompt = Prompt(ids=tokens(seed=71, count=600))
+    engine.generate(prompt)
+    assert fresh(engine, expecting(prompt, 512)).cached_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (["memory://a", "host://64MiB"], "put it first"),
+        (["s3://bucket/x?region=r&anonymous=1", "file:///tmp/x"], "nearest first"),
+        (["host://1KiB"], "host://"),
+    ],
+)
+def test_senseless_tiers_end_the_start_with_a_clear_error(
+    llama: Llama, tmp_path: Path, store: list[str], words: str
+) -> None:
+    spec = EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store))
+    with pytest.raises(EngineError, match=words):
+        Engine(spec, tmp_path / "engine.log")

@@ -1,0 +1,243 @@
+"""An engine on a bench: cells are named by letters, what it does is told in words.
+
+`"a b"` are two chunks of one cell; `"a0 a1 b0 b1"` two chunks of two cells: the letter is the
+chunk. `Work` 3 of the lane GET of tier 0 for two cells reads `"3 get-0 a b"`, and the reports
+`"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`.
+"""
+
+from collections.abc import Callable
+
+from vllm_kvpool.keys import HeadPart, LayerSpan
+from vllm_kvpool.layout.topology import LocalCell
+from vllm_kvpool.metrics import Tally, sample_name
+from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.testing.fakes import FakeClock
+from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.ops import (
+    CancelRequest,
+    CellName,
+    CellOutcome,
+    CellTask,
+    DropSaves,
+    Flush,
+    HostChange,
+    JobId,
+    JobPages,
+    LaneName,
+    LoadDone,
+    LoadJob,
+    OpKind,
+    PrefetchJob,
+    SaveDone,
+    SaveGathered,
+    SaveJob,
+    Start,
+    Tick,
+    Work,
+    WorkDone,
+    WorkId,
+)
+from vllm_kvpool.transfer.policy import POLICIES
+from vllm_kvpool.transfer.residency import Residency
+from vllm_kvpool.transfer.tiers import Tier
+
+DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
+CORRUPT, FULL, FAILED = CellOutcome.CORRUPT, CellOutcome.FULL, CellOutcome.FAILED
+UNREACHABLE, TIMED_OUT = CellOutcome.UNREACHABLE, CellOutcome.TIMED_OUT
+CANCELLED = CellOutcome.CANCELLED
+
+CELL_BYTES = 100
+TIMEOUT_S = 10.0
+PLACE = LocalCell(HeadPart(0), LayerSpan(0, 1), 0, 1, 0, 1)
+
+WIDE = LaneLimits(batches=2, batch_ops=64, batch_bytes=1 << 30, budget_bytes=1 << 30)
+SINGLE = LaneLimits(batches=2, batch_ops=1, batch_bytes=1 << 30, budget_bytes=1 << 30)
+
+MOST_LINES = 100_000  # of a run: more is a loop
+
+DISK = Tier("disk", durable=True, remote=False)
+MEMORY = Tier("memory", durable=False, remote=False)
+FAR = Tier("far", durable=True, remote=True)
+
+
+def name_of(key: str) -> CellName:
+    return CellName(key, key[0], CELL_BYTES)
+
+
+def tasks_of(
+    job: int, cells: str, first_chunk: int = 0, *, stored: bool = True
+) -> tuple[CellTask, ...]:
+    """The job's number is its only page."""
+    keys = cells.split()
+    pages = JobPages((job,), 0, 0, 0)
+    chunks = {group: first_chunk + i for i, group in enumerate(dict.fromkeys(k[0] for k in keys))}
+    return tuple(
+        CellTask(key, key[0], CELL_BYTES, chunks[key[0]], PLACE, pages, stored) for key in keys
+    )
+
+
+def load_job(
+    job: int,
+    cells: str,
+    first_chunk: int = 0,
+    stop: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> LoadJob:
+    tasks = tasks_of(job, cells, first_chunk)
+    if stop is None:
+        stop = max((task.chunk + 1 for task in tasks), default=first_chunk)
+    return LoadJob(JobId(job), f"r{job}", first_chunk, stop, tasks, timeout_s)
+
+
+def save_job(job: int, cells: str, *, stored: bool = True) -> SaveJob:
+    return SaveJob(JobId(job), f"r{job}", tasks_of(job, cells, stored=stored))
+
+
+def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
+    return ", ".join(f"{count} {outcome.value}" for outcome, count in outcomes) or "nothing"
+
+
+def in_words(action: Action) -> str:
+    """See the module docstring."""
+    match action:
+        case Start(work):
+            keys = " ".join(cell.cell.key for cell in work.cells)
+            return f"{work.work_id} {work.lane} {keys}"
+        case LoadDone(job, request, stop, reason):
+            assert request == f"r{job}"
+            return f"loaded {job} to {stop} {reason.value}"
+        case SaveGathered(job, request):
+            assert request == f"r{job}"
+            return f"gathered {job}"
+        case SaveDone(job, request, outcomes):
+            assert request == f"r{job}"
+            return f"saved {job}: {counts_of(outcomes)}"
+        case HostChange(added, removed):
+            return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
+
+
+class Bench:
+    """See the module docstring; the engine's invariants are checked after every step.
+
+    `keep` is the size of the host tier, `slots` that of the whole arena.
+    """
+
+    def __init__(
+        self,
+        *tiers: Tier,
+        slots: int = 4,
+        reserve: int = 1,
+        keep: int = 0,
+        policy: str = "lru",
+        cells_per_chunk: int = 1,
+        limits: LaneLimits = WIDE,
+        write_back: bool = False,
+        lanes: dict[OpKind, LaneLimits] | None = None,
+    ) -> None:
+        names = lane_names(len(tiers))
+        own = lanes or {}
+        self.residency = Residency(
+            SlotPool(slots, reserve), keep, POLICIES[policy](keep), cells_per_chunk
+        )
+        self.engine = Engine(
+            self.residency,
+            tiers,
+            {name: own.get(name.kind, limits) for name in names},
+            write_back=write_back,
+            chance=lambda: 0.0,
+        )
+        self.clock = FakeClock()
+        self.running: dict[int, Work] = {}
+        self.tally = Tally()
+        self.checks = True  # long runs go without
+
+    # Events
+
+    def load(self, job: int, cells: str, first_chunk: int = 0, **more: int) -> list[str]:
+        return self.step(load_job(job, cells, first_chunk, **more))
+
+    def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
+        return self.step(save_job(job, cells, stored=stored))
+
+    def prefetch(self, job: int, cells: str) -> list[str]:
+        return self.step(PrefetchJob(f"r{job}", tuple(map(name_of, cells.split()))))
+
+    def ends(self, work: int, *outcomes: CellOutcome) -> list[str]:
+        """A work ends; one outcome stands for all its cells, none for DONE."""
+        cells = self.running.pop(work).cells
+        if len(outcomes) < 2:
+            outcomes = (outcomes or (DONE,)) * len(cells)
+        return self.step(WorkDone(WorkId(work), outcomes))
+
+    def after(self, seconds: float) -> list[str]:
+        self.clock.advance(seconds)
+        return self.step(Tick())
+
+    def cancel(self, job: int) -> list[str]:
+        return self.step(CancelRequest(f"r{job}"))
+
+    def drop_saves(self, *, forget: bool = False) -> list[str]:
+        return self.step(DropSaves(forget))
+
+    def flush(self) -> list[str]:
+        return self.step(Flush())
+
+    def step(self, event: Event) -> list[str]:
+        actions = self.engine.step(event, self.clock())
+        if self.checks:
+            self.engine.check()
+        for action in actions:
+            if isinstance(action, Start):
+                self.running[action.work.work_id] = action.work
+        due = self.engine.next_deadline()
+        assert due is None or due > self.clock()  # else the thread would spin
+        return [in_words(action) for action in actions]
+
+    # Whole stories
+
+    def run(self, outcome: Callable[[LaneName, str], CellOutcome] | None = None) -> list[str]:
+        """End all works, the oldest first, until none runs; what was done, works without number.
+
+        `outcome(lane, key)` says how; without it all is DONE.
+        """
+        told: list[str] = []
+        while self.running:
+            assert len(told) < MOST_LINES, told[-8:]
+            number, work = next(iter(self.running.items()))
+            outcomes = [
+                DONE if outcome is None else outcome(work.lane, cell.cell.key)
+                for cell in work.cells
+            ]
+            del self.running[number]
+            told += self.step(WorkDone(WorkId(number), tuple(outcomes)))
+        return [line.lstrip("0123456789 ") for line in told]
+
+    def run_but(self, *stuck: str) -> list[str]:
+        """The same, while these lanes are stuck."""
+        told = []
+        while free := [n for n, work in self.running.items() if str(work.lane) not in stuck]:
+            told += self.ends(free[0])
+        return [line.lstrip("0123456789 ") for line in told]
+
+    # What can be seen from outside
+
+    def slots(self) -> str:
+        """How many slots are free, held and in quarantine."""
+        slots = self.residency.slots
+        return f"{slots.num_free} {slots.num_held} {slots.num_quarantined}"
+
+    def cells(self) -> str:
+        """The cells in host memory or on their way into it; dirty ones have a star."""
+        return " ".join(sorted(entry.key + "*" * entry.dirty for entry in self.residency))
+
+    def counted(self, name: str, **labels: str) -> int:
+        self.engine.desk.fill(self.tally)
+        return int(self.tally.snapshot().get(sample_name(name, labels), 0))
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing is under way, and all slots are free or of cells that stay."""
+        slots = self.residency.slots
+        held = sum(1 for _ in self.residency)
+        return self.engine.idle and slots.num_free == slots.count - held

@@ -1,0 +1,348 @@
+"""The engine under any order of anything, watched from outside: slots, pages and reports."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.transfer.engine_bench import (
+    CELL_BYTES,
+    CORRUPT,
+    DONE,
+    EXISTED,
+    FAILED,
+    FULL,
+    MISSING,
+    UNREACHABLE,
+    load_job,
+    name_of,
+    save_job,
+)
+from vllm_kvpool.staging.slots import Slot, SlotPool
+from vllm_kvpool.testing.fakes import FakeClock
+from vllm_kvpool.transfer.engine import Engine, Event, lane_names
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.ops import (
+    CancelRequest,
+    CellOutcome,
+    CellTask,
+    DropSaves,
+    Flush,
+    HostChange,
+    LoadDone,
+    LoadJob,
+    OpKind,
+    PrefetchJob,
+    SaveDone,
+    SaveGathered,
+    SaveJob,
+    Start,
+    Tick,
+    Work,
+    WorkDone,
+)
+from vllm_kvpool.transfer.policy import POLICIES
+from vllm_kvpool.transfer.residency import EntryState, Residency
+from vllm_kvpool.transfer.saves import SAVE_STALL_S
+from vllm_kvpool.transfer.tiers import LONGEST_PAUSE_S, Tier
+
+GATHER, SEAL, CHECK, SCATTER = OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER
+GET, PUT, REMOVE = OpKind.GET, OpKind.PUT, OpKind.REMOVE
+
+CHUNKS = "abcdef"
+PASSING = (FAILED, UNREACHABLE)
+OUTCOMES = {
+    GET: (DONE, DONE, DONE, MISSING, CORRUPT, FAILED, UNREACHABLE),
+    CHECK: (DONE, DONE, DONE, CORRUPT),
+    SCATTER: (DONE, DONE, DONE, FAILED),
+    GATHER: (DONE, DONE, DONE, FAILED),
+    SEAL: (DONE, DONE, DONE, FAILED),
+    PUT: (DONE, DONE, EXISTED, FULL, FAILED, UNREACHABLE),
+    REMOVE: (DONE, FAILED),
+}
+TIERS = st.builds(Tier, st.just("tier"), durable=st.booleans(), remote=st.booleans())
+
+
+@dataclass
+class Told:
+    """What the engine has been seen to do for one job."""
+
+    job: LoadJob | SaveJob
+    epoch: int  # how often everything had been forgotten when it came
+    deadline: float
+    in_pages: set[str] = field(default_factory=set)
+    is_gathered: bool = False
+    is_reported: bool = False
+
+
+@dataclass
+class Content:
+    """What a slot holds: nothing to be relied on while it is being written."""
+
+    key: str
+    epoch: int  # when it began to come in
+    good: bool = False  # gathered, or checked
+    sealed: bool = False
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Works end well or badly, late or never; time passes as it likes."""
+
+    @initialize(
+        tiers=st.lists(TIERS, max_size=3),
+        keep=st.sampled_from((0, 0, 1, 2, 4, 6)),
+        staging=st.integers(1, 4),
+        reserve=st.integers(0, 3),
+        policy=st.sampled_from(sorted(POLICIES)),
+        write_back=st.booleans(),
+        cells=st.integers(1, 2),
+        limits=st.builds(
+            LaneLimits,
+            batches=st.integers(1, 3),
+            batch_ops=st.integers(1, 4),
+            batch_bytes=st.just(3 * CELL_BYTES),
+            budget_bytes=st.integers(1, 8 * CELL_BYTES),
+        ),
+    )
+    def begin(
+        self,
+        tiers: list[Tier],
+        keep: int,
+        staging: int,
+        reserve: int,
+        policy: str,
+        write_back: bool,
+        cells: int,
+        limits: LaneLimits,
+    ) -> None:
+        slots = SlotPool(keep + staging, min(reserve, staging - 1))
+        self.residency = Residency(slots, keep, POLICIES[policy](keep), cells)
+        named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
+        lanes = dict.fromkeys(lane_names(len(tiers)), limits)
+        self.engine = Engine(
+            self.residency, named, lanes, write_back=write_back, chance=lambda: 0.5
+        )
+        self.cells = cells
+        self.clock = FakeClock()
+        self.epoch = 0
+        self.told: dict[int, Told] = {}
+        self.flying: dict[int, Work] = {}
+        self.contents: dict[Slot, Content] = {}
+        self.whole: set[str] = set()  # groups, as reported
+
+    # What may happen
+
+    @rule(
+        first=st.integers(0, len(CHUNKS)),
+        chunks=st.integers(1, 4),
+        timeout_s=st.sampled_from((0.5, 2.0, 5.0)),
+    )
+    def submit_load(self, first: int, chunks: int, timeout_s: float) -> None:
+        job = len(self.told)
+        event = load_job(job, self.keys(first, chunks), first, first + chunks, timeout_s)
+        self.told[job] = Told(event, self.epoch, self.clock() + timeout_s)
+        self.step(event)
+
+    @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4), stored=st.booleans())
+    def submit_save(self, first: int, chunks: int, stored: bool) -> None:
+        job = len(self.told)
+        event = save_job(job, self.keys(first, chunks), stored=stored)
+        self.told[job] = Told(event, self.epoch, float("inf"))
+        self.step(event)
+
+    @precondition(lambda self: self.residency.keep)
+    @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4))
+    def prefetch(self, first: int, chunks: int) -> None:
+        cells = map(name_of, self.keys(first, chunks).split())
+        self.step(PrefetchJob("prefetch", tuple(cells)))
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        work = self.flying[data.draw(st.sampled_from(sorted(self.flying)))]
+        kinds = OUTCOMES[work.lane.kind]
+        self.finish(work, [data.draw(st.sampled_from(kinds)) for _ in work.cells])
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def complete_well(self, data: st.DataObject) -> None:
+        work = self.flying[data.draw(st.sampled_from(sorted(self.flying)))]
+        self.finish(work, [DONE] * len(work.cells))
+
+    @precondition(lambda self: any(work.lane.tier >= 0 for work in self.flying.values()))
+    @rule(data=st.data(), outcome=st.sampled_from(PASSING))
+    def tier_fails(self, data: st.DataObject, outcome: CellOutcome) -> None:
+        works = [w for w in self.flying.values() if w.lane.tier >= 0]
+        tier = data.draw(st.sampled_from(sorted({work.lane.tier for work in works})))
+        for work in works:
+            if work.lane.tier == tier:
+                self.finish(work, [outcome] * len(work.cells))
+
+    @rule(seconds=st.sampled_from((0.03, 0.1, 1.0, 3.0, LONGEST_PAUSE_S)))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.step(Tick())
+
+    @rule(job=st.integers(0, 10))
+    def cancel(self, job: int) -> None:
+        self.step(CancelRequest(f"r{job}"))
+
+    @rule(forget=st.booleans())
+    def drop_saves(self, forget: bool) -> None:
+        self.epoch += forget
+        self.step(DropSaves(forget))
+        assert not forget or not list(self.residency)
+
+    @rule()
+    def flush(self) -> None:
+        self.step(Flush())
+
+    # What is watched
+
+    def keys(self, first: int, chunks: int) -> str:
+        groups = (CHUNKS * 2)[first : first + chunks]
+        return " ".join(f"{group}{i}" for group in groups for i in range(self.cells))
+
+    def step(self, event: Event) -> None:
+        for action in self.engine.step(event, self.clock()):
+            match action:
+                case Start():
+                    self.started(action.work)
+                case LoadDone():
+                    self.load_reported(action)
+                case SaveGathered():
+                    self.gather_reported(action)
+                case SaveDone():
+                    self.save_reported(action)
+                case HostChange():
+                    assert not set(action.added) & set(action.removed)
+                    self.whole = (self.whole | set(action.added)) - set(action.removed)
+
+    def started(self, work: Work) -> None:
+        lane = work.lane
+        limits = self.engine.desk.lane(lane.kind, lane.tier).limits
+        assert work.work_id not in self.flying
+        assert 0 < len(work.cells) <= limits.batch_ops
+        if lane.tier >= 0:
+            assert not self.engine.desk.breakers[lane.tier].is_open(self.clock())
+        users = defaultdict(set)
+        for other in self.flying.values():
+            for cell in other.cells:
+                users[cell.slot].add(other.lane.kind)
+        for cell in work.cells:
+            assert (cell.slot is None) == (lane.kind is REMOVE)
+            if cell.slot is not None:
+                self.slot_used(lane.kind, cell.slot, cell.cell.key, users[cell.slot])
+            if isinstance(cell.cell, CellTask) and lane.kind in (GATHER, SCATTER):
+                self.pages_used(lane.kind, cell.slot, cell.cell)
+        self.flying[work.work_id] = work
+        together = [w for w in self.flying.values() if w.lane == lane]
+        assert len(together) <= limits.batches
+
+    def slot_used(self, kind: OpKind, slot: Slot, key: str, users: set[OpKind]) -> None:
+        if kind in (GET, GATHER):
+            assert not users
+            self.contents[slot] = Content(key, self.epoch)
+            return
+        content = self.contents[slot]
+        assert content.key == key
+        assert not users & {GET, GATHER, CHECK}
+        assert content.good or kind is CHECK
+        assert content.sealed or kind is not PUT
+        assert kind is not SEAL or not users & {PUT, SEAL}
+
+    def pages_used(self, kind: OpKind, slot: Slot | None, task: CellTask) -> None:
+        told = self.told[task.pages.block_ids[0]]
+        assert task in told.job.tasks
+        assert slot is not None
+        if kind is SCATTER:
+            assert not told.is_reported
+            assert self.contents[slot].epoch >= told.epoch
+        else:
+            assert not told.is_gathered
+
+    def finish(self, work: Work, outcomes: list[CellOutcome]) -> None:
+        del self.flying[work.work_id]
+        for cell, outcome in zip(work.cells, outcomes, strict=True):
+            if outcome is not DONE or cell.slot is None:
+                continue
+            if work.lane.kind in (GATHER, CHECK):
+                self.contents[cell.slot].good = True
+            elif work.lane.kind is SEAL:
+                self.contents[cell.slot].sealed = True
+            elif work.lane.kind is SCATTER:
+                assert isinstance(cell.cell, CellTask)
+                self.told[cell.cell.pages.block_ids[0]].in_pages.add(cell.cell.key)
+        self.step(WorkDone(work.work_id, tuple(outcomes)))
+
+    def in_flight(self, job: int, kind: OpKind) -> bool:
+        cells = [c.cell for w in self.flying.values() if w.lane.kind is kind for c in w.cells]
+        return any(isinstance(c, CellTask) and c.pages.block_ids == (job,) for c in cells)
+
+    def load_reported(self, report: LoadDone) -> None:
+        told = self.told[report.job_id]
+        assert isinstance(told.job, LoadJob)
+        assert not told.is_reported
+        told.is_reported = True
+        assert told.job.first_chunk <= report.ok_stop_chunk <= told.job.stop_chunk
+        assert not self.in_flight(report.job_id, SCATTER)
+        before = {t.key for t in told.job.tasks if t.chunk < report.ok_stop_chunk}
+        assert before <= told.in_pages
+        assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.stop_chunk)
+
+    def gather_reported(self, report: SaveGathered) -> None:
+        told = self.told[report.job_id]
+        assert isinstance(told.job, SaveJob)
+        assert not told.is_gathered
+        told.is_gathered = True
+        assert not self.in_flight(report.job_id, GATHER)
+
+    def save_reported(self, report: SaveDone) -> None:
+        told = self.told[report.job_id]
+        assert told.is_gathered
+        assert not told.is_reported
+        told.is_reported = True
+        assert sum(count for _, count in report.outcomes) == len(told.job.tasks)
+
+    @invariant()
+    def holds(self) -> None:
+        self.engine.check()
+        now, due = self.clock(), self.engine.next_deadline()
+        assert due is None or due > now
+        waiting = {job: told for job, told in self.told.items() if not told.is_reported}
+        for job, told in waiting.items():
+            assert told.deadline > now or self.in_flight(job, SCATTER)
+        # Whatever is not over has something that will move it on.
+        assert self.engine.idle or self.flying or due is not None
+        assert not self.engine.idle or not (waiting or self.flying)
+        assert self.whole == self.whole_groups()
+        assert self.residency.keep or not self.whole
+
+    def whole_groups(self) -> set[str]:
+        """Chunks all of whose cells are in host memory."""
+        groups = [e.group for e in self.residency if e.state is EntryState.PRESENT]
+        kept = self.residency.keep > 0
+        return {group for group in groups if kept and groups.count(group) == self.cells}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.flying or self.engine.next_deadline() is not None:
+            for work in list(self.flying.values()):
+                self.finish(work, [DONE] * len(work.cells))
+                self.holds()
+            self.clock.advance(SAVE_STALL_S)
+            self.step(Tick())
+        assert all(told.is_reported for told in self.told.values())
+        assert self.engine.idle
+        assert not any(entry.pins for entry in self.residency)
+        assert self.residency.keep or not list(self.residency)
+        slots = self.residency.slots
+        assert slots.num_held == len(list(self.residency))
+        assert slots.num_free == slots.count - slots.num_held
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,345 @@
+"""Cells from the tiers: the next one, another try, and tiers that are left alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.transfer.engine_bench import (
+    CORRUPT,
+    DISK,
+    DONE,
+    FAILED,
+    FAR,
+    MEMORY,
+    MISSING,
+    SINGLE,
+    UNREACHABLE,
+    Bench,
+)
+from vllm_kvpool.transfer.ops import CellOutcome
+from vllm_kvpool.transfer.tiers import (
+    FAILURES_TO_OPEN,
+    FIRST_PAUSE_S,
+    MAX_TRIES,
+    retry_pause_s,
+)
+
+LONG_S = 1.0  # after it every retry is due
+
+
+# The next tier
+
+
+@pytest.mark.parametrize("outcome", [MISSING, CORRUPT, FAILED, UNREACHABLE])
+def test_what_a_tier_cannot_give_is_asked_of_the_next(outcome: CellOutcome) -> None:
+    bench = Bench(MEMORY, DISK)
+    assert bench.load(1, "a b") == ["0 get-0 a b"]
+    told = bench.ends(0, DONE, outcome)
+    removes = {"remove-0 b"} if outcome is CORRUPT else set()
+    assert {line.lstrip("0123456789 ") for line in told} == {"check a", "get-1 b"} | removes
+    assert bench.run()[-1] == "loaded 1 to 2 done"
+    assert bench.is_clean
+
+
+def test_a_cell_that_turns_out_bad_is_asked_of_the_next() -> None:
+    bench = Bench(MEMORY, DISK, slots=1, reserve=0)
+    bench.load(1, "a")
+    bench.ends(0)
+    told = bench.ends(1, CORRUPT)
+    assert sorted(line.lstrip("0123456789 ") for line in told) == ["get-1 a", "remove-0 a"]
+    assert "loaded 1 to 1 done" in bench.run()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (MISSING, MISSING, MISSING),
+        (MISSING, FAILED, FAILED),
+        (CORRUPT, MISSING, CORRUPT),
+        (UNREACHABLE, CORRUPT, CORRUPT),
+    ],
+)
+def test_a_load_says_the_most_telling_trouble(
+    first: CellOutcome, second: CellOutcome, reason: CellOutcome
+) -> None:
+    bench = Bench(MEMORY, DISK)
+    bench.load(1, "a")
+    told = bench.run(lambda lane, key: (first, second)[lane.tier])
+    assert f"loaded 1 to 0 {reason.value}" in told
+    assert bench.is_clean
+
+
+def test_hits_are_counted_by_the_tier_they_came_from() -> None:
+    bench = Bench(MEMORY, DISK, keep=4, slots=8)
+    bench.load(1, "a b")
+    bench.run(lambda lane, key: MISSING if (lane.tier, key) == (0, "b") else DONE)
+    bench.load(2, "a b")
+    bench.run()
+    hits = {tier: bench.counted("kvpool_hit_cells", tier=tier) for tier in ("memory", "disk")}
+    assert hits == {"memory": 1, "disk": 1}
+    assert bench.counted("kvpool_hit_cells", tier="host") == 2
+
+
+# Another try
+
+
+@pytest.mark.parametrize("outcome", [FAILED, UNREACHABLE])
+def test_a_remote_tier_is_tried_so_often_and_passed_over(outcome: CellOutcome) -> None:
+    bench = Bench(FAR, DISK)
+    bench.load(1, "a b")
+    assert bench.ends(0, outcome, MISSING) == ["1 get-1 b"]
+    due = []
+    for attempt in range(1, MAX_TRIES):
+        now, at = bench.clock(), bench.engine.next_deadline()
+        assert at is not None
+        due.append(at - now)
+        [told] = bench.after(at - now)
+        work = int(told.split()[0])
+        assert told == f"{work} get-0 a"
+        assert bench.running[work].attempt == attempt + 1
+        # Others get through, so the tier is not left alone.
+        bench.engine.desk.breakers[0].succeeded()
+        told = bench.ends(work, outcome)
+    assert told == [f"{work + 1} get-1 a"]
+    assert due == pytest.approx([retry_pause_s(n, 0.0) for n in range(1, MAX_TRIES)])
+
+
+def test_every_remote_tier_is_tried_as_often() -> None:
+    bench = Bench(FAR, replace(FAR, name="farther"))
+    bench.load(1, "a")
+    lanes = []
+    while bench.running:
+        lanes += [str(work.lane) for work in bench.running.values()]
+        told = bench.ends(max(bench.running), FAILED) or bench.after(LONG_S)
+        for breaker in bench.engine.desk.breakers:
+            breaker.succeeded()
+    assert lanes == ["get-0"] * MAX_TRIES + ["get-1"] * MAX_TRIES
+    assert told == ["loaded 1 to 0 failed"]
+
+
+@pytest.mark.parametrize("outcome", [MISSING, CORRUPT])
+def test_what_would_fail_again_is_not_tried_again(outcome: CellOutcome) -> None:
+    bench = Bench(FAR)
+    bench.load(1, "a")
+    assert f"loaded 1 to 0 {outcome.value}" in bench.ends(0, outcome)
+
+
+def test_a_cell_that_nobody_wants_is_not_tried_again() -> None:
+    bench = Bench(FAR)
+    bench.load(1, "a")
+    bench.cancel(1)
+    assert bench.ends(0, FAILED) == []
+    assert bench.after(LONG_S) == []
+    assert bench.is_clean
+
+
+def test_a_cell_that_nobody_wants_any_more_is_not_waited_for() -> None:
+    bench = Bench(FAR)
+    bench.load(1, "a")
+    bench.ends(0, FAILED)
+    bench.cancel(1)
+    assert bench.is_clean
+    assert bench.after(LONG_S) == []
+
+
+def test_a_cell_that_could_not_be_checked_is_fetched_again() -> None:
+    bench = Bench(FAR)
+    bench.load(1, "a")
+    bench.ends(0)
+    assert bench.ends(1, FAILED) == []
+    assert bench.after(LONG_S) == ["2 get-0 a"]
+
+
+# A tier that is left alone
+
+
+def down(bench: Bench, *stuck: str) -> None:
+    """Tier 0 fails, the others lack the cell, until tier 0 is left alone."""
+    for job in range(FAILURES_TO_OPEN):
+        bench.load(100 + job, "x")
+        while free := [n for n, work in bench.running.items() if str(work.lane) not in stuck]:
+            is_first = bench.running[free[0]].lane.tier == 0
+            bench.ends(free[0], FAILED if is_first else MISSING)
+    assert bench.counted("kvpool_tier_up", tier=bench.engine.desk.tiers[0].name) == 0
+
+
+def test_a_tier_that_is_down_is_not_asked_until_the_pause_is_over() -> None:
+    bench = Bench(DISK, MEMORY)
+    down(bench)
+    bench.clock.advance(FIRST_PAUSE_S / 2)
+    assert bench.load(1, "a")[0].endswith("get-1 a")
+    bench.run()
+    bench.clock.advance(FIRST_PAUSE_S)
+    assert bench.load(2, "a")[0].endswith("get-0 a")
+
+
+def test_a_tier_that_fails_again_is_left_alone_for_twice_as_long() -> None:
+    bench = Bench(DISK, MEMORY)
+    down(bench)
+    bench.clock.advance(FIRST_PAUSE_S)
+    bench.load(1, "a")
+    bench.run(lambda lane, key: FAILED if lane.tier == 0 else DONE)
+    bench.clock.advance(FIRST_PAUSE_S)
+    assert bench.load(2, "a")[0].endswith("get-1 a")
+    bench.clock.advance(FIRST_PAUSE_S)
+    assert bench.load(3, "b")[0].endswith("get-0 b")
+
+
+def test_a_batch_of_which_one_cell_is_known_is_no_failure_of_the_tier() -> None:
+    bench = Bench(DISK, MEMORY)
+    for job in range(2 * FAILURES_TO_OPEN):
+        bench.load(job, "a b")
+        bench.run(lambda lane, key: DONE if lane.tier else MISSING if key == "a" else FAILED)
+    assert bench.counted("kvpool_tier_up", tier="disk") == 1
+
+
+def test_gets_that_wait_for_a_tier_that_goes_down_move_on() -> None:
+    bench = Bench(DISK, MEMORY, slots=8, limits=SINGLE)
+    bench.load(1, "a b c d e f")
+    bench.ends(0, FAILED)
+    bench.ends(1, FAILED)
+    assert bench.ends(2, FAILED) == []  # tier 1 has enough to do
+    assert [str(w.lane) for w in bench.running.values()].count("get-0") == 1  # started before
+    told = bench.run()
+    assert not any(line.startswith("get-0") for line in told)
+    assert told[-1] == "loaded 1 to 6 done"
+
+
+def test_a_get_that_waits_for_another_try_moves_on_when_the_tier_goes_down() -> None:
+    bench = Bench(FAR, MEMORY, slots=8, limits=SINGLE)
+    bench.load(1, "a b c")
+    bench.ends(0, FAILED)
+    bench.ends(1, FAILED)
+    told = bench.ends(2, FAILED)
+    assert "get-1" in "".join(told)
+    assert bench.run()[-1] == "loaded 1 to 3 done"
+    assert bench.clock() == 0.0
+
+
+def test_puts_that_wait_for_a_tier_that_goes_down_are_given_up() -> None:
+    bench = Bench(DISK, limits=SINGLE, slots=8)
+    bench.save(1, "a b c d e")
+    told = bench.run(lambda lane, key: UNREACHABLE if lane.tier == 0 else DONE)
+    assert sum(line.startswith("put") for line in told) < 5
+    assert told[-1] == "saved 1: 5 unreachable"
+    assert bench.is_clean
+
+
+def test_a_save_skips_a_tier_that_is_down() -> None:
+    bench = Bench(DISK, MEMORY)
+    down(bench)
+    bench.save(1, "a")
+    assert bench.run() == ["gathered 1", "seal a", "put-1 a", "saved 1: 1 done"]
+
+
+@pytest.mark.parametrize("lane", ["gather", "seal"])
+def test_a_put_is_not_made_into_a_tier_that_has_gone_down_since_the_save_began(lane: str) -> None:
+    bench = Bench(DISK, MEMORY, slots=8)
+    bench.save(1, "a")
+    if lane == "seal":
+        bench.ends(0)
+    down(bench, lane)
+    told = bench.run()
+    assert [line for line in told if "put" in line] == ["put-1 a"]
+    assert told[-1] == "saved 1: 1 unreachable"
+    assert bench.is_clean
+
+
+def test_removes_are_not_made_in_a_tier_that_is_down() -> None:
+    bench = Bench(DISK, MEMORY, slots=8, limits=SINGLE)
+    bench.load(1, "a b c d e f")
+    while any(str(work.lane) == "get-0" for work in bench.running.values()):
+        number = next(n for n, w in bench.running.items() if str(w.lane) == "get-0")
+        bench.ends(number, CORRUPT)
+    removes = [n for n, work in bench.running.items() if str(work.lane) == "remove-0"]
+    assert len(removes) == 2
+    for number in removes:
+        bench.ends(number, FAILED)
+    number = next(n for n, work in bench.running.items() if str(work.lane) == "remove-0")
+    told = bench.ends(number, UNREACHABLE)
+    assert not any("remove" in line for line in told)
+    assert not any(line.startswith("remove") for line in bench.run())
+    assert bench.is_clean
+
+
+def test_a_bad_cell_that_is_noticed_when_its_tier_is_down_stays_there() -> None:
+    bench = Bench(DISK, MEMORY, slots=8)
+    bench.load(1, "a")
+    bench.ends(0)
+    down(bench, "check")
+    [told] = bench.ends(1, CORRUPT)
+    assert told.endswith("get-1 a")
+
+
+def test_with_no_tier_up_a_load_stops_at_once() -> None:
+    bench = Bench(DISK)
+    down(bench)
+    assert bench.load(1, "a b", first_chunk=2) == ["loaded 1 to 2 unreachable"]
+    assert bench.is_clean
+
+
+def test_with_no_tier_up_a_load_has_what_is_in_host_memory() -> None:
+    bench = Bench(DISK, keep=4, slots=8)
+    bench.save(1, "a b")
+    bench.run()
+    down(bench)
+    bench.load(2, "a b c d")
+    assert bench.run() == ["loaded 2 to 2 unreachable"]
+
+
+def test_with_no_tier_up_and_no_host_tier_a_save_is_not_even_gathered() -> None:
+    bench = Bench(DISK)
+    down(bench)
+    assert bench.save(1, "a b") == ["gathered 1", "saved 1: 2 unreachable"]
+    assert bench.is_clean
+
+
+def test_with_no_tier_up_a_save_stays_in_host_memory() -> None:
+    bench = Bench(DISK, keep=2, slots=4)
+    down(bench)
+    bench.save(1, "a")
+    assert bench.run() == ["gathered 1", "saved 1: 1 done", "host +a"]
+
+
+# Copies into nearer tiers
+
+
+def test_a_cell_that_is_found_further_away_is_copied_into_nearer_tiers() -> None:
+    bench = Bench(MEMORY, DISK, FAR)
+    bench.load(1, "a")
+    bench.ends(0, MISSING)
+    bench.ends(1, MISSING)
+    bench.ends(2)
+    told = bench.ends(3)
+    assert sorted(line.lstrip("0123456789 ") for line in told) == ["scatter a", "seal a"]
+    assert bench.engine.num_saves == 1
+    assert "loaded 1 to 1 done" in (told := bench.run())
+    assert {"put-0 a", "put-1 a"} <= set(told)
+    assert bench.is_clean
+
+
+def test_the_slot_of_a_copied_cell_is_held_until_the_last_copy_is_over() -> None:
+    bench = Bench(MEMORY, DISK)
+    bench.load(1, "a")
+    bench.ends(0, MISSING)
+    bench.run_but("put-0")
+    assert bench.slots() == "3 1 0"
+    assert bench.run() == []
+    assert bench.is_clean
+
+
+def test_with_write_back_a_cell_found_further_away_is_not_copied() -> None:
+    bench = Bench(MEMORY, DISK, write_back=True)
+    bench.load(1, "a")
+    told = bench.run(lambda lane, key: MISSING if lane.tier == 0 else DONE)
+    assert told == ["get-1 a", "check a", "scatter a", "loaded 1 to 1 done"]
+
+
+def test_copies_go_after_saves() -> None:
+    bench = Bench(MEMORY, DISK, slots=8, limits=SINGLE)
+    bench.load(1, "a b c d")
+    bench.save(2, "x")
+    told = bench.run(lambda lane, key: MISSING if str(lane) == "get-0" else DONE)
+    puts = [line for line in told if line.startswith("put-0")]
+    assert len(puts) == 5
+    assert puts.index("put-0 x") < 3  # two had started

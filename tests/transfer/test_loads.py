@@ -1,0 +1,337 @@
+"""Loads over host memory: what they find there, share with others, and leave behind."""
+
+import pytest
+
+from tests.transfer.engine_bench import (
+    CORRUPT,
+    DISK,
+    DONE,
+    FAILED,
+    FAR,
+    MISSING,
+    SINGLE,
+    TIMEOUT_S,
+    Bench,
+)
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.ops import OpKind
+
+ONE = LaneLimits(batches=1, batch_ops=1, batch_bytes=1 << 20, budget_bytes=1 << 20)
+
+
+def hosted(*, slots: int = 8, keep: int = 4, limits: LaneLimits = SINGLE) -> Bench:
+    return Bench(DISK, slots=slots, keep=keep, limits=limits)
+
+
+def test_a_saved_cell_is_found_by_the_next_load_without_a_get() -> None:
+    bench = hosted()
+    bench.save(1, "a")
+    bench.run()
+    assert bench.load(2, "a") == ["3 scatter a"]
+    assert bench.ends(3) == ["loaded 2 to 1 done"]
+    assert bench.counted("kvpool_hit_cells", tier="host") == 1
+
+
+def test_a_loaded_cell_is_found_by_the_next_load() -> None:
+    bench = hosted()
+    bench.load(1, "a")
+    bench.run()
+    assert bench.load(2, "a") == ["3 scatter a"]
+
+
+def test_without_a_host_tier_nothing_stays() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    assert "host +a" not in bench.run()
+    assert bench.cells() == ""
+    assert bench.load(2, "a") == ["3 get-0 a"]
+
+
+# Sharing
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_two_loads_of_one_cell_share_a_fetch(keep: int) -> None:
+    bench = Bench(DISK, keep=keep, slots=8)
+    assert bench.load(1, "a b") == ["0 get-0 a b"]
+    assert bench.load(2, "b c") == ["1 get-0 c"]
+    bench.ends(0)
+    told = bench.ends(2)
+    assert "3 scatter a b b" in told
+    assert bench.slots() == "5 3 0"
+    told = bench.run()
+    assert {"loaded 1 to 2 done", "loaded 2 to 2 done"} < set(told)
+    assert bench.is_clean
+
+
+def test_a_load_waits_for_the_gather_of_a_save() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    assert bench.load(2, "a") == []
+    told = bench.ends(0)
+    assert told[0] == "gathered 1"
+    assert {line.lstrip("0123456789 ") for line in told[1:]} == {"seal a", "scatter a"}
+    assert "loaded 2 to 1 done" in bench.run()
+
+
+def test_a_load_of_a_cell_whose_gather_fails_stops() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    bench.load(2, "a")
+    assert bench.ends(0, FAILED) == ["loaded 2 to 0 failed", "gathered 1", "saved 1: 1 failed"]
+    assert bench.is_clean
+
+
+def test_a_cell_that_cannot_be_had_stops_all_who_wait_for_it() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a b")
+    bench.load(2, "a c", first_chunk=5)
+    told = bench.ends(0, MISSING, DONE)
+    assert sorted(told) == ["loaded 1 to 0 missing", "loaded 2 to 5 missing"]
+    bench.run()
+    assert bench.is_clean
+
+
+def test_cancelling_one_of_two_loads_leaves_the_other() -> None:
+    bench = hosted(limits=ONE)
+    bench.load(1, "x a")
+    bench.load(2, "a")
+    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
+    assert "loaded 2 to 1 done" in bench.run()
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_cancelling_the_only_load_cancels_a_fetch_that_has_not_started(keep: int) -> None:
+    bench = Bench(DISK, keep=keep, slots=8, limits=ONE)
+    bench.load(1, "a b")
+    bench.cancel(1)
+    assert not any("b" in line.split() for line in bench.run())
+    assert bench.cells() == ("a" if keep else "")  # what ran has ended, and is kept
+    assert bench.is_clean
+
+
+def test_a_cancelled_fetch_that_waits_for_its_check_frees_its_slot() -> None:
+    bench = Bench(DISK, slots=8, limits=ONE)
+    bench.load(1, "a b")
+    assert bench.ends(0) == ["1 get-0 b", "2 check a"]
+    assert bench.ends(1) == []
+    bench.cancel(1)
+    assert bench.slots() == "7 1 0"
+
+
+def test_a_late_load_leaves_the_fetch_to_others_who_wait_for_it() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a")
+    bench.clock.advance(TIMEOUT_S / 2)
+    bench.load(2, "a")
+    assert bench.after(TIMEOUT_S / 2) == ["loaded 1 to 0 timed_out"]
+    assert bench.slots() == "3 1 0"
+    bench.ends(0)
+    assert "loaded 2 to 1 done" in bench.run()
+
+
+def test_the_last_who_waits_too_long_puts_the_slot_in_quarantine() -> None:
+    bench = hosted()
+    bench.load(1, "a")
+    bench.clock.advance(TIMEOUT_S / 2)
+    bench.load(2, "a")
+    bench.after(TIMEOUT_S / 2)
+    assert bench.after(TIMEOUT_S / 2) == ["loaded 2 to 0 timed_out"]
+    assert bench.slots() == "7 0 1"
+    bench.load(3, "a")
+    assert bench.ends(0) == []  # late, and not to be trusted
+    assert bench.cells() == "a"
+    assert bench.run() == ["check a", "host +a", "scatter a", "loaded 3 to 1 done"]
+    assert bench.is_clean
+
+
+# Leaving
+
+
+def test_the_coldest_cells_leave_for_what_comes_in() -> None:
+    bench = hosted(slots=6, keep=3)
+    for job, key in enumerate("abc"):
+        bench.load(job, key)
+        bench.run()
+    bench.load(3, "a")
+    bench.run()
+    bench.load(4, "d e")
+    changes = [line for line in bench.run() if line.startswith("host")]
+    assert changes == ["host +d", "host +e", "host -b", "host -c"]
+    assert bench.cells() == "a d e"
+    assert bench.counted("kvpool_evicted_cells", tier="host", fate="dropped") == 2
+
+
+@pytest.mark.parametrize("job", ["load", "save"])
+def test_the_end_of_a_prompt_leaves_before_its_beginning(job: str) -> None:
+    bench = Bench(DISK, slots=8, keep=4)
+    (bench.load if job == "load" else bench.save)(1, "a b c d")
+    bench.run()
+    bench.load(2, "x y")
+    bench.run()
+    assert bench.cells() == "a b x y"
+
+
+def test_a_cell_that_is_held_does_not_leave() -> None:
+    bench = Bench(DISK, slots=3, reserve=0, keep=1, limits=ONE)
+    bench.save(1, "a")
+    bench.run()
+    bench.load(2, "a")
+    bench.load(3, "b c d e")
+    told = bench.run_but("scatter")
+    assert "-a" not in " ".join(told).split()
+    assert bench.slots() == "0 3 0"
+    told = bench.run()
+    assert "loaded 2 to 1 done" in told
+    assert "loaded 3 to 4 done" in told
+
+
+# What the scheduler is told
+
+
+def test_a_chunk_is_here_when_all_its_cells_are() -> None:
+    bench = Bench(DISK, keep=4, slots=8, cells_per_chunk=2)
+    bench.save(1, "a0")
+    assert not any(line.startswith("host") for line in bench.run())
+    bench.save(2, "a1")
+    assert "host +a" in bench.run()
+
+
+def test_a_chunk_is_gone_when_one_of_its_cells_is() -> None:
+    bench = Bench(DISK, keep=4, slots=8, cells_per_chunk=2)
+    bench.load(1, "a0 a1 b0 b1")
+    assert "host +a +b" in bench.run()
+    bench.load(2, "c0")
+    assert [line for line in bench.run() if line.startswith("host")] == ["host -b"]
+    bench.load(3, "d0")
+    assert not any(line.startswith("host") for line in bench.run())
+
+
+# A reset
+
+
+def test_a_reset_forgets_every_cell() -> None:
+    bench = hosted()
+    bench.save(1, "a b")
+    bench.run()
+    assert bench.drop_saves() == []
+    assert bench.cells() == "a b"
+    assert bench.drop_saves(forget=True) == ["host -a -b"]
+    assert bench.slots() == "8 0 0"
+    assert bench.load(2, "a")[0].endswith("get-0 a")
+
+
+@pytest.mark.parametrize("step", ["get-0", "check"])
+def test_a_cell_that_is_fetched_during_a_reset_is_served_to_nobody(step: str) -> None:
+    bench = hosted()
+    bench.load(1, "a")
+    while str(bench.running[max(bench.running)].lane) != step:
+        bench.ends(max(bench.running))
+    number = max(bench.running)
+    assert bench.drop_saves(forget=True) == []
+    told = bench.load(2, "a")
+    assert told[0].endswith("get-0 a")
+    assert bench.slots() == "6 2 0"
+    assert bench.ends(number) == ["loaded 1 to 0 cancelled"]
+    assert bench.slots() == "7 1 0"
+    assert "loaded 2 to 1 done" in bench.run()
+
+
+def test_a_cell_that_is_saved_during_a_reset_is_served_to_nobody() -> None:
+    bench = hosted()
+    bench.save(1, "a")
+    assert bench.drop_saves(forget=True) == []
+    assert bench.load(2, "a") == ["1 get-0 a"]
+    assert bench.ends(0) == ["gathered 1", "saved 1: 1 cancelled"]
+    assert bench.slots() == "7 1 0"
+
+
+def test_a_cell_that_is_being_put_during_a_reset_leaves_when_that_has_ended() -> None:
+    bench = hosted()
+    bench.save(1, "a")
+    bench.run_but("put-0")
+    assert bench.drop_saves(forget=True) == ["host -a"]
+    assert bench.slots() == "7 1 0"
+    assert bench.run() == ["saved 1: 1 done"]
+    assert bench.slots() == "8 0 0"
+
+
+def test_a_fetch_that_has_not_started_is_not_made_after_a_reset() -> None:
+    bench = Bench(FAR, keep=4, slots=8)
+    bench.prefetch(1, "a")
+    bench.ends(0, FAILED)  # to be tried again
+    bench.drop_saves(forget=True)
+    assert bench.slots() == "8 0 0"
+    assert bench.after(1.0) == []
+
+
+# Prefetching
+
+
+def prefetched(bench: Bench, outcome: str) -> int:
+    return bench.counted("kvpool_prefetched_cells", outcome=outcome)
+
+
+def test_a_prefetch_brings_cells_into_host_memory() -> None:
+    bench = hosted()
+    bench.prefetch(1, "a b")
+    assert bench.run() == ["check a", "check b", "host +a", "host +b"]
+    assert bench.is_clean
+    assert bench.counted("kvpool_hit_cells", tier="disk") == 0  # of no load
+    bench.load(2, "a b")
+    assert bench.run()[-1] == "loaded 2 to 2 done"
+    assert bench.counted("kvpool_hit_cells", tier="host") == 2
+    assert prefetched(bench, "used") == 2
+    bench.load(3, "a b")
+    bench.run()
+    assert prefetched(bench, "used") == 2  # each once
+
+
+def test_a_prefetch_takes_no_more_than_host_memory_holds() -> None:
+    bench = Bench(DISK, keep=2, slots=8)
+    assert bench.prefetch(1, "a b c") == ["0 get-0 a b"]
+    assert Bench(DISK, slots=8).prefetch(1, "a b c") == []
+
+
+def test_a_prefetch_leaves_the_reserve_to_loads() -> None:
+    bench = Bench(DISK, keep=4, slots=5, reserve=2)
+    assert bench.prefetch(1, "a b c d") == ["0 get-0 a b c"]
+    assert bench.load(2, "x y") == ["1 get-0 x y"]
+
+
+def test_a_prefetched_cell_that_leaves_unread_was_of_no_use() -> None:
+    bench = hosted(keep=2)
+    bench.prefetch(1, "a")
+    bench.run()
+    bench.load(2, "x y")
+    bench.run()
+    assert (prefetched(bench, "used"), prefetched(bench, "unused")) == (0, 1)
+
+
+def test_a_load_that_joins_a_prefetch_raises_its_priority() -> None:
+    bench = hosted(slots=12, keep=8, limits=ONE)
+    bench.prefetch(1, "a b c d")
+    bench.load(2, "x")
+    bench.load(3, "d")
+    gets = [line for line in bench.run() if line.startswith("get")]
+    assert gets == ["get-0 x", "get-0 d", "get-0 b", "get-0 c"]
+    assert prefetched(bench, "used") == 1
+
+
+def test_a_prefetch_goes_on_without_the_load_that_joined_it() -> None:
+    bench = hosted(limits=ONE)
+    bench.prefetch(1, "a b")
+    bench.load(2, "b")
+    assert bench.cancel(2) == ["loaded 2 to 0 cancelled"]
+    bench.run()
+    assert bench.cells() == "a b"
+    assert prefetched(bench, "used") == 0
+
+
+def test_a_prefetched_cell_that_is_bad_is_removed_and_forgotten() -> None:
+    bench = hosted()
+    bench.prefetch(1, "a")
+    told = bench.run(lambda lane, key: CORRUPT if lane.kind is OpKind.CHECK else DONE)
+    assert told == ["check a", "remove-0 a"]
+    assert bench.is_clean
+    assert bench.cells() == ""

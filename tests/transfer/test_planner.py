@@ -1,0 +1,131 @@
+"""The planner: which cells a rank moves for a plan, and what they are called."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_kvpool.cells import HEADER_BYTES
+from vllm_kvpool.keys import ContextRank, HeadPart, KeyMaker, LayerSpan, make_namespace
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.transfer.ops import (
+    CellTask,
+    JobId,
+    JobPages,
+    LoadPlan,
+    PrefetchJob,
+    PrefetchPlan,
+    SavePlan,
+)
+from vllm_kvpool.transfer.planner import Planner
+
+CHUNK, ROW_BYTES = 32, 16
+HASHES = tuple(bytes([i]) * 8 for i in range(1, 7))
+KEYS = KeyMaker(make_namespace("model", "0" * 12), ContextRank())
+
+
+def planner(
+    num_heads: int = 4, tp_size: int = 2, tp_rank: int = 1, *, keeps_all: bool = False
+) -> Planner:
+    """Of one rank; layers 0 to 3 in spans (0, 2) and (2, 3)."""
+    topology = Topology(num_heads, tp_size, ((0, 3),), layer_span=2)
+    cells = topology.local_cells(tp_rank, 0)
+    return Planner(topology, tp_rank, cells, KEYS, CHUNK, ROW_BYTES, 5.0, keeps_all)
+
+
+def load_plan(first: int = 0) -> LoadPlan:
+    return LoadPlan(JobId(1), "a", first, HASHES[:2], (7, 8, 9), 16, 20, 64)
+
+
+def save_plan(first: int = 0, count: int = 4) -> SavePlan:
+    return SavePlan(JobId(2), "b", first, HASHES[:count], (7, 8), 16)
+
+
+def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
+    job = planner().load(load_plan(first=3))
+    assert (job.job_id, job.request_id, job.timeout_s) == (JobId(1), "a", 5.0)
+    assert (job.first_chunk, job.stop_chunk) == (3, 5)
+    cells = planner().cells
+    assert len(cells) == 4  # two heads, two spans
+    assert job.tasks == tuple(
+        CellTask(
+            KEYS.key(cell.part, cell.span, HASHES[i]),
+            HASHES[i].hex(),
+            HEADER_BYTES + len(cell.span) * CHUNK * ROW_BYTES,
+            3 + i,
+            cell,
+            JobPages((7, 8, 9), 16, 20, 64),
+        )
+        for i in range(2)
+        for cell in cells
+    )
+
+
+def test_a_rank_names_its_own_heads() -> None:
+    """Rank 1 of 2 has heads 2 and 3; in its pages they are the first and the second."""
+    cells = [task.cell for task in planner().load(load_plan()).tasks[:4]]
+    assert [(c.part, c.span, c.head_start, c.layer_start) for c in cells] == [
+        (HeadPart(2), LayerSpan(0, 2), 0, 0),
+        (HeadPart(3), LayerSpan(0, 2), 1, 0),
+        (HeadPart(2), LayerSpan(2, 3), 0, 2),
+        (HeadPart(3), LayerSpan(2, 3), 1, 2),
+    ]
+
+
+def test_a_save_has_the_pages_of_its_whole_chunks() -> None:
+    job = planner().save(save_plan(first=2, count=3))
+    assert (job.job_id, job.request_id) == (JobId(2), "b")
+    assert {task.pages for task in job.tasks} == {JobPages((7, 8), 16, 64, 160)}
+    assert [task.chunk for task in job.tasks] == [2] * 4 + [3] * 4 + [4] * 4
+    assert all(task.stored for task in job.tasks)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize(("num_heads", "tp_size"), [(1, 2), (2, 4), (1, 4), (4, 2), (2, 2)])
+def test_replicas_take_turns_and_together_store_everything_once(
+    num_heads: int, tp_size: int, first: int
+) -> None:
+    plan = save_plan(first)
+    everyone = [planner(num_heads, tp_size, rank).save(plan) for rank in range(tp_size)]
+    keys = [task.key for job in everyone for task in job.tasks]
+    assert len(set(keys)) == len(keys) == num_heads * 2 * len(plan.hashes)
+    assert all(task.stored for job in everyone for task in job.tasks)
+
+
+@pytest.mark.parametrize(("num_heads", "tp_size"), [(1, 2), (2, 4), (1, 4), (4, 2)])
+def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp_size: int) -> None:
+    plan = save_plan(first=1)
+    for rank in range(tp_size):
+        mine = planner(num_heads, tp_size, rank).save(plan)
+        kept = planner(num_heads, tp_size, rank, keeps_all=True).save(plan)
+        assert tuple(task for task in kept.tasks if task.stored) == mine.tasks
+        every = planner(num_heads, tp_size, rank).load(
+            LoadPlan(JobId(1), "b", 1, plan.hashes, (7, 8), 16, CHUNK, 5 * CHUNK)
+        )
+        assert tuple(replace(task, stored=True) for task in kept.tasks) == every.tasks
+
+
+def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:
+    for rank in range(2):
+        mine = planner(tp_rank=rank)
+        tasks = mine.load(load_plan()).tasks
+        job = mine.prefetch(PrefetchPlan("a", HASHES[:2]))
+        assert isinstance(job, PrefetchJob)
+        assert job.request_id == "a"
+        assert [(c.key, c.group, c.nbytes) for c in job.cells] == [
+            (task.key, task.group, task.nbytes) for task in tasks
+        ]
+
+
+def test_a_slot_has_room_for_the_largest_cell() -> None:
+    """Spans at the end are shorter; with cells per rank one holds several heads."""
+    assert planner().max_cell_bytes() == HEADER_BYTES + 2 * CHUNK * ROW_BYTES
+    topology = Topology(4, 2, ((0, 3),), layer_span=2, per_head=False)
+    per_rank = replace(planner(), topology=topology, cells=topology.local_cells(1, 0))
+    assert per_rank.max_cell_bytes() == HEADER_BYTES + 2 * 2 * CHUNK * ROW_BYTES
+
+
+def test_a_plan_of_no_chunks_is_a_job_of_no_cells() -> None:
+    plan = LoadPlan(JobId(1), "a", 2, (), (), 64, 64, 64)
+    assert planner().load(plan).tasks == ()
+    assert planner().load(plan).stop_chunk == 2
+    assert planner().save(save_plan(count=0)).tasks == ()

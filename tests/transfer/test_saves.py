@@ -1,0 +1,317 @@
+"""Saves through to tiers: when pages are free, when one is done, stores that take no puts."""
+
+import pytest
+
+from tests.transfer.engine_bench import (
+    CANCELLED,
+    DISK,
+    DONE,
+    EXISTED,
+    FAILED,
+    FAR,
+    FULL,
+    MEMORY,
+    MISSING,
+    SINGLE,
+    UNREACHABLE,
+    Bench,
+)
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.ops import CellOutcome, OpKind
+from vllm_kvpool.transfer.saves import SAVE_STALL_S
+
+
+def test_a_save_gathers_seals_and_puts() -> None:
+    bench = Bench(DISK)
+    assert bench.save(1, "a b") == ["0 gather a b"]
+    assert bench.engine.num_saves > 0
+    assert bench.ends(0) == ["gathered 1", "1 seal a b"]
+    assert bench.ends(1) == ["2 put-0 a b"]
+    assert bench.slots() == "2 2 0"
+    assert bench.ends(2, DONE, EXISTED) == ["saved 1: 1 done, 1 existed"]
+    assert bench.engine.num_saves == 0
+    assert bench.is_clean
+
+
+def test_a_save_without_cells_is_done_at_once() -> None:
+    bench = Bench(DISK)
+    assert bench.save(1, "") == ["gathered 1", "saved 1: nothing"]
+    assert bench.is_clean
+
+
+@pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SEAL])
+def test_a_cell_that_is_not_whole_in_its_slot_is_not_put(kind: OpKind) -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a b")
+    told = bench.run(lambda lane, key: FAILED if (lane.kind, key) == (kind, "a") else DONE)
+    assert "put-0 b" in told
+    assert told[-1] == "saved 1: 1 failed, 1 done"
+    assert bench.is_clean
+
+
+def test_pages_are_free_only_when_every_cell_is_gathered() -> None:
+    bench = Bench(DISK, slots=3, reserve=1)
+    assert bench.save(1, "a b c") == ["0 gather a b"]
+    assert bench.ends(0) == ["1 seal a b"]
+    bench.ends(1)
+    assert bench.ends(2) == ["3 gather c"]
+    assert bench.ends(3) == ["gathered 1", "4 seal c"]
+    assert bench.run() == ["put-0 c", "saved 1: 3 done"]
+
+
+def test_a_save_is_done_when_the_first_durable_tier_has_every_cell() -> None:
+    bench = Bench(MEMORY, DISK, FAR, slots=6)
+    bench.save(1, "a b")
+    bench.ends(0)
+    assert bench.ends(1) == ["2 put-0 a b", "3 put-1 a b", "4 put-2 a b"]
+    assert bench.ends(2) == []  # memory does not count
+    assert bench.ends(3, DONE, EXISTED) == ["saved 1: 1 done, 1 existed"]
+    assert bench.engine.num_saves == 2  # copies that go on
+    assert not bench.engine.idle
+    assert bench.slots() == "4 2 0"  # and hold their slots
+    assert bench.ends(4, FULL) == []
+    assert bench.engine.num_saves == 0
+    assert bench.is_clean
+
+
+def test_a_cell_that_a_durable_tier_did_not_take_waits_for_the_next_one() -> None:
+    bench = Bench(DISK, FAR, slots=6)
+    bench.save(1, "a b")
+    bench.ends(0)
+    bench.ends(1)
+    assert bench.ends(2, FULL, DONE) == []
+    assert bench.ends(3) == ["saved 1: 2 done"]
+
+
+def test_a_cell_that_no_durable_tier_took_has_the_last_failure() -> None:
+    bench = Bench(MEMORY, DISK)
+    bench.save(1, "a")
+    told = bench.run(lambda lane, key: FULL if lane.tier == 1 else DONE)
+    assert told[-1] == "saved 1: 1 full"
+
+
+def test_without_a_durable_tier_a_save_is_done_when_all_have_it() -> None:
+    bench = Bench(MEMORY, MEMORY)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.ends(1)
+    assert bench.ends(2) == []
+    assert bench.ends(3) == ["saved 1: 1 done"]
+
+
+def test_a_cell_that_is_on_its_way_already_is_not_saved_again() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    assert bench.save(2, "a b") == ["1 gather b"]
+    assert bench.ends(1) == ["gathered 2", "2 seal b"]
+    bench.ends(2)
+    assert bench.ends(3) == ["saved 2: 1 existed, 1 done"]
+    assert bench.run() == ["gathered 1", "seal a", "put-0 a", "saved 1: 1 done"]
+    assert bench.is_clean
+
+
+def test_what_another_rank_stores_is_kept_in_host_memory_alone() -> None:
+    bench = Bench(DISK, keep=2, slots=4)
+    bench.save(1, "a", stored=False)
+    assert bench.run() == ["gathered 1", "saved 1: 1 done", "host +a"]
+    assert bench.cells() == "a"
+
+
+# Retries
+
+
+def test_a_put_into_a_remote_tier_is_tried_again() -> None:
+    bench = Bench(FAR)
+    bench.save(1, "a b")
+    bench.ends(0)
+    bench.ends(1)
+    assert bench.ends(2, DONE, UNREACHABLE) == []
+    assert bench.engine.num_saves > 0
+    assert bench.after(1.0) == ["3 put-0 b"]
+    assert bench.ends(3) == ["saved 1: 2 done"]
+
+
+@pytest.mark.parametrize("outcome", [FULL, MISSING, CANCELLED])
+def test_a_put_that_would_fail_again_is_not_tried_again(outcome: CellOutcome) -> None:
+    bench = Bench(FAR)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.ends(1)
+    assert bench.ends(2, outcome) == [f"saved 1: 1 {outcome.value}"]
+
+
+def test_a_put_into_a_local_tier_is_not_tried_again() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.ends(1)
+    assert bench.ends(2, FAILED) == ["saved 1: 1 failed"]
+
+
+# Stores that take no puts
+
+
+def stuck() -> Bench:
+    """Three cells are in a put that does not end; two wait for slots since time 0."""
+    bench = Bench(DISK, slots=4, reserve=1)
+    bench.save(1, "a b c")
+    bench.ends(0)
+    assert bench.ends(1) == ["2 put-0 a b c"]
+    assert bench.engine.next_deadline() is None
+    assert bench.save(2, "d e") == []
+    assert bench.engine.next_deadline() == SAVE_STALL_S
+    return bench
+
+
+def test_saves_that_find_no_slot_are_dropped_once_and_then_at_once() -> None:
+    bench = stuck()
+    assert bench.after(SAVE_STALL_S / 2) == []
+    assert bench.after(SAVE_STALL_S / 2) == ["gathered 2", "saved 2: 2 full"]
+    assert bench.engine.next_deadline() is None
+    assert bench.after(SAVE_STALL_S) == []
+    assert bench.save(3, "f") == ["gathered 3", "saved 3: 1 full"]
+    # The store takes puts again.
+    assert bench.ends(2) == ["saved 1: 3 done"]
+    assert bench.save(4, "g") == ["3 gather g"]
+
+
+def test_a_gather_that_starts_renews_the_patience() -> None:
+    bench = stuck()
+    bench.clock.advance(SAVE_STALL_S * 0.9)
+    assert bench.ends(2, FAILED) == ["saved 1: 3 failed", "3 gather d e"]
+    assert bench.after(SAVE_STALL_S) == []
+
+
+def test_saves_that_still_wait_have_new_patience_once_one_of_them_starts() -> None:
+    bench = Bench(DISK, slots=3, reserve=1, limits=SINGLE)
+    bench.save(1, "a b")
+    for work in range(4):
+        bench.ends(work)
+    assert sorted(str(work.lane) for work in bench.running.values()) == ["put-0", "put-0"]
+    bench.save(2, "c d")
+    bench.clock.advance(SAVE_STALL_S * 0.9)
+    assert bench.ends(min(bench.running))[-1].endswith("gather c")
+    assert bench.after(SAVE_STALL_S / 2) == []
+    assert bench.ends(max(bench.running))[0].endswith("seal c")
+    assert bench.after(SAVE_STALL_S / 2) == []
+    assert bench.after(SAVE_STALL_S / 2) == ["gathered 2"]
+    assert bench.run()[-1] == "saved 2: 1 full, 1 done"
+
+
+def test_loads_go_on_while_puts_are_stuck() -> None:
+    bench = stuck()
+    assert bench.load(3, "f") == ["3 get-0 f"]
+    bench.ends(3)
+    bench.ends(4)
+    assert bench.ends(5) == ["loaded 3 to 1 done"]
+
+
+def test_loads_through_the_reserve_do_not_renew_the_patience() -> None:
+    bench = stuck()
+    for job in range(3, 8):
+        first = 3 * (job - 2)
+        bench.clock.advance(SAVE_STALL_S / 4)
+        bench.load(job, "f")
+        for work in range(first, first + 3):
+            bench.ends(work)
+    assert bench.engine.saves.num_open == 1
+
+
+def test_copies_into_nearer_tiers_do_not_take_the_slots_of_loads() -> None:
+    """Tier 0 lacks every cell and takes no puts; each cell that comes from tier 1 is for it."""
+    bench = Bench(DISK, FAR, slots=4, reserve=1)
+    for job, key in enumerate("abcdefgh"):
+        bench.load(job, key)
+        told = bench.ends(max(bench.running), MISSING)
+        assert told[0].endswith(f"get-1 {key}")
+        assert f"loaded {job} to 1 done" in bench.run_but("put-0")
+
+
+@pytest.mark.parametrize("policy", ["lru", "frequency"])
+def test_cells_that_puts_hold_do_not_keep_others_from_leaving(policy: str) -> None:
+    """However many they are, and however cold."""
+    count = 1000
+    bench = Bench(DISK, slots=count + 4, keep=4, policy=policy)
+    bench.save(1, " ".join(f"a{i}" for i in range(count)))
+    bench.run_but("put-0")
+    for job, group in enumerate("bcdefgh", 2):
+        bench.load(job, group)
+        assert f"loaded {job} to 1 done" in bench.run_but("put-0")
+
+
+def test_a_save_drops_no_cell_for_a_slot_that_it_may_not_have() -> None:
+    bench = Bench(DISK, slots=4, reserve=2, keep=2)
+    bench.save(1, "a b")
+    bench.ends(0)
+    bench.ends(1)  # two slots are left for loads
+    bench.load(2, "c")
+    for work in (3, 4, 5):
+        bench.ends(work)
+    assert bench.save(3, "d") == []
+    assert bench.after(SAVE_STALL_S / 2) == []
+    assert bench.cells() == "a b c d"
+    assert bench.load(4, "c") == ["6 scatter c"]
+
+
+def test_cells_that_may_leave_count_as_slots_for_loads() -> None:
+    bench = Bench(DISK, slots=5, reserve=2, keep=3)
+    bench.load(1, "a b c")
+    bench.run()
+    assert bench.load(2, "d e") == ["3 get-0 d e"]
+    assert bench.slots() == "0 5 0"
+    assert bench.save(3, "f g") == ["host -c", "4 gather f"]
+    assert bench.load(4, "h i") == ["host -b -a", "5 get-0 h i"]
+
+
+# Giving up
+
+
+def test_dropping_saves_ends_all_that_is_not_in_a_put() -> None:
+    one = LaneLimits(1, 1, 1 << 20, 1 << 20)
+    bench = Bench(DISK, slots=5, reserve=0, limits=one)
+    bench.save(1, "a b c d")
+    bench.ends(0)
+    bench.ends(1)
+    bench.ends(2)
+    assert bench.ends(3) == ["6 gather d"]  # b is being sealed, a is being put
+    assert bench.drop_saves() == []
+    assert bench.run() == ["gathered 1", "saved 1: 3 cancelled, 1 done"]
+    assert bench.is_clean
+    assert bench.save(2, "a")[0].endswith("gather a")
+
+
+def test_a_dropped_put_is_not_tried_again() -> None:
+    bench = Bench(FAR)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.ends(1)
+    assert bench.drop_saves() == []
+    assert bench.ends(2, FAILED) == ["saved 1: 1 failed"]
+    assert bench.is_clean
+
+
+def test_a_put_that_waits_to_be_tried_again_is_dropped() -> None:
+    bench = Bench(FAR)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.ends(1)
+    bench.ends(2, FAILED)
+    assert bench.drop_saves() == ["saved 1: 1 cancelled"]
+    assert bench.after(1.0) == []
+    assert bench.is_clean
+
+
+def test_dropping_saves_leaves_loads_alone() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a")
+    assert bench.drop_saves() == []
+    assert bench.run() == ["check a", "scatter a", "loaded 1 to 1 done"]
+
+
+def test_a_load_that_waits_for_a_dropped_save_stops() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a b")
+    assert bench.load(2, "a b") == []
+    assert bench.drop_saves() == []
+    assert bench.ends(0) == ["loaded 2 to 0 cancelled", "gathered 1", "saved 1: 2 cancelled"]
+    assert bench.is_clean

@@ -1,0 +1,730 @@
+"""Dependency graphs: tables for each rule, and what the end of an op costs."""
+
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.testing.fakes import FakeClock
+from vllm_kvpool.transfer.graph import (
+    FAIR_EVERY,
+    Batch,
+    Graph,
+    LaneLimits,
+    Op,
+    OpState,
+    Priority,
+)
+from vllm_kvpool.transfer.scheduler import Scheduler
+
+LOAD, SAVE, PREFETCH, DEMOTE = Priority
+MANY = 1 << 20
+WIDE = LaneLimits(batches=MANY, batch_ops=1, batch_bytes=MANY, budget_bytes=MANY)
+NARROW = LaneLimits(batches=1, batch_ops=1, batch_bytes=MANY, budget_bytes=MANY)
+NAMES = string.ascii_lowercase
+LETTERS = {
+    OpState.WAITING: ".",
+    OpState.READY: "r",
+    OpState.RUNNING: "R",
+    OpState.DELAYED: "l",
+    OpState.DONE: "D",
+    OpState.FAILED: "F",
+    OpState.CANCELLED: "C",
+}
+
+
+class Bench:
+    """Ops have names of one letter, markers upper case ones; a batch is the names of its ops."""
+
+    def __init__(
+        self, limits: LaneLimits = WIDE, admit: Callable[[Op], bool] | None = None
+    ) -> None:
+        self.scheduler = Scheduler({"x": limits, "y": WIDE}, admit)
+        self.lane = self.scheduler.lanes["x"]
+        self.other = self.scheduler.lanes["y"]
+        self.clock = FakeClock()
+        self.graphs: list[Graph] = []
+        self.ops: dict[str, Op] = {}
+        self.running: dict[str, Batch] = {}
+
+    def graph(
+        self,
+        spec: str = "",
+        priority: Priority = LOAD,
+        deadline: float | None = None,
+        *,
+        close: bool = True,
+    ) -> Graph:
+        """`"a b<a C!<ab"`: b after a; the marker C after both, however they end."""
+        graph = Graph(len(self.graphs), priority, deadline)
+        self.graphs.append(graph)
+        for word in spec.split():
+            head, _, after = word.partition("<")
+            self.add(graph, head[0], after, always=head.endswith("!"))
+        if close:
+            self.scheduler.close(graph)
+        return graph
+
+    def add(
+        self, graph: Graph, name: str, after: str = "", nbytes: int = 0, *, always: bool = False
+    ) -> Op:
+        lane = None if name.isupper() else self.lane
+        before = [self.ops[each] for each in after]
+        op = self.scheduler.add(graph, lane, name, nbytes, before, always=always)
+        self.ops[name] = op
+        self.scheduler.check(self.graphs)
+        return op
+
+    def take(self, seconds: float = 0.0) -> list[str]:
+        """What starts after so many seconds."""
+        self.clock.advance(seconds)
+        started = []
+        for batch in self.scheduler.take(self.clock()):
+            names = "".join(op.what for op in batch.ops)
+            self.running[names] = batch
+            started.append(names)
+        self.scheduler.check(self.graphs)
+        return started
+
+    def end(self, names: str, how: Callable[..., None] = Scheduler.finish, *args: Any) -> None:
+        """A batch ends; all its ops are finished, failed, moved or retried."""
+        batch = self.running.pop(names)
+        self.scheduler.batch_ended(batch)
+        for op in batch.ops:
+            how(self.scheduler, op, *args)
+        self.scheduler.check(self.graphs)
+
+    def drain(self, fail: str = "") -> str:
+        """What is reached and starts in each round, when all that runs ends before the next."""
+        rounds = []
+        while now := self.reached() + "".join(self.take()):
+            rounds.append(now)
+            for names in list(self.running):
+                self.end(names, Scheduler.fail if names in fail else Scheduler.finish)
+        return " ".join(rounds)
+
+    def one_by_one(self) -> str:
+        """What starts at first, and whenever the oldest batch has ended."""
+        takes = [",".join(self.take())]
+        while self.running:
+            self.end(next(iter(self.running)))
+            takes.append(",".join(self.take()))
+        return " ".join(takes).rstrip()
+
+    def reached(self) -> str:
+        return "".join(op.what for op in self.scheduler.take_reached())
+
+    def ended(self) -> list[Graph]:
+        return self.scheduler.take_ended()
+
+    def lost(self) -> dict[str, str]:
+        """The ops that were cancelled because of another, and that one."""
+        lost = self.scheduler.take_lost()
+        assert len({op for op, _ in lost}) == len(lost)
+        return {op.what: cause.what for op, cause in lost}
+
+    def states(self) -> str:
+        """One letter for each op, in order of addition."""
+        return "".join(LETTERS[op.state] for op in self.ops.values())
+
+
+# Dependencies and markers
+
+DRAINS = [
+    ("a b c", "abc"),
+    ("a b<a c<b", "a b c"),
+    ("a b<a c<a d<bc", "a bc d"),
+    ("a b<a c<ab d<abc", "a b c d"),
+    ("a b<aa", "a b"),
+    ("a b!<a", "a b"),
+    ("M", "M"),
+    ("M N<M a<N", "MNa"),
+    ("a M<a b<M N<b", "a Mb N"),
+    ("a b M<ab c<M d<a", "ab Mdc"),
+    ("a b<a M<b N<M O<MN", "a b MNO"),
+]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("spec", "rounds"), DRAINS)
+def test_an_op_waits_for_all_that_stands_before_it(spec: str, rounds: str, apart: bool) -> None:
+    bench = Bench()
+    for part in spec.split() if apart else [spec]:
+        bench.graph(part)
+    assert bench.drain() == rounds
+    assert Counter(bench.ended()) == Counter(bench.graphs)
+    assert bench.ended() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [(Scheduler.finish, "Drr"), (Scheduler.fail, "FCr"), (Scheduler.cancel, "CCr")],
+)
+def test_an_op_may_be_added_after_one_that_is_over(how: Any, expected: str) -> None:
+    bench = Bench()
+    graph = bench.graph("a", close=False)
+    if how is not Scheduler.cancel:
+        bench.take()
+        bench.scheduler.batch_ended(bench.running["a"])
+    how(bench.scheduler, bench.ops["a"])
+    bench.add(graph, "b", "a")
+    bench.add(graph, "c", "a", always=True)
+    assert bench.states() == expected
+
+
+def test_an_op_may_be_added_after_one_that_runs() -> None:
+    bench = Bench()
+    graph = bench.graph("a", close=False)
+    assert bench.take() == ["a"]
+    bench.add(graph, "b", "a")
+    bench.scheduler.close(graph)
+    assert bench.take() == []
+    bench.end("a")
+    assert bench.take() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("how", "always", "expected"),
+    [
+        (Scheduler.finish, False, OpState.DONE),
+        (Scheduler.fail, False, OpState.CANCELLED),
+        (Scheduler.fail, True, OpState.DONE),
+    ],
+)
+def test_chains_may_be_longer_than_the_call_stack(
+    how: Callable[..., None], always: bool, expected: OpState
+) -> None:
+    bench = Bench()
+    graph = bench.graph("a", close=False)
+    op = bench.ops["a"]
+    for _ in range(100_000):
+        op = bench.scheduler.add(graph, None, "M", 0, [op], always=always)
+    bench.scheduler.close(graph)
+    bench.take()
+    bench.end("a", how)
+    assert {marker.state for marker in graph.ops[1:]} == {expected}
+    assert bench.ended() == [graph]
+    assert bench.scheduler.take_reached() == (graph.ops[1:] if expected is OpState.DONE else [])
+
+
+# Failing, cancelling, moving and trying again
+
+LOSSES = [
+    ("a b<a c<b d", "FCCD"),
+    ("a b<a c<a d<bc", "FCCC"),
+    ("a b c<ab d<b", "FDCD"),
+    ("a b<aa", "FC"),
+    ("a M<a b<M", "FCC"),
+    ("a b!<a c<b", "FDD"),
+    ("a b!<a c<ab", "FDC"),
+    ("a b<a c!<b d<c", "FCDD"),
+    ("a M!<a b<M", "FDD"),
+    ("a b M!<ab c<M", "FDDD"),
+    ("a M!<a b<aM c!<b", "FDCD"),
+]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("spec", "states"), LOSSES)
+def test_a_failure_cancels_what_comes_after_it(spec: str, states: str, apart: bool) -> None:
+    bench = Bench()
+    for part in spec.split() if apart else [spec]:
+        bench.graph(part)
+    bench.drain(fail="a")
+    assert bench.states() == states
+    assert [graph.num_failed for graph in bench.graphs] == [1] + [0] * (len(bench.graphs) - 1)
+    assert Counter(bench.ended()) == Counter(bench.graphs)
+
+
+@pytest.mark.parametrize(("spec", "states"), LOSSES)
+def test_cancelling_does_what_failing_does(spec: str, states: str) -> None:
+    bench = Bench()
+    graph = bench.graph(spec)
+    assert bench.scheduler.cancel(bench.ops["a"])
+    assert not bench.scheduler.cancel(bench.ops["a"])
+    bench.drain()
+    assert bench.states() == states.replace("F", "C")
+    assert graph.num_failed == 0
+    assert bench.ended() == [graph]
+
+
+@pytest.mark.parametrize("how", [Scheduler.fail, Scheduler.cancel])
+def test_what_is_lost_is_told_once_with_its_cause(how: Callable[..., Any]) -> None:
+    bench = Bench()
+    graph = bench.graph("a b<a c!<a d<b e x", close=False)
+    how(bench.scheduler, bench.ops["a"])
+    assert bench.lost() == {"b": "a", "d": "a"}
+    bench.add(graph, "f", "a")
+    bench.add(graph, "g", "ea")
+    bench.add(graph, "h", "f")
+    assert bench.lost() == {"f": "a", "g": "a", "h": "f"}
+    bench.scheduler.cancel(bench.ops["e"])
+    bench.scheduler.cancel(bench.ops["x"])
+    assert bench.lost() == {}
+
+
+def in_every_state() -> Bench:
+    """The ops d (done), f (failed), w (waiting), l (delayed), u (running) and r (ready)."""
+    bench = Bench()
+    graph = bench.graph("d f l u w<u", close=False)
+    bench.take()
+    bench.end("d")
+    bench.end("f", Scheduler.fail)
+    bench.end("l", Scheduler.retry, 5.0)
+    bench.add(graph, "r")
+    bench.scheduler.close(graph)
+    assert bench.states() == "DFlR.r"
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("name", "possible"), [*((n, False) for n in "dfu"), *((n, True) for n in "lwr")]
+)
+def test_what_has_not_started_can_be_cancelled(name: str, possible: bool) -> None:
+    bench = in_every_state()
+    before = bench.ops[name].state
+    assert bench.scheduler.cancel(bench.ops[name]) == possible
+    assert bench.ops[name].state is (OpState.CANCELLED if possible else before)
+    left = [n for n in "rl" if n != name]
+    assert bench.take(5.0) == left
+    for names in ["u", *left]:
+        bench.end(names)
+    assert bench.take() == (["w"] if name != "w" else [])
+
+
+def test_a_cancelled_graph_ends_with_what_runs() -> None:
+    bench = in_every_state()
+    other = bench.graph("x<w y")
+    bench.scheduler.cancel_graph(bench.graphs[0])
+    assert bench.states() == "DFCRCCCr"
+    assert bench.scheduler.next_time() is None
+    assert bench.ended() == []
+    assert bench.take(5.0) == ["y"]
+    bench.end("u")
+    assert bench.ended() == [bench.graphs[0]]
+    bench.end("y")
+    assert bench.ended() == [other]
+
+
+def test_a_cancelled_graph_that_runs_nothing_ends_at_once() -> None:
+    bench = Bench()
+    graph = bench.graph("a b<a M<b")
+    bench.scheduler.cancel_graph(graph)
+    bench.scheduler.cancel_graph(graph)
+    assert bench.ended() == [graph]
+    assert bench.drain() == ""
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_cancelling_a_graph_cancels_what_always_runs(runs: bool) -> None:
+    bench = Bench()
+    graph = bench.graph("a M!<a b!<M")
+    if runs:
+        bench.take()
+    bench.scheduler.cancel_graph(graph)
+    assert bench.states()[1:] == "CC"
+    assert bench.reached() == ""
+
+
+@pytest.mark.parametrize(("at", "started"), [(0.0, ["a"]), (3.0, ["a"]), (3.5, [])])
+def test_an_op_is_tried_again_at_its_time(at: float, started: list[str]) -> None:
+    bench = Bench()
+    bench.graph("a b<a")
+    bench.take()
+    bench.end("a", Scheduler.retry, at)
+    assert bench.scheduler.next_time() == (at if at > 0 else None)
+    assert bench.take(3.0) == started
+    if not started:
+        assert bench.take(0.5) == ["a"]
+    assert bench.ops["a"].attempts == 1
+    assert bench.scheduler.next_time() is None
+    bench.end("a")
+    assert bench.take() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("how", "times"), [(Scheduler.move, ()), (Scheduler.retry, (0.0,)), (Scheduler.retry, (1.0,))]
+)
+def test_an_op_may_go_on_in_another_lane(
+    how: Callable[..., None], times: tuple[float, ...]
+) -> None:
+    bench = Bench()
+    graph = bench.graph("a b<a")
+    bench.take()
+    bench.end("a", how, *times, bench.other)
+    assert bench.ended() == []
+    assert bench.take(1.0) == ["a"]
+    assert bench.running["a"].lane is bench.other
+    assert bench.ops["a"].attempts == len(times)
+    bench.end("a")
+    assert bench.drain() == "b"
+    assert bench.ended() == [graph]
+
+
+@pytest.mark.parametrize("name", ["r", "l"])
+def test_an_op_that_has_not_started_may_go_on_in_another_lane(name: str) -> None:
+    bench = in_every_state()
+    bench.scheduler.move(bench.ops[name], bench.other)
+    started = bench.take()
+    assert sorted(started) == sorted({"r", name})
+    assert bench.running[name].lane is bench.other
+    assert bench.take(5.0) == (["l"] if name == "r" else [])
+
+
+def test_an_op_that_was_moved_starts_in_its_new_lane_only() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a b c")
+    bench.scheduler.move(bench.ops["a"], bench.other)
+    assert bench.take() == ["b", "a"]
+    assert bench.running["a"].lane is bench.other
+
+
+def test_an_op_that_comes_back_to_its_lane_starts_once() -> None:
+    bench = Bench(LaneLimits(9, 9, MANY, MANY))
+    bench.graph("a b")
+    bench.scheduler.move(bench.ops["a"], bench.other)
+    bench.scheduler.move(bench.ops["a"], bench.lane)
+    assert sorted("".join(bench.take())) == ["a", "b"]
+
+
+def test_an_op_that_is_moved_while_delayed_keeps_its_next_delay() -> None:
+    bench = Bench()
+    bench.graph("a")
+    bench.take()
+    bench.end("a", Scheduler.retry, 1.0)
+    bench.scheduler.move(bench.ops["a"], bench.other)
+    bench.take()
+    bench.end("a", Scheduler.retry, 5.0)
+    assert bench.scheduler.next_time() == 5.0
+    assert bench.take(2.0) == []
+
+
+@pytest.mark.parametrize("name", ["u", "r", "l", "w"])
+def test_an_op_may_fail_before_it_starts(name: str) -> None:
+    bench = in_every_state()
+    if name == "u":
+        bench.end("u", Scheduler.fail)
+    else:
+        bench.scheduler.fail(bench.ops[name])
+        bench.scheduler.check(bench.graphs)
+    assert bench.graphs[0].num_failed == 2
+    assert bench.take(5.0) == [each for each in "rl" if each != name]
+
+
+# Batches, budgets, admission
+
+TAKES = [
+    # batches, ops, bytes, budget; the ops' bytes; what starts whenever the oldest batch ends
+    ((2, 3, 99, 99), [0] * 10, "abc,def ghi j"),
+    ((1, 9, 10, 99), [6, 6, 6, 6], "ab cd"),
+    ((9, 9, 10, 99), [10, 1, 9, 1], "a,bc,d"),
+    ((9, 1, 10, 10), [6, 4, 1], "a,b c"),
+    ((9, 9, 99, 10), [6, 4, 1], "ab c"),
+    ((9, 9, 99, 10), [6, 6, 6], "a b c"),
+    ((9, 9, 99, 10), [15, 0, 15, 15], "a b c d"),
+    ((9, 9, 99, 10), [1, 15, 1, 1], "a b cd"),
+]
+
+
+@pytest.mark.parametrize(("limits", "sizes", "takes"), TAKES)
+def test_batches_keep_to_the_limits(
+    limits: tuple[int, int, int, int], sizes: list[int], takes: str
+) -> None:
+    bench = Bench(LaneLimits(*limits))
+    graph = bench.graph(close=False)
+    for name, nbytes in zip(NAMES, sizes, strict=False):
+        bench.add(graph, name, "", nbytes)
+    assert bench.one_by_one() == takes
+
+
+def test_an_op_that_is_not_admitted_keeps_its_place() -> None:
+    refused = set("c")
+    asked: list[str] = []
+
+    def admit(op: Op) -> bool:
+        asked.append(op.what)
+        return op.what not in refused
+
+    bench = Bench(LaneLimits(9, 9, MANY, MANY), admit)
+    bench.graph("a b c d")
+    assert bench.take() == ["ab"]
+    assert bench.take() == []
+    refused.clear()
+    asked.clear()
+    assert bench.take() == ["cd"]
+    assert asked == ["c", "d"]
+
+
+def test_a_class_that_is_not_admitted_lets_others_pass() -> None:
+    refused = set("a")
+    bench = Bench(NARROW, lambda op: op.what not in refused)
+    bench.graph("a b")
+    bench.graph("c d", SAVE)
+    assert bench.take() == ["c"]
+    refused.clear()
+    bench.end("c")
+    assert bench.one_by_one() == "a b d"
+
+
+# Priorities
+
+
+def test_a_higher_class_goes_first_and_a_class_in_order() -> None:
+    bench = Bench(NARROW)
+    for priority, names in zip(
+        (DEMOTE, SAVE, LOAD, PREFETCH), ("ab", "cd", "ef", "gh"), strict=True
+    ):
+        bench.graph(" ".join(names), priority)
+    assert bench.one_by_one() == "e f c d g h a b"
+
+
+def served(bench: Bench, count: int) -> list[Priority]:
+    """The classes of the next batches of one op each."""
+    classes = []
+    for _ in range(count):
+        (batch,) = bench.scheduler.take(0.0)
+        (op,) = batch.ops
+        classes.append(Priority(op.priority))
+        bench.scheduler.batch_ended(batch)
+        bench.scheduler.finish(op)
+    return classes
+
+
+def fill(bench: Bench, *classes: Priority, count: int = 200) -> None:
+    for priority in classes:
+        graph = bench.graph(priority=priority, close=False)
+        for _ in range(count):
+            bench.scheduler.add(graph, bench.lane)
+
+
+@pytest.mark.parametrize("lower", [SAVE, PREFETCH, DEMOTE])
+def test_no_class_waits_for_more_than_so_many_batches(lower: Priority) -> None:
+    bench = Bench(NARROW)
+    fill(bench, LOAD)
+    assert served(bench, 2 * FAIR_EVERY) == [LOAD] * 2 * FAIR_EVERY
+    fill(bench, lower)  # what went before it came does not count
+    assert served(bench, 2 * FAIR_EVERY + 2) == 2 * [*[LOAD] * FAIR_EVERY, lower]
+
+
+def test_no_class_starves_another() -> None:
+    bench = Bench(NARROW)
+    fill(bench, *Priority)
+    order = served(bench, 200)
+    for priority in Priority:
+        places = [-1, *(i for i, each in enumerate(order) if each is priority)]
+        # Those that are as late may go before it.
+        waits = [b - a - 1 for a, b in pairwise(places)]
+        assert max(waits) < FAIR_EVERY + len(Priority) - 1
+    assert Counter(order)[LOAD] > len(order) / 2
+
+
+@pytest.mark.parametrize(("large", "small"), [(LOAD, SAVE), (SAVE, LOAD)])
+def test_a_large_op_does_not_starve_behind_small_ones(large: Priority, small: Priority) -> None:
+    bench = Bench(LaneLimits(batches=2, batch_ops=1, batch_bytes=100, budget_bytes=100))
+    graph = bench.graph(priority=small, close=False)
+    for _ in range(40):
+        bench.scheduler.add(graph, bench.lane, "s", 10)
+    running = bench.scheduler.take(0.0)
+    op = bench.scheduler.add(bench.graph(priority=large, close=False), bench.lane, "l", 100)
+    for _ in range(20):
+        batch = running.pop(0)
+        bench.scheduler.batch_ended(batch)
+        for each in batch.ops:
+            bench.scheduler.finish(each)
+        running += bench.scheduler.take(0.0)
+    assert op.state is not OpState.READY
+
+
+def test_an_op_can_be_raised_wherever_it_stands() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a b c")
+    bench.graph("d e f<d g", DEMOTE)
+    for name, priority in (("e", SAVE), ("e", LOAD), ("f", LOAD), ("d", LOAD), ("b", DEMOTE)):
+        bench.scheduler.raise_priority(bench.ops[name], priority)
+    assert bench.one_by_one() == "a b c e d f g"
+
+
+def test_an_op_that_is_raised_and_cancelled_or_retried_starts_once() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a b c d", PREFETCH)
+    for name in "bc":
+        bench.scheduler.raise_priority(bench.ops[name], LOAD)
+    assert bench.scheduler.cancel(bench.ops["b"])
+    assert bench.take() == ["c"]
+    bench.scheduler.raise_priority(bench.ops["c"], LOAD)
+    bench.end("c", Scheduler.retry, 0.0)
+    assert bench.one_by_one() == "c a d"
+    bench.scheduler.raise_priority(bench.ops["a"], LOAD)
+    assert bench.take() == []
+
+
+def test_an_op_that_is_raised_leaves_the_turn_of_its_class_to_others() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a b", PREFETCH)
+    fill(bench, LOAD, count=FAIR_EVERY)
+    bench.scheduler.raise_priority(bench.ops["a"], LOAD)
+    assert served(bench, FAIR_EVERY + 2) == [*[LOAD] * FAIR_EVERY, PREFETCH, LOAD]
+
+
+def test_a_delayed_op_can_be_raised() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a b", SAVE)
+    bench.take()
+    bench.end("a", Scheduler.retry, 1.0)
+    bench.scheduler.raise_priority(bench.ops["a"], LOAD)
+    assert bench.take(1.0) == ["a"]
+
+
+def test_what_waits_in_a_lane_is_listed_in_order() -> None:
+    bench = Bench(NARROW)
+    bench.graph("f a b c", SAVE)
+    bench.graph("d e<d", PREFETCH)
+    bench.take()
+    bench.end("f", Scheduler.retry, 1.0)
+    bench.scheduler.raise_priority(bench.ops["c"], LOAD)
+    bench.scheduler.cancel(bench.ops["a"])
+    assert [op.what for op in bench.scheduler.waiting_in(bench.lane)] == ["c", "b", "d", "f"]
+    bench.scheduler.move(bench.ops["b"], bench.other)
+    bench.scheduler.move(bench.ops["f"], bench.other)
+    assert [op.what for op in bench.scheduler.waiting_in(bench.lane)] == ["c", "d"]
+    assert [op.what for op in bench.scheduler.waiting_in(bench.other)] == ["b", "f"]
+
+
+def test_an_idle_lane_holds_no_ops() -> None:
+    bench = Bench()
+    for name in NAMES:
+        bench.graph(name, PREFETCH)
+        bench.scheduler.raise_priority(bench.ops[name], LOAD)
+        assert bench.drain() == name
+    assert not any(bench.lane.queues)
+
+
+# Ends and deadlines
+
+
+def test_a_graph_ends_once_and_not_before_it_is_closed() -> None:
+    bench = Bench()
+    empty = bench.graph(close=False)
+    graph = bench.graph("a", close=False)
+    assert bench.drain() == "a"
+    bench.add(graph, "b")
+    assert bench.drain() == "b"
+    assert bench.ended() == []
+    bench.scheduler.close(graph)
+    bench.scheduler.close(empty)
+    assert bench.ended() == [graph, empty]
+    assert graph.ended
+    assert bench.ended() == []
+
+
+def test_each_deadline_comes_once_and_none_of_what_has_ended() -> None:
+    bench = Bench()
+    late = bench.graph("a", deadline=3.0)
+    bench.graph("b", deadline=1.0)
+    bench.graph("c", deadline=2.0)
+    later = bench.graph("d", deadline=4.0)
+    last = bench.graph("e", deadline=0.0, close=False)
+    bench.graph("f")
+    bench.take()
+    scheduler = bench.scheduler
+    assert scheduler.next_time() == 1.0
+    bench.end("b")
+    assert scheduler.take_expired(1.0) == []
+    bench.end("c")
+    assert scheduler.next_time() == 3.0
+    assert scheduler.take_expired(2.9) == []
+    assert scheduler.take_expired(3.0) == [late]
+    assert scheduler.take_expired(3.0) == []
+    assert scheduler.next_time() == 4.0
+    assert scheduler.take_expired(9.0) == [later]
+    assert scheduler.next_time() is None
+    scheduler.close(last)
+    assert scheduler.take_expired(9.0) == [last]
+
+
+# What an end costs
+
+
+@contextmanager
+def counted_lines() -> Iterator[list[int]]:
+    """The number of Python lines that run in the calls of the block."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        count[0] += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:
+    """Lines for all that follows when one of the ops that run ends."""
+    scheduler = bench.scheduler
+    batches = scheduler.take(0.0)
+    batch = batches[len(batches) // 2]
+    with counted_lines() as count:
+        scheduler.batch_ended(batch)
+        how(scheduler, batch.ops[0])
+        scheduler.take(1.0)
+        scheduler.take_reached()
+        scheduler.take_ended()
+        scheduler.take_expired(1.0)
+        scheduler.next_time()
+    return count[0]
+
+
+def wide(num_ops: int) -> Bench:
+    """Ops that run, each with one that waits for it, and a marker after all of them."""
+    bench = Bench()
+    scheduler = bench.scheduler
+    graph = bench.graph(close=False)
+    lasts = []
+    for _ in range(num_ops // 2):
+        first = scheduler.add(graph, bench.lane)
+        lasts.append(scheduler.add(graph, bench.lane, after=[first]))
+    scheduler.add(graph, None, after=lasts)
+    scheduler.close(graph)
+    return bench
+
+
+def many(num_graphs: int) -> Bench:
+    """Chains of three ops with a deadline."""
+    bench = Bench()
+    for _ in range(num_graphs):
+        graph = bench.graph(deadline=5.0, close=False)
+        op = bench.scheduler.add(graph, bench.lane)
+        for _ in range(2):
+            op = bench.scheduler.add(graph, bench.lane, after=[op])
+        bench.scheduler.close(graph)
+    return bench
+
+
+@pytest.mark.parametrize("how", [Scheduler.finish, Scheduler.fail])
+@pytest.mark.parametrize(("make", "few", "lots"), [(wide, 64, 4096), (many, 1, 2048)])
+def test_an_end_costs_the_same_in_any_company(
+    make: Callable[[int], Bench], few: int, lots: int, how: Callable[..., None]
+) -> None:
+    alone = cost_of_an_end(make(few), how)
+    assert alone > 20  # or nothing was counted
+    # Whether it was the last op of its graph may tell.
+    assert abs(cost_of_an_end(make(lots), how) - alone) <= 4
+
+
+def test_an_end_costs_its_successors() -> None:
+    costs = []
+    for fan_out in (2, 12, 22):
+        bench = Bench(NARROW)
+        bench.graph("a " + " ".join(f"{name}<a" for name in NAMES[1 : 1 + fan_out]))
+        costs.append(cost_of_an_end(bench, Scheduler.finish))
+    assert costs[1] - costs[0] == costs[2] - costs[1] > 0

@@ -1,0 +1,326 @@
+"""The scheduler of dependency graphs beside a naive model: anything in any order."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_kvpool.testing.fakes import FakeClock
+from vllm_kvpool.transfer.graph import (
+    Batch,
+    Graph,
+    Lane,
+    LaneLimits,
+    Op,
+    OpState,
+    Priority,
+)
+from vllm_kvpool.transfer.scheduler import Scheduler
+
+OVER = (OpState.DONE, OpState.FAILED, OpState.CANCELLED)
+LOST = (OpState.FAILED, OpState.CANCELLED)
+NOT_STARTED = (OpState.WAITING, OpState.READY, OpState.DELAYED)
+
+
+@dataclass
+class Known:
+    """An op, as the naive model sees it: it has no counts, and looks at everything again."""
+
+    graph: int
+    lane: Lane | None
+    before: frozenset[int]
+    always: bool
+    state: OpState = OpState.WAITING
+    due: float = 0.0
+
+
+@dataclass
+class KnownGraph:
+    """A graph, as the model sees it; `expired` once that was told."""
+
+    graph: Graph
+    closed: bool = False
+    expired: bool = False
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The scheduler beside the model: the same states after each step, each end told once."""
+
+    @initialize(
+        limits=st.builds(
+            LaneLimits, st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 9)
+        )
+    )
+    def begin(self, limits: LaneLimits) -> None:
+        self.refused: set[int] = set()
+        self.scheduler = Scheduler(
+            {"x": limits, "y": LaneLimits(2, 2, 9, 9)}, lambda op: op.what not in self.refused
+        )
+        self.lanes = (*self.scheduler.lanes.values(), None)
+        self.clock = FakeClock()
+        self.graphs: list[KnownGraph] = []
+        self.known: list[Known] = []
+        self.ops: list[Op] = []
+        self.running: list[Batch] = []
+        self.reached: set[int] = set()
+        self.ended: set[int] = set()
+        self.lost: set[int] = set()
+        self.add_graph(Priority.SAVE, 4.0)
+        self.add_graph(Priority.LOAD, None)
+
+    # Building
+
+    @rule(priority=st.sampled_from(Priority), timeout=st.sampled_from((None, 0.0, 1.0, 4.0)))
+    def add_graph(self, priority: Priority, timeout: float | None) -> None:
+        deadline = None if timeout is None else self.clock() + timeout
+        self.graphs.append(KnownGraph(Graph(len(self.graphs), priority, deadline)))
+
+    @precondition(lambda self: not all(graph.closed for graph in self.graphs))
+    @rule(
+        specs=st.lists(
+            st.tuples(
+                st.integers(0, 99),
+                st.sampled_from((0, 0, 1, 2)),
+                st.integers(0, 12),
+                st.lists(st.integers(0, 99), max_size=3),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def add_ops(self, specs: list[tuple[int, int, int, list[int], bool]]) -> None:
+        still_open = [i for i, graph in enumerate(self.graphs) if not graph.closed]
+        for number, where, nbytes, befores, always in specs:
+            graph, lane = still_open[number % len(still_open)], self.lanes[where]
+            before = [each % len(self.ops) for each in befores if self.ops]
+            args = (self.graphs[graph].graph, lane, len(self.ops), nbytes)
+            first = [self.ops[each] for each in before]
+            self.ops.append(self.scheduler.add(*args, first, always=always))
+            self.known.append(Known(graph, lane, frozenset(before), always))
+
+    @precondition(lambda self: self.graphs)
+    @rule(number=st.integers(0, 99))
+    def close(self, number: int) -> None:
+        graph = self.graphs[number % len(self.graphs)]
+        if not graph.closed:
+            graph.closed = True
+            self.scheduler.close(graph.graph)
+
+    # Running
+
+    @rule(seconds=st.sampled_from((0.0, 0.5, 2.0)), refused=st.sets(st.integers(0, 20)))
+    def take(self, seconds: float, refused: set[int]) -> None:
+        self.refused = refused
+        self.clock.advance(seconds)
+        for known in self.known:
+            if known.state is OpState.DELAYED and known.due <= self.clock():
+                known.state = OpState.READY
+        for batch in self.scheduler.take(self.clock()):
+            self.started(batch)
+        for lane in self.scheduler.lanes.values():
+            self.nothing_more_may_start(lane)
+
+    def started(self, batch: Batch) -> None:
+        lane, limits = batch.lane, batch.lane.limits
+        sizes = [op.nbytes for op in batch.ops]
+        assert len({op.priority for op in batch.ops}) == 1
+        assert 1 <= len(batch.ops) <= limits.batch_ops
+        assert sum(sizes[:-1]) < limits.batch_bytes
+        assert batch.nbytes == sum(sizes)
+        for op in batch.ops:
+            known = self.known[op.what]
+            assert (known.state, known.lane) == (OpState.READY, lane)
+            assert op.what not in self.refused
+            known.state = OpState.RUNNING
+        self.running.append(batch)
+        beside = [each for each in self.running if each.lane is lane]
+        assert len(beside) <= limits.batches
+        total = sum(each.nbytes for each in beside)
+        assert total <= limits.budget_bytes or (len(beside), len(batch.ops)) == (1, 1)
+
+    def nothing_more_may_start(self, lane: Lane) -> None:
+        beside = [each for each in self.running if each.lane is lane]
+        if len(beside) < lane.limits.batches:
+            room = lane.limits.budget_bytes - sum(each.nbytes for each in beside)
+            heads = {op.priority: op for op in reversed(self.ready_in(lane))}
+            blocked = [
+                op.what in self.refused or (bool(beside) and op.nbytes > room)
+                for op in heads.values()
+            ]
+            assert not heads or any(blocked)
+
+    def ready_in(self, lane: Lane) -> list[Op]:
+        return [op for op in self.scheduler.waiting_in(lane) if op.state is OpState.READY]
+
+    @precondition(lambda self: self.running)
+    @rule(
+        number=st.integers(0, 9),
+        hows=st.lists(st.sampled_from("ffffxrm"), min_size=3, max_size=3),
+        delay=st.sampled_from((0.0, 0.5, 3.0)),
+        lane=st.sampled_from((None, 0, 1)),
+    )
+    def end(self, number: int, hows: list[str], delay: float, lane: int | None) -> None:
+        batch = self.running.pop(number % len(self.running))
+        self.scheduler.batch_ended(batch)
+        for how, op in zip(hows, batch.ops, strict=False):
+            self.op_ended(op, how, self.clock() + delay, None if lane is None else self.lanes[lane])
+
+    def op_ended(self, op: Op, how: str, at: float, lane: Lane | None) -> None:
+        known = self.known[op.what]
+        match how:
+            case "f":
+                self.scheduler.finish(op)
+                known.state = OpState.DONE
+            case "x":
+                self.scheduler.fail(op)
+                known.state = OpState.FAILED
+            case "m" if lane is not None:
+                self.scheduler.move(op, lane)
+                known.state, known.lane = OpState.READY, lane
+            case _:
+                self.scheduler.retry(op, at, lane)
+                known.state = OpState.READY if at <= self.clock() else OpState.DELAYED
+                known.due, known.lane = at, lane or known.lane
+        self.settle()
+
+    @precondition(lambda self: self.ops)
+    @rule(number=st.integers(0, 99))
+    def cancel(self, number: int) -> None:
+        known = self.known[number % len(self.known)]
+        possible = known.state in NOT_STARTED
+        assert self.scheduler.cancel(self.ops[number % len(self.ops)]) == possible
+        if possible:
+            known.state = OpState.CANCELLED
+
+    @precondition(lambda self: self.ops)
+    @rule(number=st.integers(0, 99), lane=st.sampled_from((None, 0, 1)))
+    def end_early(self, number: int, lane: int | None) -> None:
+        """An op that has not started fails, or goes to another lane."""
+        op = self.ops[number % len(self.ops)]
+        if lane is None and op.state in NOT_STARTED:
+            self.op_ended(op, "x", 0.0, None)
+        elif op.state in (OpState.READY, OpState.DELAYED):
+            self.op_ended(op, "m", 0.0, self.lanes[lane or 0])
+
+    @precondition(lambda self: self.graphs)
+    @rule(number=st.integers(0, 99))
+    def cancel_graph(self, number: int) -> None:
+        graph = number % len(self.graphs)
+        self.scheduler.cancel_graph(self.graphs[graph].graph)
+        for known in self.known:
+            if known.graph == graph and known.state in NOT_STARTED:
+                known.state = OpState.CANCELLED
+
+    @precondition(lambda self: self.ops)
+    @rule(number=st.integers(0, 99), priority=st.sampled_from(Priority))
+    def raise_priority(self, number: int, priority: Priority) -> None:
+        op = self.ops[number % len(self.ops)]
+        before, movable = op.priority, op.state in NOT_STARTED
+        self.scheduler.raise_priority(op, priority)
+        assert op.priority == (min(before, priority) if movable else before)
+
+    @rule()
+    def expire(self) -> None:
+        now = self.clock()
+        due = [i for i in self.with_deadline() if (self.graphs[i].graph.deadline or 0.0) <= now]
+        for number in due:
+            self.graphs[number].expired = True
+        assert Counter(graph.tag for graph in self.scheduler.take_expired(now)) == Counter(due)
+
+    # The model
+
+    def settle(self) -> None:
+        """Look at all ops until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            for i, known in enumerate(self.known):
+                if known.state is not OpState.WAITING:
+                    continue
+                before = [self.known[number].state for number in known.before]
+                if not known.always and any(state in LOST for state in before):
+                    known.state = OpState.CANCELLED
+                    self.lost.add(i)
+                elif all(state in OVER for state in before):
+                    known.state = OpState.DONE if known.lane is None else OpState.READY
+                changed |= known.state is not OpState.WAITING
+
+    def has_ended(self, number: int) -> bool:
+        left = [k for k in self.known if k.graph == number and k.state not in OVER]
+        return self.graphs[number].closed and not left
+
+    def with_deadline(self) -> list[int]:
+        """The graphs whose deadline may yet come."""
+        return [
+            number
+            for number, each in enumerate(self.graphs)
+            if each.closed and not each.expired and each.graph.deadline is not None
+            if not self.has_ended(number)
+        ]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.settle()
+        self.scheduler.check(each.graph for each in self.graphs)
+        assert [op.state for op in self.ops] == [known.state for known in self.known]
+        for lane in self.scheduler.lanes.values():
+            ready = {
+                number
+                for number, known in enumerate(self.known)
+                if known.state is OpState.READY and known.lane is lane
+            }
+            waiting = self.ready_in(lane)
+            assert Counter(op.what for op in waiting) == Counter(ready)
+            assert [op.priority for op in waiting] == sorted(op.priority for op in waiting)
+        self.events_agree()
+
+    def events_agree(self) -> None:
+        """What is reached and ends is told once; what is due has the earliest time of all."""
+        reached = {
+            number
+            for number, known in enumerate(self.known)
+            if known.lane is None and known.state is OpState.DONE
+        }
+        for op in self.scheduler.take_reached():
+            assert {n for n in self.known[op.what].before if n in reached} <= self.reached
+            assert op.what not in self.reached
+            self.reached.add(op.what)
+        assert self.reached == reached
+        lost = self.scheduler.take_lost()
+        assert Counter(op.what for op, _ in lost) == Counter(self.lost)
+        assert all(self.known[cause.what].state in LOST for _, cause in lost)
+        self.lost = set()
+        ended = {i for i in range(len(self.graphs)) if self.has_ended(i)}
+        told = [graph.tag for graph in self.scheduler.take_ended()]
+        assert Counter(told) == Counter(ended - self.ended)
+        self.ended = ended
+        due = [known.due for known in self.known if known.state is OpState.DELAYED]
+        due += [self.graphs[i].graph.deadline or 0.0 for i in self.with_deadline()]
+        assert self.scheduler.next_time() == min(due, default=None)
+
+    def teardown(self) -> None:
+        """Everything comes to an end."""
+        if not hasattr(self, "scheduler"):
+            return
+        for number in range(len(self.graphs)):
+            self.close(number)
+        self.agrees()
+        for _ in range(3 * len(self.ops) + 1):
+            due = [known.due for known in self.known if known.state is OpState.DELAYED]
+            self.take(max(0.0, min(due, default=0.0) - self.clock()), set())
+            while self.running:
+                self.end(0, ["f"] * 3, 0.0, None)
+            self.agrees()
+        assert self.ended == set(range(len(self.graphs)))
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+)

@@ -1,0 +1,251 @@
+"""One `get` or one `put` of a `file://` store: from keys to transfers, from their ends to outcomes.
+
+`DiskIO` draws from `transfers`, which opens one file after another, and each `Done` goes to
+`finish`, so there are never more files open than transfers in flight. `close` releases what an
+exception left open. A batch belongs to one thread.
+
+With O_DIRECT the body goes straight between disk and the caller's buffer, if that starts on a page;
+the tail always goes through a page of ours.
+"""
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
+from vllm_kvpool.store.disk import Done, Transfer
+from vllm_kvpool.store.files_format import (
+    MAX_TAIL_BYTES,
+    PAGE_BYTES,
+    body_bytes,
+    is_of,
+    read_footer,
+    tail_bytes,
+    write_tail,
+)
+from vllm_kvpool.store.files_lock import Claim
+from vllm_kvpool.store.files_order import Policy, worth_until
+from vllm_kvpool.store.files_space import Space
+
+TAILS_AT_A_TIME = 32
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Tails:
+    """Memory for tails, each `MAX_TAIL_BYTES` from a page on; any thread.
+
+    There are as many as transfers were ever in flight at a time, rounded up.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        try:
+            return self._free.pop()
+        except IndexError:
+            self._free += self._make()
+            return self._free.pop()
+
+    def give_back(self, tail: Buffer) -> None:
+        self._free.append(tail)
+
+    @staticmethod
+    def _make() -> list[Buffer]:
+        view = memoryview(mmap.mmap(-1, TAILS_AT_A_TIME * MAX_TAIL_BYTES))
+        address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+        starts = range(0, view.nbytes, MAX_TAIL_BYTES)
+        return [Buffer(address + start, view[start : start + MAX_TAIL_BYTES]) for start in starts]
+
+
+class Cell(NamedTuple):
+    """A key with its buffer, and what follows from them."""
+
+    key: str
+    buffer: Buffer
+    path: str
+    body_bytes: int
+    tail_bytes: int
+
+    @classmethod
+    def of(cls, key: str, buffer: Buffer, path: str) -> Self:
+        nbytes = buffer.nbytes
+        return cls(key, buffer, path, body_bytes(nbytes), tail_bytes(nbytes, key))
+
+    @property
+    def file_bytes(self) -> int:
+        return self.body_bytes + self.tail_bytes
+
+    def parts(self, tail: Buffer) -> tuple[Buffer, ...]:
+        """The file's memory: the body in the buffer, the tail in a page of ours."""
+        end = Buffer(tail.address, tail.view[: self.tail_bytes])
+        if self.body_bytes == 0:
+            return (end,)
+        return Buffer(self.buffer.address, self.buffer.view[: self.body_bytes]), end
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all batches of a store act on."""
+
+    space: Space
+    tails: Tails
+    direct: bool
+    policy: Policy
+    clock_ns: Callable[[], int]
+    warn: Callable[[OSError], None]
+
+    def direct_flag(self, buffer: Buffer) -> int:
+        """O_DIRECT if the file system and the memory's address allow it."""
+        is_aligned = buffer.address % PAGE_BYTES == 0 or buffer.nbytes < PAGE_BYTES
+        return os.O_DIRECT if self.direct and is_aligned else 0
+
+
+class _Open(NamedTuple):
+    """A file in transfer."""
+
+    fd: int
+    path: str
+    tail: Buffer
+    worth_ns: int = 0  # these two as they were when it was opened, to be read
+    inode: int = 0
+
+
+class ReadBatch:
+    """A `get`: `outcomes` are complete after the last `finish`."""
+
+    def __init__(self, around: Surroundings, cells: Sequence[Cell]) -> None:
+        self.outcomes = [GetOutcome.FAILED] * len(cells)
+        self._around = around
+        self._cells = cells
+        self._open: dict[int, _Open] = {}
+
+    def transfers(self) -> Iterator[Transfer]:
+        for i, cell in enumerate(self._cells):
+            try:
+                fd = os.open(cell.path, _READ | self._around.direct_flag(cell.buffer))
+            except FileNotFoundError:
+                self.outcomes[i] = GetOutcome.MISSING
+                continue
+            except OSError as error:
+                self._around.warn(error)
+                continue
+            status = os.fstat(fd)
+            if status.st_size != cell.file_bytes:
+                os.close(fd)
+                self.outcomes[i] = GetOutcome.WRONG_SIZE
+                continue
+            tail = self._around.tails.take()
+            self._open[i] = _Open(fd, cell.path, tail, status.st_mtime_ns, status.st_ino)
+            yield Transfer(i, fd, cell.parts(tail), writes=False)
+
+    def finish(self, done: Done) -> None:
+        file = self._open.pop(done.tag)
+        try:
+            if done.error:
+                self._around.warn(OSError(done.error, os.strerror(done.error), file.path))
+            else:
+                self.outcomes[done.tag] = self._accept(file, self._cells[done.tag])
+        finally:
+            os.close(file.fd)
+            if not done.in_use:
+                self._around.tails.give_back(file.tail)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            os.close(file.fd)
+
+    def _accept(self, file: _Open, cell: Cell) -> GetOutcome:
+        # An object that was evicted meanwhile may have been written over before it was read.
+        try:
+            if os.stat(file.path).st_ino != file.inode:
+                return GetOutcome.MISSING
+        except FileNotFoundError:
+            return GetOutcome.MISSING
+        last_page = file.tail.view[cell.tail_bytes - PAGE_BYTES : cell.tail_bytes]
+        # A damaged file has no size that could be the buffer's; the caller removes it as such.
+        if not is_of(read_footer(last_page), cell.key, cell.buffer.nbytes):
+            return GetOutcome.WRONG_SIZE
+        num_rest_bytes = cell.buffer.nbytes - cell.body_bytes
+        cell.buffer.view[cell.body_bytes :] = file.tail.view[:num_rest_bytes]
+        now_ns = self._around.clock_ns()
+        worth_ns = worth_until(self._around.policy, file.worth_ns, now_ns)
+        try:
+            os.utime(file.fd, ns=(now_ns, worth_ns))
+        except OSError as error:  # an unmarked use only makes it look older
+            self._around.warn(error)
+        return GetOutcome.OK
+
+
+class WriteBatch:
+    """A `put` of cells within one claim; fills in the outcomes of `cells`, by their numbers."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        claim: Claim,
+        cells: Mapping[int, Cell],
+        outcomes: list[PutOutcome],
+    ) -> None:
+        self._around = around
+        self._claim = claim
+        self._cells = cells
+        self._outcomes = outcomes
+        self._open: dict[int, _Open] = {}
+        # A write has set the file's time by the system's clock.
+        self._has_time = around.clock_ns is time.time_ns
+
+    def transfers(self) -> Iterator[Transfer]:
+        for i, cell in self._cells.items():
+            try:
+                flag = self._around.direct_flag(cell.buffer)
+                fd, path = self._claim.open_temp(cell.file_bytes, flag)
+            except OSError as error:
+                self._fail(i, error)
+                continue
+            tail = self._around.tails.take()
+            self._open[i] = _Open(fd, path, tail)
+            parts = cell.parts(tail)
+            write_tail(parts[-1].view, cell.buffer.view, cell.key)
+            yield Transfer(i, fd, parts, writes=True)
+
+    def finish(self, done: Done) -> None:
+        i = done.tag
+        file = self._open.pop(i)
+        try:
+            if done.error:
+                raise OSError(done.error, os.strerror(done.error), file.path)
+            if not self._has_time:
+                now_ns = self._around.clock_ns()
+                os.utime(file.fd, ns=(now_ns, now_ns))
+            cell = self._cells[i]
+            charge_bytes = self._around.space.charge_of(cell.file_bytes)
+            published = self._around.space.publish(self._claim, charge_bytes, file.path, cell.path)
+            self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED
+        except OSError as error:
+            self._around.space.discard(file.path)
+            self._fail(i, error)
+        finally:
+            os.close(file.fd)
+            if not done.in_use:
+                self._around.tails.give_back(file.tail)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            os.close(file.fd)
+            self._around.space.discard(file.path)
+
+    def _fail(self, i: int, error: OSError) -> None:
+        if error.errno in NO_ROOM:
+            self._outcomes[i] = PutOutcome.FULL
+        else:
+            self._around.warn(error)
+            self._outcomes[i] = PutOutcome.FAILED

@@ -1,0 +1,92 @@
+"""The file of one object (pure).
+
+    | body: the object's whole pages | tail: the rest of the object, zeros, key, footer |
+
+The tail is one page, or two where the rest leaves no room for the footer; so a file is whole pages
+and its body can be moved straight between disk and a slot. From the file's last page alone
+`read_footer` tells which object it is and how long, or that the file is damaged.
+
+Footer, little endian, at the very end:
+    object bytes u64 | key bytes u16 | version u16 | checksum (xxh3-64) u64 | magic 8
+The checksum is over the key and the fields before it. A key of more than `MAX_KEY_BYTES` is left
+out.
+"""
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+PAGE_BYTES = 4096
+MAX_TAIL_BYTES = 2 * PAGE_BYTES
+MAX_KEY_BYTES = 1024  # keys of ours have 200 to 300
+
+MAGIC = b"KVPOOLF2"
+FORMAT_VERSION = 2
+
+_FIELDS = struct.Struct("<QHH")
+_END = struct.Struct("<Q8s")
+_FOOTER_BYTES = _FIELDS.size + _END.size
+assert MAX_KEY_BYTES + _FOOTER_BYTES <= PAGE_BYTES
+
+
+class Footer(NamedTuple):
+    """What a file says of its object; `key` None if it was too long to be kept."""
+
+    key: str | None
+    object_bytes: int
+
+
+def body_bytes(object_bytes: int) -> int:
+    """How much of an object lies in its file's body."""
+    return object_bytes // PAGE_BYTES * PAGE_BYTES
+
+
+def tail_bytes(object_bytes: int, key: str) -> int:
+    """How long the tail of an object's file is."""
+    used_bytes = object_bytes % PAGE_BYTES + len(_kept(key)) + _FOOTER_BYTES
+    return PAGE_BYTES if used_bytes <= PAGE_BYTES else MAX_TAIL_BYTES
+
+
+def file_bytes(object_bytes: int, key: str) -> int:
+    """How long an object's file is."""
+    return body_bytes(object_bytes) + tail_bytes(object_bytes, key)
+
+
+def write_tail(tail: memoryview, data: memoryview, key: str) -> None:
+    """Fill a tail, `tail_bytes` long, for the object `data`."""
+    rest = data[body_bytes(data.nbytes) :]
+    kept = _kept(key)
+    fields = kept + _FIELDS.pack(data.nbytes, len(kept), FORMAT_VERSION)
+    end = _END.pack(xxhash.xxh3_64_intdigest(fields), MAGIC)
+    padding = bytes(tail.nbytes - rest.nbytes - len(fields) - len(end))
+    tail[: rest.nbytes] = rest
+    tail[rest.nbytes :] = padding + fields + end
+
+
+def read_footer(page: bytes | memoryview) -> Footer | None:
+    """Read the last page of a file; None if it is not one of ours, or damaged."""
+    end_at = len(page) - _END.size
+    fields_at = end_at - _FIELDS.size
+    if fields_at < 0:
+        return None
+    checksum, magic = _END.unpack_from(page, end_at)
+    object_bytes, key_bytes, version = _FIELDS.unpack_from(page, fields_at)
+    key_at = fields_at - key_bytes
+    if magic != MAGIC or version != FORMAT_VERSION or key_at < 0:
+        return None
+    if xxhash.xxh3_64_intdigest(page[key_at:end_at]) != checksum:
+        return None
+    kept = bytes(page[key_at:fields_at])
+    return Footer(kept.decode("utf-8", "surrogatepass") if kept else None, object_bytes)
+
+
+def is_of(footer: Footer | None, key: str, object_bytes: int) -> bool:
+    """Whether a file holds the object that was asked for."""
+    expected = Footer(key if _kept(key) else None, object_bytes)
+    return footer == expected
+
+
+def _kept(key: str) -> bytes:
+    encoded = key.encode("utf-8", "surrogatepass")
+    return encoded if len(encoded) <= MAX_KEY_BYTES else b""

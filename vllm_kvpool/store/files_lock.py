@@ -1,0 +1,292 @@
+"""What processes on a `file://` directory share: locks, the count of bytes, and writers' claims.
+
+A lock is a flock on a file that is opened anew each time, so threads exclude each other too and a
+kill releases it. `Usage` is the content of one such file.
+
+A `Writer` is an open store's directory: its `lock` is held while the store lives, and holds the
+claims: for each, the bytes that are charged and not published yet. A claim is lowered after its
+object got its name, so whoever reads the claims first and looks for objects then misses neither.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+from vllm_kvpool.errors import StoreError
+
+DIR_MODE = 0o700
+FILE_MODE = 0o600
+LOCK_POLL_MIN_S = 50e-6
+LOCK_POLL_MAX_S = 5e-3
+OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
+
+_CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_USAGE = struct.Struct("<qq")
+_CLAIM = struct.Struct("<q")
+
+
+class LockTimeout(StoreError):
+    """Another process kept a lock of the directory for too long."""
+
+
+def make_directory(path: str) -> None:
+    """Make one directory that only we may enter, whatever the umask; it may exist already."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, DIR_MODE)
+        os.chmod(path, DIR_MODE)
+
+
+def entries(directory: str) -> list[os.DirEntry[str]]:
+    """What a directory holds; nothing if it is gone."""
+    try:
+        with os.scandir(directory) as listing:
+            return list(listing)
+    except FileNotFoundError:
+        return []
+
+
+def open_lock(path: str) -> int:
+    """Open a lock's file, made if absent."""
+    return os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
+
+
+def create_file(path: str, flags: int) -> int:
+    """Make a file that did not exist, writable by us alone, whatever the umask."""
+    fd = os.open(path, os.O_WRONLY | os.O_EXCL | _CREATE | flags, FILE_MODE)
+    os.fchmod(fd, FILE_MODE)
+    return fd
+
+
+@contextlib.contextmanager
+def locked(path: str, wait_s: float) -> Iterator[int]:
+    """Hold the flock of `path`, made if absent; LockTimeout after `wait_s`. Yields its fd."""
+    fd = open_lock(path)
+    try:
+        deadline = time.monotonic() + wait_s
+        pause_s = LOCK_POLL_MIN_S
+        while not try_flock(fd):
+            if time.monotonic() > deadline:
+                raise LockTimeout(f"{path} was locked by another process for {wait_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOCK_POLL_MAX_S)
+        try:
+            yield fd
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a fork copied the fd
+    finally:
+        os.close(fd)
+
+
+def try_flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class HeldLock:
+    """A lock that one process holds for as long as it likes; any of its threads may call."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = -1
+        self._guard = threading.Lock()
+
+    def take(self) -> bool:
+        """Do not wait; True if it is ours, or was."""
+        with self._guard:
+            if self._fd < 0:
+                fd = open_lock(self._path)
+                if not try_flock(fd):
+                    os.close(fd)
+                    return False
+                self._fd = fd
+            return True
+
+    def release(self) -> None:
+        """It need not be ours."""
+        with self._guard:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                os.close(self._fd)
+                self._fd = -1
+
+
+class Usage(NamedTuple):
+    """Bytes charged and given back since the last count; the difference is in use.
+
+    They are kept apart because a count takes time: charges made meanwhile are added to it, but
+    what was given back meanwhile may already be missing from it.
+    """
+
+    charged_bytes: int
+    returned_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.charged_bytes - self.returned_bytes
+
+
+def read_usage(fd: int) -> Usage | None:
+    """None if nobody has counted yet."""
+    data = os.pread(fd, _USAGE.size, 0)
+    return Usage(*_USAGE.unpack(data)) if len(data) == _USAGE.size else None
+
+
+def write_usage(fd: int, usage: Usage) -> None:
+    os.pwrite(fd, _USAGE.pack(*usage), 0)
+
+
+class Writer:
+    """Our directory among the writers, until `close`."""
+
+    def __init__(self, writers: str) -> None:
+        # Its name begins with a dot until it is locked, or it would be taken for a dead writer's.
+        name = secrets.token_hex(8)
+        unlocked = os.path.join(writers, f".{name}")
+        make_directory(unlocked)
+        self.lock_fd = open_lock(os.path.join(unlocked, "lock"))
+        try_flock(self.lock_fd)
+        self.path = os.path.join(writers, name)
+        os.rename(unlocked, self.path)
+        self.lock_path = os.path.join(self.path, "lock")
+        self._pid = os.getpid()
+        self._free_slots: list[int] = []
+        self._new_slots = count()
+        self._names = count()
+
+    @property
+    def is_usable(self) -> bool:
+        """False if the directory was taken away, or is that of the process which forked us."""
+        return self._pid == os.getpid() and os.path.exists(self.lock_path)
+
+    def claim(self) -> "Claim":
+        """A new claim, of nothing yet."""
+        try:
+            slot = self._free_slots.pop()
+        except IndexError:
+            slot = next(self._new_slots)  # as many as there were claims at a time
+        return Claim(self, slot)
+
+    def name_temp(self) -> str:
+        return f"{self.path}/{next(self._names)}"
+
+    def note(self, slot: int, outstanding_bytes: int) -> None:
+        os.pwrite(self.lock_fd, _CLAIM.pack(outstanding_bytes), slot * _CLAIM.size)
+
+    def free(self, slot: int) -> None:
+        self._free_slots.append(slot)
+
+    def close(self) -> None:
+        """Take the directory away; every claim must have ended."""
+        if self._pid == os.getpid():
+            with contextlib.suppress(OSError):  # gone with the root
+                os.unlink(self.lock_path)
+                os.rmdir(self.path)
+        os.close(self.lock_fd)
+
+
+def dead_writers(writers: str) -> Iterator[str]:
+    """The directories of writers that were killed."""
+    for writer in entries(writers):
+        if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
+            continue
+        try:
+            fd = open_lock(os.path.join(writer.path, "lock"))
+        except OSError:
+            continue  # its owner just closed it
+        try:
+            if try_flock(fd):
+                yield writer.path
+        finally:
+            os.close(fd)
+
+
+def reclaim(writers: str) -> bool:
+    """Delete what killed writers left; True if there were any: the charge is off.
+
+    To be called by whoever holds evict.lock.
+    """
+    had_any = False
+    for writer in dead_writers(writers):
+        had_any = True
+        with contextlib.suppress(OSError):  # its owner is closing it, not dead
+            for entry in entries(writer):
+                os.unlink(entry.path)
+            os.rmdir(writer)
+    return had_any
+
+
+def _age_s(entry: os.DirEntry[str]) -> float:
+    try:
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+class Claim:
+    """Bytes charged together, those of one batch, and its spare files. Used by one thread."""
+
+    def __init__(self, writer: Writer, slot: int) -> None:
+        self.writer = writer
+        self.outstanding_bytes = 0
+        self.spares: dict[int, list[str]] = {}  # paths by bytes, in the writer's directory
+        self._slot = slot
+
+    def change(self, charge_bytes: int) -> None:
+        """Add what is about to be written, or take off (negative) what was published."""
+        self.outstanding_bytes += charge_bytes
+        assert self.outstanding_bytes >= 0, self.outstanding_bytes
+        self.writer.note(self._slot, self.outstanding_bytes)
+
+    def num_spares(self, nbytes: int) -> int:
+        return len(self.spares.get(nbytes, []))
+
+    def new_spare(self, nbytes: int) -> str:
+        """Where to move a spare."""
+        path = self.writer.name_temp()
+        self.spares.setdefault(nbytes, []).append(path)
+        return path
+
+    def forget_spare(self, nbytes: int) -> None:
+        """The last one was not moved."""
+        self.spares[nbytes].pop()
+
+    def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
+        """A file for an object's `nbytes`: a spare or a new one; its fd and path."""
+        with contextlib.suppress(IndexError, KeyError, FileNotFoundError):
+            path = self.spares[nbytes].pop()
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags), path
+        path = self.writer.name_temp()
+        return create_file(path, flags), path
+
+    def end(self) -> None:
+        """Nothing is written any more, and the charge was given back."""
+        for paths in self.spares.values():
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        self.outstanding_bytes = 0
+        self.writer.note(self._slot, 0)
+        self.writer.free(self._slot)
+
+
+def claimed_bytes(writer: str) -> int:
+    """What is claimed in a writer's directory; 0 if it is gone."""
+    try:
+        fd = os.open(os.path.join(writer, "lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        data = os.pread(fd, os.fstat(fd).st_size // _CLAIM.size * _CLAIM.size, 0)
+    finally:
+        os.close(fd)
+    return sum(nbytes for (nbytes,) in _CLAIM.iter_unpack(data))

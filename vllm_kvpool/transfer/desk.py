@@ -1,0 +1,87 @@
+"""What the parts of the engine share: the scheduler, host memory, tiers, what is to be done.
+
+Pure; owned by the engine thread. Loads, saves and fetches each own their jobs and never touch
+another's; they meet in the cells in host memory (`residency`) and in the scheduler's graphs.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.transfer.graph import Lane, Op
+from vllm_kvpool.transfer.ops import HOST, CellName, CellOutcome, LaneName, OpKind, Report
+from vllm_kvpool.transfer.residency import Entry, Residency
+from vllm_kvpool.transfer.scheduler import Scheduler
+from vllm_kvpool.transfer.story import Stories
+from vllm_kvpool.transfer.tiers import MAX_TRIES, Breaker, Tier, retry_pause_s
+
+PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
+
+
+@dataclass(slots=True)
+class CellOp:
+    """What an op is about: a cell and its place in host memory."""
+
+    cell: CellName
+    entry: Entry | None
+
+
+@dataclass(slots=True)
+class Desk:
+    """See the module docstring. `chance` draws from [0, 1)."""
+
+    scheduler: Scheduler
+    residency: Residency
+    tiers: tuple[Tier, ...]
+    chance: Callable[[], float]
+    slot_bytes: int
+    breakers: list[Breaker] = field(default_factory=list)
+    stories: Stories = field(default_factory=Stories)
+    reports: list[Report] = field(default_factory=list)
+    counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.breakers = [Breaker() for _ in self.tiers]
+
+    def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
+        return self.scheduler.lanes[LaneName(kind, tier)]
+
+    def tiers_up(self, first: int = 0) -> list[int]:
+        """The tiers from `first` on that may be asked now, nearest first."""
+        now = self.now
+        return [
+            tier for tier in range(first, len(self.tiers)) if self.breakers[tier].closed_at <= now
+        ]
+
+    def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
+        """Run a failed op again after a pause, if that may help; in that lane, if one is named."""
+        if outcome not in PASSING or not self.tiers[tier].remote:
+            return False
+        if op.attempts + 1 >= MAX_TRIES or self.breakers[tier].is_open(self.now):
+            return False
+        self.scheduler.retry(op, self.now + retry_pause_s(op.attempts + 1, self.chance()), lane)
+        return True
+
+    def count(self, name: str, amount: int = 1, **labels: str) -> None:
+        """Grow a counter of the metrics' table."""
+        if amount:
+            self.counts[name, tuple(labels.items())] += amount
+
+    def fill(self, tally: Tally) -> None:
+        """Hand over what was counted since the last call, and how things stand."""
+        for (name, labels), amount in self.counts.items():
+            tally.add(name, amount, **dict(labels))
+        self.counts.clear()
+        for tier, breaker in zip(self.tiers, self.breakers, strict=True):
+            tally.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
+        if self.residency.keep:
+            clean, dirty, pinned = self.residency.num_slots()
+            slot_bytes = self.slot_bytes
+            tally.set("kvpool_host_bytes", clean * slot_bytes, state="clean")
+            tally.set("kvpool_host_bytes", dirty * slot_bytes, state="dirty")
+            tally.set("kvpool_host_bytes", pinned * slot_bytes, state="pinned")
+
+    def note(self, request_id: str, form: str, *parts: object) -> None:
+        self.stories.note(request_id, self.now, form, *parts)

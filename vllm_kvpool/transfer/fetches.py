@@ -1,0 +1,157 @@
+"""Cells on their way from a tier into host memory (pure; owned by the engine thread).
+
+A fetch is one op that goes through lanes: GET from the nearest tier that may have the cell, then
+CHECK; a cell that is missing, bad or out of reach there is asked of the next tier. Whoever wants
+the cell makes an op that comes after it, so any number of loads share one fetch; a fetch that
+nobody wants any more is cancelled if it has not started. A bad cell is removed from its tier.
+
+A cell found further away is copied into the nearer tiers that lack it (`copy_up`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_kvpool.transfer.desk import CellOp, Desk
+from vllm_kvpool.transfer.graph import Graph, Op, OpState
+from vllm_kvpool.transfer.ops import CellName, CellOutcome, OpKind
+from vllm_kvpool.transfer.residency import Entry, EntryState
+
+MAX_WAITING_REMOVES = 1024
+
+
+@dataclass(slots=True)
+class Fetch(CellOp):
+    """A cell that is being fetched, and from where."""
+
+    entry: Entry
+    tier: int
+    trouble: CellOutcome = CellOutcome.MISSING  # the most telling outcome so far
+
+
+class Fetches:
+    """`copy_up(entry, tiers)` is told of a cell that these nearer tiers lack. An op that waits for
+    a cell which no tier can give is lost (`Scheduler.take_lost`), with the fetch as the cause."""
+
+    def __init__(self, desk: Desk, copy_up: Callable[[Entry, list[int]], None]) -> None:
+        self._desk = desk
+        self._copy_up = copy_up
+
+    def begin(self, cell: CellName, graph: Graph) -> Entry | None:
+        """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
+        tiers = self._desk.tiers_up()
+        return self.begin_at(tiers[0], cell, graph) if tiers else None
+
+    def begin_at(self, tier: int, cell: CellName, graph: Graph) -> Entry:
+        """Start to fetch a cell that is not in host memory, from a tier or those after it."""
+        desk = self._desk
+        entry = desk.residency.begin(cell.key, cell.group, cell.nbytes)
+        lane = desk.lane(OpKind.GET, tier)
+        entry.op = desk.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
+        return entry
+
+    def let_go(self, entry: Entry) -> None:
+        """Somebody does not want the cell any more, and has given up the pin on it."""
+        op = entry.op
+        if entry.state is not EntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
+            return
+        if op is not None and isinstance(op.what, Fetch) and self._desk.scheduler.cancel(op):
+            entry.op = None
+            self._desk.residency.unpin(entry)
+
+    def abandon(self, entry: Entry) -> None:
+        """A load has waited too long: if the transfer still runs and nobody else waits for it,
+        its slot stays out of use until it ends, and whoever wants the cell starts afresh."""
+        op = entry.op
+        if (
+            op is not None
+            and entry.pins == 1
+            and entry.wanted
+            and op.state is OpState.RUNNING
+            and isinstance(op.what, Fetch)
+            and op.lane is self._desk.lane(OpKind.GET, op.what.tier)
+        ):
+            self._desk.residency.abandon(entry)
+
+    def forget(self) -> None:
+        """A reset: what has not started, or is to be tried again, is not wanted any more."""
+        for entry in list(self._desk.residency):
+            op = entry.op
+            if op is not None and isinstance(op.what, Fetch) and op.state is not OpState.RUNNING:
+                self._give_up(op, CellOutcome.CANCELLED)
+
+    def got(self, op: Op, outcome: CellOutcome) -> None:
+        """GET has ended."""
+        entry = op.what.entry
+        if not entry.wanted:  # abandoned, or forgotten by a reset
+            self._give_up(op, CellOutcome.CANCELLED)
+        elif outcome is CellOutcome.DONE:
+            self._desk.scheduler.move(op, self._desk.lane(OpKind.CHECK))
+        else:
+            self._elsewhere(op, outcome)
+
+    def checked(self, op: Op, outcome: CellOutcome) -> None:
+        """CHECK has ended."""
+        fetch, residency = op.what, self._desk.residency
+        entry = fetch.entry
+        if outcome is not CellOutcome.DONE:
+            self._elsewhere(op, outcome)
+            return
+        if not entry.wanted:  # forgotten by a reset
+            self._give_up(op, CellOutcome.CANCELLED)
+            return
+        residency.arrived(entry)
+        nearer = [t for t in self._desk.tiers_up() if t < fetch.tier]
+        if nearer:
+            self._copy_up(entry, nearer)
+        self._desk.scheduler.finish(op)
+        residency.unpin(entry)
+
+    def tier_down(self, tier: int) -> None:
+        """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
+        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
+            self._desk.scheduler.fail(op)
+        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.GET, tier)):
+            self._move_on(op, CellOutcome.UNREACHABLE)
+
+    def remove(self, cell: CellName, tier: int, graph: Graph) -> None:
+        """Take a bad cell out of a tier: the next reader must not meet it again."""
+        lane = self._desk.lane(OpKind.REMOVE, tier)
+        is_down = self._desk.breakers[tier].is_open(self._desk.now)
+        if lane.num_ready < MAX_WAITING_REMOVES and not is_down:
+            self._desk.scheduler.add(graph, lane, CellOp(cell, None))
+
+    def _elsewhere(self, op: Op, outcome: CellOutcome) -> None:
+        """The tier could not give the cell: again, the next tier, or nobody."""
+        fetch = op.what
+        if outcome is CellOutcome.CORRUPT:
+            self.remove(fetch.cell, fetch.tier, op.graph)
+        if outcome is not CellOutcome.MISSING:
+            fetch.trouble = outcome
+        wanted = fetch.entry.pins > 1 or fetch.entry.prefetched
+        if not wanted or not fetch.entry.wanted:
+            self._give_up(op, CellOutcome.CANCELLED)
+            return
+        # In the queue again, it may stand behind fetches that still wait for a slot.
+        self._desk.residency.take_slot(fetch.entry)
+        get = self._desk.lane(OpKind.GET, fetch.tier)
+        if not self._desk.try_again(op, fetch.tier, outcome, get):
+            self._move_on(op, outcome)
+
+    def _move_on(self, op: Op, outcome: CellOutcome) -> None:
+        desk, fetch = self._desk, op.what
+        if fetch.trouble is CellOutcome.MISSING:
+            fetch.trouble = outcome
+        further = desk.tiers_up(fetch.tier + 1)
+        if not further:
+            self._give_up(op, fetch.trouble)
+            return
+        fetch.tier = further[0]
+        op.attempts = 0
+        desk.scheduler.move(op, desk.lane(OpKind.GET, fetch.tier))
+
+    def _give_up(self, op: Op, outcome: CellOutcome) -> None:
+        entry = op.what.entry
+        op.what.trouble = outcome
+        entry.op = None
+        self._desk.scheduler.fail(op)
+        self._desk.residency.unpin(entry)

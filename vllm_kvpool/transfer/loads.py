@@ -1,0 +1,203 @@
+"""Loads: cells of the pool into a waiting request's pages (pure; owned by the engine thread).
+
+Each cell is a SCATTER after the fetch of the cell, or at once where it is in host memory. A cell
+that cannot be had stops the load at its chunk: chunks before go on, nothing after is started. A
+load is reported when none of its scatters is in flight, so pages are never written behind the
+scheduler's back, and its deadline holds even while a store call is stuck.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_kvpool.transfer.desk import CellOp, Desk
+from vllm_kvpool.transfer.graph import Graph, Op, Priority
+from vllm_kvpool.transfer.ops import (
+    CellOutcome,
+    CellTask,
+    JobId,
+    LoadDone,
+    LoadJob,
+    OpKind,
+    Owner,
+    PrefetchJob,
+)
+from vllm_kvpool.transfer.residency import Entry, EntryState
+
+if TYPE_CHECKING:
+    from vllm_kvpool.transfer.fetches import Fetches
+
+
+@dataclass(slots=True)
+class Scatter(CellOp):
+    """One cell of a load; `over` once it is in the pages or not wanted any more."""
+
+    cell: CellTask
+    entry: Entry
+    load: "_Load"
+    op: Op | None = None
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Load:
+    job: LoadJob
+    graph: Graph
+    stop_chunk: int  # cells at or after this chunk are no longer wanted
+    outcome: CellOutcome = CellOutcome.DONE
+    scatters: list[Scatter] = field(default_factory=list)  # by chunk, without what was cut off
+    num_open: int = 0
+    hits: set[str] = field(default_factory=set)  # keys that were in host memory, for a request
+    num_from_host: int = 0
+    done: bool = False
+
+
+class Loads:
+    """See the module docstring."""
+
+    def __init__(self, desk: Desk, fetches: "Fetches") -> None:
+        self._desk = desk
+        self._fetches = fetches
+        self._loads: dict[JobId, _Load] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._loads)
+
+    def submit(self, job: LoadJob) -> None:
+        """Start a load."""
+        desk, residency = self._desk, self._desk.residency
+        owner = Owner(job.request_id, job.job_id)
+        graph = Graph(owner, Priority.LOAD, desk.now + job.timeout_s)
+        load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
+        lane = desk.lane(OpKind.SCATTER)
+        for task in job.tasks:
+            entry = residency.get(task.key)
+            if entry is None:
+                entry = self._fetches.begin(task, graph)
+            elif entry.op is not None:
+                desk.scheduler.raise_priority(entry.op, Priority.LOAD)
+            else:
+                load.num_from_host += 1
+                if not entry.prefetched:
+                    load.hits.add(task.key)
+            if entry is None:  # later chunks are of no use without this one
+                self._stop(load, task.chunk, self._why_none())
+                break
+            residency.pin(entry)
+            scatter = Scatter(task, entry, load)
+            after = () if entry.op is None else (entry.op,)
+            scatter.op = desk.scheduler.add(graph, lane, scatter, task.nbytes, after)
+            load.scatters.append(scatter)
+            load.num_open += 1
+        desk.count("kvpool_hit_cells", load.num_from_host, tier="host")
+        desk.scheduler.close(graph)
+        desk.note(
+            job.request_id,
+            "load of {} cells, chunks {} to {}; {} in host memory",
+            len(job.tasks),
+            job.first_chunk,
+            job.stop_chunk,
+            load.num_from_host,
+        )
+        self._finish(load)
+
+    def prefetch(self, job: PrefetchJob) -> None:
+        """Bring cells into the host tier for a request that will probably load them."""
+        desk, residency = self._desk, self._desk.residency
+        graph = Graph(Owner(job.request_id), Priority.PREFETCH)
+        num_begun = 0
+        for cell in job.cells[: residency.keep]:
+            if residency.get(cell.key) is None:
+                entry = self._fetches.begin(cell, graph)
+                if entry is None:
+                    break
+                entry.prefetched = True
+                num_begun += 1
+        desk.scheduler.close(graph)
+        desk.note(job.request_id, "prefetch of {} of {} cells", num_begun, len(job.cells))
+
+    def cancel(self, request_id: str) -> None:
+        """The request has ended: its loads need not go on."""
+        for load in list(self._loads.values()):
+            if load.job.request_id == request_id:
+                self._stop(load, load.job.first_chunk, CellOutcome.CANCELLED)
+
+    def expired(self, graph: Graph) -> None:
+        """The deadline of a load's graph has passed."""
+        for load in list(self._loads.values()):
+            if load.graph is graph:
+                open_now = [scatter for scatter in load.scatters if not scatter.over]
+                first = min((s.cell.chunk for s in open_now), default=load.stop_chunk)
+                self._stop(load, first, CellOutcome.TIMED_OUT)
+                for scatter in open_now:
+                    self._fetches.abandon(scatter.entry)
+
+    def scattered(self, op: Op, outcome: CellOutcome) -> None:
+        """SCATTER has ended."""
+        scatter = op.what
+        if outcome is CellOutcome.DONE:
+            self._desk.scheduler.finish(op)
+            self._desk.count("kvpool_prefetched_cells", scatter.entry.prefetched, outcome="used")
+            scatter.entry.prefetched = False
+        else:
+            self._desk.scheduler.fail(op)
+        self._over(scatter)
+        if outcome is not CellOutcome.DONE:
+            self._stop(scatter.load, scatter.cell.chunk, outcome)
+        self._finish(scatter.load)
+
+    def lost(self, op: Op, outcome: CellOutcome) -> None:
+        """The cell that a scatter waited for cannot be had; the op has been cancelled."""
+        scatter = op.what
+        if not scatter.over:
+            self._over(scatter)
+            self._stop(scatter.load, scatter.cell.chunk, outcome)
+
+    def _why_none(self) -> CellOutcome:
+        return CellOutcome.UNREACHABLE if self._desk.tiers else CellOutcome.MISSING
+
+    def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
+        """Nothing at or after `chunk` is wanted any more."""
+        if chunk < load.stop_chunk:
+            load.stop_chunk = chunk
+            load.outcome = outcome
+            self._desk.note(load.job.request_id, "load stops at chunk {}: {}", chunk, outcome.value)
+            running: list[Scatter] = []
+            while load.scatters and load.scatters[-1].cell.chunk >= chunk:
+                scatter = load.scatters.pop()
+                if scatter.over or scatter.op is None:
+                    continue
+                if self._desk.scheduler.cancel(scatter.op):
+                    self._over(scatter)
+                else:
+                    running.append(scatter)
+            load.scatters.extend(reversed(running))
+        self._finish(load)
+
+    def _over(self, scatter: Scatter) -> None:
+        scatter.over = True
+        scatter.load.num_open -= 1
+        self._desk.residency.unpin(scatter.entry)
+        self._fetches.let_go(scatter.entry)
+
+    def _finish(self, load: _Load) -> None:
+        """Report the load if all that is wanted is in the pages and no scatter is in flight."""
+        if load.num_open or load.done or not load.graph.closed:
+            return
+        load.done = True
+        job = load.job
+        del self._loads[job.job_id]
+        for task in reversed(job.tasks):  # the end of a prompt leaves host memory first
+            if task.chunk < load.stop_chunk:
+                residency = self._desk.residency
+                (residency.used if task.key in load.hits else residency.refresh)(task.key)
+        self._desk.note(job.request_id, "load done: chunks before {}", load.stop_chunk)
+        done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
+        self._desk.reports.append(done)
+
+    def check(self) -> None:
+        """A load's open cells are its scatters that are not over."""
+        for load in self._loads.values():
+            still = [scatter for scatter in load.scatters if not scatter.over]
+            assert load.num_open == len(still) > 0
+            assert all(s.entry.pins and s.entry.state is not EntryState.GONE for s in still)

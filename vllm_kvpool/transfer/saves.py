@@ -1,0 +1,324 @@
+"""Saves, and every other copy of a cell into a tier (pure; owned by the engine thread).
+
+A save's cell is GATHER, then SEAL, then a PUT for each tier it goes to. `SaveGathered` frees the
+pages; `SaveDone` follows when every cell is in the first durable tier that took it, or was given
+up, while copies to tiers further away go on. What is written where:
+
+* through: every tier that can be asked;
+* back: host memory alone, from where a cell is copied down before it leaves (`demote`), or the
+  nearest tier where there is no host tier.
+
+A save that finds no slot for `SAVE_STALL_S` while none is given back is dropped, and so are later
+ones until there is room: a store that takes no puts costs one such wait.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_kvpool.staging.slots import SlotUse
+from vllm_kvpool.transfer.desk import CellOp, Desk
+from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.ops import (
+    NOBODY,
+    CellName,
+    CellOutcome,
+    CellTask,
+    JobId,
+    OpKind,
+    Owner,
+    SaveDone,
+    SaveGathered,
+    SaveJob,
+)
+from vllm_kvpool.transfer.residency import Entry
+
+SAVE_STALL_S = 1.0
+DIRTY_SHARE = 0.5  # of the host tier: beyond it cells are copied down before room is needed
+DEMOTE_BATCH = 64
+
+STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})
+_OVER = frozenset({OpState.DONE, OpState.FAILED, OpState.CANCELLED})
+
+
+@dataclass(slots=True)
+class _Save:
+    job: SaveJob
+    graph: Graph
+    cells: list["Copy"] = field(default_factory=list)
+    num_open: int = 0  # cells whose outcome is not known
+    gathered: bool = False
+    dropped: CellOutcome | None = None
+    outcomes: Counter[CellOutcome] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Copy(CellOp):
+    """A cell on its way into tiers: of a save, or from host memory (`save` None)."""
+
+    entry: Entry
+    save: _Save | None
+    dirty: bool = False  # save: no tier gets it before it leaves host memory
+    ops: list[Op] = field(default_factory=list)
+    outcome: CellOutcome | None = None  # the last that was no success
+    passing: bool = False  # host memory is not to keep it
+    reported: bool = False
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Put(CellOp):
+    """One PUT of a copy."""
+
+    copy: Copy
+    tier: int
+
+
+class Saves:
+    """See the module docstring."""
+
+    def __init__(self, desk: Desk, *, write_back: bool) -> None:
+        self._desk = desk
+        self._write_back = write_back
+        self._gathers = desk.lane(OpKind.GATHER)
+        self._seals = desk.lane(OpKind.SEAL)
+        self._saves: dict[JobId, _Save] = {}
+        self._patience_ends: float | None = None  # set while saves wait in vain for a slot
+        self._flushing = False
+        self.num_copies = 0  # copies under way, those of saves among them
+
+    @property
+    def num_open(self) -> int:
+        return len(self._saves)
+
+    # Saving
+
+    def submit(self, job: SaveJob) -> None:
+        """Start a save."""
+        desk, scheduler = self._desk, self._desk.scheduler
+        graph = Graph(Owner(job.request_id, job.job_id), Priority.SAVE)
+        save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
+        up = desk.tiers_up()
+        gathers: list[Op] = []
+        known = 0
+        for task in job.tasks:
+            if desk.residency.get(task.key) is not None:  # it is here, or on its way
+                known += 1
+                self._tell(save, CellOutcome.EXISTED)
+                continue
+            tiers = self._tiers_of(task, up)
+            if not tiers and not desk.residency.keep:
+                self._tell(save, CellOutcome.UNREACHABLE)
+                continue
+            entry = desk.residency.begin(task.key, task.group, task.nbytes)
+            copy = Copy(task, entry, save, dirty=self._stays_dirty(task))
+            entry.op = scheduler.add(graph, self._gathers, copy, task.nbytes)
+            gathers.append(entry.op)
+            copy.ops.append(entry.op)
+            self._add_puts(graph, copy, tiers, (entry.op,))
+            save.cells.append(copy)
+            self.num_copies += 1
+        scheduler.add(graph, None, save, after=gathers, always=True)
+        scheduler.close(graph)
+        desk.note(job.request_id, "save of {} cells; {} are known", len(job.tasks), known)
+
+    def _tiers_of(self, task: CellTask, up: Sequence[int]) -> Sequence[int]:
+        if not task.stored:
+            return ()
+        if not self._write_back:
+            return up
+        return () if self._desk.residency.keep else up[:1]
+
+    def _stays_dirty(self, task: CellTask) -> bool:
+        desk = self._desk
+        back = self._write_back and desk.residency.keep > 0
+        return back and task.stored and bool(desk.tiers)
+
+    def _add_puts(
+        self, graph: Graph, copy: Copy, tiers: Sequence[int], after: tuple[Op, ...]
+    ) -> None:
+        desk, cell = self._desk, copy.cell
+        if not tiers:
+            return
+        seal = desk.scheduler.add(graph, self._seals, copy, cell.nbytes, after)
+        copy.ops.append(seal)
+        for tier in tiers:
+            put = Put(cell, copy.entry, copy, tier)
+            lane = desk.lane(OpKind.PUT, tier)
+            copy.ops.append(desk.scheduler.add(graph, lane, put, cell.nbytes, (seal,)))
+
+    def gathered(self, op: Op, outcome: CellOutcome) -> None:
+        """GATHER has ended."""
+        copy = op.what
+        dropped = copy.save.dropped
+        if outcome is CellOutcome.DONE and dropped is None:
+            self._desk.residency.arrived(copy.entry, dirty=copy.dirty)
+            self._desk.scheduler.finish(op)
+        else:
+            copy.entry.op = None
+            copy.outcome = dropped or outcome
+            self._desk.scheduler.fail(op)
+        self.settle(copy)
+
+    def all_gathered(self, save: _Save) -> None:
+        """No gather of the save is in flight or to come: its pages may be reused."""
+        save.gathered = True
+        self._desk.reports.append(SaveGathered(save.job.job_id, save.job.request_id))
+        self._finish(save)
+
+    # Copies
+
+    def sealed(self, op: Op, outcome: CellOutcome) -> None:
+        """SEAL has ended."""
+        copy, up = op.what, self._desk.tiers_up()
+        for put in copy.ops:
+            if put.state is OpState.WAITING and put.what.tier not in up:  # down since they began
+                self._end(put, copy, CellOutcome.UNREACHABLE)
+        self._end(op, copy, outcome)
+
+    def put(self, op: Op, outcome: CellOutcome) -> None:
+        """PUT has ended."""
+        copy, tier = op.what.copy, op.what.tier
+        dropped = copy.save is not None and copy.save.dropped is not None
+        if not dropped and self._desk.try_again(op, tier, outcome):
+            return
+        if outcome in STORED and self._desk.tiers[tier].durable:
+            self._report(copy, outcome)
+        self._end(op, copy, outcome)
+
+    def tier_down(self, tier: int) -> None:
+        """Give up what waits for a tier that is left alone from now on."""
+        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.PUT, tier)):
+            self._end(op, op.what.copy, CellOutcome.UNREACHABLE)
+
+    def copy_up(self, entry: Entry, tiers: list[int]) -> None:
+        """Copy a cell that has just come from further away into nearer tiers, if loads do not
+        need its slot."""
+        if not self._write_back and self._desk.residency.has_room(SlotUse.SAVE):
+            self._copy(entry, tiers)
+
+    def keep_clean(self) -> bool:
+        """Copy down what is too much, so that cells can leave at once when room is needed;
+        whether anything was done.
+
+        With no tier that can be asked, dirty cells are lost only when the room is needed now.
+        """
+        residency = self._desk.residency
+        if not residency.num_dirty:
+            return False
+        short = not residency.has_room(SlotUse.SAVE)
+        tiers = self._desk.tiers_up()[:1]
+        if self._flushing:
+            count = residency.num_dirty
+        elif not tiers:
+            count = self._gathers.num_ready if short else 0
+        elif short or residency.num_dirty > residency.keep * DIRTY_SHARE:
+            count = DEMOTE_BATCH
+        else:
+            count = 0
+        for entry in residency.coldest_dirty(count):
+            self._copy(entry, tiers)
+        return count > 0
+
+    def flush(self) -> None:
+        """Copy down everything that is in host memory alone, and what is still to come: the
+        process is about to end."""
+        self._flushing = True
+
+    def begin_copy(self, entry: Entry) -> Copy:
+        """A copy that is no save's; it holds the entry until it is settled."""
+        self._desk.residency.pin(entry)
+        self.num_copies += 1
+        return Copy(CellName(entry.key, entry.group, entry.nbytes), entry, None)
+
+    def _copy(self, entry: Entry, tiers: Sequence[int]) -> None:
+        desk = self._desk
+        graph = Graph(NOBODY, Priority.DEMOTE)
+        copy = self.begin_copy(entry)
+        self._add_puts(graph, copy, tiers, ())
+        desk.scheduler.close(graph)
+        self.settle(copy)
+
+    def _end(self, op: Op, copy: Copy, outcome: CellOutcome) -> None:
+        if outcome in STORED:
+            self._desk.scheduler.finish(op)
+        else:
+            copy.outcome = outcome
+            self._desk.scheduler.fail(op)
+        self.settle(copy)
+
+    def settle(self, copy: Copy) -> None:
+        """When the last op of a copy is over its cell is free to leave."""
+        if copy.over or any(op.state not in _OVER for op in copy.ops):
+            return
+        copy.over = True
+        self.num_copies -= 1
+        self._report(copy, copy.outcome or CellOutcome.DONE)
+        if copy.save is None and copy.entry.dirty:
+            stored = any(op.state is OpState.DONE for op in copy.ops[1:])
+            fate = "demoted" if stored else "lost"
+            self._desk.count("kvpool_evicted_cells", tier="host", fate=fate)
+            self._desk.residency.cleaned(copy.entry)
+        if copy.passing and copy.entry.pins == 1:
+            self._desk.residency.forget(copy.entry)
+        self._desk.residency.unpin(copy.entry)
+
+    # Ends
+
+    def _report(self, copy: Copy, outcome: CellOutcome) -> None:
+        if not copy.reported and copy.save is not None:
+            copy.reported = True
+            self._tell(copy.save, outcome)
+
+    def _tell(self, save: _Save, outcome: CellOutcome) -> None:
+        save.outcomes[outcome] += 1
+        save.num_open -= 1
+        self._finish(save)
+
+    def _finish(self, save: _Save) -> None:
+        if save.num_open or not save.gathered:
+            return
+        job = self._saves.pop(save.job.job_id).job
+        for task in reversed(job.tasks):  # the end of a prompt leaves host memory first
+            self._desk.residency.refresh(task.key)
+        for outcome, count in save.outcomes.items():
+            self._desk.note(job.request_id, "save done: {} {}", count, outcome.value)
+        done = SaveDone(job.job_id, job.request_id, tuple(save.outcomes.items()))
+        self._desk.reports.append(done)
+
+    def drop(self, outcome: CellOutcome) -> None:
+        """Give up every save that is not stored yet."""
+        for save in list(self._saves.values()):
+            save.dropped = outcome
+            for copy in save.cells:
+                self._drop_copy(copy, outcome)
+
+    def _drop_copy(self, copy: Copy, outcome: CellOutcome) -> None:
+        if copy.over:
+            return
+        copy.outcome = outcome
+        for op in copy.ops:
+            self._desk.scheduler.cancel(op)
+        if copy.ops[0].state is OpState.CANCELLED:
+            copy.entry.op = None
+        self.settle(copy)
+
+    def watch_stall(self) -> None:
+        """Drop saves that have found no slot for too long."""
+        lane = self._gathers
+        if self._patience_ends is None and not lane.num_ready:
+            return
+        has_room = self._desk.residency.has_room(SlotUse.SAVE)
+        if lane.num_batches or (has_room and not lane.num_ready):
+            self._patience_ends = None
+        elif not lane.num_ready:
+            pass  # the mark stays, so that the next save does not wait again
+        elif self._patience_ends is None:
+            self._patience_ends = self._desk.now + SAVE_STALL_S
+        elif self._desk.now >= self._patience_ends:
+            for op in self._desk.scheduler.waiting_in(lane):
+                self._drop_copy(op.what, CellOutcome.FULL)
+
+    def next_time(self) -> float | None:
+        """When `watch_stall` is due."""
+        return self._patience_ends if self._gathers.num_ready else None
