@@ -29,11 +29,13 @@ from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import StoreSpec, open_store
+from vllm_kvpool.transfer import handdown
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
 LIMIT_S = 30.0
+MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
 
 
@@ -247,7 +249,7 @@ def test_what_is_in_host_memory_is_loaded_without_a_store(
     counted = rank.close()
     assert num_gets(counted) == 0
     assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS
-    for store in stores[:1] if policy == "back" else stores:
+    for store in stores[-1:] if policy == "back" else stores:  # files outlive the process
         check_others_read(store, kv)
 
 
@@ -271,6 +273,7 @@ def test_replicas_keep_in_host_memory_what_another_of_them_stores(
 
 @pytest.mark.parametrize("further", [False, True], ids=["one store", "two stores"])
 def test_write_back_stores_nothing_before_the_end(tiers: Tiers, further: bool) -> None:
+    """At the end it goes to the nearest tier that outlives the process, if there is one."""
     kv = random_kv(HEADS)
     rank = one_rank([HOST, tiers.memory, *[tiers.file] * further], write_policy="back")
     rank.save(kv)
@@ -278,8 +281,29 @@ def test_write_back_stores_nothing_before_the_end(tiers: Tiers, further: bool) -
     assert tiers.num_in_memory() == 0
     counted = rank.close()
     assert counted["kvpool_evicted_cells{tier=host,fate=demoted}"] == NUM_CELLS
-    assert tiers.num_in_memory() == NUM_CELLS
-    check_others_read(tiers.memory, kv)
+    assert tiers.num_in_memory() == (0 if further else NUM_CELLS)
+    check_others_read(tiers.file if further else tiers.memory, kv)
+
+
+def test_what_a_full_directory_would_evict_is_handed_to_the_next_tier(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.02)
+    small = f"file://{tmp_path / 'small'}?size=4MiB"
+    rank = one_rank([small, tiers.file], write_policy="back")
+    kvs = []
+    while tiers.num_in_files(0) < NUM_CELLS:
+        assert len(kvs) < MOST_PROMPTS, "nothing was handed down"
+        kvs.append(random_kv(HEADS))
+        rank.save(kvs[-1], len(kvs) - 1)
+        full = len(kvs) * NUM_CELLS * 4096 > 3 << 20
+        deadline = time.monotonic() + (0.5 if full else 0.0)
+        while tiers.num_in_files(0) < NUM_CELLS and time.monotonic() < deadline:
+            time.sleep(0.01)  # the thread that asks the directory has its turn
+    for prompt, kv in enumerate(kvs):
+        assert torch.equal(rank.load(prompt), kv)
+    assert rank.close()["kvpool_evicted_cells{tier=file,fate=demoted}"] >= NUM_CELLS
+    check_others_read(tiers.file, kvs[0])
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])

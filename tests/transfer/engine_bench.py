@@ -21,6 +21,8 @@ from vllm_kvpool.transfer.ops import (
     CellTask,
     DropSaves,
     Flush,
+    HandDown,
+    HandedDown,
     HostChange,
     JobId,
     JobPages,
@@ -115,6 +117,8 @@ def in_words(action: Action) -> str:
             return f"saved {job}: {counts_of(outcomes)}"
         case HostChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
+        case HandedDown(job, moved):
+            return f"handed down {job}: {moved}"
 
 
 class Bench:
@@ -146,6 +150,7 @@ class Bench:
             {name: own.get(name.kind, limits) for name in names},
             write_back=write_back,
             chance=lambda: 0.0,
+            slot_bytes=CELL_BYTES,
         )
         self.clock = FakeClock()
         self.running: dict[int, Work] = {}
@@ -179,6 +184,9 @@ class Bench:
 
     def drop_saves(self, *, forget: bool = False) -> list[str]:
         return self.step(DropSaves(forget))
+
+    def hand_down(self, job: int, tier: int, cells: str) -> list[str]:
+        return self.step(HandDown(JobId(job), tier, tuple(map(name_of, cells.split()))))
 
     def flush(self) -> list[str]:
         return self.step(Flush())

@@ -207,8 +207,11 @@ class Saves:
         if not residency.num_dirty:
             return False
         short = not residency.has_room(SlotUse.SAVE)
-        tiers = self._desk.tiers_up()[:1]
+        up = self._desk.tiers_up()
+        tiers = up[:1]
         if self._flushing:
+            # What outlives the process, if there is such a tier.
+            tiers = ([t for t in up if self._desk.tiers[t].durable] or up)[:1]
             count = residency.num_dirty
         elif not tiers:
             count = self._gathers.num_ready if short else 0
