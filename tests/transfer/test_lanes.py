@@ -1,7 +1,6 @@
 """Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -273,7 +272,7 @@ def test_what_is_no_fault_of_the_store_is_raised() -> None:
     for kind in (OpKind.GATHER, OpKind.SCATTER, *TIERS):
         with pytest.raises(RuntimeError):
             bench.perform(kind, "key-a")
-    nowhere = replace(work(OpKind.GET, "key-a"), lane=LaneName(OpKind.SCATTER, HOST))
+    nowhere = work(OpKind.GET, "key-a")._replace(lane=LaneName(OpKind.SCATTER, HOST))
     with pytest.raises(AssertionError):
         bench.work.perform(nowhere)  # its cell says nothing of pages
 

@@ -106,6 +106,21 @@ class Engine:
         """Take one event; return what is to be reported and started, in order."""
         desk = self.desk
         desk.now = desk.scheduler.now = now
+        self._take(event)
+        for graph in desk.scheduler.take_expired(now):
+            self.loads.expired(graph)
+        self._settle()
+        started = self._start()
+        self.saves.watch_stall()
+        if self.saves.keep_clean() or desk.scheduler.has_news:
+            self._settle()
+            started += self._start()
+        if desk.residency.keep:
+            self._look_at_host()
+        reports, desk.reports = desk.reports, []
+        return [*reports, *started]
+
+    def _take(self, event: Event) -> None:
         match event:
             case WorkDone():
                 self._work_done(event)
@@ -121,30 +136,20 @@ class Engine:
                 self.saves.drop(CellOutcome.CANCELLED)
                 if event.forget:
                     self._fetches.forget()
-                    desk.residency.clear()
+                    self.desk.residency.clear()
             case Flush():
                 self.saves.flush()
             case HandDown():
                 self._hand_downs.submit(event)
             case Tick():
                 pass
-        for graph in desk.scheduler.take_expired(now):
-            self.loads.expired(graph)
-        self._settle()
-        started = self._start()
-        self.saves.watch_stall()
-        if self.saves.keep_clean() or desk.scheduler.has_news:
-            self._settle()
-            started += self._start()
-        if desk.residency.keep:
-            self._look_at_host()
-        reports, desk.reports = desk.reports, []
-        return [*reports, *started]
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, or None."""
-        times = (self.desk.scheduler.next_time(), self.saves.next_time())
-        return min((t for t in times if t is not None), default=None)
+        first, second = self.desk.scheduler.next_time(), self.saves.next_time()
+        if first is None or second is None:
+            return first if second is None else second
+        return min(first, second)
 
     def story(self, request_id: str) -> tuple[StoryLine, ...]:
         """What happened to a request's cells here."""
@@ -255,6 +260,12 @@ class Engine:
             graph.ops.clear()  # the heap of deadlines may hold the graph for long
 
     def _tell_story(self, lane: LaneName, batch: Batch, done: WorkDone) -> None:
+        if len(batch.ops) == 1:
+            request_id = batch.ops[0].graph.tag.request_id
+            if request_id:
+                name = self._lane_labels[lane]
+                self.desk.note(request_id, "{}: 1 {}", name, done.outcomes[0].value)
+            return
         ends: dict[tuple[str, CellOutcome], int] = {}
         for op, outcome in zip(batch.ops, done.outcomes, strict=True):
             end = (op.graph.tag.request_id, outcome)

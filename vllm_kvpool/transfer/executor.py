@@ -163,8 +163,10 @@ class Executor:
         self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
         self._began: dict[JobId, float] = {}
         self._works: dict[WorkId, Work] = {}  # handed to lanes
-        self._changed = threading.Condition()
-        self._reports: deque[Report] = deque()  # guarded by _changed
+        # One thread adds and one takes; `_wake` holds a token for each report while it waits.
+        self._reports: deque[Report] = deque()
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._waiting = False
         self._passages: dict[JobId, SimpleQueue[int]] = {}
         self._num_passages = 0
         self._num_new_lanes = 0
@@ -186,17 +188,20 @@ class Executor:
 
     def drain(self) -> list[Report]:
         """All reports since the last call, in order."""
-        if not self._reports:  # a length is read atomically; spares the lock in most steps
-            return []
-        with self._changed:
-            reports = list(self._reports)
-            self._reports.clear()
-        return reports
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def wait(self, ready: Callable[[Sequence[Report]], bool], timeout_s: float) -> bool:
         """Block until `ready` holds of the reports not yet drained, at most `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: ready(self._reports), timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._waiting = True  # before the look: who publishes later sees it
+        try:
+            while not ready(list(self._reports)):
+                self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            return ready(list(self._reports))
+        finally:
+            self._waiting = False
+        return True
 
     def story(self, request_id: str) -> tuple[StoryLine, ...]:
         """What happened to a request's cells in this rank; for a person, not for every step.
@@ -356,9 +361,9 @@ class Executor:
 
     def _publish(self, reports: Sequence[Report]) -> None:
         if reports:
-            with self._changed:
-                self._reports.extend(reports)
-                self._changed.notify_all()
+            self._reports.extend(reports)
+            if self._waiting:
+                self._wake.put(None)
 
     # Lanes
 

@@ -137,8 +137,9 @@ class Loads:
         scatter = op.what
         if outcome is CellOutcome.DONE:
             self._desk.scheduler.finish(op)
-            self._desk.count("kvpool_prefetched_cells", scatter.entry.prefetched, outcome="used")
-            scatter.entry.prefetched = False
+            if scatter.entry.prefetched:
+                scatter.entry.prefetched = False
+                self._desk.count("kvpool_prefetched_cells", outcome="used")
         else:
             self._desk.scheduler.fail(op)
         self._over(scatter)
@@ -187,9 +188,10 @@ class Loads:
         load.done = True
         job = load.job
         del self._loads[job.job_id]
-        for task in reversed(job.tasks):  # the end of a prompt leaves host memory first
+        residency = self._desk.residency
+        # The end of a prompt leaves host memory first.
+        for task in reversed(job.tasks) if residency.keep else ():
             if task.chunk < load.stop_chunk:
-                residency = self._desk.residency
                 (residency.used if task.key in load.hits else residency.refresh)(task.key)
         self._desk.note(job.request_id, "load done: chunks before {}", load.stop_chunk)
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)

@@ -282,7 +282,8 @@ class Saves:
         if save.num_open or not save.gathered:
             return
         job = self._saves.pop(save.job.job_id).job
-        for task in reversed(job.tasks):  # the end of a prompt leaves host memory first
+        # The end of a prompt leaves host memory first.
+        for task in reversed(job.tasks) if self._desk.residency.keep else ():
             self._desk.residency.refresh(task.key)
         for outcome, count in save.outcomes.items():
             self._desk.note(job.request_id, "save done: {} {}", count, outcome.value)

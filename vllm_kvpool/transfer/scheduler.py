@@ -240,6 +240,8 @@ class Scheduler:
     def take_expired(self, now: float) -> list[Graph]:
         """The closed graphs whose deadline has passed since the last call; each comes once."""
         expired: list[Graph] = []
+        if not self._deadlines:
+            return expired
         while self._deadlines and self._deadlines[0][0] <= now:
             graph = heapq.heappop(self._deadlines)[2]
             if not graph.ended:
@@ -249,6 +251,8 @@ class Scheduler:
     def next_time(self) -> float | None:
         """When a delayed op or a deadline is due."""
         delayed, deadlines = self._delayed, self._deadlines
+        if not delayed and not deadlines:
+            return None
         while delayed and not self._is_due(*delayed[0]):
             heapq.heappop(delayed)
         while deadlines and deadlines[0][2].ended:
