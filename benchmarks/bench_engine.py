@@ -3,8 +3,9 @@
     python benchmarks/bench_engine.py --json engine.json
 
 Round trip: a plan of one op (a scatter of a cell that is in host memory, which moves nothing) from
-the model's thread to the engine thread, to a lane, back, and to the model's thread. A second row
-has three ops, one after another.
+the model's thread to the engine thread, to a lane, back, and to the model's thread; and one of
+three ops, one after another.
+
 Death of a lane: 1,000 saves of one cell each are under way when the thread that puts them is ended
 from outside; measured is the time until every one of them has been reported.
 """

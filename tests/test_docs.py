@@ -12,7 +12,7 @@ import pytest
 
 from vllm_kvpool.config import ENV_PREFIX, KVPoolConfig, RequestOptions, read_config
 from vllm_kvpool.metrics import METRICS
-from vllm_kvpool.store.open import parse_store_url
+from vllm_kvpool.store.tiers import parse_tiers
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,9 +56,9 @@ def test_example_configurations_are_accepted(path: Path) -> None:
     transfer = json.loads(path.read_text())
     assert transfer["kv_connector"] == "KVPoolConnector"
     config = read_config(transfer.get("kv_connector_extra_config", {}), env={})
-    for url in config.store_urls:
-        if url:
-            parse_store_url(url)
+    if any(config.store_urls):
+        credentials = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        assert parse_tiers(config.store_urls, environ=credentials)
 
 
 def test_the_example_without_vllm_runs() -> None:

@@ -49,7 +49,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "numba": ("staging/copy_cpu.py",),
     "threading": (
         *("metrics.py", "pool/probe.py", "staging/arena.py", "store/"),
-        *("transfer/executor.py", "transfer/handdown.py", "transfer/trace.py", "testing/"),
+        *("transfer/handdown.py", "transfer/lane_thread.py"),
+        *("transfer/executor.py", "transfer/trace.py", "testing/"),
     ),
     "asyncio": ("store/s3.py", "store/s3_call.py"),
     "os.environ": ("config.py",),

@@ -1141,6 +1141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_is_known(self) -> None:
+        self.plan()  # saves that are due are told to somebody
         self.bench.end_reset()  # so that a run can be repeated
 
     @invariant()

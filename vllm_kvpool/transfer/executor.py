@@ -19,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat, starmap
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine, Event
+from vllm_kvpool.transfer.gauges import Gauges
+from vllm_kvpool.transfer.lane_thread import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
-    HOST,
     CancelRequest,
     CellName,
     CellOutcome,
@@ -63,8 +63,6 @@ LANE_JOIN_S = 0.5
 STORY_WAIT_S = 1.0
 MAX_NEW_LANES = 16
 
-Perform = Callable[[Work], tuple[CellOutcome, ...]]
-
 
 @dataclass(frozen=True, slots=True)
 class Close:
@@ -91,54 +89,6 @@ class AskStory:
 
 
 Post = LoadPlan | SavePlan | PrefetchPlan | CancelRequest | DropSaves | Close | AskStory | PassOn
-
-
-class LaneThread:
-    """Performs the works of its inbox, one after another."""
-
-    def __init__(
-        self,
-        lane: LaneName,
-        name: str,
-        perform: Perform,
-        inbox: "SimpleQueue[Work | None]",
-        outbox: "SimpleQueue[Post | WorkDone | LaneThread]",
-    ) -> None:
-        self.lane = lane
-        self.ended = False  # it was told to end
-        self._taken: deque[Work | None] = deque()  # the work it is doing
-        self._inbox = inbox
-        self._perform = perform
-        self._outbox = outbox
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    @property
-    def doing(self) -> Work | None:
-        """What it had taken and not answered; for others to ask once it is dead."""
-        return self._taken[0] if self._taken else None
-
-    def _run(self) -> None:
-        inbox = starmap(self._inbox.get, repeat(()))
-        try:
-            while True:
-                # One call into C: an exception thrown into this thread comes before or after it,
-                # so that no work is out of the inbox and in nobody's hands.
-                self._taken.extend(islice(inbox, 1))
-                work = self._taken[0]
-                if work is None:
-                    break
-                try:
-                    outcomes = self._perform(work)
-                except Exception:
-                    logger.exception("kvpool: %s failed", work.lane)
-                    outcomes = (CellOutcome.FAILED,) * len(work.cells)
-                self._outbox.put(WorkDone(work.work_id, outcomes))
-                self._taken.clear()
-            self.ended = True
-        finally:
-            if not self.ended:
-                self._outbox.put(self)
 
 
 class Executor:
@@ -169,10 +119,10 @@ class Executor:
         self._waiting = False
         self._passages: dict[JobId, SimpleQueue[int]] = {}
         self._num_passages = 0
+        self._gauges = Gauges(engine, tally, trace)
         self._num_new_lanes = 0
         self._refused: set[LaneName] = set()  # lanes without a thread
         self._next_watch = self._next_gauge = 0.0
-        self._num_untraced = 0  # events that the trace has dropped, as counted so far
         self._lane_inboxes: dict[LaneName, SimpleQueue[Work | None]] = {}
         self._lanes: list[LaneThread] = []
         for lane, count in lanes.items():
@@ -263,7 +213,7 @@ class Executor:
                 case _:
                     self._step(self._as_event(message))
         self._step(DropSaves())
-        self._gauge()
+        self._gauges.update()
 
     def _end_lanes(self) -> None:
         for lane in self._lanes:
@@ -381,7 +331,7 @@ class Executor:
                 self._lane_died(lane)
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S
-            self._gauge()
+            self._gauges.update()
 
     def _lane_died(self, dead: LaneThread) -> None:
         if dead not in self._lanes:
@@ -405,22 +355,3 @@ class Executor:
     def _fail(self, work: Work) -> None:
         """Answer for a lane that cannot."""
         self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells)))
-
-    def _gauge(self) -> None:
-        engine, tally, trace = self._engine, self._tally, self._trace
-        slots = engine.desk.residency.slots
-        tally.set("kvpool_slots", slots.num_free, state="free")
-        tally.set("kvpool_slots", slots.num_held, state="held")
-        tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
-        trace.counter("free slots", slots.num_free)
-        for lane in engine.desk.scheduler.lanes.values():
-            name = lane.key
-            assert isinstance(name, LaneName)
-            tier = "host" if name.tier == HOST else engine.desk.tiers[name.tier].name
-            tally.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
-            trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
-        engine.desk.fill(tally)
-        dropped = trace.dropped
-        if dropped > self._num_untraced:
-            tally.add("kvpool_trace_dropped", dropped - self._num_untraced)
-            self._num_untraced = dropped

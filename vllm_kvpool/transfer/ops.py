@@ -2,8 +2,8 @@
 
 Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
 planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane, and its
-`WorkDone`. Up: `LoadDone`, `SaveGathered`, `SaveDone`, `HostChange`. What is made for every batch is
-a named tuple: a frozen dataclass takes three times as long to make.
+`WorkDone`. Up: `LoadDone`, `SaveGathered`, `SaveDone`, `HostChange`. What is made for every batch
+is a named tuple: a frozen dataclass takes twice as long to make.
 """
 
 from dataclasses import dataclass

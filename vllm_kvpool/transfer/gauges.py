@@ -1,0 +1,52 @@
+"""How an engine stands, into the tally and the trace (engine thread)."""
+
+import logging
+import time
+
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.transfer.engine import Engine
+from vllm_kvpool.transfer.ops import HOST, LaneName
+from vllm_kvpool.transfer.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class Gauges:
+    """Levels, what the engine has counted since the last time, and tiers that go down or up."""
+
+    def __init__(self, engine: Engine, tally: Tally, trace: Trace) -> None:
+        self._engine = engine
+        self._tally = tally
+        self._trace = trace
+        self._up = [True] * len(engine.desk.tiers)
+        self._num_untraced = 0
+
+    def update(self) -> None:
+        desk, tally, trace = self._engine.desk, self._tally, self._trace
+        slots = desk.residency.slots
+        tally.set("kvpool_slots", slots.num_free, state="free")
+        tally.set("kvpool_slots", slots.num_held, state="held")
+        tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
+        trace.counter("free slots", slots.num_free)
+        for lane in desk.scheduler.lanes.values():
+            name = lane.key
+            assert isinstance(name, LaneName)
+            tier = "host" if name.tier == HOST else desk.tiers[name.tier].name
+            tally.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
+            trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
+        desk.fill(tally)
+        self._say_what_changed()
+        dropped = trace.dropped
+        if dropped > self._num_untraced:
+            tally.add("kvpool_trace_dropped", dropped - self._num_untraced)
+        self._num_untraced = dropped
+
+    def _say_what_changed(self) -> None:
+        now = time.monotonic()
+        for place, tier in enumerate(self._engine.desk.tiers):
+            up = not self._engine.desk.breakers[place].is_open(now)
+            if up != self._up[place]:
+                self._up[place] = up
+                self._trace.instant("tier up" if up else "tier down", tier=tier.name)
+                what = "is asked again" if up else "fails and is left alone for a while"
+                logger.warning("kvpool: tier %s %s", tier.name, what)

@@ -1,0 +1,63 @@
+"""A thread of a lane: performs the works of its inbox, and says so if it dies."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice, repeat, starmap
+from queue import SimpleQueue
+from typing import Any
+
+from vllm_kvpool.transfer.ops import CellOutcome, LaneName, Work, WorkDone
+
+logger = logging.getLogger(__name__)
+
+Perform = Callable[[Work], tuple[CellOutcome, ...]]
+
+
+class LaneThread:
+    """Performs the works of its inbox, one after another."""
+
+    def __init__(
+        self,
+        lane: LaneName,
+        name: str,
+        perform: Perform,
+        inbox: SimpleQueue[Work | None],
+        outbox: SimpleQueue[Any],
+    ) -> None:
+        self.lane = lane
+        self.ended = False  # it was told to end
+        self._taken: deque[Work | None] = deque()  # the work it is doing
+        self._inbox = inbox
+        self._perform = perform
+        self._outbox = outbox
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    @property
+    def doing(self) -> Work | None:
+        """What it had taken and not answered; for others to ask once it is dead."""
+        return self._taken[0] if self._taken else None
+
+    def _run(self) -> None:
+        inbox = starmap(self._inbox.get, repeat(()))
+        try:
+            while True:
+                # One call into C: an exception thrown into this thread comes before or after it,
+                # so that no work is out of the inbox and in nobody's hands.
+                self._taken.extend(islice(inbox, 1))
+                work = self._taken[0]
+                if work is None:
+                    break
+                try:
+                    outcomes = self._perform(work)
+                except Exception:
+                    logger.exception("kvpool: %s failed", work.lane)
+                    outcomes = (CellOutcome.FAILED,) * len(work.cells)
+                self._outbox.put(WorkDone(work.work_id, outcomes))
+                self._taken.clear()
+            self.ended = True
+        finally:
+            if not self.ended:
+                self._outbox.put(self)
