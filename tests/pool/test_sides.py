@@ -4,6 +4,7 @@ Everything is the package's own but the engine: topology, planner, keys, lanes, 
 """
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -417,3 +418,14 @@ def test_without_a_trace_file_nothing_is_written(tiers: Tiers, tmp_path: Path) -
     rank.save(random_kv(HEADS))
     rank.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
+    rank = one_rank([f"{tiers.memory}?get_lanes=3&put_lanes=2", tiers.file])
+    names = Counter(t.name.rpartition("-")[0] for t in threading.enumerate() if "kvpool" in t.name)
+    kv = random_kv(HEADS)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    rank.close()
+    counts = {name: names[f"kvpool-{name}"] for name in ("get-0", "put-0", "get-1", "put-1")}
+    assert counts == {"get-0": 3, "put-0": 2, "get-1": 2, "put-1": 2}

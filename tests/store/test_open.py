@@ -81,7 +81,7 @@ def test_a_mooncake_url() -> None:
         ("flie:///x", "unknown store scheme flie://; did you mean 'file'?"),
         ("redis://h:1", "known are: file, memory, mooncake, s3"),
         ("file:///x?sise=1GiB", "unknown option sise; did you mean 'size'?"),
-        ("memory://x?segment=1GiB", "unknown option segment; known are: required, size"),
+        ("memory://x?segment=1GiB", "unknown option segment; known are: get_lanes, put_lanes, required, size"),
         ("file:///x?size=1GiB&size=2GiB", "size is given twice"),
         ("file:///x?size=lots", "size: 'lots' is not a size"),
         ("file:///x?size=", "'' is not a size"),
@@ -388,3 +388,15 @@ def test_an_s3_server_that_is_down_is_unreachable_by_name(monkeypatch: pytest.Mo
     spec = parse_store_url("s3://bucket?endpoint=http://127.0.0.1:1", environ=KEYS)
     with pytest.raises(StoreUnreachable, match=r"bucket at http://127\.0\.0\.1:1.* refused"):
         open_store(spec, segment=False)
+
+
+def test_the_lanes_of_a_tier_are_the_stores_choice_or_the_urls() -> None:
+    assert parse_store_url("memory://").get_lanes == parse_store_url("memory://").put_lanes == 0
+    spec = parse_store_url("file:///x?get_lanes=4&put_lanes=16")
+    assert (spec.get_lanes, spec.put_lanes) == (4, 16)
+
+
+@pytest.mark.parametrize("option", ["get_lanes=0", "put_lanes=17", "get_lanes=two", "put_lanes="])
+def test_a_senseless_number_of_lanes_is_refused_by_name(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{option.partition('=')[0]}=.*from 1 to 16"):
+        parse_store_url(f"file:///x?{option}")

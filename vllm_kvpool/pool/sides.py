@@ -94,6 +94,8 @@ class OpenTiers:
 
     stores: tuple[Store, ...]
     names: tuple[str, ...]
+    get_lanes: tuple[int, ...] = ()
+    put_lanes: tuple[int, ...] = ()
 
     def close(self, arena: Arena | None = None) -> None:
         """Close every store, after taking back the memory that was registered with it."""
@@ -112,14 +114,18 @@ def open_tiers(specs: Sequence[StoreSpec], *, segment: bool) -> OpenTiers:
     `segment`: whether to give memory to a pool that is made of its members' memory.
     """
     stores = []
+    gets, puts = [], []
     for spec in specs:
         try:
             stores.append(open_store(spec, segment=segment))
+            gets.append(spec.get_lanes or stores[-1].capabilities.parallel_gets)
+            puts.append(spec.put_lanes or stores[-1].capabilities.parallel_puts)
         except StoreUnreachable as error:
             if spec.required:
                 raise ConfigError(f"{error}; the store is required (required=1)") from error
             logger.warning("kvpool: %s. The engine runs without it.", error)
-    return OpenTiers(tuple(stores), tier_names([s.capabilities.name for s in stores]))
+    names = tier_names([store.capabilities.name for store in stores])
+    return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
 
 def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
@@ -267,7 +273,7 @@ class WorkerSide:
             tally=self.tally,
             trace=self._trace,
         )
-        lanes = lane_counts(self._tiers.stores)
+        lanes = lane_counts(self._tiers)
         engine = make_engine(config, specs, self._tiers, arena, len(planner.cells), lanes)
         self._arena = arena
         executor = Executor(engine, planner, work.perform, lanes, self.tally, self._trace)
@@ -296,12 +302,12 @@ class WorkerSide:
         self.stats.write(force=True)
 
 
-def lane_counts(stores: Sequence[Store]) -> dict[LaneName, int]:
+def lane_counts(tiers: OpenTiers) -> dict[LaneName, int]:
     """How many threads each lane has."""
-    counts = dict.fromkeys(lane_names(len(stores)), 1)
-    for tier, store in enumerate(stores):
-        counts[LaneName(OpKind.GET, tier)] = store.capabilities.parallel_gets
-        counts[LaneName(OpKind.PUT, tier)] = store.capabilities.parallel_puts
+    counts = dict.fromkeys(lane_names(len(tiers.stores)), 1)
+    for tier, (gets, puts) in enumerate(zip(tiers.get_lanes, tiers.put_lanes, strict=True)):
+        counts[LaneName(OpKind.GET, tier)] = gets
+        counts[LaneName(OpKind.PUT, tier)] = puts
     return counts
 
 

@@ -4,7 +4,8 @@ Owns the url grammar: `parse_store_url` is pure and says everything that can be 
 before a store is opened; `open_store` imports the one backend that is asked for. Every store is
 opened by its user's own thread; opening blocks (mooncake.py says for how long).
 
-Options of every scheme: `required=1` (no start without this store). `size=` and the like take
+Options of every scheme: `required=1` (no start without this store), `get_lanes=` and `put_lanes=`
+(calls at a time, where the store's own choice is not the best). `size=` and the like take
 plain bytes, KB/MB/GB/TB (decimal) or KiB/MiB/GiB/TiB (binary).
 """
 
@@ -33,6 +34,7 @@ MIN_SEGMENT_BYTES = 16 << 20  # below it Mooncake's allocator has no room for an
 DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells go through registered memory, not through it
 MAX_PORT = 65535
+MAX_LANES = 16  # of a tier, for gets and for puts
 
 MAX_PREFIX_CHARS = 512  # a name may have 1024 bytes in all
 
@@ -86,6 +88,8 @@ class StoreSpec:
     scheme: str
     required: bool
     options: MemoryOptions | FileOptions | MooncakeOptions | S3Options
+    get_lanes: int = 0  # calls of `get` at a time; 0 leaves it to the store
+    put_lanes: int = 0
 
 
 class _Query:
@@ -121,6 +125,15 @@ class _Query:
                 + (", or 0" if or_zero else "")
             )
         return nbytes
+
+    def count(self, name: str, most: int) -> int:
+        """A whole number from 1 on, or 0 where the option is left out."""
+        given = self.text(name, "0").strip()
+        if given == "0" and name not in self._values:
+            return 0
+        if not given.isdecimal() or not 1 <= int(given) <= most:
+            raise ConfigError(f"{self.url}: {name}={given} must be a whole number from 1 to {most}")
+        return int(given)
 
     def refuse_secrets(self) -> None:
         """ConfigError for an option that looks as if it were to carry a credential."""
@@ -168,10 +181,11 @@ def parse_store_url(
         )
     query = _Query(shown, parts.query)
     required = query.flag("required")
+    get_lanes, put_lanes = (query.count(name, MAX_LANES) for name in ("get_lanes", "put_lanes"))
     outside = {"mooncake": mooncake_config, "s3": environ}.get(parts.scheme)
     options = _PARSERS[parts.scheme](parts, query, outside)
     query.finish()
-    return StoreSpec(url, parts.scheme, required, options)
+    return StoreSpec(url, parts.scheme, required, options, get_lanes, put_lanes)
 
 
 def _shown(url: str) -> str:

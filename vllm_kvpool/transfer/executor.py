@@ -299,6 +299,9 @@ class Executor:
                 del self._open[report.job_id]
                 began = self._began.pop(report.job_id)
                 self._tally.observe("kvpool_load_seconds", time.monotonic() - began)
+                if report.reason is not CellOutcome.DONE and logger.isEnabledFor(logging.DEBUG):
+                    story = self._engine.story(report.request_id)
+                    logger.debug("kvpool: load of %s stopped: %s", report.request_id, story)
                 self._trace.instant(
                     f"load {report.reason.value}", job=report.job_id, request=report.request_id
                 )
