@@ -22,7 +22,7 @@ def objects(directory: Path) -> list[Path]:
     return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
 
 
-@pytest.mark.parametrize(("shape", "tp"), [(SHAPE, 1), (SHAPE, 2), (REPLICATED, 2)])
+@pytest.mark.parametrize(("shape", "tp"), [(SHAPE, 1), (REPLICATED, 2)])
 def test_host_memory_alone_gives_back_what_the_engine_has_forgotten(
     llama: Llama, engines: EngineShelf, shape: LlamaShape, tp: int
 ) -> None:
@@ -84,17 +84,8 @@ def test_a_tier_that_is_out_of_reach_is_left_out(
     assert fresh(engine, expecting(prompt, 512)).cached_tokens == 512
 
 
-@pytest.mark.parametrize(
-    ("store", "words"),
-    [
-        (["memory://a", "host://64MiB"], "put it first"),
-        (["s3://bucket/x?region=r&anonymous=1", "file:///tmp/x"], "nearest first"),
-        (["host://1KiB"], "host://"),
-    ],
-)
-def test_senseless_tiers_end_the_start_with_a_clear_error(
-    llama: Llama, tmp_path: Path, store: list[str], words: str
-) -> None:
+def test_senseless_tiers_end_the_start_with_a_clear_error(llama: Llama, tmp_path: Path) -> None:
+    store = ["s3://bucket/x?region=r&anonymous=1", "file:///tmp/x"]
     spec = EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store))
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match="nearest first"):
         Engine(spec, tmp_path / "engine.log")
