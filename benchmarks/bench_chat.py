@@ -23,14 +23,16 @@ from typing import Any
 
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
+from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster
 from vllm_kvpool.transfer.policy import POLICIES
+from vllm_kvpool.transfer.residency import Residency
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=768)
 CHUNK = 256
 TURN_TOKENS, TURNS, SYSTEM_TOKENS = 768, 3, 256
-CONVERSATIONS, QUICK_CONVERSATIONS = 14, 4
+CONVERSATIONS, QUICK_CONVERSATIONS = 11, 4
 ONE_OFFS = 0.3  # for each turn, so many prompts that are never seen again
 FLOOD = 3.0  # the same, where most prompts are
 LIMIT_S = 60.0
@@ -219,26 +221,21 @@ def _chunks(ids: Sequence[int]) -> Iterator[int]:
 
 
 def _hits(asks: Sequence[Sequence[int]], name: str, capacity: int) -> int:
-    """As the host tier does it: a prefix is used, the rest is added, ends leave first."""
-    policy = POLICIES[name](capacity)
-    here: set[str] = set()
+    """Chunks found in a host tier of that size: the real one, without an engine around it."""
+    host = Residency(SlotPool(capacity + 2, 1), capacity, POLICIES[name](capacity), 1)
     hits = 0
     for chunks in asks:
         keys = [str(chunk) for chunk in chunks]
-        found = next((i for i, key in enumerate(keys) if key not in here), len(keys))
+        found = next((i for i, key in enumerate(keys) if host.get(key) is None), len(keys))
         hits += found
         for key in keys[found:]:
-            if key in here:
-                continue
-            if len(here) >= capacity:
-                coldest = next(iter(policy.coldest()))
-                policy.discard(coldest)
-                here.remove(coldest)
-            policy.add(key)
-            here.add(key)
-        for key in reversed(keys):
-            if key in here:
-                (policy.use if keys.index(key) < found else policy.refresh)(key)
+            if host.get(key) is None:
+                entry = host.begin(key, key, 1)
+                assert host.give_slot(entry, SlotUse.SAVE)
+                host.arrived(entry)
+                host.unpin(entry)
+        for place, key in reversed(list(enumerate(keys))):
+            (host.used if place < found else host.refresh)(key)
     return hits
 
 

@@ -123,7 +123,9 @@ def open_tiers(specs: Sequence[StoreSpec], *, segment: bool) -> OpenTiers:
         except StoreUnreachable as error:
             if spec.required:
                 raise ConfigError(f"{error}; the store is required (required=1)") from error
-            logger.warning("kvpool: %s. The engine runs without it.", error)
+            logger.warning("kvpool: %s. The engine runs without this store.", error)
+    if specs and not stores:
+        logger.warning("kvpool: no store is left: the engine runs without the pool.")
     names = tier_names([store.capabilities.name for store in stores])
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
