@@ -81,7 +81,10 @@ def test_a_mooncake_url() -> None:
         ("flie:///x", "unknown store scheme flie://; did you mean 'file'?"),
         ("redis://h:1", "known are: file, memory, mooncake, s3"),
         ("file:///x?sise=1GiB", "unknown option sise; did you mean 'size'?"),
-        ("memory://x?segment=1GiB", "unknown option segment; known are: get_lanes, put_lanes, required, size"),
+        (
+            "memory://x?segment=1GiB",
+            "unknown option segment; known are: get_lanes, put_lanes, required, size",
+        ),
         ("file:///x?size=1GiB&size=2GiB", "size is given twice"),
         ("file:///x?size=lots", "size: 'lots' is not a size"),
         ("file:///x?size=", "'' is not a size"),

@@ -13,7 +13,7 @@ from tests.transfer.engine_bench import (
     TIMEOUT_S,
     Bench,
 )
-from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.graph import LaneLimits, Priority
 from vllm_kvpool.transfer.ops import OpKind
 
 ONE = LaneLimits(batches=1, batch_ops=1, batch_bytes=1 << 20, budget_bytes=1 << 20)
@@ -335,3 +335,16 @@ def test_a_prefetched_cell_that_is_bad_is_removed_and_forgotten() -> None:
     assert told == ["check a", "remove-0 a"]
     assert bench.is_clean
     assert bench.cells() == ""
+
+
+def test_a_load_that_joins_a_prefetch_under_way_hurries_what_is_left_of_it() -> None:
+    bench = Bench(DISK, slots=8, keep=4, limits=SINGLE)
+    bench.prefetch(1, "a")
+    bench.load(2, "a")
+    assert bench.ends(0) == ["1 check a"]
+    entry = bench.residency.get("a")
+    assert entry is not None
+    assert entry.op is not None
+    assert entry.op.priority == Priority.LOAD
+    bench.run()
+    assert bench.is_clean

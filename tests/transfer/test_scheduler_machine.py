@@ -218,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99), priority=st.sampled_from(Priority))
     def raise_priority(self, number: int, priority: Priority) -> None:
         op = self.ops[number % len(self.ops)]
-        before, movable = op.priority, op.state in NOT_STARTED
+        before, movable = op.priority, op.state in {*NOT_STARTED, OpState.RUNNING}
         self.scheduler.raise_priority(op, priority)
         assert op.priority == (min(before, priority) if movable else before)
 

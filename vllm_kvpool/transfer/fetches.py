@@ -153,5 +153,7 @@ class Fetches:
         entry = op.what.entry
         op.what.trouble = outcome
         entry.op = None
+        if entry.prefetched:
+            self._desk.count("kvpool_prefetched_cells", outcome="failed")
         self._desk.scheduler.fail(op)
         self._desk.residency.unpin(entry)

@@ -197,8 +197,8 @@ class Scheduler:
                 self._cancel(op)
 
     def raise_priority(self, op: Op, priority: Priority) -> None:
-        """Let an op that has not started go before others of its lane."""
-        if priority < op.priority and op.state in _NOT_STARTED:
+        """Let an op go before others of its lane; one that runs, in the lanes it goes on to."""
+        if priority < op.priority and (op.state in _NOT_STARTED or op.state is _RUNNING):
             if op.state is _READY and op.lane is not None:
                 queues = op.lane.queues
                 queues[op.priority].remove(op)  # else an idle lane would keep it
