@@ -10,6 +10,7 @@ from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.store.files_space import FORMAT_DIR
 from vllm_kvpool.testing.models import LlamaShape
+from vllm_kvpool.testing.object_server import ObjectServer
 
 pytestmark = pytest.mark.e2e
 
@@ -72,6 +73,25 @@ def test_what_does_not_fit_in_host_memory_comes_from_files(
     again = fresh(engine, expecting(first, 1024))
     assert again.cached_tokens == 1024
     same(again, expected)
+
+
+@pytest.mark.s3
+def test_two_engines_share_over_object_storage(llama: Llama, tmp_path: Path) -> None:
+    model = llama(SHAPE)
+    prompt = Prompt(ids=tokens(seed=72, count=1100))
+    keys = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
+    with ObjectServer() as server:
+        server.make_bucket("cells")
+        config = pool(["host://64MiB", f"s3://cells/pool?endpoint={server.endpoint}"])
+        spec = EngineSpec(model=model, kv_transfer_config=config, env=keys)
+        with Engine(spec, tmp_path / "writer.log") as writer:
+            (computed,) = writer.generate(prompt)
+            assert computed.cached_tokens == 0
+        other = EngineSpec(model=model, block_size=64, kv_transfer_config=config, env=keys)
+        with Engine(other, tmp_path / "reader.log") as reader:
+            (read,) = reader.generate(expecting(prompt, 1024))
+            assert read.cached_tokens == 1024
+            same(read, computed)
 
 
 def test_a_tier_that_is_out_of_reach_is_left_out(
