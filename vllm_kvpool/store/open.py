@@ -92,7 +92,7 @@ class StoreSpec:
     put_lanes: int = 0
 
 
-class _Query:
+class Query:
     """The options of one url, each taken at most once, by name."""
 
     def __init__(self, url: str, query: str) -> None:
@@ -179,7 +179,7 @@ def parse_store_url(
         raise ConfigError(
             f"{shown}: a store url has no user and no #fragment; escape them (%23, %40)"
         )
-    query = _Query(shown, parts.query)
+    query = Query(shown, parts.query)
     required = query.flag("required")
     get_lanes, put_lanes = (query.count(name, MAX_LANES) for name in ("get_lanes", "put_lanes"))
     outside = {"mooncake": mooncake_config, "s3": environ}.get(parts.scheme)
@@ -247,7 +247,7 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
 
 
 def _parse_memory(
-    parts: SplitResult, query: _Query, config: Mapping[str, object] | None
+    parts: SplitResult, query: Query, config: Mapping[str, object] | None
 ) -> MemoryOptions:
     if parts.path.strip("/"):
         raise ConfigError(f"{query.url}: a memory store has a name and no path: memory://name")
@@ -258,7 +258,7 @@ def _parse_memory(
 
 
 def _parse_file(
-    parts: SplitResult, query: _Query, config: Mapping[str, object] | None
+    parts: SplitResult, query: Query, config: Mapping[str, object] | None
 ) -> FileOptions:
     path = unquote(parts.path)
     if parts.netloc:
@@ -280,7 +280,7 @@ def _parse_file(
 
 
 def _parse_mooncake(
-    parts: SplitResult, query: _Query, config: Mapping[str, object] | None
+    parts: SplitResult, query: Query, config: Mapping[str, object] | None
 ) -> MooncakeOptions:
     if parts.path.strip("/"):
         raise ConfigError(f"{query.url}: a mooncake store has no path: mooncake://host:port")
@@ -332,7 +332,7 @@ def _host_and_port(url: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _parse_s3(parts: SplitResult, query: _Query, environ: Mapping[str, object] | None) -> S3Options:
+def _parse_s3(parts: SplitResult, query: Query, environ: Mapping[str, object] | None) -> S3Options:
     env = {name: str(value) for name, value in (environ or {}).items() if value}
     query.refuse_secrets()
     bucket, prefix = parts.netloc, parts.path.strip("/")
@@ -414,7 +414,7 @@ def _check_credentials(url: str, env: Mapping[str, str]) -> None:
 _PARSERS: dict[
     str,
     Callable[
-        [SplitResult, _Query, Mapping[str, object] | None],
+        [SplitResult, Query, Mapping[str, object] | None],
         MemoryOptions | FileOptions | MooncakeOptions | S3Options,
     ],
 ] = {"memory": _parse_memory, "file": _parse_file, "mooncake": _parse_mooncake, "s3": _parse_s3}

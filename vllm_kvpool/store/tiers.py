@@ -8,11 +8,17 @@ a faster one, a tier twice, host memory that is not the first.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
-from vllm_kvpool.store.open import MAX_STORE_BYTES, MIN_STORE_BYTES, StoreSpec, parse_store_url
+from vllm_kvpool.store.open import (
+    MAX_STORE_BYTES,
+    MIN_STORE_BYTES,
+    Query,
+    StoreSpec,
+    parse_store_url,
+)
 
 HOST_POLICIES = ("lru", "frequency")
 MAX_TIERS = 4  # behind host memory
@@ -90,16 +96,11 @@ def _parse_host(url: str) -> HostTier:
         raise ConfigError(f"{url}: {error}") from None
     if not parts.netloc or parts.path.strip("/") or not url.lower().startswith("host://"):
         raise ConfigError(f"{url}: write the size of host memory as host://8GiB")
-    options: dict[str, str] = {}
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name in options:
-            raise ConfigError(f"{url}: option {name} is given twice")
-        options[name] = value
-    policy = options.pop("policy", HOST_POLICIES[0])
+    query = Query(url, parts.query)
+    policy = query.text("policy", HOST_POLICIES[0])
     if policy not in HOST_POLICIES:
         raise ConfigError(f"{url}: unknown policy {policy}; {nearest(policy, HOST_POLICIES)}")
-    for name in options:
-        raise ConfigError(f"{url}: unknown option {name}; {nearest(name, ['policy'])}")
+    query.finish()
     nbytes = parse_size(parts.netloc, f"{url}: size")
     if not MIN_STORE_BYTES <= nbytes <= MAX_STORE_BYTES:
         raise ConfigError(

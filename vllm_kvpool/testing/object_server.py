@@ -1,7 +1,6 @@
 """A real S3 server on loopback, and a front that breaks what passes through it.
 
-`ObjectServer` owns one child process (moto's server, objects in memory), which is killed at the end
-of the `with` and, where `setpriv` exists, when the thread that started it dies.
+`ObjectServer` is moto's server as a child process, with its objects in memory.
 
 `FaultyFront` owns a listening socket and a thread per connection. It passes whole requests on to
 a server, records them, and does to each what its `rule` says. A rule is called under the front's
@@ -11,27 +10,18 @@ lock, in the order of arrival.
 import contextlib
 import http.client
 import re
-import shutil
 import socket
 import socketserver
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 from urllib.parse import unquote
 
-START_ATTEMPTS = 3  # a free port may be taken before the server binds it
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 5.0
+from vllm_kvpool.testing.server_process import HOST, POLL_S, STOP_TIMEOUT_S, ServerProcess
+
 REQUEST_TIMEOUT_S = 30.0
-POLL_S = 0.02
-HOST = "127.0.0.1"
 MAX_HEAD_BYTES = 64 << 10
 SIGNATURE = (  # the server wants to see one, and does not check it
     "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
@@ -39,67 +29,18 @@ SIGNATURE = (  # the server wants to see one, and does not check it
 )
 
 
-def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.create_server((HOST, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-class ObjectServer:
+class ObjectServer(ServerProcess):
     """`with ObjectServer() as server:` runs one; it listens at `server.endpoint`."""
 
-    def __init__(self) -> None:
-        self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+    program = "moto_server"
+    start_timeout_s = 30.0
 
     @property
     def endpoint(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def __enter__(self) -> Self:
-        for _ in range(START_ATTEMPTS):
-            self.port = free_port()
-            if self.start():
-                return self
-        raise RuntimeError(f"moto_server does not start:\n{self.log()}")
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._process is not None:
-            self.kill()
-        self._log.close()
-
-    def start(self) -> bool:
-        """Run the server on `port`, empty, again after `kill`; False if it does not come up."""
-        assert self._process is None
-        program = str(Path(sys.executable).with_name("moto_server"))
-        command = [program, "-H", HOST, "-p", str(self.port)]
-        if setpriv := shutil.which("setpriv"):
-            command = [setpriv, "--pdeathsig", "KILL", "--", *command]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline:
-            try:
-                socket.create_connection((HOST, self.port), timeout=1).close()
-            except OSError:
-                time.sleep(POLL_S)
-            else:
-                return True
-        self.kill()
-        return False
-
-    def kill(self) -> None:
-        """`kill -9`; what it held is gone."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait(STOP_TIMEOUT_S)
-        self._process = None
+    def arguments(self) -> list[str]:
+        return ["-H", HOST, "-p", str(self.port)]
 
     def make_bucket(self, name: str) -> str:
         """Make a bucket, return its name."""
@@ -116,11 +57,6 @@ class ObjectServer:
         if answer.status >= 300:
             raise RuntimeError(f"{method} {path}: {answer.status} {said[:500]!r}")
         return said
-
-    def log(self) -> str:
-        """What the server has said."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""A server of the test environment as a child process on loopback.
+
+Owns the process, which is killed at the end of the `with` and, where `setpriv` exists, also when
+the thread that started it dies. What it prints is kept for errors.
+"""
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+START_ATTEMPTS = 3  # a free port may be taken before the server binds it
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.02
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A port of the loopback that was free a moment ago."""
+    with socket.create_server((HOST, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """A program of the environment, beside its interpreter, that listens at `port`."""
+
+    program: str
+    start_timeout_s: float
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+
+    def arguments(self) -> list[str]:
+        """What the program is started with, to listen at `port`."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        for _ in range(START_ATTEMPTS):
+            self.port = free_port()
+            if self.start():
+                return self
+        raise RuntimeError(f"{self.program} does not start:\n{self.log()}")
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        self._log.close()
+
+    def start(self) -> bool:
+        """Run the server on `port`, empty, again after `kill`; False if it does not come up."""
+        assert self._process is None
+        command = [str(Path(sys.executable).with_name(self.program)), *self.arguments()]
+        if setpriv := shutil.which("setpriv"):
+            command = [setpriv, "--pdeathsig", "KILL", "--", *command]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        deadline = time.monotonic() + self.start_timeout_s
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                socket.create_connection((HOST, self.port), timeout=1).close()
+            except OSError:
+                time.sleep(POLL_S)
+            else:
+                return True
+        self.stop()
+        return False
+
+    def kill(self) -> None:
+        """`kill -9`; what it held is gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_TIMEOUT_S)
+        self._process = None
+
+    def stop(self) -> None:
+        """End the server, if it runs."""
+        if self._process is not None:
+            self.kill()
+
+    def log(self) -> str:
+        """What the server has said."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
