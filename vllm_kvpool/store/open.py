@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from vllm_kvpool.errors import ConfigError, nearest
@@ -52,6 +53,8 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9._=-]+(?:/[A-Za-z0-9._=-]+)*)?")
 _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
+
+_wraps: list[Callable[[Store], Store]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +221,27 @@ def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
         )
 
 
+def wrap_stores(wrap: Callable[[Store], Store]) -> Callable[[], None]:
+    """Pass every store opened from now on through `wrap`: for drills of failures, and tests.
+
+    Returns what undoes it.
+    """
+    _wraps.append(wrap)
+    return partial(_wraps.remove, wrap)
+
+
 def open_store(spec: StoreSpec, *, segment: bool) -> Store:
     """Open a store; `segment` says whether to give memory to a pool that is made of its members'.
 
     ConfigError if it can never work as configured, StoreUnreachable if it cannot be reached now.
     """
+    store = _open(spec, segment=segment)
+    for wrap in _wraps:
+        store = wrap(store)
+    return store
+
+
+def _open(spec: StoreSpec, *, segment: bool) -> Store:
     match spec.options:
         case MemoryOptions(name, size_bytes):
             from vllm_kvpool.store.memory import MemoryStore
