@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,10 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
+MAX_STAGING_BYTES = 1 << 50
+MAX_SHOWN_CHARS = 200  # of what others have given us and an error repeats
+
+T = TypeVar("T")
 
 
 class Role(Enum):
@@ -84,6 +88,8 @@ class KVPoolConfig:
     """How long a new request may wait for the answer whether the pool has its prefix."""
     load_timeout_s: float = 30.0
     """How long a load may take; what has arrived by then is kept, the rest is computed."""
+    call_timeout_s: float = 10.0
+    """After so long without an answer a store call counts as stuck, and the store as away."""
     save_decode: bool = False
     """Save what is generated too, and let a `kv_consumer` save."""
     verify: Verify = Verify.CHECKSUM
@@ -123,7 +129,7 @@ def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[s
         return None
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *_NOT_THAT) as error:
         raise ConfigError(f"{variable}={path} cannot be read: {error}") from None
 
 
@@ -136,22 +142,41 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
     known = {f.name: f for f in fields(KVPoolConfig)}
     for name in extra:
         if name not in known:
+            given = _short(name)
             raise ConfigError(
-                f"unknown option {name!r} in kv_connector_extra_config; {nearest(name, known)}"
+                f"unknown option {given!r} in kv_connector_extra_config; {nearest(given, known)}"
             )
     values: dict[str, Any] = {}
-    try:
-        for name in known:
-            from_env = env.get(ENV_PREFIX + name.upper())
-            if name in extra:
-                values[name] = extra[name]
-            elif from_env is not None:
-                values[name] = _from_env(name, from_env)
-        config = msgspec.convert(values, KVPoolConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    for name in known:
+        from_env = env.get(ENV_PREFIX + name.upper())
+        if name in extra:
+            values[name] = extra[name]
+        elif from_env is not None:
+            values[name] = _from_env(name, from_env)
+    config = _convert(values, KVPoolConfig, "kv_connector_extra_config")
     _check(config)
     return config
+
+
+# What msgspec raises for values that are not of the type; the last two for those that hold half a
+# surrogate pair, thousands of digits, or too many levels.
+_NOT_THAT = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def _convert(value: Any, kind: type[T], where: str, *, strict: bool = True) -> T:
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except _NOT_THAT as error:
+        raise ConfigError(f"{where}: {_short(error)}") from None
+
+
+def _short(given: object) -> str:
+    """For an error: as much as one reads."""
+    try:
+        text = str(given)
+    except (ValueError, RecursionError):  # thousands of digits, or too many levels
+        return f"a very large {type(given).__name__}"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def _from_env(name: str, text: str) -> Any:
@@ -159,36 +184,46 @@ def _from_env(name: str, text: str) -> Any:
     if name == "store" and text.startswith("["):
         try:
             return msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except _NOT_THAT as error:
             raise ConfigError(f"{ENV_PREFIX}STORE: not a JSON list: {error}") from None
     field_type = {f.name: f.type for f in fields(KVPoolConfig)}[name]
     if field_type in (int, float, bool):
-        try:
-            return msgspec.convert(text, field_type, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{ENV_PREFIX}{name.upper()}: {error}") from None
+        return _convert(text, field_type, f"{ENV_PREFIX}{name.upper()}", strict=False)
     return text
 
 
 def _check(config: KVPoolConfig) -> None:
     if not MIN_CHUNK_TOKENS <= config.chunk_tokens <= MAX_CHUNK_TOKENS:
         raise ConfigError(
-            f"chunk_tokens is {config.chunk_tokens}; "
+            f"chunk_tokens is {_short(config.chunk_tokens)}; "
             f"choose {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
         )
     if config.layer_span < 0:
         raise ConfigError(
-            f"layer_span is {config.layer_span}; choose 1 or more, or 0 for the default"
+            f"layer_span is {_short(config.layer_span)}; choose 1 or more, or 0 for the default"
         )
-    for name in ("lookup_timeout_ms", "load_timeout_s", "shutdown_timeout_s"):
+    for name in ("lookup_timeout_ms", "load_timeout_s", "call_timeout_s", "shutdown_timeout_s"):
         value = getattr(config, name)
         if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
-            raise ConfigError(f"{name} is {value}; choose a positive time")
+            raise ConfigError(f"{name} is {_short(value)}; choose a positive time")
+    for name in ("stats_file", "trace_file"):
+        if not _can_name_a_file(getattr(config, name)):
+            raise ConfigError(f"{name} cannot be the name of a file")
     if config.layerwise:
         raise ConfigError("layerwise is not supported yet; leave it out")
     if not config.store_urls:
         raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
-    _ = config.staging_nbytes
+    given = config.staging_bytes
+    is_small = not isinstance(given, int) or abs(given) <= MAX_STAGING_BYTES
+    if not is_small or config.staging_nbytes > MAX_STAGING_BYTES:
+        raise ConfigError(f"staging_bytes is {_short(given)}; at most {MAX_STAGING_BYTES} will do")
+
+
+def _can_name_a_file(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +243,19 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
     if ours is None:
         return _DEFAULT_REQUEST
     if not isinstance(ours, Mapping):
-        raise ConfigError(f"kv_transfer_params.kvpool: expected an object, got {ours!r}")
+        raise ConfigError(
+            f"kv_transfer_params.kvpool: expected an object, got {type(ours).__name__}"
+        )
     known = {f.name for f in fields(RequestOptions)}
     for name in ours:
         # What an earlier request answered may be sent back as it is.
         if name not in known and name != "tokens":
+            given = _short(name)
             raise ConfigError(
-                f"kv_transfer_params.kvpool: unknown option {name!r}; {nearest(name, known)}"
+                f"kv_transfer_params.kvpool: unknown option {given!r}; {nearest(given, known)}"
             )
-    try:
-        options = msgspec.convert({k: v for k, v in ours.items() if k in known}, RequestOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_transfer_params.kvpool: {error}") from None
+    asked = {name: value for name, value in ours.items() if name in known}
+    options = _convert(asked, RequestOptions, "kv_transfer_params.kvpool")
     if options.expect_tokens < 0 or not 0 <= options.expect_timeout_ms <= MAX_EXPECT_TIMEOUT_MS:
         raise ConfigError(
             "kv_transfer_params.kvpool: expect_tokens must not be negative and expect_timeout_ms "

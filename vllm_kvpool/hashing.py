@@ -49,6 +49,11 @@ def _field(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
+def _encoded(text: str) -> bytes:
+    """UTF-8; half a surrogate pair, which a request may hold, is as good as any character."""
+    return text.encode(errors="surrogatepass")
+
+
 def _tokens_le(tokens: Sequence[int]) -> memoryview:
     """Token ids as u32, little endian, `TOKEN_BYTES` each."""
     encoded = array("I", tokens)
@@ -72,7 +77,7 @@ class ChunkChain:
                 _field(SCHEME),
                 chunk_tokens.to_bytes(4, "little"),
                 _field(identity.adapter),
-                _field(identity.cache_salt.encode()),
+                _field(_encoded(identity.cache_salt)),
             )
         )
         self._root = hashlib.blake2b(root, digest_size=HASH_BYTES).digest()
@@ -120,5 +125,5 @@ class ChunkChain:
                 # Signed: an item may have begun in an earlier chunk.
                 place = (item.start - start).to_bytes(8, "little", signed=True)
                 span = (item.stop - item.start).to_bytes(8, "little")
-                parts.append(b"media" + place + span + _field(item.identifier.encode()))
+                parts.append(b"media" + place + span + _field(_encoded(item.identifier)))
         return b"".join(parts)

@@ -43,9 +43,12 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
     names never meet.
     """
     # A "~" marks a shortened name and a lone "%" the empty one; escaping leaves neither.
-    escaped = quote(model_name, safe="+").replace("~", "%7E") or "%"
+    escaped = quote(model_name, safe="+", errors="surrogatepass").replace("~", "%7E") or "%"
     if len(escaped) > MAX_MODEL_NAME_CHARS:
-        tail = "~" + hashlib.blake2b(model_name.encode(), digest_size=8).hexdigest()
+        tail = (
+            "~"
+            + hashlib.blake2b(model_name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        )
         escaped = escaped[: MAX_MODEL_NAME_CHARS - len(tail)] + tail
     namespace = f"{escaped}@fmt:{format_digest[:FORMAT_DIGEST_HEX]}"
     assert _NAMESPACE.fullmatch(namespace), namespace

@@ -23,7 +23,8 @@ from vllm_kvpool.pool.probe import Lookup, Probe
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest, Fault, FaultyStore
+from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
+from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
 

@@ -343,20 +343,22 @@ def test_what_is_found_further_away_is_copied_nearer(tiers: Tiers) -> None:
 # A tier that is not there
 
 
-def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores of that scheme cannot be reached."""
+def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Stores of that scheme cannot be reached, until the event is set."""
+    back = threading.Event()
 
     def open_or_not(spec: StoreSpec, *, segment: bool) -> Store:
-        if spec.scheme == scheme:
+        if spec.scheme == scheme and not back.is_set():
             raise StoreUnreachable(f"{spec.url} is not there")
         return open_store(spec, segment=segment)
 
     monkeypatch.setattr(sides, "open_store", open_or_not)
+    return back
 
 
 @pytest.mark.parametrize("host", [[], [HOST]], ids=["no host tier", "host tier"])
 @pytest.mark.parametrize("lost", ["memory", "file"])
-def test_a_tier_that_is_not_there_at_the_start_is_left_out(
+def test_a_tier_that_is_not_there_at_the_start_is_left_alone(
     tiers: Tiers,
     host: list[str],
     lost: str,
@@ -372,11 +374,30 @@ def test_a_tier_that_is_not_there_at_the_start_is_left_out(
     counted = rank.close()
     left = "file" if lost == "memory" else "memory"
     assert counted[f"kvpool_cells{{direction=save,store={left},outcome=done}}"] == NUM_CELLS
-    assert not [name for name in counted if f"={lost}" in name]
+    assert counted[f"kvpool_tier_up{{tier={lost}}}"] == 0
+    assert not [name for name in counted if f"store={lost}" in name]
     check_others_read(tiers.file if left == "file" else tiers.memory, kv)
     assert (tiers.num_in_memory(), tiers.num_in_files()) == (
         (0, NUM_CELLS) if lost == "memory" else (NUM_CELLS, 0)
     )
+
+
+@pytest.mark.parametrize("lost", ["memory", "file"])
+def test_a_tier_that_comes_later_is_found_and_used(
+    tiers: Tiers, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = random_kv(HEADS)
+    back = without(lost, monkeypatch)
+    rank = one_rank([tiers.memory if lost == "memory" else tiers.file])
+    back.set()
+    deadline = time.monotonic() + LIMIT_S
+    while not rank.side.tally.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    rank.close()
+    assert tiers.num_in_memory() + tiers.num_in_files() == NUM_CELLS
 
 
 def test_a_required_tier_that_is_not_there_stops_the_start(

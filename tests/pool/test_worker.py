@@ -29,13 +29,10 @@ NOTHING = StepResults(frozenset(), frozenset())
 
 
 class Bench:
-    def __init__(
-        self, block: int = 16, *, in_step: bool = False, no_store: bool = False, rank: int = 0
-    ) -> None:
+    def __init__(self, block: int = 16, *, in_step: bool = False, rank: int = 0) -> None:
         self.executor = FakeExecutor()
         self.tally = Tally()
-        executor = None if no_store else self.executor
-        self.worker = PoolWorker(executor, CHUNK, block, in_step, self.tally, rank=rank)
+        self.worker = PoolWorker(self.executor, CHUNK, block, in_step, self.tally, rank=rank)
 
     def step(self, plan: StepPlan | None, *finished: str) -> StepResults:
         """One engine step, with every hook called as often as any release calls it."""
@@ -258,17 +255,3 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
         save_plan(3),
     ]
     assert bench.worker.take_report() == StepReport(generation_acks=1)
-
-
-def test_without_a_store_loads_miss_and_blocks_are_released() -> None:
-    bench = Bench(no_store=True)
-    plan = load_plan(2 * 16, 100)
-    prefetches = (PrefetchPlan("b", (b"z",)),)
-    step = StepPlan(loads=(plan,), saves=(save_plan(2),), prefetches=prefetches, generation=1)
-    results = bench.step(step)
-    assert results == StepResults(frozenset({"a"}), frozenset(plan.block_ids))
-    assert bench.worker.take_report() == StepReport(
-        gathered={JobId(2): 1}, load_stops={"a": 32}, generation_acks=1
-    )
-    assert bench.step(None, "a") == NOTHING
-    assert (bench.worker.num_loads, bench.worker.num_ungathered) == (0, 0)

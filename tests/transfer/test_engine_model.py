@@ -21,6 +21,7 @@ from tests.transfer.engine_bench import (
     save_job,
 )
 from vllm_kvpool.staging.slots import Slot, SlotPool
+from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -46,7 +47,7 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import EntryState, Residency
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
-from vllm_kvpool.transfer.tiers import LONGEST_PAUSE_S, Tier
+from vllm_kvpool.transfer.tiers import Tier
 
 GATHER, SEAL, CHECK, SCATTER = OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER
 GET, PUT, REMOVE = OpKind.GET, OpKind.PUT, OpKind.REMOVE

@@ -19,7 +19,8 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, Fault, FaultyPerform, FaultyStore
+from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, FaultyPerform
+from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_NEW_LANES, WATCH_S, Close, Executor
 from vllm_kvpool.transfer.graph import LaneLimits

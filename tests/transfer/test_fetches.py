@@ -16,13 +16,9 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
 )
+from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.ops import CellOutcome
-from vllm_kvpool.transfer.tiers import (
-    FAILURES_TO_OPEN,
-    FIRST_PAUSE_S,
-    MAX_TRIES,
-    retry_pause_s,
-)
+from vllm_kvpool.transfer.tiers import MAX_TRIES, retry_pause_s
 
 LONG_S = 1.0  # after it every retry is due
 

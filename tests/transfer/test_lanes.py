@@ -14,7 +14,8 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
-from vllm_kvpool.testing.fakes import FakeClock, FakeCopier, FakeTrace, Fault, FaultyStore
+from vllm_kvpool.testing.fakes import FakeClock, FakeCopier, FakeTrace
+from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (

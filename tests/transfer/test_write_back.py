@@ -10,8 +10,9 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
 )
+from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
-from vllm_kvpool.transfer.tiers import FAILURES_TO_OPEN, FIRST_PAUSE_S, Tier
+from vllm_kvpool.transfer.tiers import Tier
 
 
 def back(*tiers: Tier, slots: int = 6, keep: int = 4, reserve: int = 1) -> Bench:

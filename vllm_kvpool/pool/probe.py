@@ -4,12 +4,12 @@ Owns the scheduler side's stores (metadata only), the open lookups, the requests
 it hands them over in an `Answer`, and what the workers say of their host memory. Inbox: `Lookup`,
 `Forget`, `RemoveAll`, `HostNews`. Outbox: answers, taken by the scheduler's thread. A chunk that
 every rank has in host memory is found without asking, and while no tier answers; of the others,
-each tier is asked for the cells that nearer ones lack. A tier that fails is left alone for a while.
+each tier is asked for the cells that nearer ones lack. One that is away says so at once
+(`store/guard.py`), and one that does not answer in time too, so the thread is never stuck for long.
 
 Every round puts the next questions of all open lookups into one batch of at most
 `MAX_KEYS_PER_ROUND` keys. A lookup that expects more than it finds is asked again, every
-`POLL_MIN_S` to `POLL_MAX_S`, until its deadline. The thread ends by a sentinel; one stuck in
-a store is left behind.
+`POLL_MIN_S` to `POLL_MAX_S`, until its deadline. The thread ends by a sentinel.
 """
 
 import logging
@@ -26,7 +26,6 @@ from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.pool.lookup import CellNames, HostMirror, PrefixSearch
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.transfer.ops import HostChange
-from vllm_kvpool.transfer.tiers import Breaker
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,6 @@ class Probe:
         self, stores: Sequence[Store], names: CellNames, chunk_tokens: int, host_ranks: int = 0
     ) -> None:
         self._stores = stores
-        self._breakers = [Breaker() for _ in stores]
         self._names = names
         self._chunk_tokens = chunk_tokens
         self._host = HostMirror(host_ranks)
@@ -279,21 +277,17 @@ class Probe:
         present = [False] * len(keys)
         missing = list(range(len(keys)))
         num_answers = 0
-        for store, breaker in zip(self._stores, self._breakers, strict=True):
+        for store in self._stores:
             if not missing:
                 break
-            if breaker.is_open(time.monotonic()):
-                continue
             try:
                 self._busy_since = time.monotonic()
                 answers = store.exists([keys[i] for i in missing])
             except StoreError as error:
-                logger.warning("kvpool: lookup failed: %s", error)
-                breaker.failed(time.monotonic())
+                logger.debug("kvpool: lookup failed: %s", error)
                 continue
             finally:
                 self._busy_since = None
-            breaker.succeeded()
             num_answers += 1
             for i, there in zip(missing, answers, strict=True):
                 present[i] = there

@@ -1,9 +1,9 @@
 """Puts the two sides together and takes them apart: what is opened, started, closed, in order.
 
-`SchedulerSide` owns a metadata-only store, the probe thread and the scheduler's bookkeeping;
-`WorkerSide` a store, the staging arena, the engine and its lanes. Both are made, used and closed
-by one thread. A store that cannot be reached leaves the side without one, unless it is required:
-every lookup then misses and every save is dropped.
+`SchedulerSide` owns metadata-only stores, the probe thread and the scheduler's bookkeeping;
+`WorkerSide` stores, the staging arena, the engine and its lanes. Both are made, used and closed by
+one thread. A store that cannot be reached is looked for in the background (`store/guard.py`),
+unless it is required; until it is there lookups miss and saves are dropped.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vllm_kvpool.config import (
@@ -23,7 +24,7 @@ from vllm_kvpool.config import (
     environment,
     json_named_by,
 )
-from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.keys import ContextRank, KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Topology
@@ -35,10 +36,11 @@ from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.base import Shedding, Store
+from vllm_kvpool.store.guard import OPEN_WAIT_S, GuardedStore, Patience
 from vllm_kvpool.store.open import (
     MOONCAKE_CONFIG_ENV,
     StoreSpec,
+    capabilities_of,
     check_capacity,
     names_no_master,
     open_store,
@@ -49,7 +51,7 @@ from vllm_kvpool.transfer.executor import Executor, PassOn
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
-from vllm_kvpool.transfer.ops import LaneName, OpKind
+from vllm_kvpool.transfer.ops import LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
@@ -64,6 +66,8 @@ BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
 STATS_EVERY_S = 1.0
+LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
+REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
 
 
@@ -90,9 +94,9 @@ def tier_specs(config: KVPoolConfig) -> TierSpecs:
 
 @dataclass(frozen=True, slots=True)
 class OpenTiers:
-    """The stores that could be opened, nearest first, and what they are called in metrics."""
+    """The stores, nearest first, and what they are called in metrics."""
 
-    stores: tuple[Store, ...]
+    stores: tuple[GuardedStore, ...]
     names: tuple[str, ...]
     get_lanes: tuple[int, ...] = ()
     put_lanes: tuple[int, ...] = ()
@@ -108,25 +112,30 @@ class OpenTiers:
                 logger.warning("kvpool: closing %s: %s", store.capabilities.name, error)
 
 
-def open_tiers(specs: Sequence[StoreSpec], *, segment: bool) -> OpenTiers:
-    """Open the stores; one that cannot be reached is left out, unless it is required.
+def open_tiers(specs: Sequence[StoreSpec], patience: Patience, *, segment: bool) -> OpenTiers:
+    """Open the stores; one that cannot be reached is looked for later, unless it is required.
 
     `segment`: whether to give memory to a pool that is made of its members' memory.
     """
-    stores = []
-    gets, puts = [], []
-    for spec in specs:
-        try:
-            stores.append(open_store(spec, segment=segment))
-            gets.append(spec.get_lanes or stores[-1].capabilities.parallel_gets)
-            puts.append(spec.put_lanes or stores[-1].capabilities.parallel_puts)
-        except StoreUnreachable as error:
-            if spec.required:
-                raise ConfigError(f"{error}; the store is required (required=1)") from error
-            logger.warning("kvpool: %s. The engine runs without this store.", error)
-    if specs and not stores:
-        logger.warning("kvpool: no store is left: the engine runs without the pool.")
-    names = tier_names([store.capabilities.name for store in stores])
+    known = [capabilities_of(spec) for spec in specs]
+    names = tier_names([each.name for each in known])
+    gets = [spec.get_lanes or each.parallel_gets for spec, each in zip(specs, known, strict=True)]
+    puts = [spec.put_lanes or each.parallel_puts for spec, each in zip(specs, known, strict=True)]
+    stores: list[GuardedStore] = []
+    with contextlib.ExitStack() as undo:
+        for spec, each, name in zip(specs, known, names, strict=True):
+            wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
+            opening = partial(open_store, spec, segment=segment)
+            store = GuardedStore(opening, each, name, patience, wait_s)
+            undo.callback(store.close)
+            stores.append(store)
+            if not store.opened and spec.required:
+                raise ConfigError(f"{store.trouble}; the store is required (required=1)")
+            if not store.opened:
+                logger.warning("kvpool: %s. It is looked for in the background.", store.trouble)
+        undo.pop_all()
+    if specs and not any(store.opened for store in stores):
+        logger.warning("kvpool: no store can be reached: the engine runs without the pool for now.")
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
 
@@ -167,7 +176,9 @@ class SchedulerSide:
     def __init__(self, config: KVPoolConfig, role: Role, model: ModelShape, rank: int = 0) -> None:
         self.tally = Tally()
         specs = tier_specs(config)
-        self._tiers = open_tiers(specs.stores, segment=False)
+        lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
+        patience = Patience(call_s=config.call_timeout_s, answer_s=lookup_s)
+        self._tiers = open_tiers(specs.stores, patience, segment=False)
         names = CellNames(model.namespace, model.topology, model.context)
         self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
         host_ranks = model.num_ranks if specs.host.nbytes else 0
@@ -225,17 +236,15 @@ class WorkerSide:
             keeps_all=specs.host.nbytes > 0,
         )
         check_tiers(config, planner.max_cell_bytes())
-        self._tiers = open_tiers(specs.stores, segment=True)
+        patience = Patience(call_s=config.call_timeout_s)
+        self._tiers = open_tiers(specs.stores, patience, segment=True)
         self._trace: Trace = NO_TRACE
-        self._executor: Executor | None = None
         self._arena: Arena | None = None
         self._custodian: Custodian | None = None
-        copiers: list[Copier] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self._tiers.close)
-            if self._tiers.stores or specs.host.nbytes:
-                copiers = [make_copier(pages), make_copier(pages)]
-                self._start(config, specs, planner, place, copiers)
+            copiers = [make_copier(pages), make_copier(pages)]
+            self._executor = self._start(config, specs, planner, place, copiers)
             undo.pop_all()
         self.worker = PoolWorker(
             self._executor,
@@ -256,7 +265,7 @@ class WorkerSide:
         planner: Planner,
         place: RankPlace,
         copiers: Sequence[Copier],
-    ) -> None:
+    ) -> Executor:
         """Memory, engine and lanes over the open tiers."""
         arena = Arena(config.staging_nbytes, planner.max_cell_bytes(), specs.host.nbytes)
         for store in self._tiers.stores:
@@ -278,30 +287,43 @@ class WorkerSide:
         lanes = lane_counts(self._tiers)
         engine = make_engine(config, specs, self._tiers, arena, len(planner.cells), lanes)
         self._arena = arena
-        executor = Executor(engine, planner, work.perform, lanes, self.tally, self._trace)
-        self._executor = executor
+        stores = self._tiers.stores
+        executor = Executor(
+            engine,
+            planner,
+            work.perform,
+            lanes,
+            self.tally,
+            self._trace,
+            config.call_timeout_s,
+            lambda lane: stores[lane.tier].report_stuck(),
+        )
+        for tier, store in enumerate(stores):
+            store.listen(partial(_tell_health, executor, tier))
         arena.commit_in_background()
         shedding = {
-            tier: store
-            for tier, store in enumerate(self._tiers.stores[:-1])
-            if isinstance(store, Shedding)
+            tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
         }
         if shedding and config.write_policy is WritePolicy.BACK:
             self._custodian = Custodian(
                 shedding, lambda tier, cells, answer: executor.post(PassOn(tier, cells, answer))
             )
+        return executor
 
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and store."""
         if self._custodian is not None:
             self._custodian.close()
-        ended = self._executor.close(self._shutdown_s) if self._executor is not None else True
-        if ended:
+        if self._executor.close(self._shutdown_s):
             self._tiers.close(self._arena)
         else:
             logger.warning("kvpool: a store call has not ended; its memory is left behind")
         self._trace.close()
         self.stats.write(force=True)
+
+
+def _tell_health(executor: Executor, tier: int, is_up: bool) -> None:
+    executor.post(TierHealth(tier, is_up))
 
 
 def lane_counts(tiers: OpenTiers) -> dict[LaneName, int]:

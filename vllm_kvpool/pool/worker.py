@@ -16,7 +16,6 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
-    CellOutcome,
     DropSaves,
     HostChange,
     JobId,
@@ -24,7 +23,6 @@ from vllm_kvpool.transfer.ops import (
     LoadPlan,
     Report,
     SaveGathered,
-    given_up,
 )
 
 GATHER_WAIT_S = 5.0
@@ -42,11 +40,11 @@ NOTHING_ENDED = StepResults(frozenset(), frozenset())
 
 
 class PoolWorker:
-    """See the module docstring. `executor` None: the store cannot be used; everything is a miss."""
+    """See the module docstring."""
 
     def __init__(
         self,
-        executor: Executor | None,
+        executor: Executor,
         chunk_tokens: int,
         block_size: int,
         finish_in_step: bool,
@@ -66,7 +64,6 @@ class PoolWorker:
         self._saves: set[JobId] = set()
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
-        self._ended_here: list[Report] = []
         self._report = StepReport()
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -76,20 +73,15 @@ class PoolWorker:
         self._loads_posted = plan
         if plan.generation > self._generation:
             self._generation = plan.generation
-            if self._executor is not None:
-                self._executor.post(DropSaves(forget=True))
+            self._executor.post(DropSaves(forget=True))
             self._report = self._report.merged(StepReport(generation_acks=1))
         if plan.loads:
             self._fence()  # what still reads or writes the pages comes first
         for load in plan.loads:
-            if self._executor is None:
-                self._ended_here.append(given_up(load, CellOutcome.UNREACHABLE))
-            else:
-                self._executor.post(load)
+            self._executor.post(load)
             self._loads[load.job_id] = (load, time.monotonic())
-        if self._executor is not None:
-            for prefetch in plan.prefetches:
-                self._executor.post(prefetch)
+        for prefetch in plan.prefetches:
+            self._executor.post(prefetch)
 
     def start_saves(self, plan: StepPlan) -> None:
         """Post the step's saves, after the forward pass; again for the same plan does nothing."""
@@ -100,21 +92,16 @@ class PoolWorker:
             self._fence()
         for save in plan.saves:
             self._saves.add(save.job_id)
-            if self._executor is None:
-                self._ended_here.append(given_up(save, CellOutcome.UNREACHABLE))
-            else:
-                self._executor.post(save)
-        if plan.saves and self._finish_in_step and self._executor is not None:
+            self._executor.post(save)
+        if plan.saves and self._finish_in_step:
             mine = {save.job_id for save in plan.saves}
             self._executor.wait(lambda reports: mine <= _gathered(reports), GATHER_WAIT_S)
 
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""
-        reports, self._ended_here = self._ended_here, []
-        if self._executor is not None:
-            if self._loads:
-                self._attend_loads(self._executor, plan, finished_requests)
-            reports += self._executor.drain()
+        if self._loads:
+            self._attend_loads(plan, finished_requests)
+        reports = self._executor.drain()
         if not reports:
             return NOTHING_ENDED
         loaded: set[str] = set()
@@ -134,16 +121,14 @@ class PoolWorker:
         for copier in self._copiers:
             copier.fence()
 
-    def _attend_loads(
-        self, executor: Executor, plan: StepPlan | None, finished_requests: set[str]
-    ) -> None:
+    def _attend_loads(self, plan: StepPlan | None, finished_requests: set[str]) -> None:
         """Cancel loads that nobody waits for; give the lanes the cores if there is nothing else."""
         if plan is not None and plan.idle:
             waited = time.monotonic() - max(began for _, began in self._loads.values())
-            executor.wait(bool, idle_wait_s(waited))
+            self._executor.wait(bool, idle_wait_s(waited))
         for load, _ in self._loads.values():
             if load.request_id in finished_requests:
-                executor.post(CancelRequest(load.request_id))
+                self._executor.post(CancelRequest(load.request_id))
 
     def _load_ended(self, done: LoadDone) -> Sequence[int]:
         """The blocks of the load that do not hold what they should."""

@@ -52,6 +52,9 @@ class SlotPool:
         del self._held[slot]
         self._quarantined.add(slot)
 
+    def is_quarantined(self, slot: Slot) -> bool:
+        return slot in self._quarantined
+
     @property
     def count(self) -> int:
         return self._count

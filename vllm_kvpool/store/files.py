@@ -22,8 +22,12 @@ from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import choose_disk
 from vllm_kvpool.store.files_batch import NO_ROOM, Cell, ReadBatch, Surroundings, Tails, WriteBatch
-from vllm_kvpool.store.files_format import PAGE_BYTES, Footer, read_footer
-from vllm_kvpool.store.files_lock import HeldLock, LockTimeout, entries, make_directory
+from vllm_kvpool.store.files_entries import directories, entries, is_there, make_directory
+from vllm_kvpool.store.files_format import PAGE_BYTES, Footer, file_bytes, read_footer
+from vllm_kvpool.store.files_lock import (
+    HeldLock,
+    LockTimeout,
+)
 from vllm_kvpool.store.files_order import Candidate, Policy
 from vllm_kvpool.store.files_space import Space
 
@@ -42,6 +46,7 @@ CAPABILITIES = Capabilities(
     remote=False,
     parallel_gets=2,
     parallel_puts=2,  # one opens and publishes files while the other waits for the disk
+    sheds=True,
 )
 
 
@@ -125,7 +130,7 @@ class FileStore:
         pass
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        found = [os.access(self._path(key), os.F_OK) for key in keys]
+        found = [is_there(self._path(key)) for key in keys]
         if not all(found):
             self._space.check_root()
         return found
@@ -142,7 +147,7 @@ class FileStore:
             path = self._path(key)
             if key in first_of:
                 twice.append(i)
-            elif not os.access(path, os.F_OK):
+            elif not is_there(path):
                 first_of[key] = i
                 absent[i] = Cell.of(key, buffer, path)
                 outcomes[i] = PutOutcome.FULL
@@ -177,23 +182,32 @@ class FileStore:
             return 0
         directory = os.path.join(self._space.objects, namespace)
         num_removed = self._drop(
-            entry.path for shard in entries(directory) for entry in entries(shard.path)
+            entry.path for shard in directories(directory) for entry in entries(shard.path)
         )
         with contextlib.suppress(OSError):  # not empty: somebody is putting into it right now
-            for shard in entries(directory):
+            self._space.ways().check(f"{directory}/")
+            for shard in directories(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
         return num_removed
 
     def surplus(self, max_keys: int) -> list[tuple[str, int]]:
         """See `Shedding`; one process of a directory at a time gets an answer that is not empty."""
+        try:
+            return self._surplus(max_keys)
+        except OSError as error:
+            self._hand_down.release()
+            raise StoreError(f"file store {self._space.root} cannot be read: {error}") from error
+
+    def _surplus(self, max_keys: int) -> list[tuple[str, int]]:
         excess_bytes = self._space.excess_bytes(HAND_DOWN_WATERMARK)
         if excess_bytes <= 0 or not self._hand_down.take():
             return []
         found = self._read_keys(self._space.coldest(scan=False), excess_bytes, max_keys)
         now_ns = self._clock_ns()
         last_ns = self._hand_down_scan_ns
-        if not found and (last_ns is None or now_ns - last_ns >= HAND_DOWN_SCAN_NS):
+        # A clock that was set back must not stop scans until it is there again.
+        if not found and (last_ns is None or not 0 <= now_ns - last_ns < HAND_DOWN_SCAN_NS):
             self._hand_down_scan_ns = now_ns
             with contextlib.suppress(LockTimeout):
                 found = self._read_keys(self._space.coldest(scan=True), excess_bytes, max_keys)
@@ -277,7 +291,7 @@ class FileStore:
             footer = read_file_footer(item)
             if footer is not None:
                 excess_bytes -= item.charge_bytes
-                if footer.key is not None:
+                if footer.key is not None and self._path(footer.key) == item.path:
                     found.append((footer.key, footer.object_bytes))
         return found
 
@@ -292,14 +306,18 @@ class FileStore:
 def read_file_footer(item: Candidate) -> Footer | None:
     """What a file says it holds; None if it is gone, damaged or was used since it was seen."""
     try:
-        fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         status = os.fstat(fd)
         if status.st_mtime_ns != item.worth_ns or status.st_size < PAGE_BYTES:
             return None
-        return read_footer(os.pread(fd, PAGE_BYTES, status.st_size - PAGE_BYTES))
+        footer = read_footer(os.pread(fd, PAGE_BYTES, status.st_size - PAGE_BYTES))
+        # Who asks for this object will take memory for as many bytes as it is said to have.
+        if footer and file_bytes(footer.object_bytes, footer.key or "") != status.st_size:
+            return None
+        return footer
     except OSError:
         return None
     finally:

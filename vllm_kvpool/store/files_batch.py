@@ -11,6 +11,7 @@ the tail always goes through a page of ours.
 import errno
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ from vllm_kvpool.store.files_space import Space
 TAILS_AT_A_TIME = 32
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
 
 
 class Tails:
@@ -126,23 +129,28 @@ class ReadBatch:
         self.outcomes = [GetOutcome.FAILED] * len(cells)
         self._around = around
         self._cells = cells
+        self._ways = around.space.ways()
         self._open: dict[int, _Open] = {}
 
     def transfers(self) -> Iterator[Transfer]:
         for i, cell in enumerate(self._cells):
             try:
+                self._ways.check(cell.path)
                 fd = os.open(cell.path, _READ | self._around.direct_flag(cell.buffer))
             except FileNotFoundError:
                 self.outcomes[i] = GetOutcome.MISSING
                 continue
             except OSError as error:
                 self._around.warn(error)
+                if error.errno in NO_FILE:
+                    self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
             status = os.fstat(fd)
-            if status.st_size != cell.file_bytes:
+            if status.st_size != cell.file_bytes or not stat.S_ISREG(status.st_mode):
                 os.close(fd)
                 self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
+            os.set_blocking(fd, True)  # a ring may answer EAGAIN to what may not block
             tail = self._around.tails.take()
             self._open[i] = _Open(fd, cell.path, tail, status.st_mtime_ns, status.st_ino)
             yield Transfer(i, fd, cell.parts(tail), writes=False)
@@ -166,9 +174,9 @@ class ReadBatch:
     def _accept(self, file: _Open, cell: Cell) -> GetOutcome:
         # An object that was evicted meanwhile may have been written over before it was read.
         try:
-            if os.stat(file.path).st_ino != file.inode:
+            if os.lstat(file.path).st_ino != file.inode:
                 return GetOutcome.MISSING
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return GetOutcome.MISSING
         last_page = file.tail.view[cell.tail_bytes - PAGE_BYTES : cell.tail_bytes]
         # A damaged file has no size that could be the buffer's; the caller removes it as such.
@@ -197,6 +205,7 @@ class WriteBatch:
     ) -> None:
         self._around = around
         self._claim = claim
+        self._ways = around.space.ways()
         self._cells = cells
         self._outcomes = outcomes
         self._open: dict[int, _Open] = {}
@@ -227,6 +236,7 @@ class WriteBatch:
                 now_ns = self._around.clock_ns()
                 os.utime(file.fd, ns=(now_ns, now_ns))
             cell = self._cells[i]
+            self._ways.check(cell.path)
             charge_bytes = self._around.space.charge_of(cell.file_bytes)
             published = self._around.space.publish(self._claim, charge_bytes, file.path, cell.path)
             self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED

@@ -78,7 +78,11 @@ def read_footer(page: bytes | memoryview) -> Footer | None:
     if xxhash.xxh3_64_intdigest(page[key_at:end_at]) != checksum:
         return None
     kept = bytes(page[key_at:fields_at])
-    return Footer(kept.decode("utf-8", "surrogatepass") if kept else None, object_bytes)
+    try:
+        key = kept.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+    return Footer(key or None, object_bytes)
 
 
 def is_of(footer: Footer | None, key: str, object_bytes: int) -> bool:

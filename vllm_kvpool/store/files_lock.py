@@ -9,9 +9,11 @@ object got its name, so whoever reads the claims first and looks for objects the
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -20,14 +22,17 @@ from itertools import count
 from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
+from vllm_kvpool.store.files_entries import directories, entries, make_directory, open_spare
 
-DIR_MODE = 0o700
 FILE_MODE = 0o600
 LOCK_POLL_MIN_S = 50e-6
 LOCK_POLL_MAX_S = 5e-3
 OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
+MAX_USED_BYTES = 1 << 60  # beyond it, or below 0, a count is damaged
+MAX_CLAIMS = 4096  # of a writer; more than its threads
 
 _CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _USAGE = struct.Struct("<qq")
 _CLAIM = struct.Struct("<q")
 
@@ -36,25 +41,14 @@ class LockTimeout(StoreError):
     """Another process kept a lock of the directory for too long."""
 
 
-def make_directory(path: str) -> None:
-    """Make one directory that only we may enter, whatever the umask; it may exist already."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, DIR_MODE)
-        os.chmod(path, DIR_MODE)
-
-
-def entries(directory: str) -> list[os.DirEntry[str]]:
-    """What a directory holds; nothing if it is gone."""
-    try:
-        with os.scandir(directory) as listing:
-            return list(listing)
-    except FileNotFoundError:
-        return []
-
-
 def open_lock(path: str) -> int:
-    """Open a lock's file, made if absent."""
-    return os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
+    """Open a lock's file, made if absent; OSError if it has other names, or is no file."""
+    fd = os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(fd)
+        raise OSError(errno.EMLINK, "not a file of its own", path)
+    return fd
 
 
 def create_file(path: str, flags: int) -> int:
@@ -136,9 +130,13 @@ class Usage(NamedTuple):
 
 
 def read_usage(fd: int) -> Usage | None:
-    """None if nobody has counted yet."""
+    """None if nobody has counted yet, or the count is damaged."""
     data = os.pread(fd, _USAGE.size, 0)
-    return Usage(*_USAGE.unpack(data)) if len(data) == _USAGE.size else None
+    if len(data) != _USAGE.size:
+        return None
+    usage = Usage(*_USAGE.unpack(data))
+    sound = 0 <= usage.returned_bytes <= usage.charged_bytes <= MAX_USED_BYTES
+    return usage if sound else None
 
 
 def write_usage(fd: int, usage: Usage) -> None:
@@ -196,7 +194,7 @@ class Writer:
 
 def dead_writers(writers: str) -> Iterator[str]:
     """The directories of writers that were killed."""
-    for writer in entries(writers):
+    for writer in directories(writers):
         if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
             continue
         try:
@@ -217,11 +215,11 @@ def reclaim(writers: str) -> bool:
     """
     had_any = False
     for writer in dead_writers(writers):
-        had_any = True
-        with contextlib.suppress(OSError):  # its owner is closing it, not dead
+        with contextlib.suppress(OSError):  # its owner is closing it, not dead; or it is not ours
             for entry in entries(writer):
                 os.unlink(entry.path)
             os.rmdir(writer)
+            had_any = True
     return had_any
 
 
@@ -262,9 +260,13 @@ class Claim:
 
     def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
         """A file for an object's `nbytes`: a spare or a new one; its fd and path."""
-        with contextlib.suppress(IndexError, KeyError, FileNotFoundError):
+        with contextlib.suppress(IndexError, KeyError):
             path = self.spares[nbytes].pop()
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags), path
+            fd = open_spare(path, nbytes, flags)
+            if fd is not None:
+                return fd, path
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         path = self.writer.name_temp()
         return create_file(path, flags), path
 
@@ -279,14 +281,21 @@ class Claim:
         self.writer.free(self._slot)
 
 
-def claimed_bytes(writer: str) -> int:
-    """What is claimed in a writer's directory; 0 if it is gone."""
+def claimed_bytes(writer: str, unit_bytes: int) -> int:
+    """What is claimed in a writer's directory; 0 if it is gone.
+
+    Claims are whole units: what is not one, or more than any store, is damage.
+    """
     try:
-        fd = os.open(os.path.join(writer, "lock"), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(os.path.join(writer, "lock"), _READ)
+    except OSError:
         return 0
     try:
-        data = os.pread(fd, os.fstat(fd).st_size // _CLAIM.size * _CLAIM.size, 0)
+        size = min(os.fstat(fd).st_size // _CLAIM.size, MAX_CLAIMS) * _CLAIM.size
+        data = os.pread(fd, size, 0)
+    except OSError:
+        return 0
     finally:
         os.close(fd)
-    return sum(nbytes for (nbytes,) in _CLAIM.iter_unpack(data))
+    claims = (nbytes for (nbytes,) in _CLAIM.iter_unpack(data[: len(data) // 8 * 8]))
+    return sum(n for n in claims if n % unit_bytes == 0 and 0 < n <= MAX_USED_BYTES)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 HIT_CREDIT_NS = 300 * 10**9  # what one hit is worth under FREQUENCY: as much as being 5 min younger
 MAX_CREDIT_NS = 6 * 3600 * 10**9  # and all hits together: an idle object is old after 6 h at last
+MAX_SKEW_NS = 3600 * 10**9  # between the clocks of those who share a directory
 MAX_CANDIDATES = 16_384  # about 5 MB; more are found by another scan
 
 
@@ -27,6 +28,14 @@ def worth_until(policy: Policy, worth_ns: int, now_ns: int) -> int:
     if policy is Policy.LRU:
         return now_ns
     return min(max(worth_ns, now_ns) + HIT_CREDIT_NS, now_ns + MAX_CREDIT_NS)
+
+
+def is_possible(worth_ns: int, now_ns: int) -> bool:
+    """Whether the clock can have said so, or has been set back since.
+
+    Without it, what was written while a clock was years ahead would outlive all that came later.
+    """
+    return worth_ns <= now_ns + MAX_CREDIT_NS + MAX_SKEW_NS
 
 
 class Candidate(NamedTuple):

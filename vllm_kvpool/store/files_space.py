@@ -15,11 +15,20 @@ import errno
 import heapq
 import logging
 import os
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vllm_kvpool.errors import StoreError
+from vllm_kvpool.store.files_entries import (
+    Ways,
+    directories,
+    entries,
+    make_directory,
+    set_worth,
+    take_away_foreign,
+)
 from vllm_kvpool.store.files_lock import (
     Claim,
     LockTimeout,
@@ -27,14 +36,12 @@ from vllm_kvpool.store.files_lock import (
     Writer,
     claimed_bytes,
     dead_writers,
-    entries,
     locked,
-    make_directory,
     read_usage,
     reclaim,
     write_usage,
 )
-from vllm_kvpool.store.files_order import MAX_CANDIDATES, Candidate, Candidates
+from vllm_kvpool.store.files_order import MAX_CANDIDATES, Candidate, Candidates, is_possible
 from vllm_kvpool.store.files_spares import Spares
 
 logger = logging.getLogger(__name__)
@@ -97,8 +104,12 @@ class Space:
 
     def check_root(self) -> None:
         """StoreError if the directory went away under us."""
-        if not os.path.isdir(self.root):
+        if os.path.islink(self.root) or not os.path.isdir(self.root):
             raise StoreError(f"file store {self.root} is gone; restore it or restart without it")
+
+    def ways(self) -> Ways:
+        """To check paths with, those of one batch."""
+        return Ways(self.root)
 
     def restore(self) -> None:
         """Make what is missing below the root; count in the background if that is needed."""
@@ -186,14 +197,22 @@ class Space:
     def drop(self, paths: Iterable[str]) -> int:
         """Delete published objects; absent ones are skipped. Returns how many there were."""
         num_dropped = freed_bytes = 0
+        ways = self.ways()
+        ways.check(self._evict_lock)
         with locked(self._evict_lock, EVICT_WAIT_S):
             self._spares.look()
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError):
-                    nbytes = os.stat(path).st_size
-                    freed_bytes += self._take_away(path, nbytes)
-                    num_dropped += 1
-            self._give_back(freed_bytes)
+            try:
+                for path in paths:
+                    ways.check(path)
+                    with contextlib.suppress(FileNotFoundError):
+                        status = os.lstat(path)
+                        if stat.S_ISREG(status.st_mode):
+                            freed_bytes += self._take_away(path, status.st_size)
+                        else:
+                            take_away_foreign(path, status.st_mode)
+                        num_dropped += 1
+            finally:
+                self._give_back(freed_bytes)
         return num_dropped
 
     def used_bytes(self) -> int | None:
@@ -205,6 +224,7 @@ class Space:
     def excess_bytes(self, watermark: float) -> int:
         """What is charged beyond a part of the size; 0 while nobody has counted."""
         try:
+            self.ways().check(self._usage)
             used_bytes = self.used_bytes()
         except FileNotFoundError:
             self.check_root()
@@ -220,6 +240,7 @@ class Space:
 
     def _new_claim(self) -> Claim:
         writer = self._own[-1]
+        self.ways().check(writer.lock_path)
         if not writer.is_usable:
             raise FileNotFoundError(errno.ENOENT, "our directory is gone", writer.path)
         return writer.claim()
@@ -329,8 +350,8 @@ class Space:
             if item is None:
                 break
             with contextlib.suppress(FileNotFoundError):
-                status = os.stat(item.path)
-                if status.st_mtime_ns != item.worth_ns:
+                status = os.lstat(item.path)
+                if status.st_mtime_ns != item.worth_ns or not stat.S_ISREG(status.st_mode):
                     continue
                 nbytes = status.st_size
                 if nbytes not in sizes or freed_bytes < must_free_bytes:
@@ -374,7 +395,8 @@ class Space:
             before = read_usage(fd) or Usage(0, 0)
         # In the order in which files move: from spares to claims to objects.
         seen_bytes = self._spare_bytes()
-        seen_bytes += sum(claimed_bytes(writer.path) for writer in entries(self._writers))
+        writers = directories(self._writers)
+        seen_bytes += sum(claimed_bytes(writer.path, self.unit_bytes) for writer in writers)
         charges: list[int] = []
         coldest = heapq.nsmallest(MAX_CANDIDATES, self._scan(charges))
         with locked(self._usage, USAGE_WAIT_S) as fd:
@@ -387,15 +409,21 @@ class Space:
 
     def _scan(self, charges: list[int]) -> Iterator[Candidate]:
         """Counting: every object; `charges` gets the bytes of each directory."""
-        for namespace in entries(self.objects):
-            for shard in entries(namespace.path):
+        now_ns = self._clock_ns()
+        for namespace in directories(self.objects):
+            for shard in directories(namespace.path):
                 if self._closing.is_set():
                     raise Closing
                 shard_bytes = 0
                 for entry in entries(shard.path):
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         charge_bytes = self.charge_of(status.st_size)
                         shard_bytes += charge_bytes
-                        yield Candidate(status.st_mtime_ns, charge_bytes, entry.path)
+                        worth_ns = status.st_mtime_ns
+                        if not is_possible(worth_ns, now_ns):
+                            worth_ns = set_worth(entry.path, now_ns)
+                        yield Candidate(worth_ns, charge_bytes, entry.path)
                 charges.append(shard_bytes)

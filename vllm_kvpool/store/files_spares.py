@@ -11,14 +11,16 @@ whether its file still has its name; that this tells the truth needs a file syst
 
 import contextlib
 import os
+import re
 import secrets
 from collections import defaultdict
 from itertools import count
 
-from vllm_kvpool.store.files_lock import entries
+from vllm_kvpool.store.files_entries import entries
 
 MAX_SPARES = 8192
 MAX_SPARES_PER_SIZE = 0.25  # more than an eviction frees, or the rest would be deleted after all
+_NAME = re.compile(r"(\d{1,18})\..+", re.ASCII)
 LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs"})
 
 
@@ -54,7 +56,9 @@ class Spares:
         """Read the directory; how many spares there are of each size."""
         known: defaultdict[int, list[str]] = defaultdict(list)
         for entry in entries(self.directory):
-            known[int(entry.name.partition(".")[0])].append(entry.path)
+            name = _NAME.fullmatch(entry.name)
+            if name and entry.is_file(follow_symlinks=False):
+                known[int(name[1])].append(entry.path)
         self._known = known
         return {nbytes: len(paths) for nbytes, paths in known.items()}
 

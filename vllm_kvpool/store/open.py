@@ -15,11 +15,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
-from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.base import Capabilities, Store
 from vllm_kvpool.store.disk import IO_CHOICES
 from vllm_kvpool.store.files_format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.store.files_order import Policy
@@ -241,6 +242,30 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
     return store
 
 
+def capabilities_of(spec: StoreSpec) -> Capabilities:
+    """What the store will be able to do; known before it can be reached."""
+    match spec.options:
+        case MemoryOptions():
+            from vllm_kvpool.store.memory import CAPABILITIES
+        case FileOptions():
+            from vllm_kvpool.store.files import CAPABILITIES
+        case MooncakeOptions():
+            from vllm_kvpool.store.mooncake import CAPABILITIES
+        case S3Options():
+            CAPABILITIES = _s3().CAPABILITIES
+    return CAPABILITIES
+
+
+def _s3() -> ModuleType:
+    try:
+        import vllm_kvpool.store.s3 as module
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
+        ) from error
+    return module
+
+
 def _open(spec: StoreSpec, *, segment: bool) -> Store:
     match spec.options:
         case MemoryOptions(name, size_bytes):
@@ -256,13 +281,8 @@ def _open(spec: StoreSpec, *, segment: bool) -> Store:
 
             return MooncakeStore(options, segment=segment)
         case S3Options() as options:
-            try:
-                from vllm_kvpool.store.s3 import S3Store
-            except ModuleNotFoundError as error:
-                raise ConfigError(
-                    f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
-                ) from error
-            return S3Store(options)
+            store: Store = _s3().S3Store(options)
+            return store
 
 
 def _parse_memory(

@@ -1,22 +1,18 @@
-"""Stand-ins that tests script: clock, store with faults, lanes that die, request, pins, copier,
-executor, trace.
+"""Stand-ins that tests script: clock, lanes that die, request, pins, copier, executor, trace.
 
 Fakes, not mocks: each keeps the contract of what it stands for and checks that it is kept towards
-it. What a fake does wrong is said before it is used, by name. `FaultyStore` and `FaultyPerform`
-may be called from any thread, the others belong to the test's.
+it. What a fake does wrong is said before it is used, by name. `FaultyPerform` may be called from
+any thread, the others belong to the test's. Stores with faults are in faults.py.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
+from vllm_kvpool.testing.faults import BLOCK_LIMIT_S
 
-BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
 NULL_BLOCK = 0
 
 OptionsT = TypeVar("OptionsT")
@@ -37,172 +33,6 @@ class FakeClock:
         self.now += seconds
 
 
-class Fault(Enum):
-    """What goes wrong with a call, or with one key of it."""
-
-    MISSING = "missing"  # exists: no; get: missing; put: says stored and stores nothing
-    WRONG_SIZE = "wrong_size"  # get only
-    FLIPPED = "flipped"  # get: one bit of the last byte differs
-    SWAPPED = "swapped"  # get: the bytes of the rule's `other` key
-    FULL = "full"  # put only
-    FAILED = "failed"  # put and get, for that key alone
-    ERROR = "error"  # StoreError for the whole call
-    UNREACHABLE = "unreachable"  # StoreUnreachable for the whole call
-    BLOCKED = "blocked"  # the call waits until `release`, then goes on as usual
-    SLOW = "slow"  # the call first waits as the test says (`wait`)
-    CRASH = "crash"  # an exception no store may raise: a bug of ours
-
-
-_WHOLE_CALL = (Fault.ERROR, Fault.UNREACHABLE, Fault.BLOCKED, Fault.SLOW, Fault.CRASH)
-_GET_OUTCOME: dict[Fault | None, GetOutcome] = {
-    Fault.MISSING: GetOutcome.MISSING,
-    Fault.WRONG_SIZE: GetOutcome.WRONG_SIZE,
-    Fault.FAILED: GetOutcome.FAILED,
-}
-_PUT_OUTCOME: dict[Fault | None, PutOutcome] = {
-    Fault.MISSING: PutOutcome.STORED,
-    Fault.FULL: PutOutcome.FULL,
-    Fault.FAILED: PutOutcome.FAILED,
-}
-
-
-@dataclass(slots=True)
-class Rule:
-    """When a fault strikes: which method ("" any), which keys (by substring), how often still."""
-
-    fault: Fault
-    method: str
-    key: str
-    times: int | None
-    other: str
-
-    def strikes(self, method: str, keys: Iterable[str]) -> bool:
-        return (
-            self.times != 0 and self.method in ("", method) and any(self.key in key for key in keys)
-        )
-
-
-class FaultyStore:
-    """Any store, with faults. Without rules it is that store."""
-
-    def __init__(self, inner: Store, wait: Callable[[], None] = lambda: None) -> None:
-        self._inner = inner
-        self._wait = wait
-        self._lock = threading.Lock()
-        self._rules: list[Rule] = []
-        self._released = threading.Event()
-        self.entered = threading.Event()
-        """Set as soon as a call is blocked."""
-        self.calls: Counter[str] = Counter()
-        self.max_keys = 0
-
-    def inject(
-        self,
-        fault: Fault,
-        method: str = "",
-        key: str = "",
-        times: int | None = None,
-        other: str = "",
-    ) -> None:
-        """From now on. A fault of a key strikes only calls that have one with `key` in it."""
-        with self._lock:
-            self._rules.append(Rule(fault, method, key, times, other))
-
-    def heal(self) -> None:
-        """Forget all rules; what is blocked goes on."""
-        with self._lock:
-            self._rules.clear()
-        self._released.set()
-
-    def release(self) -> None:
-        """Blocked calls go on, and later ones do not block any more."""
-        self._released.set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def register(self, buffer: Buffer) -> None:
-        self._inner.register(buffer)
-
-    def unregister(self, buffer: Buffer) -> None:
-        self._inner.unregister(buffer)
-
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        struck = self._begin("exists", keys)
-        present = self._inner.exists(keys)
-        return [
-            there and _fault(struck, key) is not Fault.MISSING
-            for key, there in zip(keys, present, strict=True)
-        ]
-
-    def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
-    ) -> list[PutOutcome]:
-        struck = self._begin("put", keys)
-        outcomes: list[PutOutcome] = []
-        for key, buffer, group in zip(keys, buffers, groups, strict=True):
-            bad = _PUT_OUTCOME.get(_fault(struck, key))
-            outcomes += [bad] if bad else self._inner.put([key], [buffer], [group])
-        return outcomes
-
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
-        struck = self._begin("get", keys)
-        asked = [struck[key].other if _fault(struck, key) is Fault.SWAPPED else key for key in keys]
-        outcomes = self._inner.get(asked, buffers)
-        for i, key in enumerate(keys):
-            fault = _fault(struck, key)
-            outcomes[i] = _GET_OUTCOME.get(fault, outcomes[i])
-            if fault is Fault.FLIPPED:
-                buffers[i].view[-1] ^= 1
-        return outcomes
-
-    def remove(self, keys: Sequence[str]) -> int:
-        self._begin("remove", keys)
-        return self._inner.remove(keys)
-
-    def remove_namespace(self, namespace: str) -> int:
-        self._begin("remove_namespace", [namespace])
-        return self._inner.remove_namespace(namespace)
-
-    def close(self) -> None:
-        self._begin("close", [""])
-        self._inner.close()
-
-    def _begin(self, method: str, keys: Sequence[str]) -> dict[str, Rule]:
-        """Count the call and let what befalls it as a whole happen; the rules of its keys."""
-        with self._lock:
-            self.calls[method] += 1
-            self.max_keys = max(self.max_keys, len(keys))
-            rules = [rule for rule in self._rules if rule.strikes(method, keys)]
-            for rule in rules:
-                rule.times = None if rule.times is None else rule.times - 1
-        for rule in rules:
-            match rule.fault:
-                case Fault.ERROR:
-                    raise StoreError("injected")
-                case Fault.UNREACHABLE:
-                    raise StoreUnreachable("injected")
-                case Fault.CRASH:
-                    raise RuntimeError("injected")
-                case Fault.BLOCKED:
-                    self.entered.set()
-                    assert self._released.wait(BLOCK_LIMIT_S), "never released"
-                case Fault.SLOW:
-                    self._wait()
-        return {
-            key: rule
-            for rule in rules
-            if rule.fault not in _WHOLE_CALL
-            for key in keys
-            if rule.key in key
-        }
-
-
-def _fault(struck: dict[str, Rule], key: str) -> Fault | None:
-    return struck[key].fault if key in struck else None
-
-
 class FaultyPerform:
     """What lanes do with a batch, with faults. Without a script it is `perform`."""
 
@@ -214,6 +44,8 @@ class FaultyPerform:
         self._released = threading.Event()
         self.entered = threading.Event()
         """Set as soon as a batch is held."""
+        self.on_batch: Callable[[str], None] = lambda lane: None
+        """Told of a batch in its lane's thread, before anything is done with it."""
         self.calls: Counter[str] = Counter()  # by lane
         self.threads: dict[str, threading.Thread] = {}  # the last that called, by lane
 
@@ -237,6 +69,7 @@ class FaultyPerform:
             self.calls[lane] += 1
             self.threads[lane] = threading.current_thread()
             call = self.calls[lane]
+        self.on_batch(lane)
         if lane in self._held:
             self.entered.set()
             assert self._released.wait(BLOCK_LIMIT_S), "never released"

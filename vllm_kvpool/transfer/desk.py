@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_kvpool.metrics import Tally
+from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op
 from vllm_kvpool.transfer.ops import HOST, CellName, CellOutcome, LaneName, OpKind, Report
 from vllm_kvpool.transfer.residency import Entry, Residency
 from vllm_kvpool.transfer.scheduler import Scheduler
 from vllm_kvpool.transfer.story import Stories
-from vllm_kvpool.transfer.tiers import MAX_TRIES, Breaker, Tier, retry_pause_s
+from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
 
 PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 

@@ -6,11 +6,11 @@ host memory holds. The engine gives ops their slots when they start, hands batch
 outcomes back, watches deadlines and the health of tiers, and passes on reports.
 
 Invariants (`check`): those of the parts; every cell handed to a lane is answered once; what is idle
-holds no pin.
+holds no pin, but for calls that are stuck.
 """
 
 import random
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import cast
 
 from vllm_kvpool.staging.slots import SlotUse
@@ -36,22 +36,24 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     Start,
     Tick,
+    TierHealth,
     Work,
     WorkCell,
     WorkDone,
     WorkId,
+    WorkStuck,
 )
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.saves import Copy, Put, Saves
 from vllm_kvpool.transfer.scheduler import Scheduler
 from vllm_kvpool.transfer.story import StoryLine
+from vllm_kvpool.transfer.stuck import Stuck
 from vllm_kvpool.transfer.tiers import Tier
 
 OWNERS_SHOWN = 4  # jobs named in a lane's work
 
-Event = (
-    LoadJob | SaveJob | PrefetchJob | WorkDone | CancelRequest | DropSaves | Flush | HandDown | Tick
-)
+Job = LoadJob | SaveJob | PrefetchJob | HandDown
+Event = Job | WorkDone | WorkStuck | TierHealth | CancelRequest | DropSaves | Flush | Tick
 Action = Start | Report
 
 
@@ -90,6 +92,7 @@ class Engine:
             else f"{lane.kind.value} {tiers[lane.tier].name}"
             for lane in limits
         }
+        self.stuck = Stuck(residency)
         self._running: dict[WorkId, Batch] = {}
         self._next_work = 0
         self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
@@ -123,7 +126,14 @@ class Engine:
     def _take(self, event: Event) -> None:
         match event:
             case WorkDone():
-                self._work_done(event)
+                if event.work_id in self.stuck:
+                    self.stuck.end(event.work_id)
+                else:
+                    self._work_done(event)
+            case WorkStuck():
+                self._work_stuck(event.work_id)
+            case TierHealth():
+                self._tier_changed(event)
             case LoadJob():
                 self.loads.submit(event)
             case SaveJob():
@@ -204,8 +214,8 @@ class Engine:
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
         if lane.tier != HOST:
-            self._watch_tier(lane.tier, done)
-        self._tell_story(lane, batch, done)
+            self._watch_tier(lane.tier, done.outcomes)
+        self._tell_story(lane, batch, done.outcomes)
         if lane.kind is OpKind.GET:
             hits = sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
@@ -216,14 +226,39 @@ class Engine:
         for op, outcome in zip(batch.ops, done.outcomes, strict=True):
             handle(op, outcome)
 
-    def _watch_tier(self, tier: int, done: WorkDone) -> None:
+    def _work_stuck(self, work_id: WorkId) -> None:
+        """A store call does not return: its cells go on without it, its memory waits for it."""
+        batch = self._running.pop(work_id)
+        lane = cast("LaneName", batch.lane.key)
+        self.desk.scheduler.batch_ended(batch)
+        self.stuck.begin(work_id, lane.kind, batch)
+        if self.desk.breakers[lane.tier].tripped(self.desk.now):
+            self._tier_down(lane.tier)
+        outcomes = (CellOutcome.TIMED_OUT,) * len(batch.ops)
+        self._tell_story(lane, batch, outcomes)
+        for op in batch.ops:
+            self._handlers[lane.kind](op, CellOutcome.TIMED_OUT)
+
+    def _watch_tier(self, tier: int, outcomes: Sequence[CellOutcome]) -> None:
         """A batch of which nothing is known is a failure of the tier."""
         breaker = self.desk.breakers[tier]
-        if not all(outcome in PASSING for outcome in done.outcomes):
+        if not all(outcome in PASSING for outcome in outcomes):
             breaker.succeeded()
         elif breaker.failed(self.desk.now):
-            self._fetches.tier_down(tier)
-            self.saves.tier_down(tier)
+            self._tier_down(tier)
+
+    def _tier_changed(self, event: TierHealth) -> None:
+        """Who watches the store knows best: until it is there again nobody tries."""
+        breaker = self.desk.breakers[event.tier]
+        if event.is_up:
+            breaker.let_go()
+        else:
+            breaker.hold()
+            self._tier_down(event.tier)
+
+    def _tier_down(self, tier: int) -> None:
+        self._fetches.tier_down(tier)
+        self.saves.tier_down(tier)
 
     def _look_at_host(self) -> None:
         """Report and count what has come into host memory and left it."""
@@ -237,7 +272,10 @@ class Engine:
             residency.num_dropped = residency.unused_prefetches = 0
 
     def _removed(self, op: Op, outcome: CellOutcome) -> None:
-        self.desk.scheduler.finish(op)
+        if outcome is CellOutcome.DONE:
+            self.desk.scheduler.finish(op)
+        else:
+            self.desk.scheduler.fail(op)
 
     def _settle(self) -> None:
         """Tell owners of what the scheduler did on its own, until that has no consequences."""
@@ -259,15 +297,15 @@ class Engine:
         for graph in scheduler.take_ended():
             graph.ops.clear()  # the heap of deadlines may hold the graph for long
 
-    def _tell_story(self, lane: LaneName, batch: Batch, done: WorkDone) -> None:
+    def _tell_story(self, lane: LaneName, batch: Batch, outcomes: Sequence[CellOutcome]) -> None:
         if len(batch.ops) == 1:
             request_id = batch.ops[0].graph.tag.request_id
             if request_id:
                 name = self._lane_labels[lane]
-                self.desk.note(request_id, "{}: 1 {}", name, done.outcomes[0].value)
+                self.desk.note(request_id, "{}: 1 {}", name, outcomes[0].value)
             return
         ends: dict[tuple[str, CellOutcome], int] = {}
-        for op, outcome in zip(batch.ops, done.outcomes, strict=True):
+        for op, outcome in zip(batch.ops, outcomes, strict=True):
             end = (op.graph.tag.request_id, outcome)
             ends[end] = ends.get(end, 0) + 1
         name = self._lane_labels[lane]
@@ -284,9 +322,11 @@ class Engine:
         assert all(slot is not None for slot in held)
         if self.idle:
             residency = self.desk.residency
-            assert all(entry.pins == 0 or entry.prefetched for entry in residency)
-            assert residency.slots.num_quarantined == 0
-            assert residency.slots.num_held == sum(entry.slot is not None for entry in residency)
+            stuck = self.stuck
+            assert all(e.pins == stuck.pins_of(e) or e.prefetched for e in residency)
+            assert residency.slots.num_quarantined == stuck.num_slots_written
+            known = {entry.slot for entry in residency} | stuck.slots_read
+            assert residency.slots.num_held == len(known - {None})
 
 
 def _why(cause: Op) -> CellOutcome:

@@ -10,7 +10,9 @@ end by a sentinel; a lane stuck in a store call is left behind at `close`, its m
 
 A lane thread that dies is noticed, by its last word or by a look every `WATCH_S`: what it was
 doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
-lane is given fails at once.
+lane is given fails at once. One that hangs in a store for `call_timeout_s` is left behind: another
+takes its place while no more than `MAX_STUCK` of the lane hang, else what the lane is given fails
+at once until one of them comes back. Its memory waits for it (`stuck.py`).
 """
 
 import logging
@@ -26,6 +28,7 @@ from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges
 from vllm_kvpool.transfer.lane_thread import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
+    HOST,
     CancelRequest,
     CellName,
     CellOutcome,
@@ -45,9 +48,11 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
     Start,
     Tick,
+    TierHealth,
     Work,
     WorkDone,
     WorkId,
+    WorkStuck,
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
@@ -62,6 +67,10 @@ GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
 STORY_WAIT_S = 1.0
 MAX_NEW_LANES = 16
+MAX_STUCK = 2  # threads of a lane that hang in a store
+CALL_TIMEOUT_S = 10.0
+NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
+CALLS_OF = {OpKind.PUT: 2}  # store calls of one work; 1 where nothing is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,8 @@ class AskStory:
     answer: "SimpleQueue[tuple[StoryLine, ...]]"
 
 
-Post = LoadPlan | SavePlan | PrefetchPlan | CancelRequest | DropSaves | Close | AskStory | PassOn
+Plan = LoadPlan | SavePlan | PrefetchPlan
+Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth
 
 
 class Executor:
@@ -103,7 +113,11 @@ class Executor:
         lanes: dict[LaneName, int],
         tally: Tally,
         trace: Trace = NO_TRACE,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        on_stuck: Callable[[LaneName], None] = lambda lane: None,
     ) -> None:
+        self._call_timeout_s = call_timeout_s
+        self._on_stuck = on_stuck
         self._engine = engine
         self._planner = planner
         self._perform = perform
@@ -113,6 +127,7 @@ class Executor:
         self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
         self._began: dict[JobId, float] = {}
         self._works: dict[WorkId, Work] = {}  # handed to lanes
+        self._stuck: dict[WorkId, LaneThread] = {}  # left behind with what they are doing
         # One thread adds and one takes; `_wake` holds a token for each report while it waits.
         self._reports: deque[Report] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()
@@ -173,9 +188,10 @@ class Executor:
         self._inbox.put(Close(time.monotonic() + timeout_s))
         self._thread.join(timeout_s + LANE_JOIN_S)
         deadline = time.monotonic() + LANE_JOIN_S
-        for lane in self._lanes:
+        lanes = [*self._lanes, *self._stuck.values()]
+        for lane in lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(lane.thread.is_alive() for lane in self._lanes)
+        return not any(lane.thread.is_alive() for lane in lanes)
 
     # The engine thread
 
@@ -194,11 +210,12 @@ class Executor:
         closing: float | None = None
         while closing is None or (time.monotonic() < closing and self._engine.num_saves):
             message = self._next_message(closing)
-            self._watch()
             match message:
                 case WorkDone():
                     if self._works.pop(message.work_id, None) is not None:
                         self._step(message)
+                    elif message.work_id in self._stuck:
+                        self._came_back(message)
                 case None:
                     self._step(Tick())
                 case Close():
@@ -212,6 +229,7 @@ class Executor:
                     self._lane_died(message)
                 case _:
                     self._step(self._as_event(message))
+            self._watch()
         self._step(DropSaves())
         self._gauges.update()
 
@@ -249,9 +267,7 @@ class Executor:
         self._passages[job] = message.answer
         self._step(HandDown(job, message.tier, message.cells))
 
-    def _as_event(
-        self, message: LoadPlan | SavePlan | PrefetchPlan | CancelRequest | DropSaves
-    ) -> Event:
+    def _as_event(self, message: Plan | CancelRequest | DropSaves | TierHealth) -> Event:
         match message:
             case LoadPlan():
                 self._begin(message)
@@ -292,7 +308,7 @@ class Executor:
                 began = self._began.pop(report.job_id)
                 self._tally.observe("kvpool_save_seconds", time.monotonic() - began)
                 for outcome, count in report.outcomes:
-                    if outcome in (CellOutcome.CANCELLED, CellOutcome.FULL):
+                    if outcome in NOT_SAVED:
                         self._tally.add("kvpool_failures", count, kind=f"save_{outcome.value}")
                 self._trace.instant("save done", job=report.job_id, request=report.request_id)
             case LoadDone():
@@ -332,11 +348,45 @@ class Executor:
             self._next_watch = now + WATCH_S
             for lane in [x for x in self._lanes if not x.ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
+            for lane in [x for x in self._lanes if x.lane.tier != HOST]:
+                self._look_at(lane, now)
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S
             self._gauges.update()
 
+    def _look_at(self, lane: LaneThread, now: float) -> None:
+        """Leave a thread behind that hangs in a store."""
+        busy = lane.busy_since()
+        limit_s = self._call_timeout_s * CALLS_OF.get(lane.lane.kind, 1)
+        if busy is None or now - busy[1] <= limit_s or busy[0].work_id not in self._works:
+            return
+        work = busy[0]
+        lane.leave()
+        self._lanes.remove(lane)
+        self._stuck[work.work_id] = lane
+        del self._works[work.work_id]
+        self._tally.add("kvpool_failures", kind="store_stuck")
+        logger.warning("kvpool: %s has not returned for %.0f s", lane.lane, now - busy[1])
+        self._on_stuck(lane.lane)
+        if sum(other.lane == lane.lane for other in self._stuck.values()) <= MAX_STUCK:
+            self._add_lane(lane.lane)
+        else:
+            self._refuse_if_empty(lane.lane)
+        self._step(WorkStuck(work.work_id))
+
+    def _came_back(self, done: WorkDone) -> None:
+        """A call that was given up has returned."""
+        lane = self._stuck.pop(done.work_id).lane
+        logger.info("kvpool: %s has returned after all", lane)
+        if lane in self._refused:
+            self._refused.discard(lane)
+            self._add_lane(lane)
+        self._step(done)
+
     def _lane_died(self, dead: LaneThread) -> None:
+        if dead in self._stuck.values():
+            work_id = next(work for work, lane in self._stuck.items() if lane is dead)
+            self._came_back(WorkDone(work_id, ()))
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
@@ -347,13 +397,18 @@ class Executor:
             self._add_lane(dead.lane)
         if dead.doing is not None:
             self._fail(dead.doing)
-        if not any(lane.lane == dead.lane for lane in self._lanes):
-            self._refused.add(dead.lane)
-            inbox = self._lane_inboxes[dead.lane]
-            while not inbox.empty():
-                work = inbox.get()
-                if work is not None:
-                    self._fail(work)
+        self._refuse_if_empty(dead.lane)
+
+    def _refuse_if_empty(self, name: LaneName) -> None:
+        """Where a lane has no thread left nothing may wait for one."""
+        if any(lane.lane == name for lane in self._lanes):
+            return
+        self._refused.add(name)
+        inbox = self._lane_inboxes[name]
+        while not inbox.empty():
+            work = inbox.get()
+            if work is not None:
+                self._fail(work)
 
     def _fail(self, work: Work) -> None:
         """Answer for a lane that cannot."""

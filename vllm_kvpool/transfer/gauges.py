@@ -25,8 +25,10 @@ class Gauges:
         desk, tally, trace = self._engine.desk, self._tally, self._trace
         slots = desk.residency.slots
         tally.set("kvpool_slots", slots.num_free, state="free")
-        tally.set("kvpool_slots", slots.num_held, state="held")
-        tally.set("kvpool_slots", slots.num_quarantined, state="quarantined")
+        read_by_stuck = len(self._engine.stuck.slots_read)
+        quarantined = slots.num_quarantined + read_by_stuck
+        tally.set("kvpool_slots", slots.num_held - read_by_stuck, state="held")
+        tally.set("kvpool_slots", quarantined, state="quarantined")
         trace.counter("free slots", slots.num_free)
         for lane in desk.scheduler.lanes.values():
             name = lane.key

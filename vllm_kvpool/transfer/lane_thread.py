@@ -1,7 +1,12 @@
-"""A thread of a lane: performs the works of its inbox, and says so if it dies."""
+"""A thread of a lane: performs the works of its inbox, and says so if it dies.
+
+A thread that hangs in a store call can be left behind: it ends when the call returns, after it has
+answered for its work.
+"""
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice, repeat, starmap
@@ -28,6 +33,8 @@ class LaneThread:
     ) -> None:
         self.lane = lane
         self.ended = False  # it was told to end
+        self._left = False
+        self._since: float | None = None  # set after a work is taken, unset before it is let go
         self._taken: deque[Work | None] = deque()  # the work it is doing
         self._inbox = inbox
         self._perform = perform
@@ -40,6 +47,15 @@ class LaneThread:
         """What it had taken and not answered; for others to ask once it is dead."""
         return self._taken[0] if self._taken else None
 
+    def busy_since(self) -> tuple[Work, float] | None:
+        """The work it is doing and when it began (monotonic seconds); any thread may ask."""
+        work, since = self.doing, self._since
+        return None if work is None or since is None else (work, since)
+
+    def leave(self) -> None:
+        """It shall take no other work when it has done this one."""
+        self._left = True
+
     def _run(self) -> None:
         inbox = starmap(self._inbox.get, repeat(()))
         try:
@@ -50,13 +66,17 @@ class LaneThread:
                 work = self._taken[0]
                 if work is None:
                     break
+                self._since = time.monotonic()
                 try:
                     outcomes = self._perform(work)
                 except Exception:
                     logger.exception("kvpool: %s failed", work.lane)
                     outcomes = (CellOutcome.FAILED,) * len(work.cells)
                 self._outbox.put(WorkDone(work.work_id, outcomes))
+                self._since = None
                 self._taken.clear()
+                if self._left:
+                    break
             self.ended = True
         finally:
             if not self.ended:

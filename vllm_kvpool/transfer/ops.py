@@ -266,6 +266,21 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkStuck:
+    """A store call has not returned in time. Its `WorkDone` may still come, or never."""
+
+    work_id: WorkId
+
+
+@dataclass(frozen=True, slots=True)
+class TierHealth:
+    """A store has gone away, or is there again."""
+
+    tier: int
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 

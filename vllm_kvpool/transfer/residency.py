@@ -168,6 +168,15 @@ class Residency:
         if entry.slot is not None:
             self.slots.quarantine(entry.slot)
 
+    def part_with_slot(self, entry: Entry) -> Slot:
+        """A transfer that does not end may still write to the slot: it is not the entry's any
+        more, and nobody's until `slots.give_back`."""
+        slot, entry.slot = entry.slot, None
+        assert slot is not None, entry.key
+        if not self.slots.is_quarantined(slot):  # if its load has given up before
+            self.slots.quarantine(slot)
+        return slot
+
     def clear(self) -> None:
         """Forget every cell; those in transfers are held until they end."""
         for entry in list(self._index.values()):

@@ -1,0 +1,101 @@
+"""What lies in the directory of a `file://` store, of which not all need be ours.
+
+A backup tool, a hand or a damaged file system may have put links, FIFOs and directories there.
+Nothing that a link leads to is read, written or deleted, nothing else is waited for, and a file
+that has a second name is not written over. Who can write in the directory can still change what
+we look at the moment after: that is its owner alone, who is trusted.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+
+DIR_MODE = 0o700
+
+
+def make_directory(path: str) -> None:
+    """Make one directory that only we may enter, whatever the umask; it may exist already.
+
+    OSError if something else is there, a symbolic link included.
+    """
+    try:
+        os.mkdir(path, DIR_MODE)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+    else:
+        os.chmod(path, DIR_MODE)
+
+
+def entries(directory: str) -> list[os.DirEntry[str]]:
+    """What a directory holds; nothing if it is gone, or is a symbolic link."""
+    if os.path.islink(directory):
+        return []
+    try:
+        with os.scandir(directory) as listing:
+            return list(listing)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def directories(directory: str) -> list[os.DirEntry[str]]:
+    """The directories in a directory; what only leads to one is left alone."""
+    return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
+
+
+class Ways:
+    """Whether a path below the root passes a symbolic link, which could lead out of the store.
+
+    Each directory is looked at once: to be made anew for every batch.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._are_plain = {os.path.dirname(root): True}
+
+    def check(self, path: str) -> None:
+        """OSError unless every directory above it is one itself, or missing."""
+        if not self._is_plain(os.path.dirname(path)):
+            raise OSError(errno.ENOTDIR, "refused, as a symbolic link is on the way", path)
+
+    def _is_plain(self, directory: str) -> bool:
+        known = self._are_plain.get(directory)
+        if known is None:
+            known = self._is_plain(os.path.dirname(directory)) and not os.path.islink(directory)
+            self._are_plain[directory] = known
+        return known
+
+
+def is_there(path: str) -> bool:
+    """Whether an object has its name; a link in its place counts, as somebody must remove it."""
+    return os.access(path, os.F_OK, follow_symlinks=False)
+
+
+def open_spare(path: str, nbytes: int, flags: int) -> int | None:
+    """Open a file to write over it; None if it is gone, is longer, or somebody else has it too."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    except OSError:
+        return None
+    status = os.fstat(fd)
+    # A backup by hard links must not change with us.
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == nbytes:
+        return fd
+    os.close(fd)
+    return None
+
+
+def set_worth(path: str, worth_ns: int) -> int:
+    """Say until when an object is worth keeping; what the file system made of it."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(worth_ns, worth_ns), follow_symlinks=False)
+    return os.lstat(path).st_mtime_ns
+
+
+def take_away_foreign(path: str, mode: int) -> None:
+    """Delete what bears an object's name and is no file; not what a link leads to."""
+    if stat.S_ISDIR(mode):
+        with contextlib.suppress(OSError):  # it is not empty
+            os.rmdir(path)
+    else:
+        os.unlink(path)

@@ -1,0 +1,258 @@
+"""Stores that fail as they are told: rules, and a store of any kind that obeys them.
+
+One `Faults` may govern any number of stores: what is injected strikes every one of them, or those
+whose label holds the rule's `store`. Everything here may be called from any thread.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
+
+BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
+
+
+class Fault(Enum):
+    """What goes wrong with a call, or with one key of it."""
+
+    MISSING = "missing"  # exists: no; get: missing; put: says stored and stores nothing
+    WRONG_SIZE = "wrong_size"  # get only
+    FLIPPED = "flipped"  # get: one bit of the last byte differs
+    SWAPPED = "swapped"  # get: the bytes of the rule's `other` key
+    FULL = "full"  # put only
+    FAILED = "failed"  # put and get, for that key alone
+    HALF = "half"  # put: dies in the middle and leaves the first half of the object
+    ERROR = "error"  # StoreError for the whole call
+    UNREACHABLE = "unreachable"  # StoreUnreachable for the whole call
+    BLOCKED = "blocked"  # the call waits until `release`, then goes on as usual
+    SLOW = "slow"  # the call first waits as the test says (`wait`)
+    CRASH = "crash"  # an exception no store may raise: a bug of ours
+
+
+_WHOLE_CALL = (Fault.ERROR, Fault.UNREACHABLE, Fault.BLOCKED, Fault.SLOW, Fault.CRASH)
+_GET_OUTCOME: dict[Fault | None, GetOutcome] = {
+    Fault.MISSING: GetOutcome.MISSING,
+    Fault.WRONG_SIZE: GetOutcome.WRONG_SIZE,
+    Fault.FAILED: GetOutcome.FAILED,
+}
+_PUT_OUTCOME: dict[Fault | None, PutOutcome] = {
+    Fault.MISSING: PutOutcome.STORED,
+    Fault.FULL: PutOutcome.FULL,
+    Fault.FAILED: PutOutcome.FAILED,
+    Fault.HALF: PutOutcome.FAILED,
+}
+
+
+@dataclass(slots=True)
+class Rule:
+    """When a fault strikes: which method ("" any), which keys and which store (by substring), how
+    often still."""
+
+    fault: Fault
+    method: str
+    key: str
+    times: int | None
+    other: str
+    store: str = ""
+
+    def strikes(self, store: str, method: str, keys: Iterable[str]) -> bool:
+        return (
+            self.times != 0
+            and self.method in ("", method)
+            and self.store in store
+            and any(self.key in key for key in keys)
+        )
+
+
+class Faults:
+    """Rules for any number of stores, and what has been seen of their calls."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._rules: list[Rule] = []
+        self._released = threading.Event()
+        self.entered = threading.Event()
+        """Set as soon as a call is blocked."""
+        self.on_call: Callable[[str, str, Sequence[str]], None] = lambda store, method, keys: None
+        """Told of a call (label, method, keys) in its thread, before any rule is looked at."""
+        self.calls: Counter[str] = Counter()
+        self.struck: Counter[Fault] = Counter()
+        self.max_keys = 0
+        self.num_blocked = 0
+        """Calls that are blocked now."""
+
+    def inject(
+        self,
+        fault: Fault,
+        method: str = "",
+        key: str = "",
+        times: int | None = None,
+        other: str = "",
+        store: str = "",
+    ) -> None:
+        """From now on. A fault of a key strikes only calls that have one with `key` in it."""
+        with self._lock:
+            if fault is Fault.BLOCKED and self._released.is_set():
+                self._released = threading.Event()
+                self.entered.clear()
+            self._rules.append(Rule(fault, method, key, times, other, store))
+
+    def heal(self) -> None:
+        """Forget all rules; what is blocked goes on."""
+        with self._lock:
+            self._rules.clear()
+        self._released.set()
+
+    def release(self) -> None:
+        """Blocked calls go on, and later ones do not block any more."""
+        with self._lock:
+            self._rules = [rule for rule in self._rules if rule.fault is not Fault.BLOCKED]
+        self._released.set()
+
+    def begin(self, store: str, method: str, keys: Sequence[str]) -> dict[str, Rule]:
+        """Count the call and let what befalls it as a whole happen; the rules of its keys."""
+        self.on_call(store, method, keys)
+        with self._lock:
+            self.calls[method] += 1
+            self.max_keys = max(self.max_keys, len(keys))
+            rules = [rule for rule in self._rules if rule.strikes(store, method, keys)]
+            for rule in rules:
+                rule.times = None if rule.times is None else rule.times - 1
+                self.struck[rule.fault] += 1
+        for rule in rules:
+            self._befall(rule.fault)
+        return {
+            key: rule
+            for rule in rules
+            if rule.fault not in _WHOLE_CALL
+            for key in keys
+            if rule.key in key
+        }
+
+    def _befall(self, fault: Fault) -> None:
+        match fault:
+            case Fault.ERROR:
+                raise StoreError("injected")
+            case Fault.UNREACHABLE:
+                raise StoreUnreachable("injected")
+            case Fault.CRASH:
+                raise RuntimeError("injected")
+            case Fault.BLOCKED:
+                self._block()
+            case Fault.SLOW:
+                self._wait()
+
+    def _block(self) -> None:
+        with self._lock:
+            released = self._released
+            self.num_blocked += 1
+        self.entered.set()
+        try:
+            assert released.wait(BLOCK_LIMIT_S), "never released"
+        finally:
+            with self._lock:
+                self.num_blocked -= 1
+
+
+class FaultyStore:
+    """Any store, with faults. Without rules it is that store.
+
+    `faults` may be shared with other stores; `label` is what rules know this one by.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        wait: Callable[[], None] = lambda: None,
+        faults: Faults | None = None,
+        label: str = "",
+    ) -> None:
+        self._inner = inner
+        self._label = label
+        self.faults = Faults(wait) if faults is None else faults
+        self.inject = self.faults.inject
+        self.heal = self.faults.heal
+        self.release = self.faults.release
+
+    @property
+    def entered(self) -> threading.Event:
+        return self.faults.entered
+
+    @property
+    def calls(self) -> Counter[str]:
+        return self.faults.calls
+
+    @property
+    def max_keys(self) -> int:
+        return self.faults.max_keys
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def register(self, buffer: Buffer) -> None:
+        self._inner.register(buffer)
+
+    def unregister(self, buffer: Buffer) -> None:
+        self._inner.unregister(buffer)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        struck = self._begin("exists", keys)
+        present = self._inner.exists(keys)
+        return [
+            there and _fault(struck, key) is not Fault.MISSING
+            for key, there in zip(keys, present, strict=True)
+        ]
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+    ) -> list[PutOutcome]:
+        struck = self._begin("put", keys)
+        outcomes: list[PutOutcome] = []
+        for key, buffer, group in zip(keys, buffers, groups, strict=True):
+            fault = _fault(struck, key)
+            bad = _PUT_OUTCOME.get(fault)
+            if fault is Fault.HALF:
+                self._inner.put([key], [first_half(buffer)], [group])
+            outcomes += [bad] if bad else self._inner.put([key], [buffer], [group])
+        return outcomes
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        struck = self._begin("get", keys)
+        asked = [struck[key].other if _fault(struck, key) is Fault.SWAPPED else key for key in keys]
+        outcomes = self._inner.get(asked, buffers)
+        for i, key in enumerate(keys):
+            fault = _fault(struck, key)
+            outcomes[i] = _GET_OUTCOME.get(fault, outcomes[i])
+            if fault is Fault.FLIPPED:
+                buffers[i].view[-1] ^= 1
+        return outcomes
+
+    def remove(self, keys: Sequence[str]) -> int:
+        self._begin("remove", keys)
+        return self._inner.remove(keys)
+
+    def remove_namespace(self, namespace: str) -> int:
+        self._begin("remove_namespace", [namespace])
+        return self._inner.remove_namespace(namespace)
+
+    def close(self) -> None:
+        self._begin("close", [""])
+        self._inner.close()
+
+    def _begin(self, method: str, keys: Sequence[str]) -> dict[str, Rule]:
+        return self.faults.begin(self._label, method, keys)
+
+
+def first_half(buffer: Buffer) -> Buffer:
+    """What is there of an object whose writer has died."""
+    return Buffer(buffer.address, buffer.view[: buffer.nbytes // 2])
+
+
+def _fault(struck: dict[str, Rule], key: str) -> Fault | None:
+    return struck[key].fault if key in struck else None
