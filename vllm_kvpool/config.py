@@ -82,8 +82,8 @@ class KVPoolConfig:
     """Save and load layer by layer."""
     load_policy: LoadPolicy = LoadPolicy.ALWAYS
     """Load every hit, or (`auto`) only where loading should beat computing."""
-    load_failure: LoadFailure = LoadFailure.RECOMPUTE
-    """Compute what could not be loaded, or (`fail`) end the request with an error."""
+    load_failure: LoadFailure | None = None
+    """Compute what could not be loaded (left out, or `recompute`), or `fail` the request."""
     lookup_timeout_ms: int = 500
     """How long a new request may wait for the answer whether the pool has its prefix."""
     load_timeout_s: float = 30.0

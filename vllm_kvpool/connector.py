@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvpool.adapt import engine as adapt
+from vllm_kvpool.adapt import epochs
 from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
@@ -74,13 +75,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._closed = False
         if role is KVConnectorRole.SCHEDULER:
             adapt.prefer_recompute(vllm_config, self._config)
+            epochs.install()
             self._adapters = AdapterDigests()
             self._scheduler_side = SchedulerSide(
                 self._config,
                 adapt.role_of(vllm_config),
                 self._facts.shape,
                 vllm_config.parallel_config.data_parallel_rank,
+                adapt.first_epoch(vllm_config),
             )
+            epochs.watch(self._scheduler_side)
             logger.info(
                 "kvpool: namespace %s, tiers %s, %d tokens a chunk, %d cells a chunk",
                 self._facts.shape.namespace,
@@ -109,6 +113,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """The pages are allocated: open the store and start the lanes."""
+        epochs.watch_model()
         assert self._kv_cache_config is not None
         self._worker_side = WorkerSide(
             self._config,
@@ -177,7 +182,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool, in which saves hold references."""
-        self._scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool)
+        scheduler = self._scheduler
+        scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool, scheduler.own_cache_was_reset)
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""
@@ -233,8 +239,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_pending_work
 
     def reset_cache(self) -> bool | None:
-        """Remove every cell of the own namespace, and no other."""
-        return self._scheduler.reset()
+        """Remove every cell of the own namespace, and no other.
+
+        Where vLLM only pauses, the pool, which is not its own, keeps what it has.
+        """
+        return True if epochs.is_pausing() else self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
         """No KV events yet."""

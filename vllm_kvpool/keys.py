@@ -55,6 +55,15 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
     return Namespace(namespace)
 
 
+def in_epoch(namespace: Namespace, epoch: str) -> Namespace:
+    """The namespace of the same model with other weights; `epoch` "" are those it started with."""
+    if not epoch:
+        return namespace
+    head = namespace[:-FORMAT_DIGEST_HEX]
+    digest = hashlib.blake2b(f"{namespace}\n{epoch}".encode(), digest_size=FORMAT_DIGEST_HEX // 2)
+    return Namespace(head + digest.hexdigest())
+
+
 @dataclass(frozen=True, slots=True)
 class HeadPart:
     """The cell holds one global KV head."""
@@ -108,13 +117,30 @@ class LayerSpan:
         return f"layers:{self.start}-{self.stop}{suffix}"
 
 
+def group_of(namespace: Namespace, chunk_hash: str) -> str:
+    """The name of all cells of one chunk together; `chunk_hash` in hexadecimal."""
+    return f"{namespace[-FORMAT_DIGEST_HEX:]}-{chunk_hash}"
+
+
+def group_of_key(key: str) -> str:
+    """The group of a key; a string that is no key of ours is in one by itself."""
+    namespace = namespace_of(key)
+    return key if namespace is None else group_of(namespace, key.rpartition("@")[2])
+
+
 class KeyMaker:
     """Builds the keys of one namespace for one context-parallel rank."""
 
-    __slots__ = ("_head",)
+    __slots__ = ("_context", "_head", "namespace")
 
     def __init__(self, namespace: Namespace, context: ContextRank) -> None:
+        self.namespace = namespace
+        self._context = context
         self._head = f"{namespace}@{context}@"
+
+    def in_epoch(self, epoch: str) -> "KeyMaker":
+        """The same cells' keys where the weights are others."""
+        return KeyMaker(in_epoch(self.namespace, epoch), self._context) if epoch else self
 
     def stem(self, part: HeadPart | RankPart, span: LayerSpan) -> str:
         """What the keys of a head (or rank) and a span have in common: all but the chunk's hash."""

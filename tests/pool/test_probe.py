@@ -66,7 +66,8 @@ class Pool:
         """A rank says which chunks have come into its host memory, and left it."""
         hashes = chain_of().hashes
         change = HostChange(
-            tuple(hashes[i].hex() for i in added), tuple(hashes[i].hex() for i in removed)
+            tuple(NAMES.group(hashes[i]) for i in added),
+            tuple(NAMES.group(hashes[i]) for i in removed),
         )
         self.probe.host_changed(rank, change)
 

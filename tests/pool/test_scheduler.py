@@ -826,7 +826,7 @@ def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
 
 def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
     bench = make(host_tier=True, num_ranks=2)
-    groups = tuple(chunk_hash.hex() for chunk_hash in hashes_of(range(100)))
+    groups = tuple(NAMES.group(chunk_hash) for chunk_hash in hashes_of(range(100)))
     bench.scheduler.apply(StepReport(host={rank: HostChange(groups, ()) for rank in (0, 1)}))
     bench.add()
     assert bench.match() == (96, True)

@@ -18,7 +18,7 @@ import torch
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import ContextRank, make_namespace
+from vllm_kvpool.keys import ContextRank, group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool import sides
@@ -38,6 +38,7 @@ LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
 LIMIT_S = 30.0
 MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
+MODEL = make_namespace("model", "0" * 12)
 
 
 class Rank:
@@ -59,7 +60,7 @@ class Rank:
         shape = (stop - start, TOKENS // block, heads, block, CONTENT)
         self.pages_lbhnc = torch.full(shape, -1, dtype=torch.int16)
         model = ModelShape(
-            namespace=make_namespace("model", "0" * 12),
+            namespace=MODEL,
             topology=topology,
             block_size=block,
             num_blocks=TOKENS // block,
@@ -204,7 +205,7 @@ class Tiers:
 
     def num_in_files(self, prompt: int = 0) -> int:
         topology = Topology(HEADS, 1, stages(1), 2)
-        names = CellNames(make_namespace("model", "0" * 12), topology, ContextRank())
+        names = CellNames(MODEL, topology, ContextRank())
         keys = [key for chunk in hashes_of(prompt) for key in names.of_chunk(chunk)]
         store = FileStore(str(self.path), 1 << 30)
         try:
@@ -246,7 +247,7 @@ def test_what_is_in_host_memory_is_loaded_without_a_store(
     assert torch.equal(rank.load(), kv)
     report = rank.side.worker.take_report()
     assert report is not None
-    assert set(report.host[0].added) == {chunk.hex() for chunk in hashes_of(0)}
+    assert set(report.host[0].added) == {group_of(MODEL, chunk.hex()) for chunk in hashes_of(0)}
     counted = rank.close()
     assert num_gets(counted) == 0
     assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS

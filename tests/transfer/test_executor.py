@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from vllm_kvpool.keys import ContextRank, KeyMaker, make_namespace
+from vllm_kvpool.keys import ContextRank, KeyMaker, group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.metrics import Tally
@@ -57,6 +57,7 @@ LANES = dict.fromkeys(lane_names(1), 1) | {LaneName(OpKind.GET, 0): 2}
 LIMITS = LaneLimits(batches=3, batch_ops=4, batch_bytes=1 << 20, budget_bytes=1 << 22)
 LIMIT_S = 10.0
 SLACK_S = 5.0  # of a machine with other things to do
+MODEL = make_namespace("model", "0" * 12)
 HASHES = (b"\x01" * 20, b"\x02" * 20, b"\x03" * 20)
 DONE, EXISTED = CellOutcome.DONE, CellOutcome.EXISTED
 FAILED, UNREACHABLE = CellOutcome.FAILED, CellOutcome.UNREACHABLE
@@ -84,7 +85,7 @@ class Rank:
             topology,
             0,
             topology.local_cells(0, 0),
-            KeyMaker(make_namespace("model", "0" * 12), ContextRank()),
+            KeyMaker(MODEL, ContextRank()),
             CHUNK,
             row_bytes=ROW * 2,
             load_timeout_s=LIMIT_S,
@@ -278,7 +279,7 @@ def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) ->
     rank = Rank(store, keep=8)
     rank.save(1, 2)
     rank.executor.post(DropSaves(forget=True))
-    groups = tuple(chunk_hash.hex() for chunk_hash in HASHES[:2])
+    groups = tuple(group_of(MODEL, chunk_hash.hex()) for chunk_hash in HASHES[:2])
     gone = lambda reports: HostChange((), groups) in reports  # noqa: E731
     assert rank.executor.wait(gone, LIMIT_S)
     rank.executor.drain()

@@ -124,9 +124,9 @@ def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) 
     custodian = Custodian({3: store}, post)
     assert posted.get(timeout=LIMIT_S) == (
         3,
-        (CellName("n@x@aa", "aa", 10), CellName("n@x@bb", "bb", 20)),
+        (CellName("n@x@aa", "n@x@aa", 10), CellName("n@x@bb", "n@x@bb", 20)),
     )
-    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", "cc", 30),))
+    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", "n@x@cc", 30),))
     custodian.close()
     assert store.turns_ended == 2
     with pytest.raises(Empty):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import ContextRank, HeadPart, KeyMaker, LayerSpan, make_namespace
+from vllm_kvpool.keys import ContextRank, HeadPart, KeyMaker, LayerSpan, group_of, make_namespace
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.transfer.ops import (
     CellTask,
@@ -49,7 +49,7 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
     assert job.tasks == tuple(
         CellTask(
             KEYS.key(cell.part, cell.span, HASHES[i]),
-            HASHES[i].hex(),
+            group_of(KEYS.namespace, HASHES[i].hex()),
             HEADER_BYTES + len(cell.span) * CHUNK * ROW_BYTES,
             3 + i,
             cell,

@@ -4,6 +4,7 @@
 What cannot be shared correctly is refused here, by name, before the engine starts.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_kvpool.adapt import epochs
 from vllm_kvpool.adapt.namespace import engine_namespace
-from vllm_kvpool.config import KVPoolConfig, Role
+from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import formats
 from vllm_kvpool.layout.pages import LayerPages
@@ -49,6 +51,14 @@ def role_of(vllm_config: "VllmConfig") -> Role:
     """vLLM's `kv_role`."""
     assert vllm_config.kv_transfer_config is not None
     return Role(vllm_config.kv_transfer_config.kv_role)
+
+
+def first_epoch(vllm_config: "VllmConfig") -> str:
+    """What the weights are that the engine starts with, in the words of `epochs.py`."""
+    model = vllm_config.model_config
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return ""
+    return epochs.epoch_of_files(str(model.model), model.revision)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
@@ -212,10 +222,23 @@ def _refuse_tiled_cpu_pages(vllm_config: "VllmConfig", block_size: int) -> None:
 
 
 class PoolPins:
-    """References on blocks of vLLM's pool. Scheduler thread."""
+    """References on blocks of vLLM's pool. Scheduler thread.
 
-    def __init__(self, pool: "BlockPool") -> None:
+    `on_reset` is told when vLLM has emptied the pool's prefix cache.
+    """
+
+    def __init__(self, pool: "BlockPool", on_reset: Callable[[], None]) -> None:
         self._pool = pool
+        reset = pool.reset_prefix_cache
+
+        @functools.wraps(reset)
+        def reset_prefix_cache() -> bool:
+            done = bool(reset())
+            if done:
+                on_reset()
+            return done
+
+        pool.reset_prefix_cache = reset_prefix_cache
 
     def pin(self, block_ids: Sequence[int]) -> None:
         """Keep blocks from reuse."""
@@ -264,14 +287,23 @@ def preferred_layout(vllm_config: "VllmConfig") -> str | None:
 
 
 def prefer_recompute(vllm_config: "VllmConfig", config: KVPoolConfig) -> None:
-    """Make failed loads be computed instead of failing their request.
+    """Make failed loads be computed instead of failing their request, unless that is asked for.
 
     vLLM's own default is "fail", and whether a user has written it cannot be told from it having
     been left out; `load_failure: fail` in our configuration asks for it.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    transfer.kv_load_failure_policy = config.load_failure.value
+    if config.load_failure is not None:
+        transfer.kv_load_failure_policy = config.load_failure.value
+    elif transfer.kv_load_failure_policy != LoadFailure.RECOMPUTE.value:
+        logger.info(
+            "kvpool: kv_load_failure_policy is %r, which is vLLM's default; what cannot be loaded "
+            "is computed instead. load_failure: fail in kv_connector_extra_config ends such "
+            "requests with an error",
+            transfer.kv_load_failure_policy,
+        )
+        transfer.kv_load_failure_policy = LoadFailure.RECOMPUTE.value
 
 
 def block_tables(output: "SchedulerOutput") -> Callable[[str], Sequence[int]]:

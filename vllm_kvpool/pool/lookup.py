@@ -7,7 +7,7 @@ which is one batched `exists`. Eviction can leave a hole that no question meets;
 
 from collections.abc import Sequence
 
-from vllm_kvpool.keys import CellKey, ContextRank, KeyMaker, Namespace
+from vllm_kvpool.keys import CellKey, ContextRank, KeyMaker, Namespace, group_of, in_epoch
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.transfer.ops import HostChange
 
@@ -53,7 +53,7 @@ class HostMirror:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._ranks_of: dict[str, set[int]] = {}  # chunk hash, in hexadecimal -> ranks
+        self._ranks_of: dict[str, set[int]] = {}  # group -> ranks
 
     def apply(self, rank: int, change: HostChange) -> None:
         for group in change.added:
@@ -65,11 +65,9 @@ class HostMirror:
                 if not ranks:
                     del self._ranks_of[group]
 
-    def has(self, chunk_hash: bytes) -> bool:
+    def has(self, group: str) -> bool:
         """Whether every rank has the whole chunk."""
-        return bool(self._ranks_of) and (
-            len(self._ranks_of.get(chunk_hash.hex(), ())) == self.num_ranks
-        )
+        return len(self._ranks_of.get(group, ())) == self.num_ranks > 0
 
     def clear(self) -> None:
         self._ranks_of.clear()
@@ -80,6 +78,7 @@ class CellNames:
 
     def __init__(self, namespace: Namespace, topology: Topology, context: ContextRank) -> None:
         self.namespace = namespace
+        self._of = (topology, context)
         # All of a key but its hash is the same for every chunk.
         self._stems = tuple(
             KeyMaker(namespace, ContextRank(p, context.pcp_size, d, context.dcp_size)).stem(
@@ -90,6 +89,14 @@ class CellNames:
             for span in topology.all_spans()
             for part in topology.all_parts()
         )
+
+    def in_epoch(self, epoch: str) -> "CellNames":
+        """The same cells where the weights are others."""
+        return CellNames(in_epoch(self.namespace, epoch), *self._of) if epoch else self
+
+    def group(self, chunk_hash: bytes) -> str:
+        """What all of them are called together."""
+        return group_of(self.namespace, chunk_hash.hex())
 
     @property
     def per_chunk(self) -> int:

@@ -2,10 +2,10 @@
 
 Owns the scheduler side's stores (metadata only), the open lookups, the requests' hash chains until
 it hands them over in an `Answer`, and what the workers say of their host memory. Inbox: `Lookup`,
-`Forget`, `RemoveAll`, `HostNews`. Outbox: answers, taken by the scheduler's thread. A chunk that
-every rank has in host memory is found without asking, and while no tier answers; of the others,
-each tier is asked for the cells that nearer ones lack. One that is away says so at once
-(`store/guard.py`), and one that does not answer in time too, so the thread is never stuck for long.
+`Forget`, `RemoveAll`, `HostNews`. Outbox: answers, taken by the scheduler's thread.
+A chunk that every rank has in host memory is found without asking, and while no tier answers; of
+the others, each tier is asked for the cells that nearer ones lack. One that is away, or does not
+answer in time, says so by itself (`store/guard.py`), so the thread is never stuck for long.
 
 Every round puts the next questions of all open lookups into one batch of at most
 `MAX_KEYS_PER_ROUND` keys. A lookup that expects more than it finds is asked again, every
@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.keys import Namespace
 from vllm_kvpool.pool.lookup import CellNames, HostMirror, PrefixSearch
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.transfer.ops import HostChange
@@ -49,7 +50,7 @@ class Lookup:
     """A question. `identify` runs on the probe thread: it may read an adapter's files.
 
     `search` False asks for the hash chain only. `expect_chunks` makes it wait until `deadline`
-    (monotonic seconds) for that many chunks.
+    (monotonic seconds) for that many chunks. `epoch` says which weights the cells are of.
     """
 
     ticket: int
@@ -58,6 +59,7 @@ class Lookup:
     search: bool
     expect_chunks: int
     deadline: float
+    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class RemoveAll:
     """Remove every cell of the own namespace; `done` is told whether the store confirmed it."""
 
     done: Callable[[bool], None]
+    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,15 @@ class Answer:
     outcome: LookupOutcome
 
 
+_Message = Lookup | Forget | RemoveAll | HostNews
+
+
 @dataclass(slots=True)
 class _Open:
     lookup: Lookup
     chain: ChunkChain
     search: PrefixSearch
+    names: CellNames
     due: float = 0.0
     wait_s: float = POLL_MIN_S
 
@@ -110,9 +117,10 @@ class Probe:
     ) -> None:
         self._stores = stores
         self._names = names
+        self._epoch, self._epoch_names = "", names  # of the newest lookup
         self._chunk_tokens = chunk_tokens
         self._host = HostMirror(host_ranks)
-        self._inbox: SimpleQueue[Lookup | Forget | RemoveAll | HostNews | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Message | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._answers: deque[Answer] = deque()  # guarded by _changed
         self._open: dict[int, _Open] = {}
@@ -127,9 +135,9 @@ class Probe:
         """The answer is not wanted any more; it may still come."""
         self._inbox.put(Forget(ticket))
 
-    def remove_all(self, done: Callable[[bool], None]) -> None:
+    def remove_all(self, done: Callable[[bool], None], epoch: str = "") -> None:
         """Remove the own namespace; `done` is called on the probe thread."""
-        self._inbox.put(RemoveAll(done))
+        self._inbox.put(RemoveAll(done, epoch))
 
     def host_changed(self, rank: int, change: HostChange) -> None:
         """A rank has told what its host memory holds now."""
@@ -187,14 +195,14 @@ class Probe:
             return None
         return max(0.0, min(x.due for x in self._open.values()) - time.monotonic())
 
-    def _take(self, message: Lookup | Forget | RemoveAll | HostNews) -> None:
+    def _take(self, message: _Message) -> None:
         match message:
             case HostNews():
                 self._host.apply(message.rank, message.change)
             case Forget():
                 self._open.pop(message.ticket, None)
             case RemoveAll():
-                message.done(self._remove_all())
+                message.done(self._remove_all(self._names.in_epoch(message.epoch).namespace))
             case Lookup():
                 try:
                     self._begin(message)
@@ -202,13 +210,13 @@ class Probe:
                     logger.exception("kvpool: request not shared")
                     self._answer(Answer(message.ticket, None, 0, LookupOutcome.UNSHAREABLE))
 
-    def _remove_all(self) -> bool:
+    def _remove_all(self, namespace: Namespace) -> bool:
         self._host.clear()
         removed = bool(self._stores) or self._host.num_ranks > 0
         for store in self._stores:
             try:
                 self._busy_since = time.monotonic()
-                store.remove_namespace(self._names.namespace)
+                store.remove_namespace(namespace)
             except StoreError as error:
                 logger.warning("kvpool: reset failed: %s", error)
                 removed = False
@@ -230,13 +238,19 @@ class Probe:
             return
         chain = ChunkChain(self._chunk_tokens, identity)
         chain.extend(lookup.tokens)
-        opened = _Open(lookup, chain, PrefixSearch(len(chain)))
+        names = self._names_of(lookup.epoch)
+        opened = _Open(lookup, chain, PrefixSearch(len(chain)), names)
         if not lookup.search or not len(chain):
             self._finish(opened, LookupOutcome.ANSWERED)
         elif not self._stores and not self._host.num_ranks:
             self._finish(opened, LookupOutcome.STORE_ERROR)
         else:
             self._open[lookup.ticket] = opened
+
+    def _names_of(self, epoch: str) -> CellNames:
+        if epoch != self._epoch:
+            self._epoch, self._epoch_names = epoch, self._names.in_epoch(epoch)
+        return self._epoch_names
 
     def _round(self, now: float) -> None:
         """Ask the next questions of every lookup that is due, in one batch."""
@@ -247,10 +261,10 @@ class Probe:
             if opened.due > now or len(keys) >= MAX_KEYS_PER_ROUND:
                 continue
             questions = opened.search.questions()
-            in_host = [self._host.has(opened.chain.hashes[chunk]) for chunk in questions]
+            in_host = [self._in_host(opened, chunk) for chunk in questions]
             for chunk, here in zip(questions, in_host, strict=True):
                 if not here:
-                    keys += self._names.of_chunk(opened.chain.hashes[chunk])
+                    keys += opened.names.of_chunk(opened.chain.hashes[chunk])
             asked.append((opened, questions, in_host))
         if not asked:
             return
@@ -265,12 +279,15 @@ class Probe:
                 if not here:
                     there[i] = all(present[place : place + per_chunk])
                     place += per_chunk
-            if failed and not self._host.has(opened.chain.hashes[0]):
+            if failed and not self._in_host(opened, 0):
                 self._finish(opened, LookupOutcome.STORE_ERROR)
                 continue
             opened.search.tell(questions, there)
             if opened.search.done:
                 self._settle(opened)
+
+    def _in_host(self, opened: _Open, chunk: int) -> bool:
+        return self._host.has(opened.names.group(opened.chain.hashes[chunk]))
 
     def _exists(self, keys: Sequence[str]) -> list[bool] | None:
         """Whether any tier has each key; None if no tier could say."""

@@ -70,7 +70,8 @@ class RequestState:
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
     counted: bool = False
     next_save: int = 0  # chunks before it are stored or on their way
-    stale: bool = False  # its KV is of before a reset: never to be saved
+    stale: bool = False  # its KV is of before a reset, or of other weights: never to be saved
+    epoch: str = ""  # of the weights, when the newest lookup was asked
 
     def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
         """Stored tokens, floored to blocks, less the last token on a full hit."""

@@ -6,6 +6,8 @@ Owned by the scheduler's thread; the probe thread answers lookups. A request's l
 
 * `match` may be called any number of times; only `allocated` makes an offer a load.
 * A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
+* When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
+  then is of the old weights, and nothing of it is saved as if it were of the new ones.
 * Blocks of a save are pinned from `plan_step` until every rank has gathered them; a save that
   would pin too many waits for a later step.
 """
@@ -70,6 +72,8 @@ class PoolScheduler:
         self._late_saves: list[SavePlan] = []  # of finished requests, for the next plan
         self._next_id = 0
         self._reset = Reset(shape.num_ranks)
+        self._epoch = ""
+        self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
         self._pace = Pace()
 
@@ -94,6 +98,7 @@ class PoolScheduler:
         options = state.view.options
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
+        state.epoch = self._epoch
         state.found_chunks = 0
         if state.stale:
             state.stale = False  # what it had computed before a reset, it has lost
@@ -117,6 +122,7 @@ class PoolScheduler:
                 search=state.may_load,
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
                 deadline=now + expect,
+                epoch=self._epoch,
             )
         )
 
@@ -134,7 +140,8 @@ class PoolScheduler:
     def _answered(self, state: RequestState, answer: Answer) -> None:
         self._tally.add("kvpool_lookups", outcome=answer.outcome.value)
         self._tally.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        found = 0 if self._reset.pending else answer.found_chunks  # it may be gone by now
+        is_over = self._reset.pending or state.epoch != self._epoch
+        found = 0 if is_over else answer.found_chunks  # it may be gone by now
         if state.answer is None:
             state.answer = answer.outcome
             state.found_chunks = found
@@ -151,7 +158,7 @@ class PoolScheduler:
         if self._shape.prefetches and state.found_chunks and state.may_load:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
-            self._prefetches[request_id] = PrefetchPlan(request_id, hashes)
+            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self._epoch)
 
     def _look_for_saves(self, state: RequestState) -> None:
         """See in the request's next step what is due, whatever was known of it."""
@@ -166,8 +173,10 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None or not (state.may_load or state.may_save):
             return 0, False
-        if state.view.num_preemptions != state.preemptions:
+        if state.view.num_preemptions != state.preemptions or state.epoch != self._epoch:
             self._ask(state)
+        if num_computed and self._has_old_blocks:
+            state.stale = True
         self._take_answers()
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
@@ -231,6 +240,7 @@ class PoolScheduler:
                 table_start=start // block * block,
                 token_start=start,
                 token_stop=stop,
+                epoch=state.epoch,
             )
         )
 
@@ -327,9 +337,8 @@ class PoolScheduler:
         self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
         hashes = tuple(state.chain.hashes[first:stop])
-        return SavePlan(
-            job_id, state.view.request_id, first, hashes, block_ids, start_block * block
-        )
+        start = start_block * block
+        return SavePlan(job_id, state.view.request_id, first, hashes, block_ids, start, self._epoch)
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
@@ -348,7 +357,7 @@ class PoolScheduler:
             self._probe.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.generation_acks):
-            self._probe.remove_all(self._reset.end)
+            self._probe.remove_all(self._reset.end, self._epoch)
 
     # The end
 
@@ -381,18 +390,37 @@ class PoolScheduler:
         for save in self._late_saves:
             self.ledger.gathered(save.job_id, self._shape.num_ranks)
         self._late_saves.clear()
-        self._prefetches.clear()
-        for state in self._requests.values():
-            state.found_chunks = state.next_save = 0
-            # The weights may be others from now on: what is computed by then is not saved.
-            state.stale = state.view.num_computed_tokens > 0 or state.load is not None
-            self._look_for_saves(state)
+        self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._probe.remove_all(confirmed.put)
+        self._probe.remove_all(confirmed.put, self._epoch)
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
             return False
+
+    def _forget_what_was_found(self) -> None:
+        self._prefetches.clear()
+        for state in self._requests.values():
+            state.found_chunks = state.next_save = 0
+            # The weights may be others from now on: what is computed by then is not saved.
+            state.stale = (
+                state.stale or state.view.num_computed_tokens > 0 or state.load is not None
+            )
+            self._look_for_saves(state)
+
+    def begin_epoch(self, epoch: str) -> None:
+        """The weights are others now. `epoch` says which; "" are those the engine started with.
+
+        Saves planned before hold KV of the old weights, and go on under the old epoch. What the
+        stores hold of it stays: other engines may have those weights.
+        """
+        self._epoch = epoch
+        self._has_old_blocks = True
+        self._forget_what_was_found()
+
+    def own_cache_was_reset(self) -> None:
+        """The engine's own prefix cache is empty: what it finds there is of the new weights."""
+        self._has_old_blocks = False
 
     @property
     def has_pins(self) -> bool:

@@ -173,7 +173,14 @@ class StatsFile:
 class SchedulerSide:
     """The scheduler's process."""
 
-    def __init__(self, config: KVPoolConfig, role: Role, model: ModelShape, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: KVPoolConfig,
+        role: Role,
+        model: ModelShape,
+        rank: int = 0,
+        first_epoch: str = "",
+    ) -> None:
         self.tally = Tally()
         specs = tier_specs(config)
         lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
@@ -193,6 +200,11 @@ class SchedulerSide:
         )
         self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
         self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
+        self.first_epoch = first_epoch
+
+    def weights_changed(self, epoch: str) -> None:
+        """The weights are others now; an epoch equal to `first_epoch` is a return to the first."""
+        self.scheduler.begin_epoch("" if epoch == self.first_epoch else epoch)
 
     def close(self) -> None:
         """End the probe thread and close the store."""

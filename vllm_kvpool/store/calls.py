@@ -7,6 +7,7 @@ until one has returned.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -54,6 +55,7 @@ class BoundedCalls:
         self._name = name
         self._lock = threading.Lock()  # guards what follows
         self._idle: list[_Thread] = []
+        self._busy: set[_Thread] = set()  # somebody waits for them
         self._left: list[_Thread] = []
         self._closed = False
 
@@ -74,14 +76,15 @@ class BoundedCalls:
 
     def close(self, timeout_s: float) -> bool:
         """End the threads; whether no call is under way any more."""
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
-            threads = self._idle + self._left
+            threads = [*self._idle, *self._busy, *self._left]
             for thread in self._idle:
                 thread.inbox.put(None)
             self._idle.clear()
         for thread in threads:
-            thread.thread.join(timeout_s)
+            thread.thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.thread.is_alive() for thread in threads)
 
     @property
@@ -95,15 +98,19 @@ class BoundedCalls:
         if self.num_left_behind >= MAX_LEFT_BEHIND:
             raise StoreUnreachable(f"{MAX_LEFT_BEHIND} calls have not returned yet")
         with self._lock:
-            return self._idle.pop() if self._idle else _Thread(self._name)
+            thread = self._idle.pop() if self._idle else _Thread(self._name)
+            self._busy.add(thread)
+            return thread
 
     def _leave(self, thread: _Thread) -> None:
         thread.inbox.put(None)  # it ends when its call returns
         with self._lock:
+            self._busy.remove(thread)
             self._left.append(thread)
 
     def _give_back(self, thread: _Thread) -> None:
         with self._lock:
+            self._busy.remove(thread)
             if not self._closed:
                 self._idle.append(thread)
                 return

@@ -181,11 +181,8 @@ class FileStore:
         if namespace_of(f"{namespace}@") != namespace:
             return 0
         directory = os.path.join(self._space.objects, namespace)
-        num_removed = self._drop(
-            entry.path for shard in directories(directory) for entry in entries(shard.path)
-        )
+        num_removed = self._drop(self._below(directory))
         with contextlib.suppress(OSError):  # not empty: somebody is putting into it right now
-            self._space.ways().check(f"{directory}/")
             for shard in directories(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
@@ -225,6 +222,12 @@ class FileStore:
 
     def _path(self, key: str) -> str:
         return f"{self._space.objects}/{object_name(key)}"
+
+    def _below(self, directory: str) -> Iterator[str]:
+        """The paths of a namespace's objects; OSError if they may be outside of the store."""
+        self._space.ways().check(f"{directory}/")
+        for shard in directories(directory):
+            yield from (entry.path for entry in entries(shard.path))
 
     def _drop(self, paths: Iterator[str]) -> int:
         try:

@@ -164,7 +164,7 @@ class Writer:
     @property
     def is_usable(self) -> bool:
         """False if the directory was taken away, or is that of the process which forked us."""
-        return self._pid == os.getpid() and os.path.exists(self.lock_path)
+        return self._pid == os.getpid() and self._is_there() and os.path.exists(self.lock_path)
 
     def claim(self) -> "Claim":
         """A new claim, of nothing yet."""
@@ -183,9 +183,12 @@ class Writer:
     def free(self, slot: int) -> None:
         self._free_slots.append(slot)
 
+    def _is_there(self) -> bool:
+        return not os.path.islink(self.path)
+
     def close(self) -> None:
         """Take the directory away; every claim must have ended."""
-        if self._pid == os.getpid():
+        if self._pid == os.getpid() and self._is_there():
             with contextlib.suppress(OSError):  # gone with the root
                 os.unlink(self.lock_path)
                 os.rmdir(self.path)

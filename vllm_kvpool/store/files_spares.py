@@ -77,6 +77,8 @@ class Spares:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether one more may be kept, as far as is known."""
+        if os.path.islink(self.directory):
+            return False
         total_bytes = sum(size * len(paths) for size, paths in self._known.items())
         num_spares = sum(map(len, self._known.values()))
         return num_spares < MAX_SPARES and total_bytes + nbytes <= self._max_bytes

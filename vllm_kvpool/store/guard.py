@@ -257,24 +257,26 @@ class GuardedStore:
 
     def _try_open(self) -> None:
         store = self._open_store()
-        with self._state:
-            buffers = [] if self._closed else list(self._buffers)
+        registered: list[Buffer] = []
         try:
-            for buffer in buffers:
-                store.register(buffer)
-        except StoreError:
-            store.close()
-            raise
-        with self._state:
-            if not self._closed:
-                # A buffer that came meanwhile was registered with no store.
-                late = [buffer for buffer in self._buffers if buffer not in buffers]
-                self._store, self._tried = store, True
+            while late := self._take_over(store, registered):
                 for buffer in late:
                     store.register(buffer)
+                registered += late
+        finally:
+            if self._store is not store:  # it does not take the memory, or nobody wants it any more
+                store.close()
+
+    def _take_over(self, store: Store, registered: Sequence[Buffer]) -> list[Buffer]:
+        """Use the store from now on, unless these buffers are still to be registered with it."""
+        with self._state:
+            if self._closed:
+                return []
+            late = [buffer for buffer in self._buffers if buffer not in registered]
+            if not late:
+                self._store, self._tried = store, True
                 self._change(True, "opened")
-                return
-        store.close()  # nobody wants it any more
+            return late
 
     def _check(self, store: Store) -> None:
         longest = self._patience.answer_s or self._patience.call_s
@@ -307,4 +309,5 @@ class GuardedStore:
             self._closed, self._is_up = True, False
             self._state.notify_all()
         self._thread.join(JOIN_S)
-        return not self._thread.is_alive() and self._calls.close(JOIN_S)
+        no_calls = self._calls.close(JOIN_S)
+        return no_calls and not self._thread.is_alive()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
+from vllm_kvpool.keys import group_of_key
 from vllm_kvpool.store.base import Shedding
 from vllm_kvpool.transfer.desk import CellOp, Desk
 from vllm_kvpool.transfer.fetches import Fetches
@@ -127,7 +128,7 @@ class Custodian:
             found = store.surplus(MAX_CELLS)
             if not found:
                 return 0
-            cells = tuple(CellName(key, key.rpartition("@")[2], nbytes) for key, nbytes in found)
+            cells = tuple(CellName(key, group_of_key(key), nbytes) for key, nbytes in found)
             answer: SimpleQueue[int] = SimpleQueue()
             self._post(tier, cells, answer)
             try:

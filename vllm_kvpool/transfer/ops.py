@@ -31,6 +31,8 @@ class SavePlan:
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     table_start: int
+    epoch: str = ""
+    """Which weights the KV is of, where they have changed since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class LoadPlan:
     table_start: int
     token_start: int
     token_stop: int
+    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class PrefetchPlan:
 
     request_id: str
     hashes: tuple[bytes, ...]
+    epoch: str = ""
 
 
 class JobPages(NamedTuple):
@@ -69,7 +73,7 @@ class CellName:
     """A cell as stores know it."""
 
     key: str
-    group: str  # the chunk's hash, in hexadecimal
+    group: str  # names the chunk's cells together
     nbytes: int  # header and payload
 
 

@@ -1,9 +1,10 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import KeyMaker
+from vllm_kvpool.keys import KeyMaker, group_of
 from vllm_kvpool.layout.topology import LocalCell, Topology
 from vllm_kvpool.transfer.ops import (
     CellName,
@@ -16,6 +17,13 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     SavePlan,
 )
+
+EPOCHS_KEPT = 4  # saves planned before a change still carry the epoch before
+
+
+@lru_cache(maxsize=EPOCHS_KEPT)
+def _in_epoch(keys: KeyMaker, epoch: str) -> KeyMaker:
+    return keys.in_epoch(epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +50,9 @@ class Planner:
     def load(self, plan: LoadPlan) -> LoadJob:
         """All of this rank's cells of the plan's chunks."""
         pages = JobPages(plan.block_ids, plan.table_start, plan.token_start, plan.token_stop)
+        keys = _in_epoch(self.keys, plan.epoch)
         tasks = tuple(
-            self._task(cell, plan.first_chunk + i, chunk_hash, pages)
+            self._task(keys, cell, plan.first_chunk + i, chunk_hash, pages)
             for i, chunk_hash in enumerate(plan.hashes)
             for cell in self.cells
         )
@@ -57,19 +66,23 @@ class Planner:
         start = plan.first_chunk * self.chunk_tokens
         stop = start + len(plan.hashes) * self.chunk_tokens
         pages = JobPages(plan.block_ids, plan.table_start, start, stop)
+        keys = _in_epoch(self.keys, plan.epoch)
         tasks = []
         for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
             stored = self.topology.writes_chunk(self.tp_rank, chunk)
             if stored or self.keeps_all:
-                tasks += [self._task(cell, chunk, chunk_hash, pages, stored) for cell in self.cells]
+                tasks += [
+                    self._task(keys, cell, chunk, chunk_hash, pages, stored) for cell in self.cells
+                ]
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
         """All of this rank's cells of the plan's chunks, for no pages."""
+        keys = _in_epoch(self.keys, plan.epoch)
         cells = tuple(
             CellName(
-                self.keys.key(cell.part, cell.span, chunk_hash),
-                chunk_hash.hex(),
+                keys.key(cell.part, cell.span, chunk_hash),
+                group_of(keys.namespace, chunk_hash.hex()),
                 self._cell_bytes(cell),
             )
             for chunk_hash in plan.hashes
@@ -78,11 +91,18 @@ class Planner:
         return PrefetchJob(plan.request_id, cells)
 
     def _task(
-        self, cell: LocalCell, chunk: int, chunk_hash: bytes, pages: JobPages, stored: bool = True
+        self,
+        keys: KeyMaker,
+        cell: LocalCell,
+        chunk: int,
+        chunk_hash: bytes,
+        pages: JobPages,
+        stored: bool = True,
     ) -> CellTask:
-        key = self.keys.key(cell.part, cell.span, chunk_hash)
+        key = keys.key(cell.part, cell.span, chunk_hash)
         nbytes = self._cell_bytes(cell)
-        return CellTask(key, chunk_hash.hex(), nbytes, chunk, cell, pages, stored)
+        group = group_of(keys.namespace, chunk_hash.hex())
+        return CellTask(key, group, nbytes, chunk, cell, pages, stored)
 
     def _cell_bytes(self, cell: LocalCell) -> int:
         return HEADER_BYTES + cell.payload_bytes(self.chunk_tokens, self.row_bytes)
