@@ -113,7 +113,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """The pages are allocated: open the store and start the lanes."""
-        epochs.watch_model()
+        epochs.models.watch_callers()
         assert self._kv_cache_config is not None
         self._worker_side = WorkerSide(
             self._config,
@@ -182,8 +182,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool, in which saves hold references."""
-        scheduler = self._scheduler
-        scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool, scheduler.own_cache_was_reset)
+        self._scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool, self._own_cache_was_reset)
+
+    def _own_cache_was_reset(self) -> None:
+        epochs.own_cache_was_reset()
+        self._scheduler.own_cache_was_reset()
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""

@@ -3,8 +3,7 @@
 vLLM tells connectors neither. So the methods of its engine through which users reach the weights
 are wrapped, once in a process, where they exist; they run in the scheduler's process, between two
 steps. A call that is not known to be harmless counts as a change, also if it fails: it may have
-changed some of the weights. What writes into parameters without any of these is not seen
-(docs/failures.md says what to do then).
+changed some of the weights. Models of this process are looked at besides (`models.py`).
 
 While vLLM pauses or puts an engine to sleep it resets the connector along with its own caches. The
 pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.
@@ -18,15 +17,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from vllm_kvpool.adapt.models import Models
 from vllm_kvpool.adapt.namespace import local_directory
 from vllm_kvpool.weights import sample_weights
 
 logger = logging.getLogger(__name__)
 
 EPOCH_BYTES = 16
-SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
+SLEEP = 1  # vLLM's level from which on weights are not in the device's memory
+SLEEP_WITHOUT_WEIGHTS = 2  # and from which on they are discarded
 MARK = "_kvpool_watches"
-MOST_FRAMES = 16
 
 # Calls to all workers that leave the weights alone. Any other name, and any function, may change
 # them; one too many costs hits, one too few gives wrong ones.
@@ -94,9 +94,19 @@ def _drawn() -> str:
 
 def tell(epoch: str, why: str) -> None:
     """The weights of this process's engines have changed."""
+    models.look()
     for watcher in list(_watchers):
         logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
         watcher.weights_changed(epoch)
+
+
+def own_cache_was_reset() -> None:
+    """vLLM has emptied an engine's own prefix cache: has somebody set weights before?"""
+    if models.have_changed():
+        tell(_drawn(), "parameters were set")
+
+
+models = Models(on_load=lambda: tell(_drawn(), "load_weights"))
 
 
 def install() -> None:
@@ -160,8 +170,15 @@ def _sleep(method: Callable[..., Any], core: Any, level: int = 1, *args: Any, **
     try:
         return method(core, level, *args, **rest)
     finally:
+        models.asleep = models.asleep or level >= SLEEP
         if level >= SLEEP_WITHOUT_WEIGHTS:
             tell(_drawn(), f"sleep level {level}")
+
+
+def _wake_up(method: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    result = method(core, *args, **kwargs)
+    models.asleep = bool(core.model_executor.is_sleeping)  # it may wake up in parts
+    return result
 
 
 def _set_version(method: Callable[..., Any], core: Any, version: str) -> Any:
@@ -181,39 +198,7 @@ def _reset_caches(method: Callable[..., Any], core: Any, *args: Any, **kwargs: A
 _AROUND: dict[str, Callable[..., Any]] = {
     "collective_rpc": _rpc,
     "sleep": _sleep,
+    "wake_up": _wake_up,
     "set_weight_version": _set_version,
     "_reset_caches": _reset_caches,
 }
-
-
-def watch_model() -> None:
-    """Watch the model of the worker that calls us, up the stack, for weights that are set directly.
-
-    Only where worker and scheduler share a process can anybody reach the model without a call that
-    the engine makes. vLLM hands connectors no reference to it.
-    """
-    frame = sys._getframe(1)
-    for _ in range(MOST_FRAMES):
-        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
-        if get_model is not None:
-            _watch_loads(get_model())
-            return
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-
-
-def _watch_loads(model: Any) -> None:
-    load = getattr(model, "load_weights", None)
-    if load is None or hasattr(load, MARK):
-        return
-
-    @functools.wraps(load)
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return load(*args, **kwargs)
-        finally:
-            tell(_drawn(), "load_weights")
-
-    setattr(load_weights, MARK, True)
-    model.load_weights = load_weights

@@ -175,7 +175,6 @@ class GuardedStore:
     ) -> T:
         """Run a call and learn from it; `aside`: however long it takes says nothing."""
         ticket, store = self._begin(aside=aside)
-        began = self._clock()
         failed = False
         try:
             if longest_s is None:
@@ -185,9 +184,9 @@ class GuardedStore:
             failed = True
             raise
         finally:
-            self._ended(ticket, failed, self._clock() - began)
+            self._ended(ticket, failed)
 
-    def _begin(self, *, aside: bool) -> tuple[int, Store]:
+    def _begin(self, *, aside: bool) -> tuple[int | None, Store]:
         with self._state:
             now = self._clock()
             oldest = next(iter(self._running.values()), now)
@@ -196,21 +195,23 @@ class GuardedStore:
             store = self._store
             if not self._is_up or store is None or self._closed:
                 raise StoreUnreachable(f"{self._name} is away")
+            if aside:
+                return None, store
             self._num_calls += 1
-            if not aside:
-                self._running[self._num_calls] = now
+            self._running[self._num_calls] = now
             return self._num_calls, store
 
-    def _ended(self, ticket: int, failed: bool, seconds: float) -> None:
+    def _ended(self, ticket: int | None, failed: bool) -> None:
         with self._state:
-            self._running.pop(ticket, None)
             now = self._clock()
+            began = now if ticket is None else self._running.pop(ticket, None)
+            if began is None or not self._is_up:
+                return  # no news, or no news any more
             if not failed:
-                if self._is_up:
-                    self._breaker.succeeded()
-            elif seconds > SLOW_FAILURE_S:
-                self._went_away(f"a call failed after {seconds:.1f} s", now)
-            elif self._is_up and self._breaker.failed(now):
+                self._breaker.succeeded()
+            elif now - began > SLOW_FAILURE_S:
+                self._went_away(f"a call failed after {now - began:.1f} s", now)
+            elif self._breaker.failed(now):
                 self._change(False, "calls fail")
 
     def report_stuck(self) -> None:
