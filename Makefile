@@ -1,10 +1,11 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 GPU_PYTHON ?= python3
+MINUTES ?= 10
 FAST := not e2e and not mooncake and not s3 and not gpu and not slow
 export VENV
 
-.PHONY: help setup demo test test-fast gpu-test check bench format clean
+.PHONY: help setup demo test test-fast gpu-test soak check bench format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -28,6 +29,10 @@ test-fast: setup
 ## make gpu-test   page copies on a GPU; on a machine with one, with torch, and without vLLM
 gpu-test:
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
+
+## make soak       kill -9 of stores, writers and readers for MINUTES=10
+soak: setup
+	$(PYTHON) -m tests.soak --minutes $(MINUTES)
 
 ## make check      lint, format, types, layers
 check: setup

@@ -36,9 +36,11 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     Start,
     Tick,
+    TierHealth,
     Work,
     WorkDone,
     WorkId,
+    WorkStuck,
 )
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
@@ -154,6 +156,7 @@ class Bench:
         )
         self.clock = FakeClock()
         self.running: dict[int, Work] = {}
+        self.hanging: dict[int, Work] = {}  # given up, and not answered
         self.tally = Tally()
         self.checks = True  # long runs go without
 
@@ -174,6 +177,19 @@ class Bench:
         if len(outcomes) < 2:
             outcomes = (outcomes or (DONE,)) * len(cells)
         return self.step(WorkDone(WorkId(work), outcomes))
+
+    def stuck(self, work: int) -> list[str]:
+        """A work is given up, since its store does not answer."""
+        self.hanging[work] = self.running.pop(work)
+        return self.step(WorkStuck(WorkId(work)))
+
+    def late(self, work: int, outcome: CellOutcome = DONE) -> list[str]:
+        """A work that was given up ends after all."""
+        cells = self.hanging.pop(work).cells
+        return self.step(WorkDone(WorkId(work), (outcome,) * len(cells)))
+
+    def health(self, tier: int, up: bool) -> list[str]:
+        return self.step(TierHealth(tier, up))
 
     def after(self, seconds: float) -> list[str]:
         self.clock.advance(seconds)
@@ -249,3 +265,14 @@ class Bench:
         slots = self.residency.slots
         held = sum(1 for _ in self.residency)
         return self.engine.idle and slots.num_free == slots.count - held
+
+
+def words(told: list[str]) -> list[str]:
+    """Without the numbers of works."""
+    return [line.lstrip("0123456789 ") for line in told]
+
+
+def two_works(*tiers: Tier, slots: int = 4, write_back: bool = False) -> Bench:
+    """A bench whose tiers' lanes run two works of one cell at a time."""
+    lanes = dict.fromkeys((OpKind.GET, OpKind.PUT, OpKind.REMOVE), SINGLE)
+    return Bench(*tiers, slots=slots, write_back=write_back, lanes=lanes)

@@ -41,8 +41,10 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     Start,
     Tick,
+    TierHealth,
     Work,
     WorkDone,
+    WorkStuck,
 )
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import EntryState, Residency
@@ -89,7 +91,7 @@ class Content:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Works end well or badly, late or never; time passes as it likes."""
+    """Works end well or badly, late or never; tiers come and go; time passes as it likes."""
 
     @initialize(
         tiers=st.lists(TIERS, max_size=3),
@@ -130,6 +132,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.told: dict[int, Told] = {}
         self.flying: dict[int, Work] = {}
+        self.hanging: dict[int, Work] = {}  # given up, and not answered
+        self.away: set[int] = set()  # tiers, as the engine was told
         self.contents: dict[Slot, Content] = {}
         self.whole: set[str] = set()  # groups, as reported
 
@@ -181,6 +185,28 @@ class EngineMachine(RuleBasedStateMachine):
             if work.lane.tier == tier:
                 self.finish(work, [outcome] * len(work.cells))
 
+    @precondition(lambda self: any(work.lane.tier >= 0 for work in self.flying.values()))
+    @rule(data=st.data())
+    def hang(self, data: st.DataObject) -> None:
+        works = sorted(n for n, work in self.flying.items() if work.lane.tier >= 0)
+        work = self.flying.pop(data.draw(st.sampled_from(works)))
+        self.hanging[work.work_id] = work
+        self.step(WorkStuck(work.work_id))
+
+    @precondition(lambda self: self.hanging)
+    @rule(data=st.data())
+    def answer_late(self, data: st.DataObject) -> None:
+        work = self.hanging[data.draw(st.sampled_from(sorted(self.hanging)))]
+        kinds = OUTCOMES[work.lane.kind]
+        self.come_back(work, [data.draw(st.sampled_from(kinds)) for _ in work.cells])
+
+    @precondition(lambda self: self.engine.desk.tiers)
+    @rule(data=st.data(), up=st.booleans())
+    def tier_changes(self, data: st.DataObject, up: bool) -> None:
+        tier = data.draw(st.integers(0, len(self.engine.desk.tiers) - 1))
+        (self.away.discard if up else self.away.add)(tier)
+        self.step(TierHealth(tier, up))
+
     @rule(seconds=st.sampled_from((0.03, 0.1, 1.0, 3.0, LONGEST_PAUSE_S)))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -224,12 +250,13 @@ class EngineMachine(RuleBasedStateMachine):
     def started(self, work: Work) -> None:
         lane = work.lane
         limits = self.engine.desk.lane(lane.kind, lane.tier).limits
-        assert work.work_id not in self.flying
+        assert work.work_id not in self.flying.keys() | self.hanging.keys()
         assert 0 < len(work.cells) <= limits.batch_ops
+        assert lane.tier not in self.away
         if lane.tier >= 0:
             assert not self.engine.desk.breakers[lane.tier].is_open(self.clock())
         users = defaultdict(set)
-        for other in self.flying.values():
+        for other in [*self.flying.values(), *self.hanging.values()]:
             for cell in other.cells:
                 users[cell.slot].add(other.lane.kind)
         for cell in work.cells:
@@ -278,6 +305,10 @@ class EngineMachine(RuleBasedStateMachine):
                 self.told[cell.cell.pages.block_ids[0]].in_pages.add(cell.cell.key)
         self.step(WorkDone(work.work_id, tuple(outcomes)))
 
+    def come_back(self, work: Work, outcomes: list[CellOutcome]) -> None:
+        del self.hanging[work.work_id]
+        self.step(WorkDone(work.work_id, tuple(outcomes)))
+
     def in_flight(self, job: int, kind: OpKind) -> bool:
         cells = [c.cell for w in self.flying.values() if w.lane.kind is kind for c in w.cells]
         return any(isinstance(c, CellTask) and c.pages.block_ids == (job,) for c in cells)
@@ -310,6 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.engine.check()
+        self.lent_memory_is_kept()
         now, due = self.clock(), self.engine.next_deadline()
         assert due is None or due > now
         waiting = {job: told for job, told in self.told.items() if not told.is_reported}
@@ -321,6 +353,24 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.whole == self.whole_groups()
         assert self.residency.keep or not self.whole
 
+    def lent_memory_is_kept(self) -> None:
+        """What a call that hangs may write is nobody's, what it may read stays as it is."""
+        slots = self.residency.slots
+        written = set()
+        for work in self.hanging.values():
+            for cell in work.cells:
+                if work.lane.kind is GET:
+                    assert cell.slot is not None
+                    assert slots.is_quarantined(cell.slot)
+                    written.add(cell.slot)
+                elif work.lane.kind is PUT:
+                    assert cell.slot is not None
+                    assert not slots.is_quarantined(cell.slot)
+                    content = self.contents[cell.slot]
+                    assert (content.key, content.good) == (cell.cell.key, True)
+        assert len(written) == self.engine.stuck.num_slots_written
+        assert not written & {entry.slot for entry in self.residency}
+
     def whole_groups(self) -> set[str]:
         """Chunks all of whose cells are in host memory."""
         groups = [e.group for e in self.residency if e.state is EntryState.PRESENT]
@@ -330,19 +380,28 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        while self.flying or self.engine.next_deadline() is not None:
-            for work in list(self.flying.values()):
-                self.finish(work, [DONE] * len(work.cells))
-                self.holds()
-            self.clock.advance(SAVE_STALL_S)
-            self.step(Tick())
+        # Nobody waits for calls that hang.
+        self.run_dry()
         assert all(told.is_reported for told in self.told.values())
+        assert self.engine.idle
+        for work in list(self.hanging.values()):
+            self.come_back(work, [DONE] * len(work.cells))
+            self.holds()
+        self.run_dry()
         assert self.engine.idle
         assert not any(entry.pins for entry in self.residency)
         assert self.residency.keep or not list(self.residency)
         slots = self.residency.slots
         assert slots.num_held == len(list(self.residency))
         assert slots.num_free == slots.count - slots.num_held
+
+    def run_dry(self) -> None:
+        while self.flying or self.engine.next_deadline() is not None:
+            for work in list(self.flying.values()):
+                self.finish(work, [DONE] * len(work.cells))
+                self.holds()
+            self.clock.advance(SAVE_STALL_S)
+            self.step(Tick())
 
 
 TestEngineMachine = EngineMachine.TestCase

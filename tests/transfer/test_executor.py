@@ -22,7 +22,14 @@ from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, FaultyPerform
 from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.transfer.engine import Engine, lane_names
-from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_NEW_LANES, WATCH_S, Close, Executor
+from vllm_kvpool.transfer.executor import (
+    CALL_TIMEOUT_S,
+    LANE_JOIN_S,
+    MAX_NEW_LANES,
+    WATCH_S,
+    Close,
+    Executor,
+)
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
@@ -77,6 +84,9 @@ class Rank:
         write_back: bool = False,
         one_cell: bool = False,
         perform: Callable[[Work], tuple[CellOutcome, ...]] | None = None,
+        lanes: dict[LaneName, int] = LANES,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        on_stuck: Callable[[LaneName], None] = lambda lane: None,
     ) -> None:
         self.store = store
         heads, layers = (1, 2) if one_cell else (HEADS, LAYERS)
@@ -110,7 +120,14 @@ class Rank:
         self.perform = FaultyPerform(perform or work.perform)
         before = set(threading.enumerate())
         self.executor = Executor(
-            self.engine, self.planner, self.perform, LANES, self.tally, self.trace
+            self.engine,
+            self.planner,
+            self.perform,
+            lanes,
+            self.tally,
+            self.trace,
+            call_timeout_s,
+            on_stuck,
         )
         self.threads = set(threading.enumerate()) - before
 

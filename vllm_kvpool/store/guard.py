@@ -85,6 +85,7 @@ class GuardedStore:
         self._num_calls = 0
         self._first_error: Exception | None = None
         self._tried = False
+        self._is_waited_for = True
         self._listeners: list[Callable[[bool], None]] = []
         self._thread = threading.Thread(target=self._run, name=f"kvpool-guard-{name}", daemon=True)
         self._thread.start()
@@ -97,6 +98,7 @@ class GuardedStore:
         """Wait for the first attempt to open; how it failed, as far as is known."""
         with self._state:
             self._state.wait_for(lambda: self._tried, timeout_s)
+            self._is_waited_for = False
             return self._first_error
 
     @property
@@ -295,6 +297,10 @@ class GuardedStore:
             first, self._tried = not self._tried, True
             if first:
                 self._first_error = error
+            if self._is_waited_for:
+                pass  # whoever waits will say so
+            elif first:
+                logger.warning("kvpool: %s cannot be opened: %s", self._name, error)
             elif not isinstance(error, StoreError | ConfigError):
                 logger.error("kvpool: looking for %s failed", self._name, exc_info=error)
             else:

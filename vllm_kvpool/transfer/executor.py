@@ -138,6 +138,7 @@ class Executor:
         self._num_new_lanes = 0
         self._refused: set[LaneName] = set()  # lanes without a thread
         self._next_watch = self._next_gauge = 0.0
+        self._lane_counts = lanes
         self._lane_inboxes: dict[LaneName, SimpleQueue[Work | None]] = {}
         self._lanes: list[LaneThread] = []
         for lane, count in lanes.items():
@@ -346,7 +347,8 @@ class Executor:
         now = time.monotonic()
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S
-            for lane in [x for x in self._lanes if not x.ended and not x.thread.is_alive()]:
+            known = [*self._lanes, *self._stuck.values()]
+            for lane in [x for x in known if not x.ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
             for lane in [x for x in self._lanes if x.lane.tier != HOST]:
                 self._look_at(lane, now)
@@ -361,7 +363,8 @@ class Executor:
         if busy is None or now - busy[1] <= limit_s or busy[0].work_id not in self._works:
             return
         work = busy[0]
-        lane.leave()
+        if not lane.leave(work):
+            return
         self._lanes.remove(lane)
         self._stuck[work.work_id] = lane
         del self._works[work.work_id]
@@ -378,7 +381,7 @@ class Executor:
         """A call that was given up has returned."""
         lane = self._stuck.pop(done.work_id).lane
         logger.info("kvpool: %s has returned after all", lane)
-        if lane in self._refused:
+        if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
             self._refused.discard(lane)
             self._add_lane(lane)
         self._step(done)

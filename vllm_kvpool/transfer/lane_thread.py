@@ -33,6 +33,7 @@ class LaneThread:
     ) -> None:
         self.lane = lane
         self.ended = False  # it was told to end
+        self._turn = threading.Lock()  # held to end a work, and to leave the thread with one
         self._left = False
         self._since: float | None = None  # set after a work is taken, unset before it is let go
         self._taken: deque[Work | None] = deque()  # the work it is doing
@@ -49,12 +50,17 @@ class LaneThread:
 
     def busy_since(self) -> tuple[Work, float] | None:
         """The work it is doing and when it began (monotonic seconds); any thread may ask."""
-        work, since = self.doing, self._since
+        with self._turn:
+            work, since = self.doing, self._since
         return None if work is None or since is None else (work, since)
 
-    def leave(self) -> None:
-        """It shall take no other work when it has done this one."""
-        self._left = True
+    def leave(self, work: Work) -> bool:
+        """It shall take no other work when it has done this one; False if it has done it before."""
+        with self._turn:
+            if self.doing is not work:
+                return False
+            self._left = True
+        return True
 
     def _run(self) -> None:
         inbox = starmap(self._inbox.get, repeat(()))
@@ -73,8 +79,9 @@ class LaneThread:
                     logger.exception("kvpool: %s failed", work.lane)
                     outcomes = (CellOutcome.FAILED,) * len(work.cells)
                 self._outbox.put(WorkDone(work.work_id, outcomes))
-                self._since = None
-                self._taken.clear()
+                with self._turn:
+                    self._since = None
+                    self._taken.clear()
                 if self._left:
                     break
             self.ended = True

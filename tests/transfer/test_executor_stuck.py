@@ -1,0 +1,415 @@
+"""The executor when a store call does not return: what becomes of its lane, its cells, its memory.
+
+How long a call has lasted is not left to the machine: `give_up` says that it is too long now.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from tests.transfer.test_executor import (
+    CELLS_PER_CHUNK,
+    CHUNK,
+    DONE,
+    EXECUTOR_LOG,
+    FAILED,
+    LIMIT_S,
+    SLACK_S,
+    Rank,
+    all_done,
+    load_plan,
+    one_cell_plan,
+    save_plan,
+    throw_into,
+)
+from vllm_kvpool.store import breaker
+from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.testing.faults import Fault, FaultyStore
+from vllm_kvpool.transfer import executor
+from vllm_kvpool.transfer.engine import lane_names
+from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_STUCK
+from vllm_kvpool.transfer.ops import (
+    CellOutcome,
+    JobId,
+    LaneName,
+    LoadDone,
+    LoadPlan,
+    OpKind,
+    SaveDone,
+    SaveGathered,
+    SavePlan,
+    TierHealth,
+    Work,
+)
+
+NEVER_S = 1000.0
+GET, PUT = LaneName(OpKind.GET, 0), LaneName(OpKind.PUT, 0)
+SINGLE = dict.fromkeys(lane_names(1), 1)
+TIMED_OUT, UNREACHABLE = CellOutcome.TIMED_OUT, CellOutcome.UNREACHABLE
+
+
+class Gates:
+    """What lanes do: nothing, and a lane that is told to hangs, each time at a gate of its own."""
+
+    def __init__(self) -> None:
+        self.hangs: set[LaneName] = set()
+        self.dies = False
+        self.calls = 0
+        self.entered: SimpleQueue[threading.Event] = SimpleQueue()
+        self._gates: list[threading.Event] = []
+
+    def __call__(self, work: Work) -> tuple[CellOutcome, ...]:
+        self.calls += 1
+        if work.lane in self.hangs:
+            gate = threading.Event()
+            self._gates.append(gate)
+            self.entered.put(gate)
+            assert gate.wait(LIMIT_S), "never released"
+            if self.dies:
+                raise SystemExit("dies")
+        return all_done(work)
+
+    def next_gate(self) -> threading.Event:
+        return self.entered.get(timeout=LIMIT_S)
+
+    def open_all(self) -> None:
+        self.hangs.clear()
+        for gate in self._gates:
+            gate.set()
+
+
+class Ward:
+    """A rank whose calls are given up when the test says so."""
+
+    def __init__(self, store: FaultyStore, gates: Gates) -> None:
+        self.store, self.gates = store, gates
+        self.given_up: SimpleQueue[LaneName] = SimpleQueue()
+        self._ranks: list[Rank] = []
+
+    def rank(self, *, gated: bool = False, get_lanes: int = 1, keep: int = 0) -> Rank:
+        rank = Rank(
+            self.store,
+            keep=keep,
+            perform=self.gates if gated else None,
+            one_cell=gated,
+            lanes=SINGLE | {GET: get_lanes},
+            call_timeout_s=NEVER_S,
+            on_stuck=self._stuck,
+        )
+        self._ranks.append(rank)
+        return rank
+
+    def _stuck(self, lane: LaneName) -> None:
+        """On the engine thread, in the middle of its look: this one is enough."""
+        for rank in self._ranks:
+            rank.executor._call_timeout_s = NEVER_S
+        self.given_up.put(lane)
+
+    def give_up(self, rank: Rank) -> LaneName:
+        """Give up the first call that is found under way."""
+        rank.executor._call_timeout_s = -1.0
+        return self.given_up.get(timeout=LIMIT_S)
+
+    def hang(self, rank: Rank, plan: LoadPlan | SavePlan) -> threading.Event:
+        """A call that hangs and is given up; its gate."""
+        rank.executor.post(plan)
+        gate = self.gates.next_gate()
+        self.give_up(rank)
+        return gate
+
+    def end(self) -> None:
+        self.store.heal()
+        self.gates.open_all()
+        for rank in self._ranks:
+            rank.close()
+
+
+@pytest.fixture
+def ward(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Ward]:
+    """Looks are frequent, and tiers that fail are asked again at once."""
+    monkeypatch.setattr(executor, "WATCH_S", 0.005)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    ward = Ward(FaultyStore(MemoryStore("", 1 << 24)), Gates())
+    with caplog.at_level(logging.CRITICAL, EXECUTOR_LOG):
+        yield ward
+        ward.end()
+
+
+def threads_of(rank: Rank, lane: LaneName) -> list[threading.Thread]:
+    return [each.thread for each in rank.executor._lanes if each.lane == lane]
+
+
+def level(rank: Rank, name: str) -> float | None:
+    """A gauge, as of now."""
+    return rank.tally.snapshot().get(name)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def check_is_clean(rank: Rank) -> None:
+    """When all calls have returned."""
+    wait_for(lambda: not rank.executor._stuck)
+    assert rank.close()
+    rank.check_is_idle()
+    slots = rank.engine.desk.residency.slots
+    assert slots.num_free == slots.count
+    assert len(rank.engine.stuck) == 0
+    assert "kvpool_failures{kind=engine}" not in rank.tally.snapshot()
+
+
+# A call that hangs
+
+
+def test_the_lane_goes_on_in_another_thread(ward: Ward) -> None:
+    rank = ward.rank()
+    rank.save(1, 3)
+    [first] = threads_of(rank, GET)
+    ward.store.inject(Fault.BLOCKED, "get", times=1)
+    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
+    assert ward.store.entered.wait(LIMIT_S)
+    rank.executor.post(load_plan(3, (5, 6), CHUNK, 2 * CHUNK))
+    assert rank.executor.story("r3")  # it waits in the lane, behind what hangs
+    assert rank.executor.drain() == []
+    assert ward.give_up(rank) == GET
+    reports = rank.reports(2)
+    assert sorted(reports) == [
+        LoadDone(JobId(2), "r2", 0, TIMED_OUT),
+        LoadDone(JobId(3), "r3", 2, DONE),
+    ]
+    assert first.is_alive()
+    assert threads_of(rank, GET) != [first]
+    assert level(rank, "kvpool_failures{kind=store_stuck}") == 1
+    quarantined = "kvpool_slots{state=quarantined}"
+    wait_for(lambda: level(rank, quarantined) == CELLS_PER_CHUNK)
+    scattered = len(rank.copier.scattered)
+    ward.store.release()
+    assert ended([first])  # by itself
+    wait_for(lambda: level(rank, quarantined) == 0)
+    check_is_clean(rank)
+    assert rank.executor.drain() == []
+    assert len(rank.copier.scattered) == scattered
+
+
+def test_a_save_is_reported_and_its_cells_can_still_be_read(ward: Ward) -> None:
+    rank = ward.rank()
+    ward.store.inject(Fault.BLOCKED, "put", times=1)
+    rank.executor.post(save_plan(1, 1))
+    assert ward.store.entered.wait(LIMIT_S)
+    assert ward.give_up(rank) == PUT
+    done = SaveDone(JobId(1), "r1", ((TIMED_OUT, CELLS_PER_CHUNK),))
+    assert rank.reports(2) == [SaveGathered(JobId(1), "r1"), done]
+    assert level(rank, "kvpool_failures{kind=save_timed_out}") == CELLS_PER_CHUNK
+    wait_for(lambda: level(rank, "kvpool_slots{state=quarantined}") == CELLS_PER_CHUNK)
+    assert level(rank, "kvpool_slots{state=held}") == 0
+    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)]
+    assert ward.store.calls["get"] == 0
+    ward.store.release()
+    check_is_clean(rank)
+    assert level(rank, "kvpool_slots{state=quarantined}") == 0
+
+
+@pytest.mark.parametrize(("method", "least_s"), [("get", 0.2), ("put", 0.4)])
+def test_a_call_has_so_much_time_and_a_put_is_two_calls(
+    ward: Ward, method: str, least_s: float
+) -> None:
+    rank = ward.rank()
+    ward.store.inject(Fault.BLOCKED, method)
+    rank.executor._call_timeout_s = 0.2
+    is_put = method == "put"
+    began = time.monotonic()
+    rank.executor.post(save_plan(1, 1) if is_put else load_plan(1, (3, 4), 0, CHUNK))
+    ward.given_up.get(timeout=LIMIT_S)
+    assert time.monotonic() - began >= least_s
+
+
+def test_lanes_of_host_memory_are_waited_for(ward: Ward) -> None:
+    """Nothing of theirs hangs in a store; what they do takes its time."""
+    rank = ward.rank()
+    rank.perform.hold("gather")
+    rank.executor.post(save_plan(1, 1))
+    assert rank.perform.entered.wait(LIMIT_S)
+    [gather] = threads_of(rank, LaneName(OpKind.GATHER, -1))
+    looks = rank.executor._next_watch
+    rank.executor._call_timeout_s = -1.0
+    wait_for(lambda: rank.executor._next_watch > looks + 5 * executor.WATCH_S)
+    rank.executor._call_timeout_s = NEVER_S
+    rank.perform.release()
+    assert SaveDone(JobId(1), "r1", ((DONE, CELLS_PER_CHUNK),)) in rank.reports(2)
+    assert threads_of(rank, LaneName(OpKind.GATHER, -1)) == [gather]
+    assert "kvpool_failures{kind=store_stuck}" not in rank.tally.snapshot()
+
+
+def test_a_tier_that_is_away_is_not_asked_until_it_is_there(ward: Ward) -> None:
+    rank = ward.rank()
+    rank.save(1, 1)
+    rank.executor.post(TierHealth(0, False))
+    rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 0, UNREACHABLE)]
+    rank.executor.post(TierHealth(0, True))
+    rank.executor.post(load_plan(3, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 1, DONE)]
+    assert ward.store.calls["get"] == 1
+
+
+# Many that hang
+
+
+def test_a_lane_in_which_too_many_hang_refuses_at_once_until_one_returns(ward: Ward) -> None:
+    rank = ward.rank(gated=True)
+    ward.gates.hangs.add(GET)
+    gates = [ward.hang(rank, one_cell_plan(LoadPlan, job)) for job in range(MAX_STUCK + 1)]
+    reports = rank.reports(MAX_STUCK + 1)
+    assert reports == [LoadDone(JobId(i), f"r{i}", 0, TIMED_OUT) for i in range(MAX_STUCK + 1)]
+    assert threads_of(rank, GET) == []
+    before = ward.gates.calls
+    rank.executor.post(one_cell_plan(LoadPlan, 10))
+    assert rank.reports(1) == [LoadDone(JobId(10), "r10", 0, FAILED)]
+    assert ward.gates.calls == before
+    ward.gates.hangs.clear()
+    gates[1].set()
+    wait_for(lambda: len(threads_of(rank, GET)) == 1)
+    rank.executor.post(one_cell_plan(LoadPlan, 11))
+    assert rank.reports(1) == [LoadDone(JobId(11), "r11", 1, DONE)]
+    ward.gates.open_all()
+    check_is_clean(rank)
+
+
+def test_what_waits_for_a_lane_that_refuses_fails(ward: Ward) -> None:
+    rank = ward.rank(gated=True)
+    ward.gates.hangs.add(GET)
+    for job in range(MAX_STUCK):
+        ward.hang(rank, one_cell_plan(LoadPlan, job))
+    rank.executor.post(one_cell_plan(LoadPlan, MAX_STUCK))
+    ward.gates.next_gate()
+    rank.executor.post(one_cell_plan(LoadPlan, 10))
+    assert rank.executor.story("r10")  # it waits in the lane
+    ward.give_up(rank)
+    reports = rank.reports(MAX_STUCK + 2)
+    assert LoadDone(JobId(10), "r10", 0, FAILED) in reports
+    ward.gates.open_all()
+    check_is_clean(rank)
+
+
+@pytest.mark.parametrize("get_lanes", [1, 2, 3])
+def test_a_lane_has_all_its_threads_again_when_its_calls_have_returned(
+    ward: Ward, get_lanes: int
+) -> None:
+    rank = ward.rank(gated=True, get_lanes=get_lanes)
+    assert len(threads_of(rank, GET)) == get_lanes
+    ward.gates.hangs.add(GET)
+    for turn in range(2):
+        for count in range(MAX_STUCK + get_lanes):
+            ward.hang(rank, one_cell_plan(LoadPlan, 10 * turn + count))
+        assert len(rank.reports(MAX_STUCK + get_lanes)) == MAX_STUCK + get_lanes
+        assert threads_of(rank, GET) == []
+        ward.gates.open_all()
+        ward.gates.hangs.add(GET)
+        wait_for(lambda: len(threads_of(rank, GET)) == get_lanes)
+    ward.gates.open_all()
+    check_is_clean(rank)
+
+
+# The end
+
+
+def test_closing_does_not_wait_for_a_call_that_hangs_and_says_so(ward: Ward) -> None:
+    rank = ward.rank(gated=True)
+    ward.gates.hangs.add(GET)
+    gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
+    [left] = [lane.thread for lane in rank.executor._stuck.values()]
+    began = time.monotonic()
+    assert not rank.close(0.1)
+    assert time.monotonic() - began < 0.1 + 2 * LANE_JOIN_S + SLACK_S
+    gate.set()
+    assert ended([left])
+
+
+def test_closing_after_a_call_has_returned_is_as_if_it_had_never_hung(ward: Ward) -> None:
+    rank = ward.rank(gated=True)
+    ward.gates.hangs.add(GET)
+    gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
+    [left] = [lane.thread for lane in rank.executor._stuck.values()]
+    gate.set()
+    assert ended([left])
+    check_is_clean(rank)
+    assert not any(thread.name.startswith("kvpool-get") for thread in threading.enumerate())
+
+
+# Threads that die
+
+
+@pytest.mark.parametrize("how", ["dies", "is thrown", "silently"])
+def test_a_thread_that_dies_after_it_was_left_answers_by_that(ward: Ward, how: str) -> None:
+    rank = ward.rank(gated=True)
+    ward.gates.hangs.add(GET)
+    gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
+    [left] = rank.executor._stuck.values()
+    assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, TIMED_OUT)]
+    if how == "is thrown":
+        throw_into(left.thread)
+    else:
+        ward.gates.dies = True
+    if how == "silently":
+        left._outbox = SimpleQueue()  # its last word reaches nobody
+    ward.gates.hangs.clear()
+    gate.set()
+    assert ended([left.thread])
+    wait_for(lambda: not rank.executor._stuck)
+    rank.executor.post(one_cell_plan(LoadPlan, 2))
+    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)]
+    check_is_clean(rank)
+    assert "kvpool_failures{kind=lane}" not in rank.tally.snapshot()
+
+
+# A call that returns at the very moment
+
+
+def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
+    ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its thread would go on with other works, and nobody would know of it."""
+    rank = ward.rank(gated=True)
+    [lane] = [each for each in rank.executor._lanes if each.lane == GET]
+    ward.gates.hangs.add(GET)
+    rank.executor.post(one_cell_plan(LoadPlan, 1))
+    gate = ward.gates.next_gate()
+    busy_since = lane.busy_since
+    looked = threading.Event()
+
+    def returns_now() -> tuple[Work, float] | None:
+        busy = busy_since()
+        if busy is not None and not looked.is_set():
+            gate.set()
+            wait_for(lambda: lane.doing is None)
+            looked.set()
+            rank.executor._call_timeout_s = -1.0
+        return busy
+
+    monkeypatch.setattr(lane, "busy_since", returns_now)
+    assert looked.wait(LIMIT_S)
+    rank.executor._call_timeout_s = NEVER_S
+    assert rank.reports(1) == [LoadDone(JobId(1), "r1", 1, DONE)]
+    rank.executor.post(one_cell_plan(LoadPlan, 2))  # hangs
+    gate = ward.gates.next_gate()
+    assert lane in rank.executor._lanes
+    assert not rank.close(0.0)  # it is known that somebody hangs
+    gate.set()
+    assert ended([lane.thread])

@@ -1,0 +1,134 @@
+"""A thread of a lane that is looked at while it works, and left with what it is doing."""
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from queue import SimpleQueue
+
+import pytest
+
+from tests.transfer.test_executor import EXECUTOR_LOG, LIMIT_S, Rank, all_done, one_cell_plan
+from tests.transfer.test_executor_stuck import (
+    GET,
+    NEVER_S,
+    SINGLE,
+    check_is_clean,
+    ended,
+    threads_of,
+    wait_for,
+)
+from vllm_kvpool.store import breaker
+from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.testing.faults import FaultyStore
+from vllm_kvpool.transfer import executor, lane_thread
+from vllm_kvpool.transfer.lane_thread import LaneThread
+from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, Work, WorkDone, WorkId
+
+
+class Deed:
+    """What a thread of a lane does: waits until it may end."""
+
+    def __init__(self) -> None:
+        self.entered: SimpleQueue[WorkId] = SimpleQueue()
+        self.may_end: SimpleQueue[None] = SimpleQueue()
+
+    def __call__(self, work: Work) -> tuple[CellOutcome, ...]:
+        self.entered.put(work.work_id)
+        self.may_end.get(timeout=LIMIT_S)
+        return ()
+
+
+def work_of(number: int) -> Work:
+    return Work(WorkId(number), GET, (), 0.0, (), 1)
+
+
+def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_left() -> None:
+    deed = Deed()
+    inbox: SimpleQueue[Work | None] = SimpleQueue()
+    outbox: SimpleQueue[object] = SimpleQueue()
+    lane = LaneThread(GET, "kvpool-test", deed, inbox, outbox)
+    assert lane.busy_since() is None
+    for number in range(3):
+        before = time.monotonic()
+        inbox.put(work_of(number))
+        assert deed.entered.get(timeout=LIMIT_S) == number
+        busy = lane.busy_since()
+        assert busy is not None
+        assert busy[0].work_id == number
+        assert before <= busy[1] <= time.monotonic()
+        if number == 1:
+            assert not lane.leave(work_of(0))  # it is past that
+        if number == 2:
+            assert lane.leave(busy[0])
+            inbox.put(work_of(3))
+        deed.may_end.put(None)
+        assert outbox.get(timeout=LIMIT_S) == WorkDone(WorkId(number), ())
+    assert ended([lane.thread])
+    assert lane.ended
+    assert lane.busy_since() is None
+    assert inbox.get_nowait() == work_of(3)
+
+
+def test_a_work_that_has_only_just_been_taken_has_not_lasted_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor as long as the one before it."""
+    looks: list[tuple[Work, float] | None] = []
+
+    class Clock:
+        def monotonic(self) -> float:
+            looks.append(lane.busy_since())
+            return 7.0
+
+    monkeypatch.setattr(lane_thread, "time", Clock())
+    inbox: SimpleQueue[Work | None] = SimpleQueue()
+    outbox: SimpleQueue[object] = SimpleQueue()
+    lane = LaneThread(GET, "kvpool-test", lambda work: (), inbox, outbox)
+    for number in range(3):
+        inbox.put(work_of(number))
+        assert outbox.get(timeout=LIMIT_S) == WorkDone(WorkId(number), ())
+    inbox.put(None)
+    assert ended([lane.thread])
+    assert looks == [None] * 3
+
+
+def test_looks_at_works_that_end_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load is reported once, however many calls are given up; no thread is lost."""
+    num_loads = 1500
+    monkeypatch.setattr(executor, "WATCH_S", 0.0)
+    monkeypatch.setattr(executor, "MAX_STUCK", 50)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.0)
+    chance = random.Random(0)
+
+    def perform(work: Work) -> tuple[CellOutcome, ...]:
+        if work.lane == GET:
+            time.sleep(chance.choice((0.0, 0.0005, 0.001, 0.0015)))
+        return all_done(work)
+
+    logging.getLogger(EXECUTOR_LOG).setLevel(logging.CRITICAL)
+    rank = Rank(
+        FaultyStore(MemoryStore("", 1 << 20)),
+        num_slots=64,
+        perform=perform,
+        one_cell=True,
+        lanes=SINGLE | {GET: 2},
+        call_timeout_s=0.001,
+    )
+    try:
+        for job in range(num_loads):
+            rank.executor.post(one_cell_plan(LoadPlan, job))
+        reports = rank.reports(num_loads)
+        rank.executor._call_timeout_s = NEVER_S
+        wait_for(lambda: not rank.executor._stuck)
+        assert len(threads_of(rank, GET)) == 2
+        check_is_clean(rank)
+    finally:
+        logging.getLogger(EXECUTOR_LOG).setLevel(logging.NOTSET)
+    reports += rank.executor.drain()
+    assert Counter(report.job_id for report in reports) == dict.fromkeys(range(num_loads), 1)
+    given_up = rank.tally.snapshot()["kvpool_failures{kind=store_stuck}"]
+    assert 0 < given_up < num_loads
+    assert not any(thread.name.startswith("kvpool-get") for thread in threading.enumerate())

@@ -1,0 +1,117 @@
+"""Tiers that somebody else watches: gone away, nobody tries them; there again, at once."""
+
+from tests.transfer.engine_bench import (
+    CANCELLED,
+    DISK,
+    DONE,
+    FAILED,
+    FAR,
+    MEMORY,
+    Bench,
+    two_works,
+    words,
+)
+from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
+
+
+def test_what_waits_for_a_tier_that_has_gone_away_goes_elsewhere() -> None:
+    bench = two_works(MEMORY, DISK, slots=8)
+    bench.load(1, "a b c d")
+    assert words(bench.health(0, up=False)) == ["get-1 c", "get-1 d"]
+    assert words(bench.load(2, "e")) == []
+    assert bench.running[2].lane.tier == 1
+    for job in range(3, 8):  # past every pause of its own
+        bench.after(LONGEST_PAUSE_S)
+        told = bench.load(job, "f") + bench.run()
+        assert not any("get-0" in line for line in told)
+    assert words(bench.health(0, up=True)) == []
+    assert words(bench.load(9, "g")) == ["get-0 g"]
+    bench.run()
+    assert bench.is_clean
+
+
+def test_saves_skip_a_tier_that_has_gone_away() -> None:
+    bench = two_works(MEMORY, DISK, slots=8)
+    bench.save(1, "a b c d")
+    bench.run_but("put-0", "put-1")
+    assert sum(work.lane.tier == 0 for work in bench.running.values()) == 2
+    bench.health(0, up=False)
+    told = bench.run()
+    assert not any("put-0" in line for line in told)
+    assert "saved 1: 4 done" in told
+    bench.save(2, "e")
+    assert not any("put-0" in line for line in bench.run())
+    bench.health(0, up=True)
+    bench.save(3, "f")
+    assert "put-0 f" in bench.run()
+    assert bench.is_clean
+
+
+def test_a_tier_that_went_away_between_seal_and_put_gets_none() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    bench.ends(0)
+    bench.health(0, up=False)
+    assert bench.ends(1) == ["saved 1: 1 unreachable"]
+    assert bench.is_clean
+
+
+def test_tries_that_are_to_come_are_given_up_when_the_tier_goes_away() -> None:
+    bench = Bench(FAR)
+    bench.load(1, "a")
+    assert bench.ends(0, FAILED) == []
+    assert bench.health(0, up=False) == ["loaded 1 to 0 failed"]
+    assert bench.after(LONGEST_PAUSE_S) == []
+    assert bench.is_clean
+
+
+def test_a_removal_that_waits_is_given_up_when_the_tier_goes_away() -> None:
+    bench = two_works(DISK, FAR, slots=8, write_back=True)
+    bench.hand_down(-1, 0, "a b c")
+    bench.run_but("remove-0")
+    assert len(bench.running) == 2
+    bench.health(0, up=False)
+    assert bench.run()[-1] == "handed down -1: 2"
+    assert bench.is_clean
+
+
+def test_what_was_under_way_does_not_bring_a_tier_back() -> None:
+    bench = two_works(DISK)
+    bench.load(1, "a b")
+    bench.health(0, up=False)
+    bench.ends(0, DONE)
+    bench.run()
+    assert bench.load(2, "c") == ["loaded 2 to 0 unreachable"]
+
+
+def test_a_tier_that_is_there_again_is_asked_though_its_pause_is_not_over() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a")
+    bench.stuck(0)
+    assert bench.load(2, "a") == ["loaded 2 to 0 unreachable"]
+    bench.health(0, up=True)
+    assert bench.load(3, "a") == ["1 get-0 a"]
+    assert bench.ends(1, FAILED) == ["loaded 3 to 0 failed"]
+    assert bench.load(4, "a") == ["loaded 4 to 0 unreachable"]  # one failure is enough
+    bench.late(0)
+    assert bench.is_clean
+
+
+def test_news_of_a_tier_may_come_twice() -> None:
+    bench = Bench(DISK)
+    for up in (True, True, False, False, True, True):
+        assert bench.health(0, up=up) == []
+    assert bench.load(1, "a") == ["0 get-0 a"]
+
+
+def test_a_call_that_is_stuck_does_not_end_the_hold_on_its_tier() -> None:
+    bench = two_works(DISK)
+    bench.load(1, "a b")
+    bench.health(0, up=False)
+    bench.stuck(0)
+    bench.stuck(1)
+    bench.after(LONGEST_PAUSE_S)
+    assert bench.load(2, "a") == ["loaded 2 to 0 unreachable"]
+    bench.late(0)
+    bench.late(1, CANCELLED)
+    assert bench.is_clean
