@@ -38,6 +38,7 @@ DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells go through registered memory, not
 MAX_PORT = 65535
 MAX_LANES = 16  # of a tier, for gets and for puts
 
+MAX_URL_SHOWN = 500
 MAX_PREFIX_CHARS = 512  # a name may have 1024 bytes in all
 
 S3_CREDENTIALS = (  # what the client reads; each needs all of its variables
@@ -96,6 +97,11 @@ class StoreSpec:
     put_lanes: int = 0
 
 
+def is_whole(text: str, least: int, most: int) -> bool:
+    """Whether it is a decimal number in that range."""
+    return text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most
+
+
 class Query:
     """The options of one url, each taken at most once, by name."""
 
@@ -135,7 +141,7 @@ class Query:
         given = self.text(name, "0").strip()
         if given == "0" and name not in self._values:
             return 0
-        if not given.isdecimal() or not 1 <= int(given) <= most:
+        if not is_whole(given, 1, most):
             raise ConfigError(f"{self.url}: {name}={given} must be a whole number from 1 to {most}")
         return int(given)
 
@@ -193,10 +199,11 @@ def parse_store_url(
 
 
 def _shown(url: str) -> str:
-    """The url for messages: where it may hold a secret, without its options and its user."""
-    if url.lower().startswith(("memory:", "file:", "mooncake:")):
-        return url
-    return re.sub("//.*@", "//***@", url.partition("?")[0])
+    """The url for messages: without a user, and without options that may hold a secret."""
+    if not url.lower().startswith(("memory:", "file:", "mooncake:")):
+        url = url.partition("?")[0]
+    shown = re.sub("//[^/?#]*@", "//***@", url)
+    return shown if len(shown) <= MAX_URL_SHOWN else f"{shown[:MAX_URL_SHOWN]}..."
 
 
 def names_no_master(url: str) -> bool:
@@ -366,7 +373,7 @@ def _host_and_port(url: str, address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not host or not colon or host.startswith("[") != host.endswith("]"):
         raise ConfigError(f"{url}: the master needs a host and a port, not {address!r}: host:50051")
-    if not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+    if not is_whole(port, 1, MAX_PORT):
         raise ConfigError(f"{url}: {port!r} is not a port (1 to {MAX_PORT})")
     return host.strip("[]"), int(port)
 

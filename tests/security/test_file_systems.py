@@ -1,0 +1,224 @@
+"""A file store on file systems that fill up, turn read-only and go away: real ones, mounted here.
+
+Without the right to mount these are skipped; tests/store/test_files.py has the same with system
+calls that are changed.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
+from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
+from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.files_lock import locked, read_usage
+from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.testing.contract import get_one, key_of, put_one
+from vllm_kvpool.testing.memory import make_buffer, random_bytes
+
+STORED, FULL, FAILED = PutOutcome.STORED, PutOutcome.FULL, PutOutcome.FAILED
+COMMAND_LIMIT_S = 10
+
+
+def run(*command: str | Path) -> None:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=COMMAND_LIMIT_S
+    )
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+
+
+class Mount:
+    """A tmpfs at `path`, and what is laid over it; all of it goes at the end of the test."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_mounts = 0
+
+    def tmpfs(self, options: str) -> None:
+        self._mount("-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", self.path)
+
+    def lay_read_only_over(self) -> None:
+        """As after an error of the disk: what is open stays open, and no path can be written."""
+        self._mount("--bind", self.path, self.path)
+        run("mount", "-o", "remount,bind,ro", self.path)
+
+    def take_off(self) -> None:
+        """Whatever is still open below it."""
+        run("umount", "--lazy", self.path)
+        self.num_mounts -= 1
+
+    def _mount(self, *arguments: str | Path) -> None:
+        run("mount", *arguments)
+        self.num_mounts += 1
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    path = tmp_path / "mounted"
+    path.mkdir(mode=0o700)
+    mount = Mount(path)
+    try:
+        mount.tmpfs("size=64k")
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    mount.take_off()
+    yield mount
+    while mount.num_mounts:
+        mount.take_off()
+
+
+@pytest.fixture
+def buffer() -> Buffer:
+    buffer = make_buffer(CELL)
+    buffer.view[:] = random_bytes(CELL, 1)
+    return buffer
+
+
+def keys_of(start: int, stop: int) -> list[str]:
+    return [key_of(NAMESPACE, number) for number in range(start, stop)]
+
+
+def used_bytes(root: Path) -> int:
+    with locked(str(root / FORMAT_DIR / "usage"), 1) as fd:
+        usage = read_usage(fd)
+    assert usage is not None
+    return usage.used_bytes
+
+
+def assert_whole_or_missing(store: FileStore, keys: list[str], expected: Buffer) -> None:
+    buffer = make_buffer(CELL)
+    for key in keys:
+        if get_one(store, key, buffer) is GetOutcome.OK:
+            assert buffer.view == expected.view
+
+
+@pytest.mark.parametrize("io", ["auto", "threads"])
+def test_a_disk_that_is_full_in_mid_batch_and_has_room_again(
+    mount: Mount, buffer: Buffer, io: str
+) -> None:
+    mount.tmpfs("size=1m")
+    other = mount.path / "of somebody else"
+    other.write_bytes(bytes(MIB // 2))
+    store = FileStore(str(mount.path / "pool"), 64 * MIB, io)
+    first = store.put(keys_of(0, 20), [buffer] * 20, ["g"] * 20)
+    assert {STORED, FULL} == set(first)
+    assert FULL in store.put(keys_of(0, 20), [buffer] * 20, ["g"] * 20)
+    assert used_bytes(mount.path / "pool") <= first.count(STORED) * FILE
+    assert_whole_or_missing(store, keys_of(0, 20), buffer)
+    other.unlink()
+    again = store.put(keys_of(20, 24), [buffer] * 4, ["g"] * 4)
+    assert again == [STORED] * 4
+    assert store.exists(keys_of(20, 24)) == [True] * 4
+    store.close()
+
+
+def test_a_disk_without_inodes_and_with_some_again(mount: Mount, buffer: Buffer) -> None:
+    mount.tmpfs("size=8m,nr_inodes=60")
+    store = FileStore(str(mount.path / "pool"), 64 * MIB)
+    first = store.put(keys_of(0, 40), [buffer] * 40, ["g"] * 40)
+    assert {STORED, FULL} == set(first)
+    assert_whole_or_missing(store, keys_of(0, 40), buffer)
+    assert store.remove(keys_of(0, 40)) == first.count(STORED)
+    run("mount", "-o", "remount,nr_inodes=200", mount.path)
+    assert store.put(keys_of(20, 24), [buffer] * 4, ["g"] * 4) == [STORED] * 4
+    store.close()
+
+
+def test_a_disk_too_full_to_open_a_store_says_so(mount: Mount) -> None:
+    mount.tmpfs("size=64k")
+    (mount.path / "full").write_bytes(bytes(64 << 10))
+    with pytest.raises(ConfigError, match="No space left on device"):
+        FileStore(str(mount.path / "pool"), MIB)
+
+
+def test_a_disk_that_turns_read_only_still_gives(
+    mount: Mount, buffer: Buffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount.tmpfs("size=8m")
+    root = mount.path / "pool"
+    store = FileStore(str(root), 4 * MIB)
+    assert put_one(store, key_of(NAMESPACE, 0), buffer) is STORED
+    mount.lay_read_only_over()
+    caplog.clear()
+    for _ in range(3):
+        assert store.put(keys_of(1, 4), [buffer] * 3, ["g"] * 3) == [FAILED] * 3
+        assert store.exists(keys_of(0, 4)) == [True, False, False, False]
+        target = make_buffer(CELL)
+        assert get_one(store, key_of(NAMESPACE, 0), target) is GetOutcome.OK
+        assert target.view == buffer.view
+    assert len(caplog.records) == 1, caplog.text
+    assert "Read-only file system" in caplog.text
+    with pytest.raises(StoreError, match="Read-only file system"):
+        store.remove(keys_of(0, 1))
+    with pytest.raises(StoreError, match="Read-only file system"):
+        store.remove_namespace(NAMESPACE)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        FileStore(str(root), MIB)
+    mount.take_off()
+    assert store.put(keys_of(1, 4), [buffer] * 3, ["g"] * 3) == [STORED] * 3
+    store.close()
+
+
+def test_a_disk_that_is_unmounted_and_mounted_again(mount: Mount, buffer: Buffer) -> None:
+    """Without it the root itself is gone, as a store's own directory lies below the mount."""
+    mount.tmpfs("size=8m")
+    root = mount.path / "pool"
+    store = FileStore(str(root), 4 * MIB)
+    put_one(store, key_of(NAMESPACE, 0), buffer)
+    mount.take_off()
+    for call in (
+        lambda: store.exists(keys_of(0, 2)),
+        lambda: store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2),
+        lambda: store.get(keys_of(0, 2), [buffer] * 2),
+        lambda: store.remove(keys_of(0, 2)),
+    ):
+        with pytest.raises(StoreError, match="is gone"):
+            call()
+    mount.tmpfs("size=8m")  # another disk, empty
+    root.mkdir(mode=0o700)
+    assert store.exists(keys_of(0, 2)) == [False, False]
+    assert store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2) == [STORED] * 2
+    assert get_one(store, key_of(NAMESPACE, 1), make_buffer(CELL)) is GetOutcome.OK
+    assert store.remove_namespace(NAMESPACE) == 2
+    store.close()
+
+
+def test_a_mount_point_that_is_the_root_itself(mount: Mount, buffer: Buffer) -> None:
+    """Unmounted it is an empty directory, which is used, and left when the disk is back."""
+    mount.tmpfs("size=8m")
+    store = FileStore(str(mount.path), 4 * MIB)
+    put_one(store, key_of(NAMESPACE, 0), buffer)
+    mount.take_off()
+    assert store.exists(keys_of(0, 1)) == [False]
+    assert store.put(keys_of(0, 80), [buffer] * 80, ["g"] * 80) == [STORED] * 80
+    assert used_bytes(mount.path) <= 4 * MIB
+    mount.tmpfs("size=8m")
+    assert store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2) == [STORED] * 2
+    assert used_bytes(mount.path) == 2 * FILE
+    store.close()
+
+
+def test_a_directory_that_is_deleted_and_made_again(tmp_path: Path, buffer: Buffer) -> None:
+    """By itself, without opening it anew; needs no mount."""
+    root = tmp_path / "pool"
+    store = FileStore(str(root), MIB)
+    for _ in range(2):
+        assert store.put(keys_of(0, 30), [buffer] * 30, ["g"] * 30).count(STORED) == 30
+        run("rm", "-rf", root)
+        with pytest.raises(StoreError, match="is gone"):
+            store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2)
+        with pytest.raises(StoreError, match="is gone"):
+            store.exists(keys_of(0, 2))
+        store.surplus_done()
+        root.mkdir(mode=0o700)
+        assert store.exists(keys_of(0, 2)) == [False, False]
+    assert store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2) == [STORED] * 2
+    assert used_bytes(root) == 2 * FILE
+    assert path_of(root, key_of(NAMESPACE, 0)).stat().st_mode & 0o777 == 0o600
+    store.close()
+    assert os.listdir(root / FORMAT_DIR / "writers") == []

@@ -1,0 +1,211 @@
+"""Models and requests that look alike and are not: none may read what another has stored.
+
+What vLLM's real configurations make of a namespace is tests/adapt/test_engine.py's; here are
+directories of weights that differ where it is easy to overlook.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from vllm_kvpool import cells, hashing
+from vllm_kvpool.config import read_config
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.testing.models import LlamaShape, make_llama, make_lora
+from vllm_kvpool.weights import digest_adapter
+
+Identity = Callable[[Path], str]
+SHAPE = LlamaShape(layers=2, vocab=64)
+
+
+@pytest.fixture(scope="module")
+def identity_of() -> Identity:
+    """What a namespace says of the weights of a directory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's and torch's own, while they are imported
+        from vllm_kvpool.adapt.namespace import weights_identity
+
+    def identify(directory: Path) -> str:
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(model=str(directory), revision=None, seed=0),
+            load_config=SimpleNamespace(load_format="auto"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        return weights_identity(config)
+
+    return identify
+
+
+def with_scales(directory: Path, to: Path, **scales: float) -> Path:
+    """A copy of a model with static FP8 scales of layer 0."""
+    shutil.copytree(directory, to)
+    path = to / "model.safetensors"
+    weights = load_file(path)
+    for name, value in scales.items():
+        weights[f"model.layers.0.self_attn.{name}"] = np.array([value], np.float32)
+    save_file(weights, path, metadata={"format": "pt"})
+    return to
+
+
+def test_static_scales_that_differ_keep_models_apart(tmp_path: Path, identity_of: Identity) -> None:
+    model = make_llama(tmp_path, SHAPE)
+    copies = {
+        "same": {"k_scale": 0.5, "v_scale": 0.5},
+        "also": {"k_scale": 0.5, "v_scale": 0.5},
+        "k": {"k_scale": 0.25, "v_scale": 0.5},
+        "v": {"k_scale": 0.5, "v_scale": 0.25},
+        "last bit": {"k_scale": float(np.nextafter(np.float32(0.5), np.float32(1)))},
+        "swapped": {"k_scale": 0.25, "v_scale": 0.25},
+    }
+    copies["last bit"]["v_scale"] = 0.5
+    seen = {
+        name: identity_of(with_scales(model, tmp_path / name / model.name, **scales))
+        for name, scales in copies.items()
+    }
+    assert seen["same"] == seen["also"]
+    assert len(set(seen.values())) == len(seen) - 1
+    assert identity_of(model) not in seen.values()
+
+
+def test_a_namesake_with_other_weights_is_another_model(
+    tmp_path: Path, identity_of: Identity
+) -> None:
+    one = make_llama(tmp_path, SHAPE)
+    namesake = tmp_path / "other" / one.name
+    shutil.copytree(make_llama(tmp_path, LlamaShape(layers=2, vocab=64, seed=1)), namesake)
+    copy = tmp_path / "copy" / one.name
+    shutil.copytree(one, copy)
+    assert identity_of(one) == identity_of(copy) != identity_of(namesake)
+
+
+def test_two_adapters_of_one_name_and_shape_are_two(tmp_path: Path) -> None:
+    one, other = (make_lora(tmp_path / str(seed), SHAPE, seed=seed) for seed in (1, 2))
+    digests = {digest_adapter(one), digest_adapter(other)}
+    shutil.copytree(one, tmp_path / "changed")
+    path = tmp_path / "changed" / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 1  # one bit, anywhere: adapters are read whole
+    path.write_bytes(data)
+    digests.add(digest_adapter(tmp_path / "changed"))
+    assert len(digests) == 3
+    assert len({chain(adapter=digest) for digest in digests}) == 3
+
+
+def chain(chunk_tokens: int = 16, **identity: Any) -> tuple[bytes, ...]:
+    made = ChunkChain(chunk_tokens, RequestIdentity(**identity))
+    made.extend(range(64))
+    return tuple(made.hashes)
+
+
+def test_another_chunk_size_shares_no_hash() -> None:
+    """Not even where the chunks of one are a whole number of the other's."""
+    sizes = [16, 32, 64]
+    links = [set(chain(size)) for size in sizes]
+    assert not any(links[i] & links[j] for i in range(3) for j in range(i))
+
+
+def test_another_scheme_shares_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = chain()
+    monkeypatch.setattr(hashing, "SCHEME", b"kvpool-chain-2")
+    assert not set(before) & set(chain())
+
+
+def test_a_cell_of_another_format_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the version being in the namespace, so that it is not even asked for."""
+    cell, digest = bytearray(cells.HEADER_BYTES + 100), bytes(16)
+    monkeypatch.setattr(cells, "FORMAT_VERSION", cells.FORMAT_VERSION + 1)
+    cells.seal(memoryview(cell), digest)
+    monkeypatch.undo()
+    for checksum in (True, False):
+        fault = cells.verify(memoryview(cell), digest, checksum=checksum)
+        assert fault is cells.CellFault.VERSION
+
+
+@pytest.fixture(scope="module")
+def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`namespace_with("model_config.dtype", "bfloat16")`: of an engine but for one value."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm_kvpool.adapt import namespace
+
+    model = make_llama(tmp_path_factory.mktemp("models"), SHAPE)
+
+    def build(path: str = "", value: object = None) -> str:
+        text = SimpleNamespace(model_type="llama", hidden_size=128, rope_theta=1e4)
+        engine: Any = SimpleNamespace(
+            vllm=SimpleNamespace(
+                model_config=SimpleNamespace(
+                    **{"model": str(model), "revision": None, "seed": 0, "max_model_len": 4096},
+                    **{"hf_text_config": text, "hf_overrides": {}, "dtype": "float16"},
+                    **{"quantization": None, "served_model_name": "m"},
+                ),
+                load_config=SimpleNamespace(load_format="auto"),
+                cache_config=SimpleNamespace(cache_dtype="auto"),
+            ),
+            spec=SimpleNamespace(
+                **{"state_content_size_bytes": 128, "head_size": 32, "head_size_v": 32},
+                **{"dtype": "float16", "kv_quant_mode": SimpleNamespace(name="NONE")},
+            ),
+            topology=Topology(4, 1, ((0, 2),), 1, True),
+            config=read_config({}, env={}),
+        )
+        *way, last = path.split(".") if path else [""]
+        place = engine
+        for name in way:
+            place = getattr(place, name)
+        if way and way[0] == "config":
+            engine.config = read_config({last: value}, env={})
+        elif way:
+            setattr(place, last, value)
+        return namespace.engine_namespace(engine.vllm, engine.config, engine.spec, engine.topology)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("config.chunk_tokens", 128),
+        ("config.namespace", "tenant"),
+        ("config.namespace", "caf\u00e9"),
+        ("config.namespace", "cafe\u0301"),
+        ("config.weights_id", "w"),
+        ("vllm.model_config.dtype", "bfloat16"),
+        ("vllm.model_config.quantization", "fp8"),
+        ("vllm.cache_config.cache_dtype", "fp8_e4m3"),
+        ("spec.dtype", "uint8"),
+        ("spec.kv_quant_mode.name", "FP8_PER_TENSOR"),
+        ("vllm.model_config.hf_text_config.rope_theta", 5e5),
+    ],
+)
+def test_one_value_that_differs_is_another_namespace(
+    namespace_with: Callable[..., str], path: str, value: object
+) -> None:
+    assert namespace_with(path, value) != namespace_with() == namespace_with()
+
+
+def test_unicode_forms_of_one_tenants_name_are_two_tenants(
+    namespace_with: Callable[..., str],
+) -> None:
+    """Which is said in SECURITY.md: a namespace is compared as it is written."""
+    names = ("caf\u00e9", "cafe\u0301", "\ud800", "\udfff", "a\0", "a", "@", "a@fmt:0123456789ab")
+    assert len({namespace_with("config.namespace", name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["FORMAT_VERSION", "SCHEME"])
+def test_another_format_is_another_namespace(
+    namespace_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from vllm_kvpool.adapt import namespace
+
+    before = namespace_with()
+    monkeypatch.setattr(namespace, name, {"FORMAT_VERSION": 2, "SCHEME": b"other"}[name])
+    assert namespace_with() != before

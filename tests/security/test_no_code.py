@@ -1,0 +1,185 @@
+"""Nothing that is read can become code, and nothing listens: by the source, and at work."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent / "vllm_kvpool"
+CHILD_LIMIT_S = 60
+IMPORT_LIMIT_S = 1.0  # of the processor's time
+
+# What turns data into code or objects, or runs other programs; no part of the package may.
+MODULES = frozenset(
+    {
+        *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
+        *("yaml", "jsonpickle", "xmlrpc", "code", "codeop", "runpy", "pty", "importlib"),
+        "multiprocessing",
+    }
+)
+CALLS = frozenset(
+    {
+        *("eval", "exec", "compile", "__import__", "torch.load", "torch.jit", "torch.hub"),
+        *("numpy.load", "np.load", "os.system", "os.popen", "os.execv", "os.execve"),
+        *("os.posix_spawn", "os.spawnv"),
+    }
+)
+# Not in what an engine runs; servers of the tests are child processes, with sockets.
+ONLY_IN_TESTING = frozenset({"subprocess", "socketserver", "http", "zmq", "multiprocessing"})
+SERVING = frozenset({"bind", "accept", "create_server", "start_server", "start_unix_server"})
+MAY_IMPORT_SOCKET = "store/mooncake.py"  # it looks whether a master answers
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute or a name; "" of what else there is."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every module imported, and every name imported from one."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=module, names=names):
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in names)
+
+
+def called(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every call, and the keywords that would make one dangerous."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node.lineno, dotted(node.func)
+            yield from ((node.lineno, f"{k.arg}=") for k in node.keywords if k.arg)
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What one file, at `path` below the package, may not name."""
+    tree = ast.parse(source)
+    for_tests = path.startswith("testing/")
+    found = []
+    for line, name in imported(tree):
+        module = name.partition(".")[0]
+        refused = MODULES if for_tests else MODULES | ONLY_IN_TESTING
+        opens = module == "socket" and not for_tests and path != MAY_IMPORT_SOCKET
+        if module in refused or name in CALLS or opens:
+            found.append(f"{path}:{line}: {name}")
+    for line, name in called(tree):
+        serves = not for_tests and name.rpartition(".")[2] in SERVING
+        if name in CALLS or name in ("shell=", "allow_pickle=") or serves:
+            found.append(f"{path}:{line}: {name}")
+    return found
+
+
+def test_no_data_becomes_code_and_no_socket_is_bound() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
+    assert len(files) > 50
+    assert [line for path in sorted(files) for line in violations(path, files[path])] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("store/files.py", "import pickle"),
+        ("testing/fakes.py", "from marshal import loads"),
+        ("config.py", "value = eval(text)"),
+        ("weights.py", "import torch\nw = torch.load(path)"),
+        ("weights.py", "np.frombuffer(x)\nnp.load(path, mmap_mode='r')"),
+        ("testing/models.py", "subprocess.run(command, shell=True)"),
+        ("pool/sides.py", "import subprocess"),
+        ("pool/sides.py", "import os\nos.system('ls')"),
+        ("store/mooncake.py", "import socket\nserver = socket.create_server(('', 0))"),
+        ("pool/probe.py", "import socket"),
+        ("store/mooncake.py", "connection.bind(('', 0))"),
+        ("adapt/engine.py", "import yaml\nyaml.load(text)"),
+    ],
+)
+def test_a_planted_violation_is_caught(path: str, source: str) -> None:
+    assert violations(path, source)
+
+
+WATCHED = """
+import sys
+seen = []
+refused = ("socket.bind", "socket.listen", "socket.connect", "pickle.find_class",
+           "marshal.load", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn",
+           "os.fork", "urllib.Request")
+def hook(event, arguments):
+    if watching and event.startswith(refused):
+        seen.append((event, arguments))
+watching = False
+sys.addaudithook(hook)
+"""
+
+AT_WORK = """
+from vllm_kvpool.config import Role, read_config
+from vllm_kvpool.hashing import RequestIdentity
+from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.store.base import GetOutcome, PutOutcome
+from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.open import open_store, parse_store_url
+from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.weights import sample_weights
+from pathlib import Path
+watching = True
+config = read_config({"store": f"file://{sys.argv[1]}/pool?size=4MiB"}, env={})
+topology = Topology(2, 1, ((0, 4),), 2, True)
+shape = ModelShape(make_namespace("m", "0" * 12), topology, 16, 16, 1, 64)
+side = SchedulerSide(config, Role.BOTH, shape)
+store = open_store(parse_store_url(config.store), segment=True)
+keys = [f"{shape.namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]
+buffers = [make_buffer(100_000) for _ in keys]
+assert PutOutcome.STORED in store.put(keys, buffers, ["g"] * 80)
+assert GetOutcome.OK in store.get(keys, buffers)
+store.remove_namespace(shape.namespace)
+(Path(sys.argv[1]) / "model.safetensors").write_bytes(bytes(1000))
+assert sample_weights(Path(sys.argv[1]))
+store.close()
+side.close()
+watching = False
+assert not seen, seen
+"""
+
+LIGHT = """
+import sys, time
+start = time.process_time()
+import vllm_kvpool.store.open, vllm_kvpool.config, vllm_kvpool.keys, vllm_kvpool.cells
+heavy = {"torch", "numba", "mooncake", "obstore", "vllm", "asyncio", "subprocess"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+print(time.process_time() - start)
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=CHILD_LIMIT_S,
+        cwd=ROOT.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_at_work_the_interpreter_sees_no_socket_and_no_program(tmp_path: Path) -> None:
+    """Python's own audit events, with a file store and both sides' parts that need no pages."""
+    run(WATCHED + AT_WORK, str(tmp_path))
+
+
+def test_the_watch_sees_what_it_is_for() -> None:
+    run(WATCHED + "import socket\nwatching = True\nsocket.create_server(('', 0))\nassert seen")
+
+
+def test_reading_a_configuration_is_light_and_brings_no_client_along() -> None:
+    """A store's client is imported where a url names it, and nowhere else."""
+    assert float(run(LIGHT)) < IMPORT_LIMIT_S

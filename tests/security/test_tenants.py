@@ -1,0 +1,242 @@
+"""Two tenants over one store: whatever one asks for, it never reads what the other has stored.
+
+Tenants are told apart by the engine's `namespace` and by a request's `cache_salt`. The engine's
+part of a namespace is tests/security/test_identity.py's.
+"""
+
+import itertools
+import time
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.cells import CellFault, seal, verify
+from vllm_kvpool.config import RequestOptions, Role, read_config
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.keys import (
+    ContextRank,
+    KeyMaker,
+    LayerSpan,
+    Namespace,
+    ParsedKey,
+    RankPart,
+    key_digest,
+    make_namespace,
+    namespace_of,
+)
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.store.base import GetOutcome, PutOutcome
+from vllm_kvpool.store.files import FileStore, object_name
+from vllm_kvpool.store.files_format import MAX_KEY_BYTES
+from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.store.s3_answers import object_name as s3_object_name
+from vllm_kvpool.testing.fakes import FakeRequest
+from vllm_kvpool.testing.memory import make_buffer
+
+CHUNK, CHUNKS, LIMIT_S = 32, 3, 30.0
+TOKENS = list(range(CHUNK * CHUNKS))
+CELL = 4096
+TOPOLOGY = Topology(2, 1, ((0, 4),), 2, True)
+DIGEST = "0123456789ab"
+NUMBERS = itertools.count()
+NAME = "tenants"
+
+SALTS = (
+    *("", "a", "b", "a\0", "\0a", "ab", "a b", " a", "a@fmt:0123456789ab", "@head:0@layers:0-2@"),
+    *(unicodedata.normalize(form, "café") for form in ("NFC", "NFD")),
+    *("ﬁ", "fi", "\u00c5", "\u212b", "x" * 10_000, "x" * 9_999, "\ud800", "\udfff"),
+    *("../x", "a\nb"),
+)
+NAMES = (
+    *SALTS[1:],
+    *(".", "..", "/", "//", "a/b", "a%2Fb", "%", "%25", "~", "a~b", "a+b", "a b", "tenant@fmt:"),
+    *("con", "a" * 300, "/etc/passwd", "..@fmt:0123456789ab", "\uff41", "\u202ea", "a\r\n", "-"),
+)
+
+
+def hashes(salt: str, tokens: Sequence[int] = TOKENS) -> list[bytes]:
+    chain = ChunkChain(CHUNK, RequestIdentity(cache_salt=salt))
+    chain.extend(tokens)
+    return chain.hashes
+
+
+def keys_of(namespace: Namespace, salt: str) -> list[str]:
+    names = CellNames(namespace, TOPOLOGY, ContextRank())
+    return [key for link in hashes(salt) for key in names.of_chunk(link)]
+
+
+class Tenant:
+    """An engine's scheduler side over a store that others use too."""
+
+    def __init__(self, url: str, namespace: Namespace) -> None:
+        shape = ModelShape(namespace, TOPOLOGY, 16, 64, 1, 64)
+        extra = {"store": url, "chunk_tokens": CHUNK}
+        self.side = SchedulerSide(read_config(extra, env={}), Role.BOTH, shape)
+
+    def hits(self, salt: str) -> int:
+        """Tokens that the pool would give to a request of all of TOKENS and one more."""
+        name = f"r{next(NUMBERS)}"
+        identity = RequestIdentity(cache_salt=salt)
+        request = FakeRequest(name, [*TOKENS, 7], RequestOptions(), identity)
+        scheduler = self.side.scheduler
+        scheduler.add(request)
+        deadline = time.monotonic() + LIMIT_S
+        while (found := scheduler.match(name, 0)[0]) is None:
+            assert time.monotonic() < deadline
+        scheduler.finish(name, ())
+        return found
+
+
+def fill(store: MemoryStore, namespace: Namespace, salt: str) -> None:
+    keys = keys_of(namespace, salt)
+    outcomes = store.put(keys, [make_buffer(CELL)] * len(keys), ["g"] * len(keys))
+    assert set(outcomes) == {PutOutcome.STORED}
+
+
+@pytest.fixture
+def shared() -> Iterator[MemoryStore]:
+    store = MemoryStore(NAME, 1 << 26)
+    store.remove_namespace(make_namespace("m", DIGEST))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{NAME}?size=64MiB"
+
+
+def test_a_tenant_finds_its_own_and_no_other_namespaces_cells(
+    shared: MemoryStore, url: str
+) -> None:
+    mine, theirs = make_namespace("m", "0" * 12), make_namespace("m", "1" * 12)
+    fill(shared, theirs, "")
+    fill(shared, theirs, "salt")
+    tenant, other = Tenant(url, mine), Tenant(url, theirs)
+    assert [tenant.hits(salt) for salt in ("", "salt", "1" * 12, f"{theirs}@")] == [0] * 4
+    assert [other.hits(salt) for salt in ("", "salt")] == [CHUNK * CHUNKS] * 2
+    tenant.side.close()
+    other.side.close()
+
+
+def test_a_salt_finds_its_own_and_no_other_salts_cells(shared: MemoryStore, url: str) -> None:
+    """One engine, one namespace; a request without a salt is a tenant of its own."""
+    namespace = make_namespace("m", DIGEST)
+    tenant = Tenant(url, namespace)
+    stored: list[str] = []
+    for salt in SALTS:
+        assert tenant.hits(salt) == 0, (salt, stored)
+        fill(shared, namespace, salt)
+        stored.append(salt)
+        assert tenant.hits(salt) == CHUNK * CHUNKS, salt
+    tenant.side.close()
+
+
+def test_a_key_that_another_tenant_computes_is_refused_by_the_cell_itself() -> None:
+    """A store that mixes keys up gives a sound cell of another tenant; its header tells."""
+    store = MemoryStore("", 1 << 20)
+    mine, theirs = (keys_of(make_namespace("m", d * 12), "")[0] for d in "01")
+    cell = make_buffer(CELL)
+    seal(cell.view, key_digest(theirs))
+    store.put([mine], [cell], ["g"])  # as if it had swapped two objects
+    assert store.get([mine], [cell]) == [GetOutcome.OK]
+    assert verify(cell.view, key_digest(mine), checksum=True) is CellFault.KEY
+    assert verify(cell.view, key_digest(mine), checksum=False) is CellFault.KEY
+    store.close()
+
+
+def test_removing_ones_namespace_leaves_that_of_others(
+    tmp_path: Path,
+) -> None:
+    store = FileStore(str(tmp_path / "pool"), 1 << 24)
+    namespaces = [make_namespace(name, DIGEST) for name in ("m", "m2", "m@fmt:0123456789ab", "..")]
+    buffer = make_buffer(CELL)
+    keys = [keys_of(namespace, "")[0] for namespace in namespaces]
+    store.put(keys, [buffer] * 4, ["g"] * 4)
+    for hostile in ("..", ".", "", "../..", "m", "*", "/", "m@fmt:0123456789ab/../x", "foreign/.."):
+        assert store.remove_namespace(hostile) == 0
+    assert store.remove_namespace(namespaces[0]) == 1
+    assert store.exists(keys) == [False, True, True, True]
+    store.close()
+
+
+def test_no_two_names_or_salts_meet_in_any_part_of_a_key() -> None:
+    names = set(NAMES)
+    namespaces = {make_namespace(name, DIGEST) for name in names}
+    assert len(namespaces) == len(names)
+    all_keys = [key for n in sorted(namespaces) for s in SALTS[:6] for key in keys_of(n, s)]
+    assert len(set(all_keys)) == len(all_keys)
+    assert len({object_name(key) for key in all_keys}) == len(all_keys)
+    assert len({s3_object_name("root", key) for key in all_keys}) == len(all_keys)
+    assert len({hashes(salt)[0] for salt in SALTS}) == len(set(SALTS))
+
+
+LIKE_A_KEY = (
+    r"[a-z%.]{1,3}@fmt:[0-9a-f]{12}@pcp[0-9]{1,3}of[0-9]@dcp0of1@(head:[0-9]{1,30}|rank:0of1)"
+    r"@layers:[0-9]{1,4}-[0-9]{1,4}(@kind:[a-z%]{1,4})?@([0-9a-f]{2}){1,3}\n?"
+)
+texts = st.text(st.characters(), max_size=40) | st.sampled_from(NAMES)  # surrogates too
+
+
+@settings(deadline=None, max_examples=200)
+@given(texts, texts, st.text("0123456789abcdef", min_size=12, max_size=32))
+def test_any_name_makes_one_path_component_of_bounded_length(
+    one: str, other: str, digest: str
+) -> None:
+    namespace = make_namespace(one, digest)
+    assert (namespace == make_namespace(other, digest)) == (one == other)
+    key = KeyMaker(namespace, ContextRank(7, 8, 15, 16)).key(
+        RankPart(1023, 1024), LayerSpan(998, 999, "x" * 40), bytes(20)
+    )
+    assert ParsedKey.parse(key).namespace == namespace_of(key) == namespace
+    assert len(key.encode("ascii")) <= MAX_KEY_BYTES
+    for name in (object_name(key), s3_object_name("r", key).removeprefix("r/")):
+        parts = name.split("/")
+        assert all(0 < len(part) <= 255 and part not in (".", "..") for part in parts)
+        assert not {"\0", "\n"} & set(name)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(st.characters(), max_size=300), st.text(st.characters(), max_size=300))
+def test_any_string_as_a_key_stays_in_the_store(one: str, other: str) -> None:
+    """A store's keys are ours; that no other string leaves the directory costs nothing."""
+    names = [object_name(one), object_name(other)]
+    assert (names[0] == names[1]) == (one == other)
+    for name in names:
+        parts = name.split("/")
+        assert len(parts) == 3
+        assert all(part not in ("", ".", "..") for part in parts)
+        assert len(parts[0]) <= 255
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(st.characters(), max_size=300) | st.from_regex(LIKE_A_KEY, fullmatch=True))
+def test_any_string_parses_or_is_no_key(text: str) -> None:
+    try:
+        parsed = ParsedKey.parse(text)
+    except ValueError:
+        return
+    part, span = parsed.part, parsed.span
+    made = KeyMaker(parsed.namespace, parsed.context).key(part, span, parsed.chunk_hash)
+    assert ParsedKey.parse(made) == parsed
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(st.characters(), max_size=60), st.text(st.characters(), max_size=60))
+def test_any_two_salts_differ_from_the_first_chunk_on(one: str, other: str) -> None:
+    assert (hashes(one)[0] == hashes(other)[0]) == (one == other)
+
+
+def test_a_cell_of_garbage_is_never_taken() -> None:
+    """Not by luck either: of 20,000 none."""
+    rng = np.random.default_rng(1)
+    digest = key_digest(keys_of(make_namespace("m", DIGEST), "")[0])
+    for data in rng.integers(0, 256, (20_000, 96), dtype=np.uint8):
+        assert verify(memoryview(data), digest, checksum=False) is not None
