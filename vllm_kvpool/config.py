@@ -122,6 +122,12 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def set_where_unset(variables: Mapping[str, str]) -> None:
+    """Settings of libraries that read them in the environment alone; the user's own stay."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[str, object] | None:
     """The JSON object in the file that an environment variable names; None if it is not set."""
     path = (os.environ if env is None else env).get(variable)

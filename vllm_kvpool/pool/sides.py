@@ -23,6 +23,7 @@ from vllm_kvpool.config import (
     default_store_url,
     environment,
     json_named_by,
+    set_where_unset,
 )
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.keys import ContextRank, KeyMaker, Namespace
@@ -42,6 +43,7 @@ from vllm_kvpool.store.open import (
     StoreSpec,
     capabilities_of,
     check_capacity,
+    environment_for,
     names_no_master,
     open_store,
 )
@@ -124,6 +126,7 @@ def open_tiers(specs: Sequence[StoreSpec], patience: Patience, *, segment: bool)
     stores: list[GuardedStore] = []
     with contextlib.ExitStack() as undo:
         for spec, each, name in zip(specs, known, names, strict=True):
+            set_where_unset(environment_for(spec))
             wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
             opening = partial(open_store, spec, segment=segment)
             store = GuardedStore(opening, each, name, patience, wait_s)

@@ -2,7 +2,7 @@
 
 Owns one native client and the list of what is registered with it; the only importer of the
 `mooncake` wheel. Every call releases the GIL and may block for long: a master that stopped
-answering holds a call for `MC_RPC_TIMEOUT_MS` (30 s) or more, so deadlines are the lanes'.
+answering holds a call for `MC_RPC_TIMEOUT_MS` or more, so deadlines are the lanes'.
 
 Any thread may call; the native client has its own locks. A cell is one contiguous segment, and
 native calls are bounded in keys and bytes (thousands of segments in one call hang).
@@ -13,6 +13,7 @@ import contextlib
 import logging
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,19 @@ PROTOCOLS: Final = (
 )
 
 PROBE_TIMEOUT_S = 3.0
+# A call of a function that no master has, in the header of its RPC (magic number, version, two
+# kinds, number, function, two lengths): it answers that there is none.
+QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0, 0, 0)
 CLOSE_WAIT_S = 2.0  # vLLM leaves its workers about 4 s to exit
 MAX_BATCH_KEYS = 256
 MAX_BATCH_BYTES = 64 << 20
 MAX_EXISTS_KEYS = 4096
 MAX_REMOVE_KEYS = 4096
+
+# The client reads these in the environment alone. Its own 20 attempts of 30 s each hold the
+# interpreter's lock, and are the guard's to make; a call to a master that does not answer should
+# end before it is left behind.
+ENVIRONMENT: Final = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "5000"}
 
 # Mooncake's ErrorCode.
 OK = 0
@@ -140,14 +149,20 @@ def import_wheel() -> Wheel:
 
 
 def probe_master(options: MooncakeOptions) -> str:
-    """Our address as the master sees it; `setup` would try a master that is down for 90 s."""
+    """Our address as the master sees it, if it answers.
+
+    `setup` tries for minutes, and holds the interpreter's lock meanwhile: all threads would stand
+    still while a master accepts connections and says nothing. So it is asked something first.
+    """
     address = (options.master_host, options.master_port)
     try:
         with socket.create_connection(address, timeout=PROBE_TIMEOUT_S) as connection:
             host = connection.getsockname()[0]
+            connection.sendall(QUESTION)
+            connection.recv(1)  # an answer, or the end of the connection
     except OSError as error:
         raise StoreUnreachable(
-            f"no Mooncake master at {options.master_address}: {error} (tried to connect for up to "
+            f"no Mooncake master at {options.master_address}: {error} (waited for up to "
             f"{PROBE_TIMEOUT_S:g} s); start it (mooncake_master --rpc_port={options.master_port}) "
             "or correct the address in the store url"
         ) from error

@@ -24,6 +24,7 @@ from vllm_kvpool.store.base import Capabilities, Store
 from vllm_kvpool.store.disk import IO_CHOICES
 from vllm_kvpool.store.files_format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.store.files_order import Policy
+from vllm_kvpool.store.mooncake import ENVIRONMENT as MOONCAKE_ENVIRONMENT
 from vllm_kvpool.store.mooncake import PROTOCOLS, MooncakeOptions
 
 MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"  # Mooncake's own
@@ -247,6 +248,11 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
     for wrap in _wraps:
         store = wrap(store)
     return store
+
+
+def environment_for(spec: StoreSpec) -> Mapping[str, str]:
+    """What the store's client should find in the environment where the user has not set it."""
+    return MOONCAKE_ENVIRONMENT if isinstance(spec.options, MooncakeOptions) else {}
 
 
 def capabilities_of(spec: StoreSpec) -> Capabilities:

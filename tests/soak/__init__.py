@@ -1,0 +1,1 @@
+"""Whole processes over shared stores while masters, processes and links are killed."""

@@ -1,0 +1,236 @@
+"""What must hold of a `file://` directory at any time, whoever was killed in it.
+
+Read from outside, as a process that is not one of its users. Objects are whole and hold what their
+keys say, every lock can be had, what lies there is charged, and the charge is within the size.
+`rot` damages an object in place, as a bad disk would; those it has damaged are known.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
+from tests.soak.crew import Trouble
+from vllm_kvpool.cells import HEADER_BYTES, verify
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.keys import HeadPart, ParsedKey, key_digest
+from vllm_kvpool.store.files import FileStore, object_name
+from vllm_kvpool.store.files_entries import entries
+from vllm_kvpool.store.files_format import PAGE_BYTES, read_footer
+from vllm_kvpool.store.files_lock import (
+    LockTimeout,
+    Usage,
+    dead_writers,
+    locked,
+    read_usage,
+)
+from vllm_kvpool.store.files_space import FORMAT_DIR
+
+LOCK_LIMIT_S = 5.0
+SETTLE_LIMIT_S = 15.0
+POLL_S = 0.05
+BLOCK_BYTES = 512  # of `st_blocks`
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look into the directory has found."""
+
+    objects: int
+    rotten: int
+    disk_bytes: int
+    charged_bytes: int
+
+
+@dataclass(slots=True)
+class Directory:
+    """A store's directory and its size."""
+
+    path: Path
+    size_bytes: int
+    _rotten: set[int] = field(default_factory=set)  # inodes
+    _places: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # hash -> prompt, chunk
+    _num_prompts: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"file://{self.path}?size={self.size_bytes}"
+
+    @property
+    def _base(self) -> Path:
+        return self.path / FORMAT_DIR
+
+    def rot(self, chance: Random) -> str:
+        """Damage some object; how. "" if there was none."""
+        paths = list(self._objects())
+        if not paths:
+            return ""
+        path = chance.choice(paths)
+        how = chance.choice(["flip", "cut", "zero"])
+        try:
+            with path.open("r+b") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._rotten.add(os.fstat(file.fileno()).st_ino)
+                place = chance.randrange(size)
+                if how == "cut":
+                    file.truncate(place)
+                    return how
+                file.seek(place)
+                old = file.read(1 if how == "flip" else PAGE_BYTES)
+                file.seek(place)
+                file.write(bytes([old[0] ^ 1]) if how == "flip" else bytes(len(old)))
+        except FileNotFoundError:  # evicted meanwhile
+            return ""
+        return how
+
+    def num_half_written(self) -> int:
+        """Files that killed processes were writing."""
+        dead = dead_writers(str(self._base / "writers"))
+        return sum(file.name != "lock" for writer in dead for file in entries(writer))
+
+    def check(self, num_stores: int, num_prompts: int) -> Found:
+        """Look at everything; Trouble for what must not be. Nobody shall be putting much.
+
+        `num_stores`: how many stores are open on it; `num_prompts`: prompts below that number may
+        be in it.
+        """
+        self._learn(num_prompts)
+        self._check_locks("usage", "evict.lock")
+        self._wait_for_writers(num_stores)
+        objects, rotten = self._check_objects()
+        charged, disk = self._check_bytes()
+        return Found(objects, rotten, disk, charged)
+
+    def check_after_all(self) -> Found:
+        """Once every user has ended: the next opener finds, or makes, everything in order."""
+        # The last of these may be held for as long as somebody hands down.
+        self._check_locks("usage", "evict.lock", "hand_down.lock")
+        store = FileStore(str(self.path), self.size_bytes)
+        try:
+            store._space.wait_counted(SETTLE_LIMIT_S)
+            store._space.coldest(scan=True)  # counts anew
+            charged = store._space.used_bytes()
+            self._wait_for_writers(1)
+            disk = self._disk_bytes("objects", "spares", "writers")
+            objects, rotten = self._check_objects()
+        finally:
+            store.close()
+        if charged is None or not 0 <= charged - disk <= PAGE_BYTES:  # the opener's lock file
+            raise Trouble(f"counted {charged} bytes where {disk} lie")
+        left = [entry.path for entry in entries(str(self._base / "writers"))]
+        if [path for path in left if not os.path.basename(path).startswith(".")]:
+            raise Trouble(f"writers' directories are left: {left}")
+        return Found(objects, rotten, disk, charged)
+
+    def _objects(self) -> Iterator[Path]:
+        return (self._base / "objects").glob("*/*/*")
+
+    def _learn(self, num_prompts: int) -> None:
+        """Which chunk of which prompt a hash stands for."""
+        for number in range(self._num_prompts, num_prompts):
+            chain = ChunkChain(CHUNK, RequestIdentity())
+            chain.extend(prompt(number))
+            for chunk, chunk_hash in enumerate(chain.hashes):
+                self._places.setdefault(chunk_hash, (number, chunk))
+        self._num_prompts = max(self._num_prompts, num_prompts)
+
+    def _check_locks(self, *names: str) -> None:
+        for name in names:
+            try:
+                with locked(str(self._base / name), LOCK_LIMIT_S):
+                    pass
+            except LockTimeout as error:
+                raise Trouble(str(error)) from error
+
+    def _wait_for_writers(self, num_stores: int) -> None:
+        """What killed processes left has gone: whoever opened last removes it."""
+        writers = str(self._base / "writers")
+        deadline = time.monotonic() + SETTLE_LIMIT_S
+        while True:
+            named = [w.name for w in entries(writers) if not w.name.startswith(".")]
+            if len(named) <= num_stores and not list(dead_writers(writers)):
+                return
+            if time.monotonic() > deadline:
+                raise Trouble(f"{len(named)} writers' directories, but {num_stores} open stores")
+            time.sleep(POLL_S)
+
+    def _check_objects(self) -> tuple[int, int]:
+        """How many objects there are, and how many of those are known to be damaged."""
+        num_objects = num_rotten = 0
+        by_prompt: dict[int, list[tuple[Path, ParsedKey, bytes]]] = defaultdict(list)
+        for path in self._objects():
+            try:
+                with path.open("rb") as file:
+                    inode = os.fstat(file.fileno()).st_ino
+                    data = file.read()
+                still_there = os.stat(path).st_ino == inode
+            except FileNotFoundError:  # evicted meanwhile
+                continue
+            if not still_there:
+                continue
+            num_objects += 1
+            if inode in self._rotten:
+                num_rotten += 1
+                continue
+            parsed, cell = self._read_whole(path, data)
+            number, _ = self._places[parsed.chunk_hash]
+            by_prompt[number].append((path, parsed, cell))
+        for number, cells in by_prompt.items():
+            for path, parsed, cell in cells:
+                self._check_content(path, number, parsed, cell)
+        return num_objects, num_rotten
+
+    def _read_whole(self, path: Path, data: bytes) -> tuple[ParsedKey, bytes]:
+        """The key and the cell of an object's file; Trouble if it is not whole."""
+        footer = read_footer(data[-PAGE_BYTES:])
+        if footer is None or footer.key is None:
+            raise Trouble(f"{path} ({len(data)} bytes) is not a whole object")
+        cell = data[: footer.object_bytes]
+        if fault := verify(memoryview(cell), key_digest(footer.key), checksum=True):
+            raise Trouble(f"{path}: the cell of {footer.key} is damaged: {fault.value}")
+        if not str(path).endswith(object_name(footer.key)):
+            raise Trouble(f"{path} holds {footer.key}, which belongs elsewhere")
+        return ParsedKey.parse(footer.key), cell
+
+    def _check_content(self, path: Path, number: int, parsed: ParsedKey, cell: bytes) -> None:
+        assert isinstance(parsed.part, HeadPart), parsed
+        _, chunk = self._places[parsed.chunk_hash]
+        layers, head = slice(parsed.span.start, parsed.span.stop), parsed.part.head
+        assert layers.stop <= LAYERS, parsed
+        assert head < HEADS, parsed
+        expected = kv_lhtw(number)[layers, head, chunk * CHUNK : (chunk + 1) * CHUNK]
+        payload = np.frombuffer(cell, np.uint64, offset=HEADER_BYTES)
+        if not np.array_equal(payload.reshape(-1, CHUNK, ROW_WORDS), expected):
+            raise Trouble(f"{path} does not hold chunk {chunk} of prompt {number}: {parsed}")
+
+    def _check_bytes(self) -> tuple[int, int]:
+        """Charge and what lies there; files move while they are counted, so look again."""
+        deadline = time.monotonic() + SETTLE_LIMIT_S
+        while True:
+            disk = self._disk_bytes("objects", "spares", "writers")
+            with locked(str(self._base / "usage"), LOCK_LIMIT_S) as fd:
+                usage = read_usage(fd)
+            charged = usage.used_bytes if isinstance(usage, Usage) else 0
+            if 0 <= charged <= self.size_bytes and disk <= self.size_bytes:
+                return charged, disk
+            if time.monotonic() > deadline:
+                raise Trouble(f"{disk} bytes lie there, {charged} charged, of {self.size_bytes}")
+            time.sleep(POLL_S)
+
+    def _disk_bytes(self, *directories: str) -> int:
+        total = 0
+        for name in directories:
+            for directory, _, files in os.walk(self._base / name):
+                for file in files:
+                    try:
+                        status = os.stat(os.path.join(directory, file))
+                    except FileNotFoundError:
+                        continue
+                    total += status.st_blocks * BLOCK_BYTES if file != "lock" else 0
+        return total
