@@ -16,6 +16,9 @@ from vllm_kvpool.keys import (
     Namespace,
     ParsedKey,
     RankPart,
+    group_of,
+    group_of_key,
+    in_epoch,
     key_digest,
     make_namespace,
     namespace_of,
@@ -151,3 +154,74 @@ def test_every_key_has_its_own_digest() -> None:
     digests = {key_digest(key) for key in keys}
     assert len(digests) == len(keys)
     assert {len(digest) for digest in digests} == {KEY_DIGEST_BYTES}
+
+
+# Epochs and groups
+
+epochs = st.text(max_size=60)
+
+
+@settings(deadline=None)
+@given(namespaces, epochs, contexts, parts, spans, st.binary(min_size=1, max_size=32))
+def test_keys_of_an_epoch_are_keys_of_the_same_cells(
+    namespace: Namespace,
+    epoch: str,
+    context: ContextRank,
+    part: HeadPart | RankPart,
+    span: LayerSpan,
+    chunk_hash: bytes,
+) -> None:
+    other = in_epoch(namespace, epoch)
+    assert (other == namespace) == (epoch == "")
+    assert len(other) == len(namespace)
+    assert other.partition("@")[0] == namespace.partition("@")[0]
+    maker = KeyMaker(namespace, context).in_epoch(epoch)
+    assert maker.namespace == other
+    key = maker.key(part, span, chunk_hash)
+    assert ParsedKey.parse(key) == ParsedKey(other, context, part, span, chunk_hash)
+    assert namespace_of(key) == other
+    assert SAFE_KEY.fullmatch(key)
+    assert group_of_key(key) == group_of(other, chunk_hash.hex())
+
+
+@settings(deadline=None)
+@given(st.tuples(namespaces, epochs), st.tuples(namespaces, epochs))
+def test_different_epochs_have_different_namespaces(
+    one: tuple[Namespace, str], other: tuple[Namespace, str]
+) -> None:
+    assert (in_epoch(*one) == in_epoch(*other)) == (one == other)
+
+
+def test_no_two_epochs_of_one_model_meet() -> None:
+    """Also not those of models that begin with each other's weights."""
+    spaces = [make_namespace("model", f"{i:012x}") for i in range(30)]
+    names = ["", "a", "A", "a ", "a\n", "\na", "ab", *(f"drawn:{i:032x}" for i in range(300))]
+    made = {in_epoch(space, name) for space in spaces for name in names}
+    assert len(made) == len(spaces) * len(names)
+
+
+def test_an_epoch_of_an_epoch_is_another() -> None:
+    space = make_namespace("model", DIGEST)
+    once = in_epoch(space, "a")
+    assert len({space, once, in_epoch(once, "a"), in_epoch(space, "aa")}) == 4
+
+
+def test_a_group_is_all_cells_of_a_chunk_and_no_other() -> None:
+    space = make_namespace("model", DIGEST)
+    groups = set()
+    for epoch in ("", "a", "b"):
+        for chunk_hash in (HASH, b"\x01", b"\x02"):
+            maker = KeyMaker(space, ContextRank()).in_epoch(epoch)
+            cells = [
+                maker.key(part, span, chunk_hash)
+                for part in (HeadPart(0), HeadPart(1), RankPart(0, 2))
+                for span in (LayerSpan(0, 1), LayerSpan(1, 2, "sliding"))
+            ]
+            [group] = {group_of_key(key) for key in cells}
+            groups.add(group)
+    assert len(groups) == 9
+
+
+@pytest.mark.parametrize("key", ["", "@", "foreign", "model@fmt:0123456789ab", "a/b@fmt:01@x"])
+def test_a_foreign_string_is_a_group_by_itself(key: str) -> None:
+    assert group_of_key(key) == key

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "connector": {"adapt", "config", "plugin", "pool"},
     "plugin": set(),
-    "testing": {"errors", "keys", "staging", "store"},
+    "testing": {"config", "connector", "errors", "keys", "staging", "store"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt import epochs
+from vllm_kvpool.adapt import epochs, releases
 from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
@@ -77,6 +77,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             adapt.prefer_recompute(vllm_config, self._config)
             epochs.install()
             self._adapters = AdapterDigests()
+            self._block_tables = releases.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
                 adapt.role_of(vllm_config),
@@ -84,7 +85,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.parallel_config.data_parallel_rank,
                 adapt.first_epoch(vllm_config),
             )
-            epochs.watch(self._scheduler_side)
+            epochs.watch(self._scheduler_side, vllm_config.model_config)
             logger.info(
                 "kvpool: namespace %s, tiers %s, %d tokens a chunk, %d cells a chunk",
                 self._facts.shape.namespace,
@@ -93,7 +94,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 len(self._facts.shape.topology.all_parts())
                 * len(self._facts.shape.topology.all_spans()),
             )
-            self._cache_hit_source = adapt.hit_source(self._scheduler_side.tier_names)
+            self._cache_hit_source = releases.hit_source(self._scheduler_side.tier_names)
         # vLLM does not call `shutdown` in every way a process can end.
         atexit.register(self.shutdown)
 
@@ -184,9 +185,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """The block pool, in which saves hold references."""
         self._scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool, self._own_cache_was_reset)
 
-    def _own_cache_was_reset(self) -> None:
+    def _own_cache_was_reset(self, is_empty: bool) -> None:
         epochs.own_cache_was_reset()
-        self._scheduler.own_cache_was_reset()
+        if is_empty:
+            self._scheduler.own_cache_was_reset()
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""
@@ -210,7 +212,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler_side
         assert side is not None
         side.stats.write()
-        step = Step(scheduler_output.num_scheduled_tokens, adapt.block_tables(scheduler_output))
+        tables = self._block_tables.of_step(scheduler_output)
+        step = Step(scheduler_output.num_scheduled_tokens, tables)
         return KVPoolMetadata(side.scheduler.plan_step(step))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -225,6 +228,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; its blocks need not be kept."""
+        self._block_tables.forget(request.request_id)
         return False, self._scheduler.finish(request.request_id, block_ids)
 
     def request_finished_all_groups(

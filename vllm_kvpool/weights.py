@@ -50,6 +50,16 @@ def sample_weights(directory: Path) -> str | None:
     return digest.hexdigest()
 
 
+def tensor_names(directory: Path) -> frozenset[str]:
+    """The tensors in the safetensors files of a directory. Raises OSError."""
+    names: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            text = file.read(_safetensors_header(file.read(8), path.stat().st_size))
+        names.update(_tensors(text))
+    return frozenset(names)
+
+
 def _safetensors_header(first: bytes, size: int) -> int:
     """The header's length, or 0 if this is no safetensors file."""
     length = int.from_bytes(first, "little")
@@ -58,10 +68,7 @@ def _safetensors_header(first: bytes, size: int) -> int:
 
 def _tensor_spans(header: bytes, data_start: int, size: int) -> list[tuple[int, int, int]]:
     """Start, end and number of pieces of each tensor; none if the header is not what it should."""
-    try:
-        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
-    except (msgspec.MsgspecError, RecursionError):
-        return []
+    tensors = _tensors(header)
     spans = []
     for name in sorted(tensors):
         offsets = tensors[name].data_offsets
@@ -69,6 +76,14 @@ def _tensor_spans(header: bytes, data_start: int, size: int) -> list[tuple[int, 
             start, stop = (data_start + offset for offset in offsets)
             spans.append((start, stop, PIECES_PER_TENSOR))
     return spans
+
+
+def _tensors(header: bytes) -> dict[str, _Tensor]:
+    try:
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+    return {name: tensor for name, tensor in tensors.items() if tensor.data_offsets is not None}
 
 
 def digest_adapter(directory: Path) -> bytes:

@@ -1,9 +1,10 @@
 """What is read of vLLM's configuration, with real configuration objects and no engine."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvpool.adapt import engine as adapt
+from vllm_kvpool.adapt import epochs
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.testing.models import LlamaShape, make_llama
@@ -180,17 +182,71 @@ def test_tiled_cpu_pages_are_refused_by_name(
         adapt.layer_pages(caches, cache_config(SPEC), facts(config), config)
 
 
+@pytest.mark.parametrize(
+    ("written", "asked", "policy", "is_told"),
+    [
+        ({}, {}, "recompute", True),
+        ({"kv_load_failure_policy": "fail"}, {}, "recompute", True),
+        ({"kv_load_failure_policy": "recompute"}, {}, "recompute", False),
+        ({}, {"load_failure": "fail"}, "fail", False),
+        ({}, {"load_failure": "recompute"}, "recompute", False),
+        ({"kv_load_failure_policy": "recompute"}, {"load_failure": "fail"}, "fail", False),
+        ({"kv_load_failure_policy": "fail"}, {"load_failure": "recompute"}, "recompute", False),
+    ],
+)
 def test_failed_loads_are_computed_unless_asked_otherwise(
     vllm_config: Callable[..., VllmConfig],
+    caplog: pytest.LogCaptureFixture,
+    written: dict[str, str],
+    asked: dict[str, str],
+    policy: str,
+    is_told: bool,
 ) -> None:
-    transfer = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
+    """What a user has written cannot be told from vLLM's default, so one is told what to do."""
+    transfer = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both", **written}
     config = vllm_config(kv_transfer_config=transfer)
     assert config.kv_transfer_config is not None
-    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
-    adapt.prefer_recompute(config, read_config({}, env={}))
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    adapt.prefer_recompute(config, read_config({"load_failure": "fail"}, env={}))
-    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm_kvpool"):
+        adapt.prefer_recompute(config, read_config(asked, env={}))
+    assert config.kv_transfer_config.kv_load_failure_policy == policy
+    assert [record.levelname for record in caplog.records] == ["INFO"] * is_told
+    assert ("load_failure: fail in kv_connector_extra_config" in caplog.text) == is_told
+
+
+# The prefix cache of the engine
+
+
+class FakeBlockPool:
+    """Holds blocks as long as the test says."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's."""
+        return self.answers.pop(0)
+
+
+def test_a_reset_of_the_prefix_cache_is_told_whether_it_succeeds_or_not() -> None:
+    block_pool, told = FakeBlockPool(), list[bool]()
+    adapt.PoolPins(cast("Any", block_pool), told.append)
+    block_pool.answers = [True, False, True]
+    assert [block_pool.reset_prefix_cache() for _ in range(3)] == [True, False, True] == told
+    assert block_pool.reset_prefix_cache.__doc__ == "As vLLM's."
+
+
+# Weights
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
+    vllm_config: Callable[..., VllmConfig], load_format: str
+) -> None:
+    config = vllm_config(load_format=load_format)
+    expected = "" if load_format == "dummy" else epochs.epoch_of_files(config.model_config.model)
+    assert adapt.first_epoch(config) == expected
+    assert expected != adapt.first_epoch(vllm_config(replace(SHAPE, seed=1)))
 
 
 def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None:

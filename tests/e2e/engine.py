@@ -60,6 +60,7 @@ class Completion:
     token_ids: list[int]
     logprobs: list[dict[int, float]]
     cached_tokens: int
+    finish_reason: str | None
     first_token_s: float
     kv_transfer_params: dict[str, Any] | None
 
@@ -120,6 +121,22 @@ class Engine:
     def reset_pool(self) -> bool:
         """Forget the engine's own cache and its namespace of the pool."""
         return bool(self._call("reset_pool", None, CALL_TIMEOUT_S))
+
+    def rpc(self, method: str, **kwargs: Any) -> None:
+        """Have all workers run one of their methods."""
+        self._call("rpc", [method, kwargs], CALL_TIMEOUT_S)
+
+    def set_weights(self, how: str, model: Path) -> None:
+        """Change the weights to another model's, in one of the ways of `engine_child.py`."""
+        self._call("set_weights", [how, str(model)], CALL_TIMEOUT_S)
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep, as `LLM.sleep` does."""
+        self._call("sleep", level, CALL_TIMEOUT_S)
+
+    def wake_up(self, *tags: str) -> None:
+        """Wake it up, in parts if there are tags."""
+        self._call("wake_up", list(tags) or None, CALL_TIMEOUT_S)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name (vLLM's Prometheus names), summed over labels."""

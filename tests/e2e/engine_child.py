@@ -27,6 +27,10 @@ class Child:
             "reset_prefix_cache": lambda _: self.llm.reset_prefix_cache(),
             "reset_pool": lambda _: self.llm.reset_prefix_cache(reset_connector=True),
             "metrics": lambda _: self.metrics(),
+            "rpc": lambda call: self.rpc(*call),
+            "set_weights": lambda change: SET_WEIGHTS[change[0]](self.llm, change[1]),
+            "sleep": lambda level: self.llm.sleep(level),
+            "wake_up": lambda tags: self.llm.wake_up(tags),
         }
 
     def start(self, arguments: dict[str, Any]) -> None:
@@ -50,6 +54,9 @@ class Child:
             if hasattr(metric, "value"):
                 totals[metric.name] = totals.get(metric.name, 0.0) + metric.value
         return totals
+
+    def rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.llm.collective_rpc(method, kwargs=kwargs)
 
     def stop(self) -> None:
         # vLLM stops its scheduler and workers when the engine core shuts down; waiting for the
@@ -103,9 +110,78 @@ def _answer(output: Any) -> dict[str, Any]:
             {token: entry.logprob for token, entry in step.items()} for step in best.logprobs or []
         ],
         "cached_tokens": output.num_cached_tokens,
+        "finish_reason": best.finish_reason,
         "first_token_s": output.metrics.first_token_latency,
         "kv_transfer_params": output.kv_transfer_params,
     }
+
+
+# Ways of changing weights. Those that hand tensors to the model itself take norms alone: linear
+# layers of CPU engines are packed, and only `reload_weights` prepares them for others.
+
+
+def _tensors(path: str, suffix: str = "") -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(os.path.join(path, "model.safetensors"))
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(suffix)}
+
+
+def _load_norms(path: str) -> "Callable[[Any], None]":
+    def load(model: Any) -> None:
+        model.load_weights(_tensors(path, "norm.weight").items())
+
+    return load
+
+
+def _model_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def _by_path(llm: Any, path: str) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
+def _by_iterator(llm: Any, path: str) -> None:
+    tensors = iter(_tensors(path).items())
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+
+
+def _by_apply_model(llm: Any, path: str) -> None:
+    llm.apply_model(_load_norms(path))
+
+
+def _by_callable(llm: Any, path: str) -> None:
+    load = _load_norms(path)
+    llm.collective_rpc(lambda worker: load(worker.get_model()))
+
+
+def _by_load_weights(llm: Any, path: str) -> None:
+    _load_norms(path)(_model_of(llm))
+
+
+def _by_parameters(llm: Any, path: str) -> None:
+    parameters = dict(_model_of(llm).named_parameters())
+    for name, tensor in _tensors(path, "norm.weight").items():
+        parameters[name].data.copy_(tensor)
+
+
+def _by_sleep(llm: Any, path: str) -> None:
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    _by_path(llm, path)
+    llm.wake_up(["kv_cache"])
+
+
+SET_WEIGHTS: "dict[str, Callable[[Any, str], None]]" = {
+    "path": _by_path,
+    "iterator": _by_iterator,
+    "apply_model": _by_apply_model,
+    "callable": _by_callable,
+    "load_weights": _by_load_weights,
+    "parameters": _by_parameters,
+    "sleep": _by_sleep,
+}
 
 
 def main(reply_fd: int) -> None:

@@ -1,12 +1,22 @@
 """The search for a stored prefix: right for every length, in few rounds; and what ranks hold."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.keys import ContextRank, HeadPart, ParsedKey, RankPart, make_namespace
+from vllm_kvpool.keys import (
+    CellKey,
+    ContextRank,
+    HeadPart,
+    ParsedKey,
+    RankPart,
+    group_of_key,
+    in_epoch,
+    make_namespace,
+)
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.lookup import FANOUT, CellNames, HostMirror, PrefixSearch
 from vllm_kvpool.transfer.ops import HostChange
@@ -94,6 +104,24 @@ def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
     }
     assert set(keys) == expected
     assert len(keys) == len(expected)
+
+
+def test_an_epoch_has_the_same_cells_by_other_names() -> None:
+    topology = Topology(4, 2, ((0, 3), (3, 5)), 2)
+    names = CellNames(NAMESPACE, topology, ContextRank(0, 2, 1, 3))
+    assert names.in_epoch("") is names
+    other = names.in_epoch("a")
+    assert other.namespace == in_epoch(NAMESPACE, "a")
+    assert other.per_chunk == names.per_chunk
+    expected = [replace(ParsedKey.parse(key), namespace=other.namespace) for key in of(names)]
+    assert [ParsedKey.parse(key) for key in of(other)] == expected
+    assert {group_of_key(key) for key in of(other)} == {other.group(b"\xaa")}
+    assert other.group(b"\xaa") != names.group(b"\xaa")
+    assert of(names.in_epoch("a")) == of(other) != of(names.in_epoch("b"))
+
+
+def of(names: CellNames) -> list[CellKey]:
+    return names.of_chunk(b"\xaa")
 
 
 # Host memory of the ranks

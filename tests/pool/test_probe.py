@@ -4,11 +4,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
 
 import pytest
 
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import ContextRank, HeadPart, KeyMaker, LayerSpan, make_namespace
+from vllm_kvpool.keys import (
+    ContextRank,
+    HeadPart,
+    KeyMaker,
+    LayerSpan,
+    in_epoch,
+    make_namespace,
+    namespace_of,
+)
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.probe import MAX_KEYS_PER_ROUND, Answer, Lookup, LookupOutcome, Probe
@@ -524,3 +533,42 @@ def test_host_memory_is_found_while_no_store_answers(make: Callable[..., Pool]) 
         assert pool.found() == 4
     pool.ask(2, identify=lambda: RequestIdentity(cache_salt="x"))  # of which nothing is here
     assert pool.answer().outcome is STORE_ERROR
+
+
+# Epochs
+
+
+def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
+    """Each finds what is stored under its own names, and says which those were."""
+    hashes, buffer = chain_of().hashes, make_buffer(1)
+    stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
+    for epoch, count in stored.items():
+        keys = [k for each in hashes[:count] for k in NAMES.in_epoch(epoch).of_chunk(each)]
+        pool.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+    for ticket, epoch in enumerate([*stored, *reversed(stored)]):
+        pool.probe.submit(
+            Lookup(ticket, RequestIdentity, TOKENS, True, 0, time.monotonic() + LIMIT_S, epoch)
+        )
+    answers = pool.answers(2 * len(stored)).values()
+    assert sorted((a.epoch, a.found_chunks) for a in answers) == sorted([*stored.items()] * 2)
+
+
+@pytest.mark.parametrize("epochs", [("",), ("a",), ("a", ""), ("b", "a"), ()])
+def test_a_removal_takes_the_epochs_it_names(pool: Pool, epochs: tuple[str, ...]) -> None:
+    buffer, all_epochs = make_buffer(1), ("", "a", "b")
+    for epoch in all_epochs:
+        keys = NAMES.in_epoch(epoch).of_chunk(chain_of().hashes[0])
+        pool.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+    done: SimpleQueue[bool] = SimpleQueue()
+    pool.probe.remove_all(done.put, epochs)
+    assert done.get(timeout=LIMIT_S)
+    left = {namespace_of(key) for key in pool.memory._shelf.list_keys()}
+    assert left == {in_epoch(NAMESPACE, e) for e in all_epochs if e not in epochs}
+
+
+def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, quiet: None) -> None:
+    pool.store.inject(Fault.ERROR, "remove_namespace", times=1)
+    done: SimpleQueue[bool] = SimpleQueue()
+    pool.probe.remove_all(done.put, ("a", "b"))
+    assert not done.get(timeout=LIMIT_S)
+    assert pool.store.calls["remove_namespace"] == 2

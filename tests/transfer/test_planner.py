@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import ContextRank, HeadPart, KeyMaker, LayerSpan, group_of, make_namespace
+from vllm_kvpool.keys import (
+    ContextRank,
+    HeadPart,
+    KeyMaker,
+    LayerSpan,
+    group_of,
+    group_of_key,
+    in_epoch,
+    make_namespace,
+    namespace_of,
+)
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.transfer.ops import (
     CellTask,
@@ -16,7 +26,7 @@ from vllm_kvpool.transfer.ops import (
     PrefetchPlan,
     SavePlan,
 )
-from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
 
 CHUNK, ROW_BYTES = 32, 16
 HASHES = tuple(bytes([i]) * 8 for i in range(1, 7))
@@ -129,3 +139,40 @@ def test_a_plan_of_no_chunks_is_a_job_of_no_cells() -> None:
     assert planner().load(plan).tasks == ()
     assert planner().load(plan).stop_chunk == 2
     assert planner().save(save_plan(count=0)).tasks == ()
+
+
+@pytest.mark.parametrize("epoch", ["sample:a", "drawn:b"])
+def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(epoch: str) -> None:
+    """Whatever was planned before or is planned after it."""
+    mine, keys = planner(), KEYS.in_epoch(epoch)
+    load, save = load_plan(), save_plan()
+    fetch = PrefetchPlan("a", HASHES[:2])
+    first = (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells)
+    for _ in range(2):
+        tasks = (
+            mine.load(replace(load, epoch=epoch)).tasks,
+            mine.save(replace(save, epoch=epoch)).tasks,
+            mine.prefetch(replace(fetch, epoch=epoch)).cells,
+        )
+        for cells, before in zip(tasks, first, strict=True):
+            assert len(cells) == len(before)
+            for cell, old in zip(cells, before, strict=True):
+                name = keys.namespace + old.key.removeprefix(KEYS.namespace)
+                assert cell == replace(old, key=name, group=group_of_key(name))
+        assert (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells) == first
+
+
+def test_more_epochs_than_are_kept_are_told_apart() -> None:
+    mine = planner()
+    epochs = [f"drawn:{number}" for number in range(3 * EPOCHS_KEPT)]
+    for _ in range(2):
+        for epoch in epochs:
+            [key] = {task.key for task in mine.load(replace(load_plan(), epoch=epoch)).tasks[:1]}
+            assert namespace_of(key) == in_epoch(KEYS.namespace, epoch)
+
+
+def test_planners_of_two_models_do_not_share_names() -> None:
+    other = KeyMaker(make_namespace("other", "0" * 12), ContextRank())
+    plan = replace(load_plan(), epoch="sample:a")
+    one, two = (replace(planner(), keys=keys).load(plan) for keys in (KEYS, other))
+    assert not {task.key for task in one.tasks} & {task.key for task in two.tasks}

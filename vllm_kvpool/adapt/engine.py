@@ -14,9 +14,8 @@ import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_kvpool.adapt import epochs
+from vllm_kvpool.adapt import epochs, releases
 from vllm_kvpool.adapt.namespace import engine_namespace
 from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
@@ -29,7 +28,6 @@ from vllm_kvpool.staging.copier import Copier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +87,9 @@ def read_engine(
     stages = _stages(vllm_config, kv_cache_config)
     num_layers = stages[-1][1]
     item = torch.empty((), dtype=spec.dtype).element_size()
-    row_bytes = spec.state_content_size_bytes
-    key_bytes = row_bytes if is_latent or spec.state_content_bytes else spec.head_size * item
+    row_bytes = releases.row_bytes(spec)
+    is_whole = is_latent or releases.has_own_content(spec)
+    key_bytes = row_bytes if is_whole else spec.head_size * item
     topology = Topology(
         num_heads=num_heads,
         tp_size=parallel.tensor_parallel_size,
@@ -137,15 +136,15 @@ def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
     assert isinstance(spec, FullAttentionSpec)
-    if spec.num_head_slots is not None or spec.kv_quant_mode.is_nvfp4:
+    if releases.packs_heads(spec):
         raise ConfigError(
             "this attention backend packs several KV heads together, so its pages cannot be cut "
             "by head; choose another backend with --attention-backend or another kv_cache_dtype"
         )
-    if spec.tokens_per_state != 1:
+    if (tokens := releases.tokens_per_state(spec)) != 1:
         raise ConfigError(
-            f"this model keeps one KV state for {spec.tokens_per_state} tokens, which cannot be "
-            "cut by token; it cannot be shared yet"
+            f"this model keeps one KV state for {tokens} tokens, which cannot be cut by token; it "
+            "cannot be shared yet"
         )
     return spec
 
@@ -224,18 +223,17 @@ def _refuse_tiled_cpu_pages(vllm_config: "VllmConfig", block_size: int) -> None:
 class PoolPins:
     """References on blocks of vLLM's pool. Scheduler thread.
 
-    `on_reset` is told when vLLM has emptied the pool's prefix cache.
+    `on_reset` is told when vLLM was to empty the pool's prefix cache, and whether it has.
     """
 
-    def __init__(self, pool: "BlockPool", on_reset: Callable[[], None]) -> None:
+    def __init__(self, pool: "BlockPool", on_reset: Callable[[bool], None]) -> None:
         self._pool = pool
         reset = pool.reset_prefix_cache
 
         @functools.wraps(reset)
         def reset_prefix_cache() -> bool:
             done = bool(reset())
-            if done:
-                on_reset()
+            on_reset(done)
             return done
 
         pool.reset_prefix_cache = reset_prefix_cache
@@ -304,26 +302,3 @@ def prefer_recompute(vllm_config: "VllmConfig", config: KVPoolConfig) -> None:
             transfer.kv_load_failure_policy,
         )
         transfer.kv_load_failure_policy = LoadFailure.RECOMPUTE.value
-
-
-def block_tables(output: "SchedulerOutput") -> Callable[[str], Sequence[int]]:
-    """The current block table of a request scheduled in this step."""
-    state = output.kv_connector_block_state
-    assert state is not None
-
-    def table(request_id: str) -> Sequence[int]:
-        block_ids = state.get_block_ids(request_id)
-        return () if block_ids is None else block_ids[0]
-
-    return table
-
-
-def hit_source(tier_names: Sequence[str]) -> CacheHitSource:
-    """What vLLM calls the place that hits come from; it wants one for all."""
-    sources = {
-        "host": CacheHitSource.HOST,
-        "memory": CacheHitSource.HOST,
-        "file": CacheHitSource.DISK,
-    }
-    known = {sources.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED) for name in tier_names}
-    return known.pop() if len(known) == 1 else CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -14,18 +14,17 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from vllm_kvpool.adapt.models import Models
 from vllm_kvpool.adapt.namespace import local_directory
-from vllm_kvpool.weights import sample_weights
+from vllm_kvpool.weights import sample_weights, tensor_names
 
 logger = logging.getLogger(__name__)
 
 EPOCH_BYTES = 16
-SLEEP = 1  # vLLM's level from which on weights are not in the device's memory
-SLEEP_WITHOUT_WEIGHTS = 2  # and from which on they are discarded
+SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
 MARK = "_kvpool_watches"
 
 # Calls to all workers that leave the weights alone. Any other name, and any function, may change
@@ -57,6 +56,13 @@ HARMLESS = frozenset(
 )
 
 
+class Files(NamedTuple):
+    """Where weights are read from."""
+
+    model: str
+    revision: str | None = None
+
+
 class Watcher(Protocol):
     """Who is told."""
 
@@ -64,13 +70,28 @@ class Watcher(Protocol):
         """The weights are others now; `epoch` says which, or is drawn by chance."""
 
 
-_watchers: "WeakSet[Watcher]" = WeakSet()
+class Model(NamedTuple):
+    """Whose weights a watcher is told of, and what they were when it began."""
+
+    config: Any
+    epoch: str
+    tensors: frozenset[str]
+
+
+_watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
+_slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
+_reloaded: "WeakKeyDictionary[Any, Files | None]" = WeakKeyDictionary()
+"""Where an engine's weights are read from since it was told otherwise; None: not known."""
 _num_pauses = 0
 
 
-def watch(watcher: Watcher) -> None:
-    """Tell `watcher` of every change from now on, in the thread that makes it."""
-    _watchers.add(watcher)
+def watch(watcher: Watcher, config: Any) -> None:
+    """Tell `watcher` of every change from now on, in the thread that makes it.
+
+    `config` is vLLM's of the model: a process may have several engines.
+    """
+    files = Files(str(config.model), config.revision)
+    _watchers[watcher] = Model(config, epoch_of_files(*files), _tensors_of(files))
 
 
 def is_pausing() -> bool:
@@ -88,25 +109,52 @@ def epoch_of_files(model: str, revision: str | None = None) -> str:
     return f"sample:{sampled}" if sampled else _drawn()
 
 
+def _tensors_of(files: Files) -> frozenset[str]:
+    try:
+        directory = local_directory(*files)
+        return tensor_names(directory) if directory is not None else frozenset()
+    except OSError:
+        return frozenset()
+
+
+def _epoch_of_all(config: Any, files: Files) -> str | None:
+    """The epoch of weights all of which come from these files; None if some may stay."""
+    epoch = epoch_of_files(*files)
+    first = next((model for model in _watchers.values() if model.config is config), None)
+    if first is None or epoch == first.epoch:
+        return epoch
+    return epoch if first.tensors and first.tensors <= _tensors_of(files) else None
+
+
 def _drawn() -> str:
     return f"drawn:{secrets.token_hex(EPOCH_BYTES)}"
 
 
-def tell(epoch: str, why: str) -> None:
-    """The weights of this process's engines have changed."""
-    models.look()
-    for watcher in list(_watchers):
+def tell(why: str, epoch: str | None = None, config: object = None) -> None:
+    """The weights of a model have changed; of which one, and to what, if that is known.
+
+    Two engines never hear the same unless both are known to have the same weights.
+    """
+    known = [watcher for watcher, model in _watchers.items() if model.config is config]
+    told = known or list(_watchers)
+    if len(told) == len(_watchers):
+        models.look()  # else somebody may still have to hear of what it would show
+    for watcher in told:
         logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
-        watcher.weights_changed(epoch)
+        watcher.weights_changed(epoch if known and epoch is not None else _drawn())
 
 
 def own_cache_was_reset() -> None:
-    """vLLM has emptied an engine's own prefix cache: has somebody set weights before?"""
+    """vLLM has been told to empty an engine's own prefix cache: has somebody set weights before?"""
     if models.have_changed():
-        tell(_drawn(), "parameters were set")
+        tell("parameters were set")
 
 
-models = Models(on_load=lambda: tell(_drawn(), "load_weights"))
+def _weights_sleep() -> bool:
+    return any("weights" in core.model_executor.sleeping_tags for core in _slept)
+
+
+models = Models(on_load=lambda: tell("load_weights"), is_asleep=_weights_sleep)
 
 
 def install() -> None:
@@ -124,73 +172,85 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return
 
     @functools.wraps(method)  # vLLM reads the signature
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return around(method, self, *args, **kwargs)
 
     setattr(wrapper, MARK, True)
     setattr(owner, name, wrapper)
 
 
+# What stands for vLLM's methods. Their parameters have vLLM's names: callers may use them.
+
+
 def _rpc(
-    method: Callable[..., Any],
+    call: Callable[..., Any],
     core: Any,
-    name: Any,
+    /,
+    method: Any,
     timeout: float | None = None,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    if isinstance(name, str) and name in HARMLESS:
-        return method(core, name, timeout, args, kwargs)
-    why = name if isinstance(name, str) else getattr(name, "__name__", "a function")
-    epoch = _drawn()
+    if isinstance(method, str) and method in HARMLESS:
+        return call(core, method, timeout, args, kwargs)
+    why = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+    is_reload = method == "reload_weights"
+    files = _files_of_reload(core, *args, **(kwargs or {})) if is_reload else None
+    config = core.vllm_config.model_config
+    before = files and _epoch_of_all(config, files)
+    if files is not None or not is_reload:
+        _reloaded[core] = None
+    epoch = None
     try:
-        result = method(core, name, timeout, args, kwargs)
-        if name == "reload_weights" and not args:
-            epoch = _epoch_of_reload(core, **(kwargs or {}))
+        result = call(core, method, timeout, args, kwargs)
+        if files is not None:
+            _reloaded[core] = files
+            if before == _epoch_of_all(config, files):  # else they were written to meanwhile
+                epoch = before
         return result
     finally:
-        tell(epoch, str(why))
+        tell(str(why), epoch, config)
 
 
-def _epoch_of_reload(
-    core: Any, weights_iterator: Any = None, weights_path: str | None = None, **rest: Any
-) -> str:
+def _files_of_reload(
+    core: Any,
+    weights_iterator: Any = None,
+    weights_path: str | None = None,
+    is_checkpoint_format: bool = True,
+    **rest: Any,
+) -> Files | None:
+    """What a reload reads, and nothing else; None if that cannot be told."""
     if weights_iterator is not None:
-        return _drawn()
+        return None
+    model = core.vllm_config.model_config
+    files = _reloaded.get(core, Files(str(model.model), model.revision))
     if weights_path is not None:
         # The workers' configuration names this path from now on, the scheduler's may not.
-        setattr(core, f"{MARK}_path", weights_path)
-        return epoch_of_files(weights_path)
-    path = getattr(core, f"{MARK}_path", None)
-    model = core.vllm_config.model_config
-    return epoch_of_files(path) if path else epoch_of_files(str(model.model), model.revision)
+        files = _reloaded[core] = Files(weights_path)
+    return files if is_checkpoint_format and not rest else None
 
 
-def _sleep(method: Callable[..., Any], core: Any, level: int = 1, *args: Any, **rest: Any) -> Any:
+def _sleep(
+    call: Callable[..., Any], core: Any, /, level: int = 1, *args: Any, **kwargs: Any
+) -> Any:
+    _slept.add(core)
     try:
-        return method(core, level, *args, **rest)
+        return call(core, level, *args, **kwargs)
     finally:
-        models.asleep = models.asleep or level >= SLEEP
         if level >= SLEEP_WITHOUT_WEIGHTS:
-            tell(_drawn(), f"sleep level {level}")
+            tell(f"sleep level {level}", None, core.vllm_config.model_config)
 
 
-def _wake_up(method: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    result = method(core, *args, **kwargs)
-    models.asleep = bool(core.model_executor.is_sleeping)  # it may wake up in parts
-    return result
+def _set_version(call: Callable[..., Any], core: Any, /, weight_version: str) -> Any:
+    tell(f"version {weight_version}", None, core.vllm_config.model_config)
+    return call(core, weight_version)
 
 
-def _set_version(method: Callable[..., Any], core: Any, version: str) -> Any:
-    tell(_drawn(), f"version {version}")
-    return method(core, version)
-
-
-def _reset_caches(method: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+def _reset_caches(call: Callable[..., Any], core: Any, /, *args: Any, **kwargs: Any) -> Any:
     global _num_pauses
     _num_pauses += 1
     try:
-        return method(core, *args, **kwargs)
+        return call(core, *args, **kwargs)
     finally:
         _num_pauses -= 1
 
@@ -198,7 +258,6 @@ def _reset_caches(method: Callable[..., Any], core: Any, *args: Any, **kwargs: A
 _AROUND: dict[str, Callable[..., Any]] = {
     "collective_rpc": _rpc,
     "sleep": _sleep,
-    "wake_up": _wake_up,
     "set_weight_version": _set_version,
     "_reset_caches": _reset_caches,
 }

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 BYTES_OF_EACH = 64
+ITEMS_OF_EACH = 8  # in every dimension, where a parameter is not in one piece
 MOST_FRAMES = 16
 MARK = "_kvpool_watched"
 
@@ -23,10 +24,10 @@ MARK = "_kvpool_watched"
 class Models:
     """The models of this process. Scheduler's thread, which is the model's where both matter."""
 
-    def __init__(self, on_load: Callable[[], None]) -> None:
+    def __init__(self, on_load: Callable[[], None], is_asleep: Callable[[], bool]) -> None:
         self._on_load = on_load
+        self._is_asleep = is_asleep  # their memory must not be touched
         self._seen: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
-        self.asleep = False  # their memory must not be touched
 
     def watch_callers(self) -> None:
         """Watch the model of the worker that calls us, up the stack: vLLM hands connectors no
@@ -46,7 +47,7 @@ class Models:
 
     def look(self) -> None:
         """Remember how the parameters are now."""
-        if not self.asleep:
+        if not self._is_asleep():
             for model in list(self._seen):
                 self._seen[model] = _sample(model)
 
@@ -77,14 +78,26 @@ def _selves_of_callers() -> Iterator[Any]:
 
 
 def _sample(model: torch.nn.Module) -> bytes:
-    """A digest of a few bytes of every parameter, at equal distances."""
+    """A digest of a few bytes of every parameter."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in model.parameters():
-        whole = torch.empty(0, dtype=torch.uint8, device=parameter.device)
-        whole.set_(parameter.untyped_storage())
-        count = whole.numel()
-        if count:
-            # A prime step meets other bytes of the elements than only their first.
-            step = max(1, count // BYTES_OF_EACH) | 1
-            digest.update(whole[::step][: BYTES_OF_EACH * 2].cpu().numpy().tobytes())
+        if parameter.numel() and not parameter.is_meta:
+            digest.update(_some_bytes(parameter.detach()).cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _some_bytes(data: torch.Tensor) -> torch.Tensor:
+    """Bytes at about equal distances. `data` may be a part of a storage that others share."""
+    item = data.element_size()
+    span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+    if span != data.numel():  # with gaps
+        steps = (slice(None, None, _step(n, ITEMS_OF_EACH)) for n in data.shape)
+        return data[tuple(steps)].flatten().view(torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8, device=data.device)
+    whole.set_(data.untyped_storage(), data.storage_offset() * item, (span * item,), (1,))
+    return whole[:: _step(span * item, BYTES_OF_EACH)][: BYTES_OF_EACH * 2]
+
+
+def _step(count: int, wanted: int) -> int:
+    """An odd step meets other bytes of the elements than only their first."""
+    return max(1, count // wanted) | 1

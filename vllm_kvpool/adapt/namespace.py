@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from vllm_kvpool.adapt.releases import row_bytes
 from vllm_kvpool.cells import FORMAT_VERSION
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.hashing import SCHEME
@@ -94,7 +95,7 @@ def engine_namespace(
         "overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else "",
         "heads": topology.num_heads,
         "layers": topology.stages[-1][1],
-        "row_bytes": spec.state_content_size_bytes,
+        "row_bytes": row_bytes(spec),
         "head_sizes": (spec.head_size, spec.head_size_v),
         "kv_dtype": (
             str(spec.dtype),

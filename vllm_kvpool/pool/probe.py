@@ -69,10 +69,13 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class RemoveAll:
-    """Remove every cell of the own namespace; `done` is told whether the store confirmed it."""
+    """Remove every cell of the own namespace in those epochs.
+
+    `done` is told whether the store confirmed it.
+    """
 
     done: Callable[[bool], None]
-    epoch: str = ""
+    epochs: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class Answer:
     chain: ChunkChain | None
     found_chunks: int
     outcome: LookupOutcome
+    epoch: str = ""
 
 
 _Message = Lookup | Forget | RemoveAll | HostNews
@@ -135,9 +139,9 @@ class Probe:
         """The answer is not wanted any more; it may still come."""
         self._inbox.put(Forget(ticket))
 
-    def remove_all(self, done: Callable[[bool], None], epoch: str = "") -> None:
+    def remove_all(self, done: Callable[[bool], None], epochs: tuple[str, ...] = ("",)) -> None:
         """Remove the own namespace; `done` is called on the probe thread."""
-        self._inbox.put(RemoveAll(done, epoch))
+        self._inbox.put(RemoveAll(done, epochs))
 
     def host_changed(self, rank: int, change: HostChange) -> None:
         """A rank has told what its host memory holds now."""
@@ -202,7 +206,9 @@ class Probe:
             case Forget():
                 self._open.pop(message.ticket, None)
             case RemoveAll():
-                message.done(self._remove_all(self._names.in_epoch(message.epoch).namespace))
+                names = [self._names.in_epoch(epoch) for epoch in message.epochs]
+                removed = [self._remove_all(each.namespace) for each in names]
+                message.done(all(removed))
             case Lookup():
                 try:
                     self._begin(message)
@@ -325,7 +331,8 @@ class Probe:
     def _finish(self, opened: _Open, outcome: LookupOutcome) -> None:
         self._open.pop(opened.lookup.ticket, None)
         found = opened.search.found if outcome is LookupOutcome.ANSWERED else 0
-        self._answer(Answer(opened.lookup.ticket, opened.chain, found, outcome))
+        lookup = opened.lookup
+        self._answer(Answer(lookup.ticket, opened.chain, found, outcome, lookup.epoch))
 
     def _answer(self, answer: Answer) -> None:
         with self._changed:

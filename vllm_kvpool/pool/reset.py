@@ -6,7 +6,7 @@ nothing is found and nothing is saved.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +19,12 @@ class Reset:
     generation: int = 0
     acks: int = 0
     pending: bool = False
+    epochs: set[str] = field(default_factory=set)
+    """Whose cells have been removed, and are to be once more."""
 
-    def begin(self) -> None:
-        """Saves of the generation so far are to be dropped."""
+    def begin(self, epoch: str = "") -> None:
+        """Saves of the generation so far are to be dropped, cells of that epoch removed."""
+        self.epochs.add(epoch)
         self.generation += 1
         self.acks = 0
         self.pending = True
@@ -30,6 +33,11 @@ class Reset:
         """So many more ranks have dropped their saves; whether that makes it all of them."""
         before, self.acks = self.acks, self.acks + ranks
         return before < self.num_ranks <= self.acks
+
+    def take_epochs(self) -> tuple[str, ...]:
+        """What to remove when the last rank has answered."""
+        epochs, self.epochs = tuple(self.epochs), set()
+        return epochs
 
     def end(self, removed: bool) -> None:
         """What was put meanwhile has been removed, or could not be. Probe thread."""

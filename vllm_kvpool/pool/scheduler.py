@@ -100,9 +100,6 @@ class PoolScheduler:
         state.preemptions = state.view.num_preemptions
         state.epoch = self._epoch
         state.found_chunks = 0
-        if state.stale:
-            state.stale = False  # what it had computed before a reset, it has lost
-            self._look_for_saves(state)
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
             self._time_out(state)
@@ -140,7 +137,7 @@ class PoolScheduler:
     def _answered(self, state: RequestState, answer: Answer) -> None:
         self._tally.add("kvpool_lookups", outcome=answer.outcome.value)
         self._tally.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        is_over = self._reset.pending or state.epoch != self._epoch
+        is_over = self._reset.pending or answer.epoch != self._epoch
         found = 0 if is_over else answer.found_chunks  # it may be gone by now
         if state.answer is None:
             state.answer = answer.outcome
@@ -175,8 +172,9 @@ class PoolScheduler:
             return 0, False
         if state.view.num_preemptions != state.preemptions or state.epoch != self._epoch:
             self._ask(state)
-        if num_computed and self._has_old_blocks:
-            state.stale = True
+        # Nothing of it is computed but what the engine has found in its own cache.
+        state.stale = num_computed > 0 and self._has_old_blocks
+        self._look_for_saves(state)
         self._take_answers()
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
@@ -357,7 +355,7 @@ class PoolScheduler:
             self._probe.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.generation_acks):
-            self._probe.remove_all(self._reset.end, self._epoch)
+            self._probe.remove_all(self._reset.end, self._reset.take_epochs())
 
     # The end
 
@@ -386,13 +384,13 @@ class PoolScheduler:
 
         What was being saved is dropped by the workers with the next step (see reset.py).
         """
-        self._reset.begin()
+        self._reset.begin(self._epoch)
         for save in self._late_saves:
             self.ledger.gathered(save.job_id, self._shape.num_ranks)
         self._late_saves.clear()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._probe.remove_all(confirmed.put, self._epoch)
+        self._probe.remove_all(confirmed.put, (self._epoch,))
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:

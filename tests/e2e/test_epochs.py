@@ -1,0 +1,240 @@
+"""Whole engines whose weights change: no answer from KV of other weights, and none lost for it.
+
+Model A is what engines start with; B has other weights throughout, C has A's but for its norms.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
+from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
+from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
+from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.testing.models import LlamaShape
+
+pytestmark = pytest.mark.e2e
+
+Llama = Callable[[LlamaShape], Path]
+SHAPE = LlamaShape(layers=2)
+HIT = 512
+SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+TO_B = ("path", "iterator", "sleep")
+TO_C = ("apply_model", "callable", "load_weights", "parameters")
+NAMED = ("path", "sleep")  # ways whose epoch other engines can name
+PROMPTS = {
+    name: Prompt(ids=tokens(seed=900 + number, count=600))
+    for number, name in enumerate((*TO_B, *TO_C, "shared", "awake", "version"))
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    a: Path
+    b: Path
+    c: Path
+
+    def target(self, how: str) -> Path:
+        return self.c if how in TO_C else self.b
+
+
+def objects(directory: Path) -> list[Path]:
+    return sorted(p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file())
+
+
+def with_other_norms(model: Path, copy: Path) -> Path:
+    shutil.copytree(model, copy)
+    weights, rng = load_file(model / "model.safetensors"), np.random.default_rng(5)
+    for name in weights:
+        if name.endswith("norm.weight"):
+            weights[name] = rng.uniform(0.3, 1.7, weights[name].shape).astype(np.float32)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("epochs")
+
+
+@pytest.fixture(scope="module")
+def models(llama: Llama, directory: Path) -> Models:
+    a = llama(SHAPE)
+    return Models(a, llama(replace(SHAPE, seed=7)), with_other_norms(a, directory / "other-norms"))
+
+
+@pytest.fixture(scope="module")
+def truth(models: Models, directory: Path) -> dict[str, Completion]:
+    """What engines say that were started with the new weights, and know no pool."""
+    answers: dict[str, Completion] = {}
+    for model in (models.b, models.c):
+        names = [name for name in PROMPTS if models.target(name) == model]
+        with Engine(EngineSpec(model=model, llm=SMALL), directory / f"{model.name}.log") as engine:
+            found = engine.generate(*(PROMPTS[name] for name in names))
+            answers |= dict(zip(names, found, strict=True))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def start(models: Models, directory: Path) -> Iterator[Callable[[str], Engine]]:
+    """Engines by name, of model A on one store; all are closed at the end.
+
+    They differ in what a failed load does, which nothing else shall mind.
+    """
+    started: dict[str, Engine] = {}
+
+    def start(name: str) -> Engine:
+        if name not in started:
+            store = files(directory / "pool")
+            config = pool(store) if name == "one" else pool(store, load_failure="fail")
+            spec = EngineSpec(model=models.a, kv_transfer_config=config, llm=SMALL)
+            started[name] = Engine(spec, directory / f"{name}.log")
+        return started[name]
+
+    yield start
+    for engine in started.values():
+        engine.close()
+
+
+@pytest.fixture
+def engine(start: Callable[[str], Engine], models: Models) -> Engine:
+    """The one that most tests share, with its first weights."""
+    engine = start("one")
+    engine.set_weights("path", models.a)
+    assert engine.reset_prefix_cache()
+    return engine
+
+
+@pytest.mark.parametrize("how", [*TO_B, *TO_C])
+def test_new_weights_are_what_answers_come_from(
+    engine: Engine, models: Models, truth: dict[str, Completion], how: str
+) -> None:
+    prompt = PROMPTS[how]
+    old = engine.generate(prompt)[0]
+    again = fresh(engine, expecting(prompt, HIT))
+    assert (old.cached_tokens, again.cached_tokens) == (0, HIT)
+    assert logprob_distance(old, truth[how]) > 10 * LOGPROB_TOLERANCE, "the models say the same"
+
+    engine.set_weights(how, models.target(how))
+    new = fresh(engine, prompt)
+    assert new.cached_tokens == 0
+    same(new, truth[how])
+    # The new weights have cells of their own.
+    again = fresh(engine, expecting(prompt, HIT))
+    assert again.cached_tokens == HIT
+    same(again, truth[how])
+
+    # The cells of the first weights are still there, and good.
+    engine.set_weights("path", models.a)
+    back = fresh(engine, expecting(prompt, HIT))
+    assert back.cached_tokens == HIT
+    same(back, old)
+
+    # And those of the new ones where they can be told to be the same.
+    if how in NAMED:
+        engine.set_weights("path", models.target(how))
+        there = fresh(engine, expecting(prompt, HIT))
+        assert there.cached_tokens == HIT
+        same(there, truth[how])
+
+
+def test_engines_that_load_the_same_files_share(
+    start: Callable[[str], Engine],
+    engine: Engine,
+    models: Models,
+    truth: dict[str, Completion],
+) -> None:
+    other, prompt = start("two"), PROMPTS["shared"]
+    engine.set_weights("path", models.b)
+    same(fresh(engine, prompt), truth["shared"])
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
+    # The other one has its first weights still.
+    old = fresh(other, prompt)
+    assert old.cached_tokens == 0
+    assert logprob_distance(old, truth["shared"]) > 10 * LOGPROB_TOLERANCE
+
+    other.set_weights("path", models.b)
+    shared = fresh(other, expecting(prompt, HIT))
+    assert shared.cached_tokens == HIT
+    same(shared, truth["shared"])
+
+    # Nobody can tell whether tensors that were handed over are the same.
+    for each in (engine, other):
+        each.set_weights("path", models.a)
+        each.set_weights("apply_model", models.c)
+    fresh(engine, prompt)
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
+    assert fresh(other, prompt).cached_tokens == 0
+    assert fresh(other, expecting(prompt, HIT)).cached_tokens == HIT
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_nap_keeps_the_pool(engine: Engine, directory: Path, level: int) -> None:
+    prompt = PROMPTS["awake"]
+    engine.generate(prompt)
+    old = fresh(engine, expecting(prompt, HIT))
+    before = objects(directory / "pool")
+    assert before
+    engine.sleep(level)
+    assert objects(directory / "pool") == before
+    engine.wake_up(*["scheduling"] * (level == 0))
+    assert objects(directory / "pool") == before
+    again = fresh(engine, prompt)
+    assert again.cached_tokens == HIT
+    same(again, old)
+
+
+def test_an_order_of_the_user_empties_only_the_epoch_it_is_given_in(
+    engine: Engine, models: Models
+) -> None:
+    prompt = PROMPTS["version"]
+    engine.generate(prompt)
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
+    engine.set_weights("path", models.b)
+    fresh(engine, prompt)
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
+    assert engine.reset_pool()
+    assert fresh(engine, prompt).cached_tokens == 0
+    engine.set_weights("path", models.a)
+    assert fresh(engine, prompt).cached_tokens == HIT
+
+
+def test_a_harmless_call_keeps_the_epoch(engine: Engine) -> None:
+    prompt = PROMPTS["awake"]
+    engine.generate(prompt)
+    engine.rpc("check_health")
+    engine.rpc("reset_mm_cache")
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
+
+
+@pytest.mark.parametrize("damage", ["all", "second chunk"])
+def test_a_load_that_fails_ends_its_request_where_that_is_asked_for(
+    start: Callable[[str], Engine], models: Models, directory: Path, damage: str
+) -> None:
+    """`load_failure: fail`. The request ends with an error, the engine goes on, nothing leaks."""
+    engine, store = start("two"), directory / "pool"
+    engine.set_weights("path", models.a)
+    assert engine.reset_prefix_cache()
+    prompt = Prompt(ids=tokens(seed=950 + len(damage), count=600))
+    other = Prompt(ids=tokens(seed=970 + len(damage), count=300))
+    known = set(objects(store))
+    expected = engine.generate(prompt)[0]
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
+    cells = sorted(set(objects(store)) - known, key=lambda path: path.stat().st_mtime_ns)
+    assert len(cells) == 2 * SHAPE.kv_heads * SHAPE.layers
+    for path in cells if damage == "all" else cells[len(cells) // 2 :]:
+        path.write_bytes(path.read_bytes()[:100])
+    assert engine.reset_prefix_cache()
+    failed, fine = engine.generate(prompt, other)
+    assert failed.finish_reason == "error"
+    assert failed.token_ids == []
+    assert (fine.finish_reason, len(fine.token_ids)) == ("length", other.max_tokens)
+    assert engine.reset_prefix_cache(), "blocks are still held"
+    again = fresh(engine, prompt)  # what was bad has been removed
+    assert again.finish_reason == "length"
+    same(again, expected)
