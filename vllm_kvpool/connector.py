@@ -183,7 +183,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool, in which saves hold references."""
-        self._scheduler.ledger.pins = adapt.PoolPins(gpu_block_pool, self._own_cache_was_reset)
+        scheduler = self._scheduler
+        scheduler.ledger.pins = adapt.PoolPins(
+            gpu_block_pool, self._own_cache_was_reset, scheduler.drop_late_saves
+        )
 
     def _own_cache_was_reset(self, is_empty: bool) -> None:
         epochs.own_cache_was_reset()

@@ -28,15 +28,15 @@ reports = st.builds(
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 1000), max_size=3),
     st.integers(0, 1000).map(float),
     st.integers(0, 1000).map(float),
-    st.integers(0, 3),
+    st.dictionaries(st.integers(0, 3), st.integers(1, 3), max_size=3),
 )
 
 
 def test_ranks_add_up_and_the_shortest_load_counts() -> None:
-    one = StepReport({JobId(1): 1, JobId(2): 1}, {"a": 512, "b": 256}, 100, 2, 1)
-    other = StepReport({JobId(2): 1, JobId(3): 2}, {"a": 256, "c": 0}, 50, 1, 1)
+    one = StepReport({JobId(1): 1, JobId(2): 1}, {"a": 512, "b": 256}, 100, 2, {1: 1})
+    other = StepReport({JobId(2): 1, JobId(3): 2}, {"a": 256, "c": 0}, 50, 1, {1: 1, 2: 1})
     assert one.merged(other) == StepReport(
-        {JobId(1): 1, JobId(2): 2, JobId(3): 2}, {"a": 256, "b": 256, "c": 0}, 150, 3, 2
+        {JobId(1): 1, JobId(2): 2, JobId(3): 2}, {"a": 256, "b": 256, "c": 0}, 150, 3, {1: 2, 2: 1}
     )
     assert one.gathered == {JobId(1): 1, JobId(2): 1}  # a report never changes
 
@@ -89,7 +89,7 @@ def test_what_came_and_left_within_a_report_has_left() -> None:
         StepReport(gathered={JobId(1): 1}),
         StepReport(load_stops={"a": 0}),
         StepReport(load_tokens=1, load_seconds=0.1),
-        StepReport(generation_acks=1),
+        StepReport(dropped={1: 1}),
         StepReport(host={0: HostChange((), ("a",))}),
     ],
 )
@@ -106,5 +106,5 @@ def test_both_survive_the_way_between_processes() -> None:
         idle=True,
         generation=2,
     )
-    report = StepReport({JobId(1): 1}, {"a": 5}, 1.0, 2.0, 3, {1: HostChange(("x",), ("y",))})
+    report = StepReport({JobId(1): 1}, {"a": 5}, 1.0, 2.0, {3: 1}, {1: HostChange(("x",), ("y",))})
     assert pickle.loads(pickle.dumps((plan, report))) == (plan, report)

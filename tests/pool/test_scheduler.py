@@ -173,7 +173,7 @@ class Bench:
 
     def end_reset(self) -> None:
         """A rank says that it knows, and the probe does what follows."""
-        self.scheduler.apply(StepReport(generation_acks=1))
+        self.scheduler.apply(StepReport(dropped={self.scheduler._reset.generation: 1}))
         self.probe.submit(Lookup(-1, RequestIdentity, (), False, 0, 0.0))
         self.settle()
 
@@ -854,9 +854,9 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     plan = bench.step(a=4)
     assert plan.generation == 1
     assert plan.saves == ()
-    bench.scheduler.apply(StepReport(generation_acks=1))
+    bench.scheduler.apply(StepReport(dropped={1: 1}))
     assert bench.store.calls["remove_namespace"] == 1
-    bench.scheduler.apply(StepReport(generation_acks=1))
+    bench.scheduler.apply(StepReport(dropped={1: 1}))
     bench.add("b")
     assert bench.match("b") == NOTHING
     assert bench.store.calls["remove_namespace"] == 2

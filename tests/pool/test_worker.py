@@ -21,6 +21,7 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SavePlan,
+    SavesDropped,
 )
 
 CHUNK = 32
@@ -236,7 +237,7 @@ def test_a_reset_comes_before_the_loads_and_prefetches_of_its_step() -> None:
     bench = Bench()
     prefetch, load = PrefetchPlan("b", (b"z",)), load_plan()
     bench.step(StepPlan(loads=(load,), prefetches=(prefetch,), generation=1))
-    assert bench.executor.posted == [DropSaves(forget=True), load, prefetch]
+    assert bench.executor.posted == [DropSaves(forget=True, generation=1), load, prefetch]
 
 
 # Resets, and no store
@@ -250,8 +251,11 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
     bench.step(StepPlan(saves=(save_plan(3),), generation=1))
     assert bench.executor.posted == [
         save_plan(1),
-        DropSaves(forget=True),
+        DropSaves(forget=True, generation=1),
         save_plan(2),
         save_plan(3),
     ]
-    assert bench.worker.take_report() == StepReport(generation_acks=1)
+    assert bench.worker.take_report() is None  # what was begun before may still be on its way
+    bench.executor.reports.append(SavesDropped(1))
+    bench.step(None)
+    assert bench.worker.take_report() == StepReport(dropped={1: 1})

@@ -286,7 +286,10 @@ def _progress(member: Member) -> float:
 
 
 def check_growth(name: str, vitals: list[Vitals]) -> None:
-    """Trouble if a process holds more at the end than once it was warm."""
+    """Trouble if a process holds more at the end than once it was warm.
+
+    The least of many rounds counts: what is in use just then comes and goes, a leak stays.
+    """
     if len(vitals) < GROWTH_ROUNDS:
         return
     warm = vitals[WARM_UP_ROUNDS:]
@@ -298,7 +301,7 @@ def check_growth(name: str, vitals: list[Vitals]) -> None:
     }
     for what, limit in limits.items():
         early, late = (
-            max(getattr(seen, what) for seen in part) for part in (warm[:third], warm[-third:])
+            min(getattr(seen, what) for seen in part) for part in (warm[:third], warm[-third:])
         )
         if late > early + limit:
             raise Trouble(f"{name} has grown: {what} from {early} to {late}")

@@ -94,12 +94,12 @@ def test_outcomes_of_single_keys_say_nothing(up: Stage) -> None:
     assert up.heard == [True]
 
 
-def test_bugs_pass_through(up: Stage) -> None:
+def test_bugs_pass_through_and_count_as_failures(up: Stage) -> None:
     up.store.inject(Fault.CRASH, "put", times=FAILURES_TO_OPEN)
     for _ in range(FAILURES_TO_OPEN):
         with pytest.raises(RuntimeError, match="injected"):
             up.put()
-    assert up.heard == [True]
+    assert up.heard == [True, False]
 
 
 # Calls that hang

@@ -223,15 +223,22 @@ def _refuse_tiled_cpu_pages(vllm_config: "VllmConfig", block_size: int) -> None:
 class PoolPins:
     """References on blocks of vLLM's pool. Scheduler thread.
 
-    `on_reset` is told when vLLM was to empty the pool's prefix cache, and whether it has.
+    `let_go` is called before vLLM empties the pool's prefix cache, which it does only when nobody
+    holds a block; `on_reset` is told afterwards whether it has.
     """
 
-    def __init__(self, pool: "BlockPool", on_reset: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        pool: "BlockPool",
+        on_reset: Callable[[bool], None],
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
         self._pool = pool
         reset = pool.reset_prefix_cache
 
         @functools.wraps(reset)
         def reset_prefix_cache() -> bool:
+            let_go()
             done = bool(reset())
             on_reset(done)
             return done

@@ -29,8 +29,8 @@ class StepReport:
     """Request -> tokens that are in the pages of every reporting rank, for loads that stopped."""
     load_tokens: float = 0
     load_seconds: float = 0
-    generation_acks: int = 0
-    """Ranks that have dropped the saves of the generation before the newest."""
+    dropped: Mapping[int, int] = field(default_factory=dict)
+    """Generation -> ranks in which nothing of those before it is being put any more."""
     host: Mapping[int, HostChange] = field(default_factory=dict)
     """Rank -> the chunks that have come into its host tier, or left it."""
 
@@ -42,6 +42,9 @@ class StepReport:
         stops = dict(self.load_stops)
         for request_id, tokens in other.load_stops.items():
             stops[request_id] = min(tokens, stops.get(request_id, tokens))
+        dropped = dict(self.dropped)
+        for generation, ranks in other.dropped.items():
+            dropped[generation] = dropped.get(generation, 0) + ranks
         host = dict(self.host)
         for rank, change in other.host.items():
             host[rank] = host[rank].then(change) if rank in host else change
@@ -50,16 +53,12 @@ class StepReport:
             stops,
             self.load_tokens + other.load_tokens,
             self.load_seconds + other.load_seconds,
-            self.generation_acks + other.generation_acks,
+            dropped,
             host,
         )
 
     @property
     def empty(self) -> bool:
         return not (
-            self.gathered
-            or self.load_stops
-            or self.generation_acks
-            or self.load_seconds
-            or self.host
+            self.gathered or self.load_stops or self.dropped or self.load_seconds or self.host
         )

@@ -354,7 +354,7 @@ class PoolScheduler:
         for rank, change in report.host.items():
             self._probe.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
-        if self._reset.acked(report.generation_acks):
+        if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             self._probe.remove_all(self._reset.end, self._reset.take_epochs())
 
     # The end
@@ -385,9 +385,7 @@ class PoolScheduler:
         What was being saved is dropped by the workers with the next step (see reset.py).
         """
         self._reset.begin(self._epoch)
-        for save in self._late_saves:
-            self.ledger.gathered(save.job_id, self._shape.num_ranks)
-        self._late_saves.clear()
+        self.drop_late_saves()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
         self._probe.remove_all(confirmed.put, (self._epoch,))
@@ -395,6 +393,12 @@ class PoolScheduler:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
             return False
+
+    def drop_late_saves(self) -> None:
+        """Give up saves that wait for a further step: there may be none."""
+        for save in self._late_saves:
+            self.ledger.gathered(save.job_id, self._shape.num_ranks)
+        self._late_saves.clear()
 
     def _forget_what_was_found(self) -> None:
         self._prefetches.clear()

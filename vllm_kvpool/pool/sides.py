@@ -112,6 +112,13 @@ class OpenTiers:
                 store.close()
             except StoreError as error:
                 logger.warning("kvpool: closing %s: %s", store.capabilities.name, error)
+                store.leave()
+
+    def leave(self) -> None:
+        """Some call has not ended: the stores stay as they are, until the process ends."""
+        logger.warning("kvpool: a store call has not ended; its memory is left behind")
+        for store in self.stores:
+            store.leave()
 
 
 def open_tiers(specs: Sequence[StoreSpec], patience: Patience, *, segment: bool) -> OpenTiers:
@@ -213,6 +220,8 @@ class SchedulerSide:
         """End the probe thread and close the store."""
         if self._probe.close():
             self._tiers.close()
+        else:
+            self._tiers.leave()
         self.stats.write(force=True)
 
 
@@ -332,7 +341,7 @@ class WorkerSide:
         if self._executor.close(self._shutdown_s):
             self._tiers.close(self._arena)
         else:
-            logger.warning("kvpool: a store call has not ended; its memory is left behind")
+            self._tiers.leave()
         self._trace.close()
         self.stats.write(force=True)
 

@@ -23,6 +23,7 @@ from vllm_kvpool.transfer.ops import (
     LoadPlan,
     Report,
     SaveGathered,
+    SavesDropped,
 )
 
 GATHER_WAIT_S = 5.0
@@ -73,8 +74,7 @@ class PoolWorker:
         self._loads_posted = plan
         if plan.generation > self._generation:
             self._generation = plan.generation
-            self._executor.post(DropSaves(forget=True))
-            self._report = self._report.merged(StepReport(generation_acks=1))
+            self._executor.post(DropSaves(forget=True, generation=plan.generation))
         if plan.loads:
             self._fence()  # what still reads or writes the pages comes first
         for load in plan.loads:
@@ -110,6 +110,8 @@ class PoolWorker:
             if isinstance(report, SaveGathered):
                 self._saves.discard(report.job_id)
                 self._report = self._report.merged(StepReport(gathered={report.job_id: 1}))
+            elif isinstance(report, SavesDropped):
+                self._report = self._report.merged(StepReport(dropped={report.generation: 1}))
             elif isinstance(report, HostChange):
                 self._report = self._report.merged(StepReport(host={self._rank: report}))
             elif isinstance(report, LoadDone):

@@ -41,6 +41,7 @@ OPEN_WAIT_S = 10.0  # the engine's start waits so long for a store that neither 
 SLOW_FAILURE_S = 1.0  # a failure that took longer is enough
 REMOVE_ALL_S = 60.0  # a namespace may be large
 JOIN_S = 0.5
+CLOSE_S = 2.0  # for the store's own end; vLLM leaves its workers about 4 s
 PAUSE_JITTER = 0.25
 CHECK_KEY = "kvpool-check"
 
@@ -75,6 +76,7 @@ class GuardedStore:
         self._patience = patience
         self._clock = clock
         self._calls = BoundedCalls(f"kvpool-calls-{name}")
+        self._end_calls = BoundedCalls(f"kvpool-end-{name}")
         self._state = threading.Condition()  # guards what follows
         self._store: Store | None = None
         self._is_up = False
@@ -135,7 +137,7 @@ class GuardedStore:
             self._buffers.remove(buffer)
             store = self._store
         if store is not None:
-            store.unregister(buffer)
+            self._end_calls.run(partial(store.unregister, buffer), CLOSE_S)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._call(lambda store: store.exists(keys), self._patience.answer_s)
@@ -164,11 +166,20 @@ class GuardedStore:
         self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
 
     def close(self) -> None:
-        """Close the store; one that is still being opened or asked is closed, or left, later."""
+        """Close the store; one that is still being opened or asked is closed, or left, later.
+
+        StoreUnreachable if the store's own end takes longer than `CLOSE_S`.
+        """
         if not self._end():
             logger.warning("kvpool: %s does not answer and is left behind", self._name)
         elif self._store is not None:
-            self._store.close()
+            self._end_calls.run(self._store.close, CLOSE_S)
+        self._end_calls.close(JOIN_S)
+
+    def leave(self) -> None:
+        """End the guard alone: somebody is still in a call, so the store cannot be closed."""
+        self._end()
+        self._end_calls.close(JOIN_S)
 
     # A call
 
@@ -182,8 +193,8 @@ class GuardedStore:
             if longest_s is None:
                 return method(store)
             return self._calls.run(partial(method, store), longest_s)
-        except StoreError:
-            failed = True
+        except Exception:
+            failed = True  # an exception that no store may raise says no more of its keys
             raise
         finally:
             self._ended(ticket, failed)

@@ -1,19 +1,27 @@
 """Stores that fail as they are told: rules, and a store of any kind that obeys them.
 
 One `Faults` may govern any number of stores: what is injected strikes every one of them, or those
-whose label holds the rule's `store`. Everything here may be called from any thread.
+whose label holds the rule's `store`. `ControlledFaults` takes its rules from a directory, where a
+`FaultControl` of another process puts them. Everything here may be called from any thread.
 """
 
+import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+
+import msgspec
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
 
 BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
+CONTROL_FILE = "faults.json"
+LOOK_EVERY_S = 0.01
 
 
 class Fault(Enum):
@@ -157,6 +165,125 @@ class Faults:
         finally:
             with self._lock:
                 self.num_blocked -= 1
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """A rule on its way to other processes; `number` tells it from equal ones."""
+
+    number: int
+    fault: Fault
+    method: str
+    key: str
+    times: int | None
+    other: str
+
+
+class _Orders(msgspec.Struct, frozen=True):
+    slow_s: float = 0.0
+    rules: tuple[_Order, ...] = ()
+
+
+class FaultControl:
+    """Tells the stores of other processes how to fail: `inject`, `heal`, `release` as in `Faults`.
+
+    A call that begins after one of these has returned obeys it. Each process counts `times` for
+    itself.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._num_orders = 0
+        self._orders = _Orders()
+        self._publish()
+
+    def inject(
+        self,
+        fault: Fault,
+        method: str = "",
+        key: str = "",
+        times: int | None = None,
+        other: str = "",
+    ) -> None:
+        self._num_orders += 1
+        order = _Order(self._num_orders, fault, method, key, times, other)
+        self._orders = _Orders(self._orders.slow_s, (*self._orders.rules, order))
+        self._publish()
+
+    def slow(self, seconds: float, method: str = "") -> None:
+        """From now on such calls take so long."""
+        self._orders = _Orders(seconds, self._orders.rules)
+        self.inject(Fault.SLOW, method)
+
+    def heal(self) -> None:
+        self._orders = _Orders()
+        for mark in self.directory.glob("struck.*"):
+            mark.unlink()
+        self._publish()
+
+    def release(self) -> None:
+        rules = tuple(rule for rule in self._orders.rules if rule.fault is not Fault.BLOCKED)
+        self._orders = _Orders(self._orders.slow_s, rules)
+        self._publish()
+
+    def struck(self, fault: Fault) -> bool:
+        """Whether it has befallen a call since the last `heal`."""
+        return (self.directory / f"struck.{fault.value}").exists()
+
+    def _publish(self) -> None:
+        draft = self.directory / f"{CONTROL_FILE}.draft"
+        draft.write_bytes(msgspec.json.encode(self._orders))
+        draft.rename(self.directory / CONTROL_FILE)
+
+
+class ControlledFaults(Faults):
+    """Rules that a `FaultControl` has put into a directory; looked for at every call."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(self._be_slow)
+        self._file = directory / CONTROL_FILE
+        self._version: tuple[int, int] | None = None
+        self._slow_s = 0.0
+        self._by_number: dict[int, Rule] = {}
+
+    def begin(self, store: str, method: str, keys: Sequence[str]) -> dict[str, Rule]:
+        self._look()
+        return super().begin(store, method, keys)
+
+    def _look(self) -> None:
+        status = os.stat(self._file)
+        version = (status.st_ino, status.st_mtime_ns)
+        with self._lock:
+            if version == self._version:
+                return
+            orders = msgspec.json.decode(self._file.read_bytes(), type=_Orders)
+            known = self._by_number
+            self._by_number = {
+                order.number: known.get(order.number, _rule(order)) for order in orders.rules
+            }
+            self._rules = list(self._by_number.values())
+            self._slow_s = orders.slow_s
+            self._version = version
+
+    def _befall(self, fault: Fault) -> None:
+        (self._file.parent / f"struck.{fault.value}").touch()
+        super()._befall(fault)
+
+    def _be_slow(self) -> None:
+        time.sleep(self._slow_s)
+
+    def _block(self) -> None:
+        self.entered.set()
+        deadline = time.monotonic() + BLOCK_LIMIT_S
+        while any(rule.fault is Fault.BLOCKED for rule in self._rules):
+            assert time.monotonic() < deadline, "never released"
+            time.sleep(LOOK_EVERY_S)
+            self._look()
+
+
+def _rule(order: _Order) -> Rule:
+    values = msgspec.structs.asdict(order)
+    del values["number"]
+    return Rule(**values)
 
 
 class FaultyStore:

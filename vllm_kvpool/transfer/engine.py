@@ -16,7 +16,7 @@ from typing import cast
 from vllm_kvpool.staging.slots import SlotUse
 from vllm_kvpool.transfer.desk import PASSING, Desk
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
-from vllm_kvpool.transfer.graph import Batch, LaneLimits, Op, Priority
+from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
 from vllm_kvpool.transfer.handdown import HandDowns, Passage
 from vllm_kvpool.transfer.loads import Loads, Scatter
 from vllm_kvpool.transfer.ops import (
@@ -34,6 +34,7 @@ from vllm_kvpool.transfer.ops import (
     PrefetchJob,
     Report,
     SaveJob,
+    SavesDropped,
     Start,
     Tick,
     TierHealth,
@@ -145,8 +146,7 @@ class Engine:
             case DropSaves():
                 self.saves.drop(CellOutcome.CANCELLED)
                 if event.forget:
-                    self._fetches.forget()
-                    self.desk.residency.clear()
+                    self._forget(event.generation)
             case Flush():
                 self.saves.flush()
             case HandDown():
@@ -226,6 +226,18 @@ class Engine:
         for op, outcome in zip(batch.ops, done.outcomes, strict=True):
             handle(op, outcome)
 
+    def _forget(self, generation: int | None) -> None:
+        """A reset: nothing that is on its way may be found afterwards."""
+        desk = self.desk
+        still = self.saves.drop_copies()
+        self._fetches.forget()
+        desk.residency.clear()
+        if generation is not None:
+            graph = Graph(NOBODY, Priority.SAVE)
+            dropped = SavesDropped(generation)
+            desk.scheduler.add(graph, None, dropped, after=still, always=True)
+            desk.scheduler.close(graph)
+
     def _work_stuck(self, work_id: WorkId) -> None:
         """A store call does not return: its cells go on without it, its memory waits for it."""
         batch = self._running.pop(work_id)
@@ -292,6 +304,8 @@ class Engine:
             for marker in reached:
                 if isinstance(marker.what, Passage):
                     self._hand_downs.ended(marker.what)
+                elif isinstance(marker.what, SavesDropped):
+                    self.desk.reports.append(marker.what)
                 else:
                     self.saves.all_gathered(marker.what)
         for graph in scheduler.take_ended():

@@ -46,6 +46,7 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveDone,
     SavePlan,
+    SavesDropped,
     Start,
     Tick,
     TierHealth,
@@ -247,6 +248,8 @@ class Executor:
         while not isinstance(message := self._inbox.get(), Close):
             if isinstance(message, LoadPlan | SavePlan):
                 self._publish([given_up(message, CellOutcome.FAILED)])
+            elif isinstance(message, DropSaves) and message.generation is not None:
+                self._publish([SavesDropped(message.generation)])
 
     def _next_message(self, closing: float | None) -> Post | WorkDone | LaneThread | None:
         try:
@@ -324,7 +327,7 @@ class Executor:
                 )
             case HandedDown():
                 self._passages.pop(report.job_id).put(report.moved)
-            case HostChange():
+            case HostChange() | SavesDropped():
                 pass
             case _:
                 del self._open[report.job_id]

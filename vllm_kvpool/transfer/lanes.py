@@ -6,6 +6,7 @@ slots that the engine has given to the cells, so nothing else writes that memory
 each, and a lane that works with a store uses that store alone.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from vllm_kvpool.transfer.ops import (
     WorkCell,
 )
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace
+
+logger = logging.getLogger(__name__)
 
 _GOT = {
     GetOutcome.OK: CellOutcome.DONE,
@@ -63,7 +66,7 @@ class LaneWork:
     clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
 
     def perform(self, work: Work) -> tuple[CellOutcome, ...]:
-        """Do the whole batch; one outcome per cell. Only our own bugs raise."""
+        """Do the whole batch; one outcome per cell. Never raises: what is a bug is logged."""
         start = self.clock()
         try:
             outcomes = self._perform(work.lane, work.cells)
@@ -72,6 +75,10 @@ class LaneWork:
             outcomes = [CellOutcome.UNREACHABLE] * len(work.cells)
         except StoreError:
             self.tally.add("kvpool_failures", kind="store_error")
+            outcomes = [CellOutcome.FAILED] * len(work.cells)
+        except Exception:
+            logger.exception("kvpool: %s failed", work.lane)
+            self.tally.add("kvpool_failures", kind="bug")
             outcomes = [CellOutcome.FAILED] * len(work.cells)
         self._count(work, outcomes, start, self.clock())
         return tuple(outcomes)

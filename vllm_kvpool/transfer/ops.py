@@ -205,6 +205,15 @@ class SaveGathered(NamedTuple):
     request_id: str
 
 
+class SavesDropped(NamedTuple):
+    """Nothing that was saved before that generation is on its way into a store any more.
+
+    But for calls that are stuck.
+    """
+
+    generation: int
+
+
 class SaveDone(NamedTuple):
     """Every cell of a save is in the first durable tier, or in the only one, or given up.
 
@@ -259,9 +268,13 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class DropSaves:
-    """Give up every save that is not stored yet; with `forget`, host memory too (a reset)."""
+    """Give up every save that is not stored yet; with `forget`, every copy and host memory too.
+
+    With a generation `SavesDropped` follows, as soon as nothing that was begun is put any more.
+    """
 
     forget: bool = False
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +308,7 @@ class Start(NamedTuple):
     work: Work
 
 
-Report = LoadDone | SaveGathered | SaveDone | HostChange | HandedDown
+Report = LoadDone | SaveGathered | SaveDone | SavesDropped | HostChange | HandedDown
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:

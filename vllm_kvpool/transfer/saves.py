@@ -85,7 +85,11 @@ class Saves:
         self._saves: dict[JobId, _Save] = {}
         self._patience_ends: float | None = None  # set while saves wait in vain for a slot
         self._flushing = False
-        self.num_copies = 0  # copies under way, those of saves among them
+        self._copies: dict[int, Copy] = {}  # under way, those of saves among them; by id
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)
 
     @property
     def num_open(self) -> int:
@@ -117,7 +121,7 @@ class Saves:
             copy.ops.append(entry.op)
             self._add_puts(graph, copy, tiers, (entry.op,))
             save.cells.append(copy)
-            self.num_copies += 1
+            self._copies[id(copy)] = copy
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
         desk.note(job.request_id, "save of {} cells; {} are known", len(job.tasks), known)
@@ -231,8 +235,9 @@ class Saves:
     def begin_copy(self, entry: Entry) -> Copy:
         """A copy that is no save's; it holds the entry until it is settled."""
         self._desk.residency.pin(entry)
-        self.num_copies += 1
-        return Copy(CellName(entry.key, entry.group, entry.nbytes), entry, None)
+        copy = Copy(CellName(entry.key, entry.group, entry.nbytes), entry, None)
+        self._copies[id(copy)] = copy
+        return copy
 
     def _copy(self, entry: Entry, tiers: Sequence[int]) -> None:
         desk = self._desk
@@ -255,7 +260,7 @@ class Saves:
         if copy.over or any(op.state not in _OVER for op in copy.ops):
             return
         copy.over = True
-        self.num_copies -= 1
+        del self._copies[id(copy)]
         self._report(copy, copy.outcome or CellOutcome.DONE)
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
@@ -296,6 +301,12 @@ class Saves:
             save.dropped = outcome
             for copy in save.cells:
                 self._drop_copy(copy, outcome)
+
+    def drop_copies(self) -> list[Op]:
+        """Give up every other copy too; the ops of all that run still."""
+        for copy in list(self._copies.values()):
+            self._drop_copy(copy, CellOutcome.CANCELLED)
+        return [op for copy in self._copies.values() for op in copy.ops if op.state not in _OVER]
 
     def _drop_copy(self, copy: Copy, outcome: CellOutcome) -> None:
         if copy.over:

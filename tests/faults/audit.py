@@ -1,0 +1,74 @@
+"""What must be true of a rig when nothing is left to do: nobody holds anything any more."""
+
+import time
+
+from tests.faults.rig import Rig
+from tests.faults.workshop import Workshop
+
+END_S = 5.0
+
+
+def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
+    """Of a rig that runs. `stuck`: a store call is kept from returning on purpose, and so may keep
+    its slots."""
+    if stuck:
+        rig.step()  # takes what was reported
+    else:
+        rig.settle()
+    _check_requests(rig)
+    for rank in rig.ranks:
+        worker, executor = rank.side.worker, rank.executor
+        assert worker.num_loads == 0, f"open loads\n{rig.describe()}"
+        assert worker.num_ungathered == 0, f"saves not gathered\n{rig.describe()}"
+        if executor is None:
+            continue
+        assert not executor.unreported, f"never reported: {executor.unreported}\n{rig.describe()}"
+        if not stuck:
+            residency = executor.engine.desk.residency
+            kept = sum(entry.slot is not None for entry in residency)
+            assert residency.slots.num_held == kept, f"{residency.slots.num_held} slots, {kept}"
+            assert residency.slots.num_quarantined == 0
+            assert kept <= residency.keep, "slots are kept although there is no host tier"
+            executor.engine.check()
+    _check_blocks(rig)
+
+
+def check_tokens(rig: Rig) -> None:
+    """Every prompt token was either a hit or a miss. Of a rig without preemptions and aborts."""
+    told = sum(len(answer.prompt) for answer in rig.answers.values())
+    hits, misses = rig.count("kvpool_hit_tokens"), rig.count("kvpool_miss_tokens")
+    assert hits + misses == told, (hits, rig.counted("kvpool_miss_tokens"), told)
+
+
+def check_threads(workshop: Workshop, num_stuck: int = 0) -> None:
+    """After a shutdown: none is left, or those that are stuck."""
+    deadline = time.monotonic() + END_S
+    while len(threads := workshop.pool_threads()) > num_stuck:
+        assert time.monotonic() < deadline, f"left behind: {[thread.name for thread in threads]}"
+        threads[0].join(0.001)
+
+
+def _check_requests(rig: Rig) -> None:
+    scheduler, pool = rig.scheduler, rig.pool
+    assert not scheduler.has_requests(), rig.describe()
+    assert not scheduler.requests, rig.describe()
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert not scheduler.kv_holding_waiting
+    assert not scheduler.finished_recving_kv_req_ids
+    assert not scheduler.failed_recving_kv_req_ids
+    pool.check()
+    assert not pool._requests
+    assert not pool._tickets
+    assert not pool._loads
+    assert not pool._prefetches
+    assert not pool._late_saves
+    assert not pool._until_due
+    assert pool.ledger.num_blocks == 0, f"pinned blocks\n{rig.describe()}"
+
+
+def _check_blocks(rig: Rig) -> None:
+    held = [b for b in rig.block_pool.blocks if b.ref_cnt and not b.is_null]
+    assert not held, f"blocks are still referenced: {held}"
+    assert rig.reset(), "the prefix cache cannot be emptied"
+    assert rig.block_pool.get_num_free_blocks() == rig.free_at_start

@@ -1,0 +1,49 @@
+"""Imports vLLM before the tests do: what it and torch warn of while being imported is not ours."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.engine.arg_utils
+    import vllm.v1.core.sched.scheduler  # noqa: F401 - imported for its effect
+
+    from tests.e2e.conftest import engines, llama  # noqa: F401 - fixtures
+    from tests.faults.scene import Library
+    from tests.faults.workshop import Workshop
+
+from vllm_kvpool.pool import scheduler, sides
+from vllm_kvpool.store import breaker
+from vllm_kvpool.transfer import executor
+
+
+@pytest.fixture(scope="session")
+def _models(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("rigs"))
+
+
+@pytest.fixture
+def workshop(_models: Workshop) -> Iterator[Workshop]:
+    """Builds rigs, and takes apart what a test has left of them."""
+    with _models:
+        yield _models
+
+
+@pytest.fixture(scope="session")
+def _library(_models: Workshop) -> Library:
+    with _models:
+        return Library(_models)
+
+
+@pytest.fixture
+def library(_library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The library, and pauses that are short: what is tested is that they end."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(executor, "WATCH_S", 0.05)
+    monkeypatch.setattr(scheduler, "RESET_WAIT_S", 0.2)
+    monkeypatch.setattr(sides, "OPEN_WAIT_S", 0.2)
+    monkeypatch.setattr(sides, "LOOKUP_CALL_S", 0.2)
+    return _library

@@ -1,0 +1,137 @@
+"""A model that is fake and honest: its KV is a function of weights and tokens, its output of KV.
+
+The rows of a token (K and V of every layer and head) are hashed from the weights' seed and all
+tokens up to it, as attention makes them depend on those. The next token is hashed from rows that
+are read back from the pages. So an engine gives the right tokens exactly if its pages are right.
+
+Legend: L layers, B blocks, H KV heads, N tokens of a block, D a key or value row, C = 2 * D, T
+tokens.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+VOCAB = 1024
+FIRST_TOKEN = 3  # those before have meanings
+UNWRITTEN = -1.0  # rows are in [0, 1)
+
+_STEP = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """`seed` stands for the weights; it must be told apart by the pool as weights are."""
+
+    seed: int = 0
+    layers: int = 2
+    heads: int = 2
+    head_dim: int = 16
+    dtype: str = "float32"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def next_token(self, rows_lhtc: NDArray[np.floating]) -> int:
+        """What follows a context, of which these are the rows."""
+        count = rows_lhtc.shape[2]
+        looked_at = rows_lhtc[:, :, [0, count // 3, count // 2, count - 1]]
+        return FIRST_TOKEN + zlib.crc32(looked_at.tobytes()) % (VOCAB - FIRST_TOKEN)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The output of an engine that does nothing wrong."""
+        context = Context(self, prompt)
+        for _ in range(max_tokens):
+            context.extend([self.next_token(context.rows())])
+        return context.tokens[len(prompt) :]
+
+
+class Context:
+    """A sequence of tokens that grows, and the rows that its KV must have."""
+
+    def __init__(self, model: FakeModel, tokens: Sequence[int]) -> None:
+        self._model = model
+        self._states: list[int] = []
+        parts = np.arange(model.layers * model.heads * 2 * model.head_dim, dtype=np.uint64)
+        self._parts_lhc = (parts * np.uint64(_STEP)).reshape(model.layers, model.heads, -1)
+        self._rows_lhtc = np.empty((model.layers, model.heads, 0, 2 * model.head_dim))
+        self.tokens: list[int] = []
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        state = self._states[-1] if self._states else self._model.seed
+        for token in tokens:
+            state = _mix(state ^ (token * _STEP & _MASK))
+            self._states.append(state)
+        self.tokens.extend(tokens)
+
+    def rows(self) -> NDArray[np.floating]:
+        """`[L, H, T, C]` of all tokens."""
+        known = self._rows_lhtc.shape[2]
+        if known < len(self._states):
+            states = np.array(self._states[known:], dtype=np.uint64)
+            mixed = states[:, None] + self._parts_lhc[:, :, None, :]
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xBF58476D1CE4E5B9)
+            # Eleven bits are exact in every dtype.
+            new = (mixed >> np.uint64(53)).astype(self._model.dtype) * 2.0**-11
+            dtype = np.dtype(self._model.dtype)
+            self._rows_lhtc = np.concatenate([self._rows_lhtc, new], axis=2, dtype=dtype)
+        return self._rows_lhtc
+
+
+def _mix(state: int) -> int:
+    state = (state + _STEP) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+class Pages:
+    """One rank's KV caches, as vLLM's CPU attention lays them out: each head of a block holds
+    `K[D, N]`, then `V[N, D]`; all layers lie in one storage."""
+
+    def __init__(self, model: FakeModel, num_blocks: int, block_size: int, heads: slice) -> None:
+        self.heads = heads
+        self._block = block_size
+        held, dim = heads.stop - heads.start, model.head_dim
+        shape = (model.layers, num_blocks, held, block_size, 2 * dim)
+        self._all_lbhnc = torch.full(shape, UNWRITTEN, dtype=model.torch_dtype)
+        flat = self._all_lbhnc.numpy().reshape(*shape[:3], -1)
+        half = dim * block_size
+        self._k_lbhdn = flat[..., :half].reshape(*shape[:3], dim, block_size)
+        self._v_lbhnd = flat[..., half:].reshape(*shape[:3], block_size, dim)
+        assert np.shares_memory(self._k_lbhdn, flat)
+
+    def by_layer(self) -> dict[str, torch.Tensor]:
+        """What vLLM hands to `register_kv_caches`."""
+        return {
+            f"model.layers.{layer}.self_attn.attn": tensor_bhnc
+            for layer, tensor_bhnc in enumerate(self._all_lbhnc)
+        }
+
+    def write(self, table: NDArray[np.intp], first: int, rows_lhtc: NDArray[np.floating]) -> None:
+        """The rows of consecutive tokens from `first` on."""
+        positions = np.arange(first, first + rows_lhtc.shape[2])
+        blocks, places = table[positions // self._block], positions % self._block
+        dim = rows_lhtc.shape[3] // 2
+        rows_tlhc = rows_lhtc[:, self.heads].transpose(2, 0, 1, 3)
+        self._k_lbhdn[:, blocks, :, :, places] = rows_tlhc[..., :dim]
+        self._v_lbhnd[:, blocks, :, places] = rows_tlhc[..., dim:]
+
+    def read(self, table: NDArray[np.intp], count: int) -> NDArray[np.floating]:
+        """`[L, H, T, C]` of the first `count` tokens and this rank's heads."""
+        blocks = table[: -(-count // self._block)]
+        k_lhbnd = self._k_lbhdn[:, blocks].transpose(0, 2, 1, 4, 3)
+        v_lhbnd = self._v_lbhnd[:, blocks].transpose(0, 2, 1, 3, 4)
+        both = np.concatenate([k_lhbnd, v_lhbnd], axis=-1)
+        layers, held = both.shape[:2]
+        return both.reshape(layers, held, -1, both.shape[-1])[:, :, :count]

@@ -1,0 +1,207 @@
+"""When a fault begins, as values: each drives an engine to its moment, and on from there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.faults.audit import check_threads
+from tests.faults.rig import Rig, RigSpec
+from tests.faults.scene import BYSTANDER, READER, SHUTDOWN_S, Scene
+
+LONG = 60  # output tokens that make a bystander outgrow a tiny cache
+TINY_BLOCKS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """`play` runs the first round. `exact`: every request runs to its end, once."""
+
+    name: str
+    play: Callable[[Scene], None]
+    spec: Callable[[RigSpec], RigSpec] = lambda spec: spec
+    exact: bool = True
+
+
+def arrive(rig: Rig) -> list[str]:
+    return [rig.add(READER), rig.add(BYSTANDER)]
+
+
+def finish(scene: Scene, ids: Sequence[str]) -> None:
+    """Run on; whoever was not aborted answers as without a pool."""
+    seconds = scene.rig.run(scene.limit_s)
+    assert seconds < scene.limit_s
+    scene.rig.expect(ids)
+
+
+def at_lookup(scene: Scene) -> None:
+    scene.begin()
+    finish(scene, arrive(scene.rig))
+
+
+def in_step(wanted: Callable[[Rig, SchedulerOutput], bool]) -> Callable[[Scene], None]:
+    """Between the scheduler's part of a step and the workers'."""
+
+    def play(scene: Scene) -> None:
+        rig = scene.rig
+
+        def look(output: SchedulerOutput) -> None:
+            if wanted(rig, output):
+                scene.begin()
+
+        rig.on_scheduled.append(look)
+        finish(scene, arrive(rig))
+
+    return play
+
+
+def has_loads(rig: Rig, output: SchedulerOutput) -> bool:
+    metadata: Any = output.kv_connector_metadata
+    return bool(metadata.plan.loads)
+
+
+def runs_loaded(rig: Rig, output: SchedulerOutput) -> bool:
+    """The reader computes for the first time."""
+    return "r0" in output.num_scheduled_tokens
+
+
+def in_call(method: str) -> Callable[[Scene], None]:
+    """As soon as a worker's call of the store is under way."""
+
+    def play(scene: Scene) -> None:
+        def look(store: str, called: str, keys: Sequence[str]) -> None:
+            if called == method and "scheduler" not in store and store.startswith("rig"):
+                scene.begin()
+
+        scene.faults.on_call = look
+        finish(scene, arrive(scene.rig))
+        scene.wait(lambda: scene.begun)
+
+    return play
+
+
+def in_lane(lane: str) -> Callable[[Scene], None]:
+    """As soon as a lane has been handed its first batch."""
+
+    def play(scene: Scene) -> None:
+        def look(name: str) -> None:
+            if name == lane:
+                scene.begin()
+
+        for executor in scene.rig.executors:
+            executor.perform.on_batch = look
+        finish(scene, arrive(scene.rig))
+        scene.wait(lambda: scene.begun)
+
+    return play
+
+
+def at_preemption(scene: Scene) -> None:
+    """The reader has to give its blocks to a bystander that came into the batch before it did."""
+    rig = scene.rig
+    rig.on_scheduled.append(lambda output: scene.begin() if output.preempted_req_ids else None)
+    performs = [executor.perform for executor in rig.executors]
+    for perform in performs:
+        perform.hold("scatter")
+    reader = rig.add(READER, LONG // 2)
+    rig.run(scene.limit_s, until=lambda: all(perform.entered.is_set() for perform in performs))
+    bystander = rig.add(BYSTANDER, LONG)
+    rig.run(scene.limit_s, until=lambda: bool(rig.answers[bystander].tokens))
+    for perform in performs:
+        perform.release()
+    scene.wait(lambda: all(executor.engine.loads.num_open == 0 for executor in rig.executors))
+    finish(scene, [reader, bystander])
+
+
+def at_abort(scene: Scene) -> None:
+    """The reader goes away while its load is in flight."""
+    rig = scene.rig
+    first = rig.executors[0].perform
+    first.hold("get-0")
+    ids = arrive(rig)
+    rig.run(scene.limit_s, until=first.entered.is_set)
+    assert first.entered.is_set(), "no load was started"
+    scene.begin()
+    rig.abort(ids[0])
+    first.release()
+    finish(scene, ids[1:])
+
+
+def at_finish(scene: Scene) -> None:
+    """The reader's last token is there, its last chunks are not stored yet."""
+    rig = scene.rig
+
+    def look(output: SchedulerOutput) -> None:
+        if rig.answers["r0"].ended:
+            scene.begin()
+
+    rig.on_stepped.append(look)
+    finish(scene, arrive(rig))
+
+
+def at_reset(scene: Scene) -> None:
+    """Everything of the model is removed from the pool while both requests run."""
+    rig = scene.rig
+    ids = arrive(rig)
+    rig.run(scene.limit_s, until=lambda: bool(rig.answers["r0"].tokens))
+    scene.begin()
+    rig.reset(connector=True)
+    finish(scene, ids)
+
+
+def at_shutdown(scene: Scene) -> None:
+    """The engine ends with saves under way; another one follows once all is well."""
+    rig = scene.rig
+    for executor in rig.executors:
+        executor.perform.hold("put-0")
+    finish(scene, arrive(rig))
+    scene.begin()
+    for executor in rig.executors:
+        executor.perform.release()
+    leave(scene)
+    scene.stop()
+    scene.start_engine()
+    scene.answer(READER)
+
+
+def at_restart(scene: Scene) -> None:
+    """An engine has ended, and another one starts while the fault lasts."""
+    finish(scene, arrive(scene.rig))
+    leave(scene)
+    scene.begin()
+    scene.start_engine()
+    finish(scene, arrive(scene.rig))
+
+
+def leave(scene: Scene) -> None:
+    options = scene.rig.pool._config
+    limit_s = options.shutdown_timeout_s + SHUTDOWN_S
+    assert scene.time(scene.rig.shutdown) < limit_s, "the shutdown took too long"
+    if scene.rival is None:
+        check_threads(scene.workshop, scene.faults.num_blocked)
+
+
+MOMENTS = {
+    moment.name: moment
+    for moment in (
+        Moment(name="lookup", play=at_lookup),
+        Moment(name="alloc", play=in_step(has_loads)),
+        Moment(name="get", play=in_call("get")),
+        Moment(name="scatter", play=in_lane("scatter")),
+        Moment(name="loaded", play=in_step(runs_loaded)),
+        Moment(name="gather", play=in_lane("gather")),
+        Moment(name="put", play=in_call("put")),
+        Moment(
+            name="preemption",
+            play=at_preemption,
+            spec=lambda spec: replace(spec, num_blocks=TINY_BLOCKS),
+            exact=False,
+        ),
+        Moment(name="abort", play=at_abort, exact=False),
+        Moment(name="finish", play=at_finish),
+        Moment(name="reset", play=at_reset, exact=False),
+        Moment(name="shutdown", play=at_shutdown),
+        Moment(name="restart", play=at_restart),
+    )
+}

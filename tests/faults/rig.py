@@ -1,0 +1,299 @@
+"""An engine without a neural network: vLLM's real scheduler, our real connectors, a fake model.
+
+The scheduler makes the connector of its side itself; every rank is a connector of the worker's side
+with pages of its own, all in this thread. Each step the model writes the rows of the scheduled
+tokens, reads every row of every scheduled request, and compares: a single wrong byte fails the step
+in which it would have been used. `Workshop` builds rigs; one may follow another on the same store.
+"""
+
+import itertools
+import pickle
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.faults.model import Context, FakeModel, Pages
+from tests.faults.rank import Rank
+from vllm_kvpool.connector import KVPoolConnector
+from vllm_kvpool.pool.scheduler import PoolScheduler
+
+BLOCK = 16
+CHUNK = 32
+MAX_STEPS = 5_000
+SETTLE_S = 10.0
+HASH = get_hash_fn_by_name("sha256")
+init_none_hash(HASH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigSpec:
+    """What a rig is built of; `options` are the connector's."""
+
+    model: FakeModel = field(default_factory=FakeModel)
+    tp: int = 1
+    num_blocks: int = 96
+    max_batched_tokens: int = 96
+    pool: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has become of a request."""
+
+    prompt: list[int]
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    ended: str = ""
+    params: dict[str, Any] | None = None
+
+
+class Rig:
+    """See the module docstring. `workshop.rig(spec)` makes one."""
+
+    def __init__(
+        self, spec: RigSpec, config: Any, cache: Any, rank_config: Callable[[int], Any]
+    ) -> None:
+        self.spec = spec
+        self.answers: dict[str, Answer] = {}
+        self.on_scheduled: list[Callable[[SchedulerOutput], None]] = []
+        self.on_stepped: list[Callable[[SchedulerOutput], None]] = []
+        self.companions: list[Rig] = []
+        """Other engines, which take a step with each of this one's."""
+        self.num_steps = 0
+        self.closed = False
+        self.log: defaultdict[str, list[str]] = defaultdict(list)
+        self._contexts: dict[str, Context] = {}
+        self._numbers = itertools.count()
+        self._hasher = get_request_block_hasher(BLOCK, HASH)
+        self.scheduler = Scheduler(
+            config, cache, StructuredOutputManager(config), BLOCK, log_stats=True
+        )
+        held = spec.model.heads // spec.tp
+        self.ranks = [
+            Rank(
+                rank_config(rank),
+                cache,
+                Pages(spec.model, spec.num_blocks, BLOCK, slice(rank * held, (rank + 1) * held)),
+            )
+            for rank in range(spec.tp)
+            if spec.pool
+        ]
+        self.pages = [rank.pages for rank in self.ranks] or [
+            Pages(spec.model, spec.num_blocks, BLOCK, slice(0, spec.model.heads))
+        ]
+        self._aggregator = KVOutputAggregator(spec.tp)
+        self.block_pool = self.scheduler.kv_cache_manager.block_pool
+        self.free_at_start = self.block_pool.get_num_free_blocks()
+
+    # What the rest of the world does
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 6,
+        *,
+        salt: str | None = None,
+        **kvpool: Any,
+    ) -> str:
+        """A request arrives; `kvpool` are its `kv_transfer_params`."""
+        request_id = f"r{next(self._numbers)}"
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"kvpool": kvpool}} if kvpool else None,
+            ),
+            None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.answers[request_id] = Answer(list(prompt), max_tokens)
+        self._contexts[request_id] = Context(self.spec.model, prompt)
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        for request in self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED):
+            self._ended(request.request_id, "abort", None)
+
+    def reset(self, *, connector: bool = False, running: bool = False) -> bool:
+        """Forget the engine's own prefix cache; with `connector` the pool's cells too."""
+        return self.scheduler.reset_prefix_cache(
+            reset_running_requests=running, reset_connector=connector
+        )
+
+    def shutdown(self) -> None:
+        """As an engine ends: the scheduler's side, then the ranks'."""
+        if not self.closed:
+            self.closed = True
+            self.scheduler.shutdown()
+            for rank in self.ranks:
+                rank.connector.shutdown()
+
+    # Steps
+
+    def step(self) -> None:
+        """What vLLM's `EngineCore.step` does."""
+        self.num_steps += 1
+        output = self.scheduler.schedule()
+        for tell in list(self.on_scheduled):
+            tell(output)
+        done = self._execute(output)
+        for answers in self.scheduler.update_from_output(output, done).values():
+            for answer in answers.outputs:
+                known = self.answers[answer.request_id]
+                known.tokens += answer.new_token_ids
+                if answer.finish_reason is not None:
+                    reason = str(answer.finish_reason)
+                    self._ended(answer.request_id, reason, answer.kv_transfer_params)
+        for tell in list(self.on_stepped):
+            tell(output)
+        for companion in self.companions:
+            if companion.busy:
+                companion.step()
+
+    def run(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> float:
+        """Step until nothing is left to do, or `until`; the seconds it took. Never forever."""
+        began, first = time.monotonic(), self.num_steps
+        while self.busy and not until():
+            self.step()
+            seconds = time.monotonic() - began
+            assert seconds < limit_s, f"not done after {seconds:.1f} s: {self.describe()}"
+            assert self.num_steps - first < MAX_STEPS, f"steps go on for nothing: {self.describe()}"
+        return time.monotonic() - began
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_requests() or any(rig.busy for rig in self.companions)
+
+    def settle(self) -> None:
+        """Wait until no transfer is under way, and take the reports of those that were."""
+        deadline = time.monotonic() + SETTLE_S
+        for rank in self.ranks:
+            while rank.executor is not None and not rank.executor.idle:
+                assert time.monotonic() < deadline, f"transfers do not end: {self.describe()}"
+                time.sleep(0.001)
+        self.step()  # takes what was reported
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        for rank in self.ranks:
+            rank.begin(output)
+        sampled = self._forward(output.num_scheduled_tokens)
+        if not self.ranks:
+            ids = list(sampled)
+            index = {request_id: i for i, request_id in enumerate(ids)}
+            return ModelRunnerOutput(ids, index, [sampled[request_id] for request_id in ids])
+        outputs = [rank.end(output, sampled) for rank in self.ranks]
+        if len(outputs) == 1:
+            return outputs[0]
+        # More than one worker means processes of their own, from which everything comes pickled.
+        merged = self._aggregator.aggregate(pickle.loads(pickle.dumps(outputs)))
+        assert merged is not None
+        return merged
+
+    def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
+        """Write what is new, then read everything."""
+        for request_id, count in scheduled.items():
+            stop = self.scheduler.requests[request_id].num_computed_tokens
+            rows, table = self._context(request_id).rows(), self._table(request_id)
+            for pages in self.pages:
+                pages.write(table, stop - count, rows[:, :, stop - count : stop])
+        return {request_id: self._read(request_id) for request_id in scheduled}
+
+    def _read(self, request_id: str) -> list[int]:
+        request, context = self.scheduler.requests[request_id], self._context(request_id)
+        stop, table = request.num_computed_tokens, self._table(request_id)
+        read = np.concatenate([pages.read(table, stop) for pages in self.pages], axis=1)
+        expected = context.rows()[:, :, :stop]
+        if not np.array_equal(read, expected):
+            wrong = np.argwhere((read != expected).any(axis=3))
+            layer, head, token = wrong[wrong[:, 2].argmin()]
+            raise AssertionError(
+                f"{request_id} reads {len(wrong)} wrong rows of {stop} tokens, the first of token "
+                f"{token} (block {table[token // BLOCK]}), layer {layer}, head {head}"
+            )
+        return [] if stop < request.num_tokens else [self.spec.model.next_token(read)]
+
+    def _context(self, request_id: str) -> Context:
+        context = self._contexts[request_id]
+        context.extend(self.scheduler.requests[request_id].all_token_ids[len(context.tokens) :])
+        return context
+
+    def _table(self, request_id: str) -> NDArray[np.intp]:
+        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return np.array(ids, dtype=np.intp)
+
+    def _ended(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:
+        self.answers[request_id].ended = reason
+        self.answers[request_id].params = params
+        self._contexts.pop(request_id, None)
+
+    # What tests look at
+
+    @property
+    def pool(self) -> PoolScheduler:
+        connector = self.scheduler.connector
+        assert isinstance(connector, KVPoolConnector)
+        side = connector._scheduler_side
+        assert side is not None
+        return side.scheduler
+
+    @property
+    def executors(self) -> list[Any]:
+        return [rank.executor for rank in self.ranks if rank.executor is not None]
+
+    def counted(self, name: str) -> dict[str, float]:
+        """Values of a metric by its labels, over both sides and all ranks."""
+        tallies = [self.pool._tally, *(rank.side.tally for rank in self.ranks)]
+        sums: dict[str, float] = defaultdict(float)
+        for tally in tallies:
+            for key, value in tally.snapshot().items():
+                if key == name or key.startswith(f"{name}{{"):
+                    sums[key[len(name) :].strip("{}")] += value
+        return dict(sums)
+
+    def count(self, name: str, label: str = "") -> float:
+        """The sum of a metric's values whose labels hold `label`."""
+        return sum(value for labels, value in self.counted(name).items() if label in labels)
+
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended as without a pool."""
+        for request_id in request_ids:
+            answer = self.answers[request_id]
+            assert answer.ended == "length", f"{request_id} ended as {answer.ended!r}"
+            expected = self.spec.model.complete(answer.prompt, answer.max_tokens)
+            assert answer.tokens == expected, f"{request_id} has another output"
+
+    def describe(self) -> str:
+        """Where everything stands, for the message of a test that fails."""
+        requests = {
+            request_id: f"{request.status.name}, {request.num_computed_tokens} computed"
+            for request_id, request in self.scheduler.requests.items()
+        }
+        told = [f"step {self.num_steps}", f"requests {requests}"]
+        if self.ranks:
+            told.append(f"pins {self.pool.ledger.num_blocks}, tickets {self.pool._tickets}")
+        for executor in self.executors:
+            told.append(f"owed {executor.unreported}, running {list(executor._works.values())}")
+            told += [f"{id_}: {executor.story(id_)}" for id_ in requests]
+        told.append(f"threads {sorted(t.name for t in threading.enumerate())}")
+        return "\n".join(told)

@@ -1,0 +1,114 @@
+"""Every fault at every moment: outputs are those of an engine without a pool, in bounded time,
+nothing leaks, and what was bad once is not met again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked
+from tests.faults.kinds import DAMAGES, KINDS, STRANGERS, Kind
+from tests.faults.moments import MOMENTS, Moment
+from tests.faults.rig import CHUNK, RigSpec
+from tests.faults.scene import COUSIN, FULL_CHUNKS, READER, Library, Scene
+from tests.faults.workshop import Workshop
+
+ATTEMPTS = 3  # of an impatient engine on a busy machine
+
+# Combinations that say nothing, and why.
+SENSELESS = {
+    ("missing", "shutdown"): "an engine that ends gets nothing",
+    ("get-failed", "shutdown"): "an engine that ends gets nothing",
+    ("dead", "shutdown"): "the same as away: what follows the shutdown is another engine",
+    ("lanes-die", "restart"): "the lanes that are to die are those of an engine to come",
+}
+
+# Faults that nobody has to notice at that moment, and why.
+UNSEEN = {("slow", "shutdown"): "saves may be done in time all the same"}
+
+
+def cells_of_the_matrix(tp: int) -> Iterator[object]:
+    moments = list(MOMENTS)
+    for i, fault in enumerate(KINDS):
+        for j, moment in enumerate(moments):
+            if (fault, moment) in SENSELESS:
+                continue
+            if tp == 1 or (i - j) % len(moments) == 0:
+                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("fault", "moment", "tp"), [*cells_of_the_matrix(1), *cells_of_the_matrix(2)]
+)
+def test_matrix(
+    fault: Kind,
+    moment: Moment,
+    tp: int,
+    workshop: Workshop,
+    library: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = moment.spec(RigSpec(tp=tp, options=fault.options))
+    directory = tmp_path if fault.files else None
+    scene = Scene(workshop, library, spec, fault.start, fault.stop, directory)
+    fault.prepare(scene, monkeypatch)
+    scene.start_engine()
+    fault.attend(scene)
+    moment.play(scene)
+    assert scene.begun, "the moment has not come"
+    check_while_it_lasts(scene, fault, moment)
+    scene.stop()
+    if fault.name != "dead":
+        scene.wait_until_up()
+    check_afterwards(scene, fault)
+    check_rival(scene, fault)
+    check_seen(scene, fault, moment)
+    scene.close(exact=moment.exact)
+
+
+def check_while_it_lasts(scene: Scene, fault: Kind, moment: Moment) -> None:
+    """The same request and another one of the same prefix: they get what they can have."""
+    hits = scene.again(READER, COUSIN)
+    assert moment.name == "reset" or hits >= fault.keeps, f"{hits} tokens were found"
+    if not fault.options:
+        scene.rig.settle()  # what the cousin had to save has met the fault
+    elif scene.faults.num_blocked:
+        check_nothing_leaked(scene.rig, stuck=True)
+
+
+def check_afterwards(scene: Scene, fault: Kind) -> None:
+    """The same request again and again: all of it is found in the end, unless there is no store."""
+    hits = scene.again(READER)
+    for _ in range(ATTEMPTS):
+        if fault.name == "dead":
+            assert hits == 0
+            return
+        scene.rig.settle()
+        hits = scene.again(READER)
+        if hits == FULL_CHUNKS * CHUNK:
+            return
+        assert fault.options, f"{hits} tokens were found: what was bad is still there"
+    raise AssertionError(f"{hits} tokens were found in {ATTEMPTS} attempts")
+
+
+def check_rival(scene: Scene, fault: Kind) -> None:
+    """Whoever stands beside answers as without a pool, too, and shares nothing with strangers."""
+    if scene.rival is not None:
+        scene.rival.expect(scene.rival.answers)
+        hits = scene.rival.count("kvpool_hit_tokens")
+        assert fault.name not in STRANGERS or hits == 0, f"{hits} tokens of another kind"
+
+
+def check_seen(scene: Scene, fault: Kind, moment: Moment) -> None:
+    """The engines have counted what happened: at least once, and damage no more than once."""
+    if not fault.seen:
+        return
+    counted = scene.num_failures(*fault.seen)
+    if fault.name in DAMAGES:
+        assert counted <= 1, f"a bad cell was met again: {scene.failures()}"
+    if moment.name == "reset" or (fault.name, moment.name) in UNSEEN:
+        return  # an object that was damaged has been removed with all others
+    if moment.name in (fault.seen_at or MOMENTS):
+        assert counted > 0, f"nobody has noticed: {scene.failures()}"

@@ -1,0 +1,225 @@
+"""Whatever comes, in whatever order: random requests, faults, evictions, aborts and resets.
+
+Every step is one of vLLM's scheduler. Each row that is read is compared, the invariants of our
+bookkeeping are checked after every step, and at the end every request has its answer and nobody
+holds anything. A failure names its seed: the same seed makes the same choices, though threads may
+take their turns otherwise.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked, check_threads
+from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.scene import Library, tokens
+from tests.faults.workshop import Workshop
+from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.store.memory import MemoryStore, Shelf
+from vllm_kvpool.testing.faults import Fault
+from vllm_kvpool.transfer import executor
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 12
+STEPS = 1_800  # of each seed: more than 20,000 in all
+MOST_LIVE = 6
+MOST_DEATHS = 12  # fewer than threads that an executor starts anew
+END_S = 30.0
+
+GET_FAULTS = (Fault.MISSING, Fault.FLIPPED, Fault.WRONG_SIZE, Fault.FAILED, Fault.SWAPPED)
+PUT_FAULTS = (Fault.MISSING, Fault.FULL, Fault.FAILED, Fault.HALF)
+CALL_FAULTS = (Fault.ERROR, Fault.UNREACHABLE, Fault.CRASH)
+CALLS = ("exists", "get", "put", "remove", "remove_namespace")
+
+
+def spec_of(rng: random.Random) -> RigSpec:
+    options: dict[str, Any] = {
+        "write_policy": rng.choice(["back", "through"]),
+        "save_decode": rng.random() < 0.5,
+        "prefetch": rng.random() < 0.7,
+        "staging_bytes": rng.choice(["128KiB", "1MiB"]),
+        # What is stuck is given up soon, what is only late on a busy machine may be.
+        "load_timeout_s": 0.3,
+        "call_timeout_s": 0.3,
+        "lookup_timeout_ms": 200,
+    }
+    return RigSpec(tp=rng.choice([1, 2]), num_blocks=rng.choice([24, 40, 96]), options=options)
+
+
+class Prompts:
+    """Paths of a small tree, whose inner nodes are whole chunks, and a tail of their own."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def draw(self) -> list[int]:
+        root, branch = self._rng.randrange(3), self._rng.randrange(3)
+        prompt = tokens(root, 2 * CHUNK)
+        if self._rng.random() < 0.8:
+            prompt += tokens(10 * root + branch + 100, 2 * CHUNK)
+        # Now and then the same tail: the whole prompt is stored.
+        tail = self._rng.choice([0, 0, 1, 20, 32, self._rng.randrange(40)])
+        seed = 7 if self._rng.random() < 0.3 else self._rng.randrange(10**6)
+        return prompt + tokens(seed, tail)
+
+
+class Driver:
+    """One seed: a rig, and what is done to it between its steps."""
+
+    def __init__(self, workshop: Workshop, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.workshop = workshop
+        self.faults = workshop.faults
+        url = workshop.memory()
+        host = ["host://1MiB"] if self.rng.random() < 0.5 else []
+        store = workshop.plain_store(url)
+        assert isinstance(store, MemoryStore)
+        self.store: MemoryStore = store
+        self.shelf: Shelf = store._shelf
+        self.rig: Rig = workshop.rig(spec_of(self.rng), [*host, url])
+        self.prompts = Prompts(self.rng)
+        self.dead_for = 0
+        self.num_deaths = 0
+        self.doings: list[tuple[float, Callable[[], None]]] = [
+            (0.25, self.arrive),
+            (0.02, self.abort),
+            (0.06, self.spoil_gets),
+            (0.03, self.spoil_puts),
+            (0.02, self.spoil_calls),
+            (0.004, self.die),
+            (0.003, self.hang),
+            (0.002, self.kill_lane),
+            (0.05, self.evict),
+            (0.02, self.damage),
+            (0.02, self.forget),
+            (0.01, self.preempt_all),
+            (0.005, self.reset_pool),
+        ]
+
+    def live(self) -> list[str]:
+        return [request_id for request_id, a in self.rig.answers.items() if not a.ended]
+
+    def arrive(self) -> None:
+        if len(self.live()) < MOST_LIVE:
+            self.rig.add(
+                self.prompts.draw(), self.rng.choice([1, 2, 8, 40]), **dict(self._wishes())
+            )
+
+    def _wishes(self) -> Iterator[tuple[str, Any]]:
+        if self.rng.random() < 0.1:
+            yield "save", False
+        if self.rng.random() < 0.1:
+            yield "load", False
+        if self.rng.random() < 0.1:
+            yield "expect_tokens", self.rng.choice([CHUNK, 4 * CHUNK])
+            yield "expect_timeout_ms", self.rng.choice([0, 5])
+
+    def abort(self) -> None:
+        if live := self.live():
+            self.rig.abort(self.rng.choice(live))
+
+    def spoil_gets(self) -> None:
+        keys = self.shelf.list_keys()
+        if keys:
+            fault, key = self.rng.choice(GET_FAULTS), self.rng.choice(keys)
+            times = self.rng.randrange(1, 4)
+            self.faults.inject(fault, "get", key, times, self.rng.choice(keys))
+
+    def spoil_puts(self) -> None:
+        letter = self.rng.choice("0123456789abcdef")
+        times = self.rng.randrange(1, 6)
+        self.faults.inject(self.rng.choice(PUT_FAULTS), "put", letter, times)
+
+    def spoil_calls(self) -> None:
+        fault, method = self.rng.choice(CALL_FAULTS), self.rng.choice(CALLS)
+        self.faults.inject(fault, method, times=self.rng.randrange(1, 4))
+
+    def die(self) -> None:
+        if not self.dead_for:
+            self.dead_for = self.rng.randrange(1, 60)
+            self.faults.inject(Fault.UNREACHABLE)
+
+    def hang(self) -> None:
+        if not self.dead_for:
+            self.dead_for = self.rng.randrange(1, 80)
+            method = self.rng.choice(("exists", "get", "put"))
+            self.faults.inject(Fault.BLOCKED, method, times=self.rng.randrange(1, 3))
+
+    def kill_lane(self) -> None:
+        if self.num_deaths < MOST_DEATHS:
+            self.num_deaths += 1
+            lane = self.rng.choice(("get-0", "put-0", "check", "scatter", "gather", "seal"))
+            self.rng.choice(self.rig.executors).perform.kill(lane)
+
+    def evict(self) -> None:
+        keys = self.shelf.list_keys()
+        self.store.remove(self.rng.sample(keys, min(len(keys), self.rng.randrange(1, 5))))
+
+    def damage(self) -> None:
+        keys = self.shelf.list_keys()
+        if keys and (data := self.shelf.take(key := self.rng.choice(keys))):
+            at = self.rng.randrange(len(data))
+            bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            self.store.remove([key])
+            self.store.put([key], [Buffer(0, memoryview(bytearray(bad)))], [key])
+
+    def forget(self) -> None:
+        self.rig.reset()
+
+    def preempt_all(self) -> None:
+        """vLLM raises if blocks are held by others than running requests."""
+        scheduler = self.rig.scheduler
+        others = (
+            scheduler.kv_holding_waiting
+            # Aborted while they were loaded: their blocks are freed when the load ends.
+            or any(request.is_finished() for request in scheduler.requests.values())
+            # What a request left to be saved when it ended is gathered in the next step.
+            or self.rig.pool.has_pending_work
+        )
+        if not others:
+            self.rig.reset(running=True)
+
+    def reset_pool(self) -> None:
+        self.rig.reset(connector=True)
+
+    def step(self) -> None:
+        for chance, do in self.doings:
+            if self.rng.random() < chance:
+                do()
+        if self.dead_for:
+            self.dead_for -= 1
+            if not self.dead_for:
+                self.faults.heal()
+        self.rig.step()
+        self.rig.pool.check()
+
+    def finish(self) -> None:
+        """Nothing more comes; all that is there ends well."""
+        self.faults.heal()
+        for executor_ in self.rig.executors:
+            executor_.perform.spare()
+        self.rig.run(END_S)
+        self.rig.expect(r for r, answer in self.rig.answers.items() if answer.ended != "abort")
+        check_nothing_leaked(self.rig)
+        self.rig.shutdown()
+        check_threads(self.workshop)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_steps(
+    seed: int, workshop: Workshop, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "STORY_WAIT_S", 10.0)
+    driver = Driver(workshop, seed)
+    try:
+        for _ in range(STEPS):
+            driver.step()
+        driver.finish()
+    except BaseException:
+        print(f"seed {seed}, {driver.rig.spec}, step {driver.rig.num_steps}")
+        raise
+    assert driver.rig.count("kvpool_hit_tokens") > 0

@@ -1,0 +1,47 @@
+"""The rig itself: it runs as engines do, and it sees a single wrong byte."""
+
+import random
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.rig import RigSpec
+from tests.faults.workshop import Workshop
+
+PROMPT = random.Random(1).choices(range(3, 1000), k=200)
+LIMIT_S = 20.0
+
+
+def test_without_a_pool_the_output_is_the_models(workshop: Workshop) -> None:
+    rig = workshop.rig(RigSpec(pool=False))
+    ids = [rig.add(PROMPT), rig.add(PROMPT[:70], 20)]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_one_engine_saves_another_loads(workshop: Workshop, tp: int) -> None:
+    store = workshop.memory()
+    writer, reader = RigSpec(), RigSpec(tp=tp)
+    for spec, hits in ((writer, 0), (reader, 192)):
+        rig = workshop.rig(spec, store)
+        ids = [rig.add(PROMPT)]
+        rig.run(LIMIT_S)
+        rig.expect(ids)
+        check_nothing_leaked(rig)
+        check_tokens(rig)
+        assert rig.count("kvpool_hit_tokens") == hits
+        rig.shutdown()
+        check_threads(workshop)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_wrong_element_of_a_page_is_seen(workshop: Workshop, tp: int) -> None:
+    rig = workshop.rig(RigSpec(tp=tp), workshop.memory())
+    rig.add(PROMPT, 4)
+    rig.run(LIMIT_S, until=lambda: bool(rig.answers["r0"].tokens))
+    block = rig.scheduler.kv_cache_manager.get_block_ids("r0")[0][3]
+    (*_, tensor_bhnc) = rig.pages[-1].by_layer().values()
+    tensor_bhnc[block, -1, 5, 7] += 2.0**-11
+    with pytest.raises(AssertionError, match=r"reads 1 wrong rows .* layer 1, head 1"):
+        rig.step()

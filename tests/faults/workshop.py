@@ -1,0 +1,172 @@
+"""Makes rigs: configurations, the models' weights on disk, and stores that can be made to fail."""
+
+import copy
+import itertools
+import logging
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from tests.faults.model import VOCAB, FakeModel
+from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
+from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.open import open_store, parse_store_url, wrap_stores
+from vllm_kvpool.testing.faults import Faults, FaultyStore
+from vllm_kvpool.testing.models import LlamaShape, make_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENT: dict[str, Any] = {
+    # Busy machines must not turn a hit into a miss where no fault does.
+    "lookup_timeout_ms": 5_000,
+    "load_timeout_s": 10.0,
+    "shutdown_timeout_s": 2.0,
+}
+
+
+class Workshop:
+    """Within a `with`, every store that is opened obeys `faults`, under the name of who opened it:
+    `{rig}.scheduler` or `{rig}.rank`. What is left of rigs at its end is closed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._undo: Callable[[], None] = lambda: None
+        self._opening = ""
+        self._chatter = logging.NOTSET
+        self._others: frozenset[threading.Thread] = frozenset()
+        self._rigs: list[Rig] = []
+        self._base = cache(self._make_base)
+        self.faults = Faults()
+        self.slow_s = 0.0
+        """How long a call takes that is slow."""
+
+    def __enter__(self) -> Self:
+        self.faults = Faults(lambda: time.sleep(self.slow_s))
+        self._others = frozenset(threading.enumerate())
+        self._chatter = logging.getLogger("vllm").level
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        self._undo = wrap_stores(self._wrap)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.faults.heal()
+        for rig in self._rigs:
+            for executor in rig.executors:
+                executor.perform.release()
+            rig.shutdown()
+        self._rigs.clear()
+        self._undo()
+        logging.getLogger("vllm").setLevel(self._chatter)
+
+    def memory(self) -> str:
+        """The url of a store that nobody has used yet."""
+        return f"memory://rig{next(self._numbers)}"
+
+    def plain_store(self, url: str) -> Store:
+        """A store that obeys nobody: to look at what engines have put there, and to change it."""
+        self._opening = ""
+        return open_store(parse_store_url(url), segment=False)
+
+    def rig(self, spec: RigSpec, store: str | list[str] = "", name: str = "rig") -> Rig:
+        config = self._config(spec, store)
+
+        def rank_config(rank: int) -> Any:
+            self._opening = f"{name}.{rank}"
+            mine = copy.copy(config)
+            mine.parallel_config = copy.copy(config.parallel_config)
+            mine.parallel_config.rank = rank
+            return mine
+
+        self._opening = f"{name}.scheduler"
+        rig = Rig(spec, config, _cache_config(spec), rank_config)
+        self._rigs.append(rig)
+        return rig
+
+    def pool_threads(self) -> list[threading.Thread]:
+        """The pool's threads that live, of this test's rigs."""
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread.name.startswith("kvpool") and thread not in self._others
+        ]
+
+    def asks_stores(self, rig: Rig) -> bool:
+        """Whether no part of the engine leaves its store alone, or waits for it."""
+        now, probe = time.monotonic(), rig.pool._probe
+        engines = [executor.engine for executor in rig.executors]
+        return (
+            probe.stuck_for(now) == 0
+            and all(store._is_up for store in probe._stores)
+            and not any(b.is_open(now) for engine in engines for b in engine.desk.breakers)
+        )
+
+    def _wrap(self, store: Store) -> Store:
+        if not self._opening:
+            return store
+        self.faults.begin(self._opening, "open", [""])
+        return FaultyStore(store, faults=self.faults, label=self._opening)
+
+    def _config(self, spec: RigSpec, store: str | list[str]) -> Any:
+        base = self._base(spec.model, spec.max_batched_tokens)
+        config = copy.copy(base)
+        config.parallel_config = copy.copy(base.parallel_config)
+        config.parallel_config.tensor_parallel_size = spec.tp
+        config.parallel_config.world_size = spec.tp
+        config.cache_config = copy.copy(base.cache_config)
+        config.cache_config.num_gpu_blocks = spec.num_blocks
+        config.kv_transfer_config = None
+        if spec.pool:
+            own = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}
+            config.kv_transfer_config = KVTransferConfig(
+                kv_connector="KVPoolConnector",
+                kv_connector_module_path="vllm_kvpool.connector",
+                kv_role="kv_both",
+                kv_connector_extra_config={**own, **PATIENT, **spec.options},
+            )
+        return config
+
+    def _make_base(self, model: FakeModel, max_batched_tokens: int) -> Any:
+        shape = LlamaShape(
+            kv_heads=model.heads,
+            heads=model.heads,
+            layers=model.layers,
+            head_dim=model.head_dim,
+            hidden=32,
+            intermediate=32,
+            vocab=VOCAB,
+            max_position=1024,
+            seed=model.seed,
+        )
+        return EngineArgs(
+            model=str(make_llama(self._directory, shape)),
+            dtype=model.dtype,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            block_size=BLOCK,
+            max_model_len=1024,
+            max_num_seqs=8,
+            max_num_batched_tokens=max_batched_tokens,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ).create_engine_config()
+
+
+def _cache_config(spec: RigSpec) -> KVCacheConfig:
+    model = spec.model
+    attention = FullAttentionSpec(
+        block_size=BLOCK,
+        num_kv_heads=model.heads // spec.tp,
+        head_size=model.head_dim,
+        dtype=model.torch_dtype,
+    )
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(model.layers)]
+    group = KVCacheGroupSpec(names, attention)
+    return KVCacheConfig(num_blocks=spec.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
