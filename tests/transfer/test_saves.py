@@ -18,7 +18,7 @@ from tests.transfer.engine_bench import (
 )
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import CellOutcome, OpKind
-from vllm_kvpool.transfer.saves import SAVE_STALL_S
+from vllm_kvpool.transfer.saves import SAVE_STALL_S, STALL_REST_S
 
 
 def test_a_save_gathers_seals_and_puts() -> None:
@@ -173,6 +173,24 @@ def test_saves_that_find_no_slot_are_dropped_once_and_then_at_once() -> None:
     # The store takes puts again.
     assert bench.ends(2) == ["saved 1: 3 done"]
     assert bench.save(4, "g") == ["3 gather g"]
+
+
+def test_for_a_while_after_a_drop_no_save_waits_however_slots_come_and_go() -> None:
+    bench = stuck()
+    bench.after(SAVE_STALL_S)
+    assert bench.ends(2) == ["saved 1: 3 done"]  # at last; then it hangs again
+    bench.save(3, "f g h")
+    bench.ends(3)
+    assert bench.ends(4) == ["5 put-0 f g h"]
+    assert bench.save(4, "i") == ["gathered 4", "saved 4: 1 full"]
+    bench.clock.advance(STALL_REST_S)
+    assert bench.save(5, "j") == ["gathered 5", "saved 5: 1 full"]  # nothing has come back yet
+    assert bench.ends(5) == ["saved 3: 3 done"]
+    bench.save(6, "k l m")
+    bench.ends(6)
+    bench.ends(7)
+    assert bench.save(7, "n") == []  # patience again
+    assert bench.after(SAVE_STALL_S) == ["gathered 7", "saved 7: 1 full"]
 
 
 def test_a_gather_that_starts_renews_the_patience() -> None:

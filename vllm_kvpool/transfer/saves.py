@@ -9,7 +9,8 @@ up, while copies to tiers further away go on. What is written where:
   nearest tier where there is no host tier.
 
 A save that finds no slot for `SAVE_STALL_S` while none is given back is dropped, and so are later
-ones until there is room: a store that takes no puts costs one such wait.
+ones until there is room. For `STALL_REST_S` none waits again: on a CPU the step waits for its
+saves, and a store that takes a put now and then would cost it one such wait after another.
 """
 
 from collections import Counter
@@ -34,6 +35,7 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.residency import Entry
 
 SAVE_STALL_S = 1.0
+STALL_REST_S = 20.0
 DIRTY_SHARE = 0.5  # of the host tier: beyond it cells are copied down before room is needed
 DEMOTE_BATCH = 64
 
@@ -84,6 +86,8 @@ class Saves:
         self._seals = desk.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
         self._patience_ends: float | None = None  # set while saves wait in vain for a slot
+        self._has_patience = False  # and have waited for all of it
+        self._waits_from = float("-inf")  # until then no save waits
         self._flushing = False
         self._copies: dict[int, Copy] = {}  # under way, those of saves among them; by id
 
@@ -326,11 +330,16 @@ class Saves:
         has_room = self._desk.residency.has_room(SlotUse.SAVE)
         if lane.num_batches or (has_room and not lane.num_ready):
             self._patience_ends = None
-        elif not lane.num_ready:
-            pass  # the mark stays, so that the next save does not wait again
-        elif self._patience_ends is None:
-            self._patience_ends = self._desk.now + SAVE_STALL_S
-        elif self._desk.now >= self._patience_ends:
+            return
+        if not lane.num_ready:
+            return  # the mark stays, so that the next save does not wait again
+        now = self._desk.now
+        if self._patience_ends is None:
+            self._has_patience = now >= self._waits_from
+            self._patience_ends = now + SAVE_STALL_S if self._has_patience else now
+        if now >= self._patience_ends:
+            if self._has_patience:
+                self._waits_from, self._has_patience = now + STALL_REST_S, False
             for op in self._desk.scheduler.waiting_in(lane):
                 self._drop_copy(op.what, CellOutcome.FULL)
 
