@@ -4,10 +4,18 @@ GPU_PYTHON ?= python3
 MINUTES ?= 10
 OLDER_VLLM := 0.27.1
 OLDER ?= .venv-$(OLDER_VLLM)
-FAST := not e2e and not mooncake and not s3 and not gpu and not slow
-export VENV
+OLDER_PYTHON := $(OLDER)/bin/python
+TRITON_VENV ?= .venv-triton
+SET ?= all
+HERE := not gpu and not triton and not matrix
+FAST := $(HERE) and not e2e and not mooncake and not s3 and not slow
+# What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
+OLDER_all := $(HERE)
+OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
+export VENV TRITON_VENV
 
-.PHONY: help setup demo test test-fast test-older gpu-test soak check bench format clean
+.PHONY: help setup demo test test-fast test-matrix test-triton gpu-test gpu-bench soak check bench \
+	format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -21,21 +29,32 @@ demo: setup
 	@$(PYTHON) examples/demo.py
 
 ## make test       the whole suite, real engines included
-test: setup
-	$(PYTHON) -m pytest -m "not gpu"
+test: setup test-triton
+	$(PYTHON) -m pytest -m "$(HERE)"
 
-## make test-older  real engines of the oldest release of vLLM that is supported
-test-older:
+## make test-triton  GPU kernels in Triton's interpreter, in an environment of their own
+test-triton:
+	@scripts/setup-triton.sh
+	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -m triton tests/gpu
+
+## make test-matrix  engines under the oldest vLLM that is supported, and with the newest on one pool
+##                  (what runs under the newest alone is make test); SET=small leaves most out
+test-matrix: setup
 	@VENV=$(OLDER) VLLM_VERSION=$(OLDER_VLLM) scripts/setup.sh
-	$(OLDER)/bin/python -m pytest -m "e2e and not mooncake and not s3" tests/e2e
+	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET))" tests/adapt tests/faults tests/e2e
+	KVPOOL_OLDER_PYTHON=$(abspath $(OLDER_PYTHON)) $(PYTHON) -m pytest -m matrix tests/e2e
 
 ## make test-fast  what needs neither engines nor servers: under a minute
 test-fast: setup
 	$(PYTHON) -m pytest -m "$(FAST)"
 
-## make gpu-test   page copies on a GPU; on a machine with one, with torch, and without vLLM
+## make gpu-test   page copies on a GPU; on a machine with one, torch and Triton, without vLLM
 gpu-test:
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
+
+## make gpu-bench  their speed against plain copies, likewise; kept in benchmarks/results
+gpu-bench:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_copy.py --json benchmarks/results/gpu_copy.json
 
 ## make soak       kill -9 of stores, writers and readers for MINUTES=10
 soak: setup

@@ -222,7 +222,7 @@ def _chunks(ids: Sequence[int]) -> Iterator[int]:
 
 def _hits(asks: Sequence[Sequence[int]], name: str, capacity: int) -> int:
     """Chunks found in a host tier of that size: the real one, without an engine around it."""
-    host = Residency(SlotPool(capacity + 2, 1), capacity, POLICIES[name](capacity), 1)
+    host = Residency(SlotPool(capacity + 2, 1), capacity, POLICIES[name](capacity), {"": 1})
     hits = 0
     for chunks in asks:
         keys = [str(chunk) for chunk in chunks]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from benchmarks.common import DidNotFinish, Result, Target, percentile, run_script
 from vllm_kvpool.keys import ContextRank, KeyMaker, make_namespace
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.transfer.engine import Engine, lane_names
@@ -28,6 +28,7 @@ from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,
+    JobPages,
     LoadDone,
     LoadPlan,
     OpKind,
@@ -43,6 +44,8 @@ from vllm_kvpool.transfer.tiers import Tier
 
 ROUNDS, QUICK_ROUNDS = 4000, 400
 WARM_UP = 100
+CHUNK = 16
+PAGES = (JobPages((1,), 0, 0, CHUNK),)
 GRAPHS = 1000
 PUT_S = 0.0005  # what a put takes while its lane is killed
 LIMIT_S = 30.0
@@ -66,7 +69,7 @@ class Bench:
     def save(self) -> JobId:
         self.next_job += 1
         job = JobId(self.next_job)
-        self.executor.post(SavePlan(job, f"r{job}", 0, (os.urandom(16),), (0,), 0))
+        self.executor.post(SavePlan(job, f"r{job}", 0, (os.urandom(16),), PAGES))
         return job
 
     def wait(self, kind: type[Report], count: int) -> int:
@@ -87,17 +90,15 @@ def make(perform: Perform = done, tiers: int = 0, keep: int = KEEP) -> Bench:
     topology = Topology(num_heads=1, tp_size=1, stages=((0, 1),), layer_span=1)
     namespace = make_namespace("bench", "0" * 12)
     planner = Planner(
-        topology=topology,
-        tp_rank=0,
-        cells=topology.local_cells(0, 0),
+        cells=cells_of_rank([Kind(topology, row_bytes=64)], 0, 0),
         keys=KeyMaker(namespace, ContextRank()),
-        chunk_tokens=16,
-        row_bytes=64,
+        chunk_tokens=CHUNK,
         load_timeout_s=LIMIT_S,
+        block_sizes=(CHUNK,),
     )
     lanes = dict.fromkeys(lane_names(tiers), 1)
     limits = dict.fromkeys(lanes, LaneLimits(2, 64, 1 << 30, 1 << 40))
-    residency = Residency(SlotPool(STAGING + keep, 16), keep, Lru(keep), 1)
+    residency = Residency(SlotPool(STAGING + keep, 16), keep, Lru(keep), {"": 1})
     engine = Engine(residency, tuple(Tier(f"t{i}", True, False) for i in range(tiers)), limits)
     return Bench(Executor(engine, planner, perform, lanes, Tally()))
 
@@ -106,11 +107,11 @@ def round_trips(rounds: int) -> list[float]:
     """A load of a cell that is in host memory: one SCATTER."""
     bench = make()
     chunk = os.urandom(16)
-    bench.executor.post(SavePlan(JobId(-1), "w", 0, (chunk,), (0,), 0))
+    bench.executor.post(SavePlan(JobId(-1), "w", 0, (chunk,), PAGES))
     bench.wait(SaveDone, 1)
     times = []
     for number in range(rounds + WARM_UP):
-        plan = LoadPlan(JobId(number), "r", 0, (chunk,), (0,), 0, 0, 16)
+        plan = LoadPlan(JobId(number), "r", 0, (chunk,), PAGES, 0, CHUNK)
         start = time.perf_counter()
         bench.executor.post(plan)
         bench.wait(LoadDone, 1)
@@ -125,7 +126,7 @@ def three_ops(rounds: int) -> list[float]:
     times = []
     for number in range(rounds + WARM_UP):
         start = time.perf_counter()
-        plan = LoadPlan(JobId(number), "r", 0, (os.urandom(16),), (0,), 0, 0, 16)
+        plan = LoadPlan(JobId(number), "r", 0, (os.urandom(16),), PAGES, 0, CHUNK)
         bench.executor.post(plan)
         bench.wait(LoadDone, 1)
         times.append(time.perf_counter() - start)

@@ -84,7 +84,12 @@ def engine_config(connector: str, extra: dict[str, Any], model: str) -> tuple[An
     import torch
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
 
     config = EngineArgs(
         model=model,
@@ -110,7 +115,7 @@ def engine_config(connector: str, extra: dict[str, Any], model: str) -> tuple[An
     names = [f"model.layers.{i}.self_attn.attn" for i in range(SHAPE.layers)]
     caches = KVCacheConfig(
         num_blocks=NUM_BLOCKS,
-        kv_cache_tensors=[],
+        kv_cache_tensors=[KVCacheTensor(0, names, layer_stride=0, block_stride=0)],
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
         hash_block_size=BLOCK,
         cache_hit_alignment_tokens=BLOCK,

@@ -25,8 +25,8 @@ from benchmarks.common import Child, Result, Row, Target, percentile, run_script
 from benchmarks.sides import native_client
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import ContextRank, make_namespace
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.probe import Probe
@@ -41,7 +41,7 @@ from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK
 TOPOLOGY = Topology(num_heads=8, tp_size=1, stages=((0, 32),), layer_span=8)
-NAMES = CellNames(make_namespace("bench", "0" * 12), TOPOLOGY, ContextRank())
+NAMES = CellNames(make_namespace("bench", "0" * 12), [Kind(TOPOLOGY, row_bytes=512)])
 STORED_CHUNKS = (0, 1, 100, 317, 511, 512)
 CELL_BYTES = 64
 REPEATS, QUICK_REPEATS = 60, 10
@@ -121,7 +121,7 @@ class Lookups:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
         probe: Any = Probe((self._store,), NAMES, CHUNK)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
-        shape = PoolShape(CHUNK, BLOCK, 1, 1 << 20)
+        shape = PoolShape(CHUNK, (Group(BLOCK),), 1, 1 << 20)
         self._scheduler = PoolScheduler(config, Role.BOTH, shape, probe, Tally())
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))
@@ -141,7 +141,7 @@ class Lookups:
         found, _ = self._scheduler.match(view.request_id, 0)
         matched = time.perf_counter()
         assert found == min(stored * CHUNK, PROMPT_TOKENS - 1), (found, stored)
-        self._scheduler.finish(view.request_id, ())
+        self._scheduler.finish(view.request_id, ((),))
         begun = time.perf_counter()
         chain_of(tokens)
         times.chain.append(1e3 * (time.perf_counter() - begun))

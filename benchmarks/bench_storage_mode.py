@@ -18,7 +18,8 @@ from statistics import median
 from benchmarks.common import Child, Result, Row, children, run_script
 from benchmarks.sides import Geometry, Holder, OurSide
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import ContextRank, make_namespace
+from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.layout.topology import Kind
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.probe import Lookup, Probe
 from vllm_kvpool.store.open import open_store, parse_store_url
@@ -40,7 +41,7 @@ class Asker:
     def __init__(self, url: str, per_head: bool) -> None:
         self._store = open_store(parse_store_url(url), segment=True)
         namespace = make_namespace("lookup", "0" * 12)
-        names = CellNames(namespace, GEOMETRY.topology(per_head), ContextRank())
+        names = CellNames(namespace, [Kind(GEOMETRY.topology(per_head), GEOMETRY.row_bytes)])
         self._tokens = list(range(LOOKUP_TOKENS))
         chain = ChunkChain(GEOMETRY.chunk, RequestIdentity())
         chain.extend(self._tokens)

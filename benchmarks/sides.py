@@ -20,7 +20,7 @@ from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.store.mooncake import import_wheel
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 LOCAL_BUFFER_BYTES = 16 << 20
 HASH_BYTES = 20
@@ -53,10 +53,8 @@ class Geometry:
 
     def cells(self, per_head: bool = True) -> tuple[int, int]:
         """Cells of the prompt, and bytes of the largest."""
-        local = self.topology(per_head).local_cells(0, 0)
-        nbytes = max(
-            HEADER_BYTES + cell.payload_bytes(self.chunk, self.row_bytes) for cell in local
-        )
+        local = self.topology(per_head).local_cells(0, 0, self.row_bytes)
+        nbytes = max(HEADER_BYTES + cell.payload_bytes(self.chunk) for cell in local)
         return self.tokens // self.chunk * len(local), nbytes
 
     @property
@@ -119,6 +117,10 @@ class PageKeeper:
         self.ids = geometry.block_ids()
         self._wanted = self._content().clone()
 
+    def all_pages(self) -> tuple[JobPages, ...]:
+        """Where the whole prompt lies."""
+        return (JobPages(tuple(self.ids), 0, 0, self.geometry.tokens),)
+
     def _content(self) -> torch.Tensor:
         # As integers: random bits are NaN now and then, which equals nothing.
         return self.pages.view(torch.int16)[:, self.ids]
@@ -136,7 +138,7 @@ class OurSide(PageKeeper):
     def __init__(self, url: str, geometry: Geometry, per_head: bool = True) -> None:
         super().__init__(geometry)
         torch.set_num_threads(1)
-        model = ModelShape(
+        model = ModelShape.of_one_kind(
             namespace=make_namespace(MODEL, "0" * 12),
             topology=geometry.topology(per_head),
             block_size=geometry.block,
@@ -164,7 +166,7 @@ class OurSide(PageKeeper):
         """Seconds until every cell is in the store."""
         self._jobs += 1
         hashes = chunk_hashes(seed, self._num_chunks)
-        save = SavePlan(JobId(self._jobs), REQUEST, 0, hashes, tuple(self.ids), 0)
+        save = SavePlan(JobId(self._jobs), REQUEST, 0, hashes, self.all_pages())
         ended = self._ended("save") + self.num_cells
         plan = StepPlan(saves=(save,))
 
@@ -185,8 +187,7 @@ class OurSide(PageKeeper):
             request_id=REQUEST,
             first_chunk=0,
             hashes=hashes,
-            block_ids=tuple(self.ids),
-            table_start=0,
+            pages=self.all_pages(),
             token_start=0,
             token_stop=self.geometry.tokens,
         )

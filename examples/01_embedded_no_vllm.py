@@ -19,7 +19,7 @@ from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, CHUNK = 4, 2, 64, 512, 256
 CONTENT = 2 * HEAD_DIM  # K and V of a token, side by side
@@ -30,13 +30,13 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerSi
     """One rank's side of the pool, and its pages `[layers, blocks, heads, tokens, content]`."""
     topology = Topology(HEADS, tp_size, ((0, LAYERS),), layer_span=1)
     pages = torch.zeros(
-        LAYERS, TOKENS // block, HEADS // tp_size, block, CONTENT, dtype=torch.float16
+        LAYERS, 1 + TOKENS // block, HEADS // tp_size, block, CONTENT, dtype=torch.float16
     )
-    model = ModelShape(
+    model = ModelShape.of_one_kind(
         namespace=make_namespace("example", "0" * 12),
         topology=topology,
         block_size=block,
-        num_blocks=TOKENS // block,
+        num_blocks=1 + TOKENS // block,
         num_ranks=tp_size,
         row_bytes=ROW_BYTES,
     )
@@ -51,6 +51,11 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerSi
     return side, pages
 
 
+def whole_prompt(block: int) -> tuple[JobPages, ...]:
+    """Which blocks hold the tokens, in the only KV cache group. Block 0 means none."""
+    return (JobPages(tuple(range(1, 1 + TOKENS // block)), 0, 0, TOKENS),)
+
+
 def main() -> None:
     chain = ChunkChain(CHUNK, RequestIdentity())
     chain.extend(range(TOKENS))
@@ -62,19 +67,18 @@ def main() -> None:
         for rank in range(2):
             side, pages = worker(store, rank, tp_size=2, block=16)
             mine = truth[:, rank : rank + 1]
-            pages.copy_(mine.unflatten(2, (-1, 16)).transpose(1, 2))
-            save = SavePlan(JobId(1), "request", 0, hashes, tuple(range(TOKENS // 16)), 0)
+            pages[:, 1:] = mine.unflatten(2, (-1, 16)).transpose(1, 2)
+            save = SavePlan(JobId(1), "request", 0, hashes, whole_prompt(block=16))
             side.worker.start_saves(StepPlan(saves=(save,)))
             side.close()  # waits for the puts
         side, pages = worker(store, 0, tp_size=1, block=64)
-        blocks = tuple(range(TOKENS // 64))
-        load = LoadPlan(JobId(2), "request", 0, hashes, blocks, 0, 0, TOKENS)
+        load = LoadPlan(JobId(2), "request", 0, hashes, whole_prompt(block=64), 0, TOKENS)
         plan = StepPlan(loads=(load,), idle=True)
         side.worker.start_loads(plan)
         deadline = time.monotonic() + 10
         while "request" not in side.worker.finish_step(plan, set()).loaded:
             assert time.monotonic() < deadline, "the load did not end"
-        read = pages.transpose(1, 2).flatten(2, 3)
+        read = pages[:, 1:].transpose(1, 2).flatten(2, 3)
         print("bytes equal after TP=2, block 16 -> TP=1, block 64:", torch.equal(read, truth))
         side.close()
 

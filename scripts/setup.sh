@@ -154,4 +154,5 @@ main() {
     say "ready: $VENV"
 }
 
-main
+# Not where another script takes functions from here.
+[[ ${BASH_SOURCE[0]} != "$0" ]] || main

@@ -20,6 +20,7 @@ from vllm_kvpool.keys import (
     group_of_key,
     in_epoch,
     key_digest,
+    kind_of_group,
     make_namespace,
     namespace_of,
 )
@@ -181,7 +182,9 @@ def test_keys_of_an_epoch_are_keys_of_the_same_cells(
     assert ParsedKey.parse(key) == ParsedKey(other, context, part, span, chunk_hash)
     assert namespace_of(key) == other
     assert SAFE_KEY.fullmatch(key)
-    assert group_of_key(key) == group_of(other, chunk_hash.hex())
+    group = group_of(other, chunk_hash.hex(), span.kind)
+    assert group_of_key(key) == group
+    assert kind_of_group(group) == span.kind
 
 
 @settings(deadline=None)
@@ -206,20 +209,22 @@ def test_an_epoch_of_an_epoch_is_another() -> None:
     assert len({space, once, in_epoch(once, "a"), in_epoch(space, "aa")}) == 4
 
 
-def test_a_group_is_all_cells_of_a_chunk_and_no_other() -> None:
+def test_a_group_is_all_cells_of_a_chunk_and_kind_and_no_other() -> None:
     space = make_namespace("model", DIGEST)
     groups = set()
     for epoch in ("", "a", "b"):
         for chunk_hash in (HASH, b"\x01", b"\x02"):
             maker = KeyMaker(space, ContextRank()).in_epoch(epoch)
-            cells = [
-                maker.key(part, span, chunk_hash)
-                for part in (HeadPart(0), HeadPart(1), RankPart(0, 2))
-                for span in (LayerSpan(0, 1), LayerSpan(1, 2, "sliding"))
-            ]
-            [group] = {group_of_key(key) for key in cells}
-            groups.add(group)
-    assert len(groups) == 9
+            for kind in ("", "full-4x256", "window"):
+                cells = [
+                    maker.key(part, span, chunk_hash)
+                    for part in (HeadPart(0), HeadPart(1), RankPart(0, 2))
+                    for span in (LayerSpan(0, 1, kind), LayerSpan(1, 2, kind))
+                ]
+                [group] = {group_of_key(key) for key in cells}
+                assert kind_of_group(group) == kind
+                groups.add(group)
+    assert len(groups) == 27
 
 
 @pytest.mark.parametrize("key", ["", "@", "foreign", "model@fmt:0123456789ab", "a/b@fmt:01@x"])

@@ -34,19 +34,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "adapt": {
         *("cells", "config", "errors", "hashing", "keys", "layout", "metrics"),
-        *("pool", "staging", "weights"),
+        *("pool", "staging", "store", "transfer", "weights"),
     },
-    "connector": {"adapt", "config", "plugin", "pool"},
+    "connector": {"adapt", "config", "keys", "plugin", "pool"},
     "plugin": set(),
     "testing": {"config", "connector", "errors", "keys", "staging", "store"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("connector.py", "plugin.py", "adapt/", "testing/"),
-    "mooncake": ("store/mooncake.py", "testing/"),
+    "mooncake": ("store/mooncake.py", "store/mooncake_engine.py", "testing/"),
     "obstore": ("store/s3.py", "store/s3_call.py"),
     "torch": ("layout/formats.py", "staging/", "adapt/", "testing/"),
+    "torch_npu": ("staging/devices.py",),
+    "vllm_ascend": ("adapt/ascend.py",),
     "numba": ("staging/copy_cpu.py",),
+    "triton": ("staging/copy_triton.py", "staging/move_kernel.py"),
     "threading": (
         *("metrics.py", "pool/probe.py", "staging/arena.py", "store/"),
         *("transfer/handdown.py", "transfer/lane_thread.py"),

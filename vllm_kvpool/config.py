@@ -149,6 +149,12 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
     for name in extra:
         if name not in known:
             given = _short(name)
+            if given in _OF_OTHERS:
+                raise ConfigError(
+                    f"{given!r} in kv_connector_extra_config is an option of other connectors "
+                    "(vLLM-Ascend's ascend_store and Mooncake connectors, MultiConnector), and "
+                    f"KVPoolConnector has none of that name: {_OF_OTHERS[given]}"
+                )
             raise ConfigError(
                 f"unknown option {given!r} in kv_connector_extra_config; {nearest(given, known)}"
             )
@@ -163,6 +169,22 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
     _check(config)
     return config
 
+
+_NO_PEERS = "engines share without knowing of each other's parallelism; leave it out"
+_NO_RPC = "lookups need no port; leave it out"
+_OF_OTHERS = {
+    **dict.fromkeys(("prefill", "decode", "prefill_tp_size", "decode_tp_size"), _NO_PEERS),
+    **dict.fromkeys(("prefill_pp_size", "prefill_pp_layer_partition"), _NO_PEERS),
+    **dict.fromkeys(("lookup_rpc_port", "mooncake_rpc_port"), _NO_RPC),
+    "backend": "name the store by its url: store: mooncake://host:port?protocol=ascend",
+    "consumer_is_to_put": "save_decode lets a kv_consumer save",
+    "save_decode_cache": "the option is save_decode",
+    "consumer_is_to_load": "a kv_consumer always loads; leave it out",
+    "load_async": "loads are always asynchronous; leave it out",
+    "use_layerwise": "the option is layerwise",
+    "connectors": "connectors are listed where kv_connector is MultiConnector, each with a "
+    "kv_connector_extra_config of its own",
+}
 
 # What msgspec raises for values that are not of the type; the last two for those that hold half a
 # surrogate pair, thousands of digits, or too many levels.

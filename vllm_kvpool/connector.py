@@ -8,6 +8,7 @@ import atexit
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,16 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_kvpool.adapt import ascend, epochs, events, releases
 from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt import epochs, releases
 from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
+from vllm_kvpool.adapt.sources import HitSources
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
+from vllm_kvpool.keys import group_of, in_epoch
 from vllm_kvpool.plugin import register
+from vllm_kvpool.pool.lookup import HostMirror
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.sides import SchedulerSide, WorkerSide
+from vllm_kvpool.pool.worker import NOTHING_ENDED, StepResults
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +73,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = read_config(adapt.extra_config(vllm_config))
+        ascend.share_engine()
         self._facts = adapt.read_engine(vllm_config, kv_cache_config, self._config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
@@ -84,6 +90,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._facts.shape,
                 vllm_config.parallel_config.data_parallel_rank,
                 adapt.first_epoch(vllm_config),
+                adapt.scheduler_device(),
             )
             epochs.watch(self._scheduler_side, vllm_config.model_config)
             logger.info(
@@ -91,12 +98,30 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._facts.shape.namespace,
                 ", ".join(self._scheduler_side.tier_names) or "none",
                 self._config.chunk_tokens,
-                len(self._facts.shape.topology.all_parts())
-                * len(self._facts.shape.topology.all_spans()),
+                self._facts.shape.cells_per_chunk,
             )
-            self._cache_hit_source = releases.hit_source(self._scheduler_side.tier_names)
+            self._mirror = HostMirror(self._scheduler_side.host_ranks)
+            self._hit_sources = HitSources(self._scheduler_side.tier_kinds)
+            self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
         atexit.register(self.shutdown)
+
+    def _make_events(self) -> events.KVEvents | None:
+        side, shape = self._scheduler_side, self._facts.shape
+        if not events.are_on(self._vllm_config):
+            return None
+        assert side is not None
+        assert self._kv_cache_config is not None
+        return events.KVEvents(
+            self._vllm_config,
+            self._kv_cache_config,
+            self._facts.told_kind,
+            shape.namespace,
+            self._config.chunk_tokens,
+            shape.num_ranks,
+            side.tier_kinds,
+            self._mirror,
+        )
 
     # What the engine asks before it starts
 
@@ -112,18 +137,23 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker side
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+    def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """The pages are allocated: open the store and start the lanes."""
         epochs.models.watch_callers()
         assert self._kv_cache_config is not None
+        device = adapt.device_of(kv_caches)
         self._worker_side = WorkerSide(
             self._config,
             self._facts.shape,
             adapt.rank_place(self._vllm_config),
-            adapt.layer_pages(kv_caches, self._kv_cache_config, self._facts, self._vllm_config),
-            adapt.make_copier,
-            finish_in_step=adapt.on_cpu(kv_caches),
+            adapt.layer_pages(
+                kv_caches, self._kv_cache_config, self._facts, self._vllm_config, device
+            ),
+            partial(adapt.make_copier, device=device),
+            finish_in_step=device.is_host,
+            device=device,
         )
+        self._worker_side.worker.tells_stored = events.are_on(self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's plan is here: start its loads at once, beside the forward pass."""
@@ -149,9 +179,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.worker.start_saves(self._plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load has ended in this rank."""
+        """Requests whose load has ended in this rank, for releases that ask for no more."""
+        return None, set(self._finish_step(finished_req_ids).loaded) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose load has ended in this rank, and those of them whose load has failed."""
+        results = self._finish_step(finished_req_ids)
+        return releases.transfer_results(results.loaded, results.failed)
+
+    def _finish_step(self, finished_req_ids: set[str]) -> StepResults:
         if self._worker_side is None:
-            return None, None
+            return NOTHING_ENDED
         plan = self._plan() if self.has_connector_metadata() else None
         if plan is not None:
             # Some releases skip `wait_for_save` in steps without tokens.
@@ -160,7 +198,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if results.invalid_blocks:
             self._invalid_blocks |= results.invalid_blocks
         self._worker_side.stats.write()
-        return None, set(results.loaded) or None
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load reported as ended has not filled."""
@@ -190,11 +228,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _own_cache_was_reset(self, is_empty: bool) -> None:
         epochs.own_cache_was_reset()
+        if is_empty and self._events is not None:
+            self._events.own_cache_was_reset()
         if is_empty:
             self._scheduler.own_cache_was_reset()
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""
+        if self._events is not None:
+            self._events.add(request)
         self._scheduler.add(VllmRequest(request, self._adapters, self._facts.media_are_named))
 
     def get_num_new_matched_tokens(
@@ -207,8 +249,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Blocks are allocated."""
-        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
-        self._scheduler.allocated(request.request_id, ids, num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.allocated(request.request_id, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """The step's plan for the workers."""
@@ -216,14 +258,22 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         assert side is not None
         side.stats.write()
         tables = self._block_tables.of_step(scheduler_output)
-        step = Step(scheduler_output.num_scheduled_tokens, tables)
-        return KVPoolMetadata(side.scheduler.plan_step(step))
+        preempted = scheduler_output.preempted_req_ids or ()
+        step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)
+        plan = side.scheduler.plan_step(step)
+        if self._events is not None:
+            self._events.planned(plan, side.scheduler.epoch)
+        return KVPoolMetadata(plan)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVPoolWorkerMetadata):
             self._scheduler.apply(meta.report)
+            for rank, change in meta.report.host.items():
+                self._mirror.apply(rank, change)
+            if self._events is not None:
+                self._events.apply(meta.report)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)
 
@@ -231,14 +281,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; its blocks need not be kept."""
-        self._block_tables.forget(request.request_id)
-        return False, self._scheduler.finish(request.request_id, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, where blocks come by KV cache group."""
-        return self.request_finished(request, block_ids[0])
+        self._block_tables.forget(request.request_id)
+        if self._events is not None:
+            self._events.finished(request.request_id)
+        answer = self._scheduler.finish(request.request_id, block_ids)
+        return False, answer if adapt.may_answer(request) else None
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting frees blocks sooner than preempting would."""
@@ -246,18 +299,38 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether a further step is needed although no request is left."""
-        return self._scheduler.has_pending_work
+        is_telling = self._events is not None and self._events.has_pending
+        return self._scheduler.has_pending_work or is_telling
 
     def reset_cache(self) -> bool | None:
         """Remove every cell of the own namespace, and no other.
 
         Where vLLM only pauses, the pool, which is not its own, keeps what it has.
         """
-        return True if epochs.is_pausing() else self._scheduler.reset()
+        if epochs.is_pausing():
+            return True
+        self._mirror.clear()
+        if self._events is not None:
+            self._events.reset()
+        return self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """No KV events yet."""
-        return ()
+        """What has come into the pool's tiers or left them, as far as this engine knows."""
+        return () if self._events is None else self._events.take()
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Tokens of a hit by where they come from."""
+        load = self._scheduler.load_of(request.request_id)
+        namespace = in_epoch(self._facts.shape.namespace, self._scheduler.epoch)
+        kind = self._facts.told_kind.name
+        return self._hit_sources.of(
+            load,
+            num_external_tokens,
+            self._config.chunk_tokens,
+            lambda chunk_hash: self._mirror.has(group_of(namespace, chunk_hash.hex(), kind)),
+        )
 
     @property
     def _scheduler(self) -> PoolScheduler:

@@ -117,30 +117,40 @@ class LayerSpan:
         return f"layers:{self.start}-{self.stop}{suffix}"
 
 
-def group_of(namespace: Namespace, chunk_hash: str) -> str:
-    """The name of all cells of one chunk together; `chunk_hash` in hexadecimal."""
-    return f"{namespace[-FORMAT_DIGEST_HEX:]}-{chunk_hash}"
+def group_of(namespace: Namespace, chunk_hash: str, kind: str = "") -> str:
+    """The name of all cells of one chunk and kind together; `chunk_hash` in hexadecimal."""
+    suffix = f"-{kind}" if kind else ""
+    return f"{namespace[-FORMAT_DIGEST_HEX:]}-{chunk_hash}{suffix}"
+
+
+def kind_of_group(group: str) -> str:
+    """The kind of the cells of a group."""
+    parts = group.split("-", 2)
+    return parts[2] if len(parts) == 3 else ""
 
 
 def group_of_key(key: str) -> str:
     """The group of a key; a string that is no key of ours is in one by itself."""
     namespace = namespace_of(key)
-    return key if namespace is None else group_of(namespace, key.rpartition("@")[2])
+    if namespace is None:
+        return key
+    head, _, chunk_hash = key.rpartition("@")
+    return group_of(namespace, chunk_hash, unquote(head.partition("@kind:")[2]))
 
 
 class KeyMaker:
     """Builds the keys of one namespace for one context-parallel rank."""
 
-    __slots__ = ("_context", "_head", "namespace")
+    __slots__ = ("_head", "context", "namespace")
 
     def __init__(self, namespace: Namespace, context: ContextRank) -> None:
         self.namespace = namespace
-        self._context = context
+        self.context = context
         self._head = f"{namespace}@{context}@"
 
     def in_epoch(self, epoch: str) -> "KeyMaker":
         """The same cells' keys where the weights are others."""
-        return KeyMaker(in_epoch(self.namespace, epoch), self._context) if epoch else self
+        return KeyMaker(in_epoch(self.namespace, epoch), self.context) if epoch else self
 
     def stem(self, part: HeadPart | RankPart, span: LayerSpan) -> str:
         """What the keys of a head (or rank) and a span have in common: all but the chunk's hash."""

@@ -1,8 +1,9 @@
 """What is read of vLLM's configuration, with real configuration objects and no engine."""
 
 import logging
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,17 +16,32 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
-    SlidingWindowSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
 )
 
+from tests.cache_tensors import tensors_of
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import epochs
+from vllm_kvpool.adapt.kinds import LayerKind, local_layers
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.topology import WHOLE, Group
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+
+# How backends say that they pack heads or tokens: since 0.32 in fields of every attention spec,
+# before in the ratio of latent specs, tokens alone.
+if "tokens_per_state" in {field.name for field in fields(FullAttentionSpec)}:
+    PACKED: list[tuple[KVCacheSpec, str]] = [
+        (replace(SPEC, num_head_slots=2), "cannot be cut"),
+        (replace(SPEC, tokens_per_state=4), "4 tokens"),
+    ]
+else:
+    LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    PACKED = [(replace(LATENT, compress_ratio=4), "4 tokens")]
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -45,7 +61,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmC
 def cache_config(*specs: KVCacheSpec, layers: int = 4) -> KVCacheConfig:
     names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
     groups = [KVCacheGroupSpec(names, spec) for spec in specs]
-    return KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=100, kv_cache_tensors=tensors_of(names), kv_cache_groups=groups)
 
 
 def facts(config: VllmConfig, spec: KVCacheSpec = SPEC, **options: Any) -> adapt.EngineFacts:
@@ -54,11 +70,15 @@ def facts(config: VllmConfig, spec: KVCacheSpec = SPEC, **options: Any) -> adapt
 
 def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
     read = facts(vllm_config())
-    assert read.shape.topology.num_heads == 4
-    assert read.shape.topology.stages == ((0, 4),)
-    assert read.shape.row_bytes == 2 * 32 * 4
-    assert (read.key_bytes, read.value_bytes) == (128, 128)
-    assert read.shape.topology.layer_span == 1
+    [kind], [layers] = read.shape.kinds, read.kinds
+    assert (kind.name, kind.reach) == ("", WHOLE)
+    assert kind.topology.num_heads == 4
+    assert kind.topology.stages == ((0, 4),)
+    assert kind.row_bytes == layers.row_bytes == 2 * 32 * 4
+    assert (layers.key_bytes, layers.groups) == (128, (0,))
+    assert kind.topology.layer_span == 1
+    assert read.shape.groups == (Group(32),)
+    assert read.shape.loads
 
 
 def test_what_may_differ_between_engines_that_share(
@@ -77,6 +97,58 @@ def test_what_may_differ_between_engines_that_share(
     two.parallel_config.tensor_parallel_size = 2
     assert facts(two, replace(SPEC, num_kv_heads=2)).shape.namespace == expected
     assert facts(vllm_config(), layer_span=2).shape.namespace == expected
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"])
+def test_where_the_bytes_lie_may_differ(
+    vllm_config: Callable[..., VllmConfig], layout: str
+) -> None:
+    config = vllm_config()
+    expected = facts(config).shape.namespace
+    config.cache_config.kv_cache_layout = layout
+    padded = replace(SPEC, page_size_padded=SPEC.page_size_bytes + 4096, block_stride_alignment=512)
+    assert facts(config, padded).shape.namespace == expected
+
+
+def test_contents_keep_engines_apart(vllm_config: Callable[..., VllmConfig]) -> None:
+    """Everything that makes rows of other bytes of the same KV, even of the same size."""
+    config = vllm_config()
+    mode = KVQuantMode
+    contents = [
+        ("auto", SPEC),
+        ("float16", replace(SPEC, dtype=torch.float16)),
+        ("bfloat16", replace(SPEC, dtype=torch.bfloat16)),
+        ("fp8_e4m3", replace(SPEC, dtype=torch.uint8, kv_quant_mode=mode.FP8_PER_TENSOR)),
+        ("fp8_e5m2", replace(SPEC, dtype=torch.uint8, kv_quant_mode=mode.FP8_PER_TENSOR)),
+        ("auto", replace(SPEC, dtype=torch.int8)),
+        ("auto", replace(SPEC, head_size=48, head_size_v=16)),
+        *(
+            (m.name.lower(), replace(SPEC, dtype=d, kv_quant_mode=m, state_content_bytes=72))
+            for m, d in (
+                (mode.INT8_PER_TOKEN_HEAD, torch.int8),
+                (mode.FP8_PER_TOKEN_HEAD, torch.uint8),
+                (mode.INT4_PER_TOKEN_HEAD, torch.uint8),
+                (mode.TURBOQUANT_K8V4, torch.uint8),
+                (mode.TURBOQUANT_4BIT_NC, torch.uint8),
+                (mode.ULTRAQUANT_4BIT, torch.uint8),
+            )
+        ),
+    ]
+    namespaces = []
+    for cache_dtype, spec in contents:
+        config.cache_config.cache_dtype = cast("Any", cache_dtype)
+        namespaces.append(facts(config, spec).shape.namespace)
+    assert len(set(namespaces)) == len(namespaces)
+
+
+def test_machines_of_other_byte_order_do_not_share(
+    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    here = facts(config).shape.namespace
+    other = "big" if sys.byteorder == "little" else "little"
+    monkeypatch.setattr(sys, "byteorder", other)
+    assert facts(config).shape.namespace != here
 
 
 def test_what_keeps_engines_apart(vllm_config: Callable[..., VllmConfig]) -> None:
@@ -109,38 +181,57 @@ def test_weights_id_says_that_weights_are_the_same(
 
 
 @pytest.mark.parametrize(
-    ("specs", "words"),
+    ("spec", "words"),
     [
-        ((SPEC, SPEC), "2 KV cache groups"),
-        (
-            (
-                SlidingWindowSpec(
-                    block_size=32,
-                    num_kv_heads=4,
-                    head_size=32,
-                    dtype=torch.float32,
-                    sliding_window=64,
-                ),
-            ),
-            "SlidingWindowSpec",
-        ),
-        ((replace(SPEC, num_head_slots=2),), "cannot be cut"),
-        ((replace(SPEC, tokens_per_state=4),), "4 tokens"),
-        ((replace(SPEC, num_kv_heads=2),), "2 KV heads where 4 were"),
+        (replace(SPEC, kv_quant_mode=KVQuantMode.NVFP4), "cannot be cut"),
+        *PACKED,
     ],
 )
 def test_formats_that_cannot_be_cut_are_refused_by_name(
-    vllm_config: Callable[..., VllmConfig], specs: tuple[KVCacheSpec, ...], words: str
+    vllm_config: Callable[..., VllmConfig], spec: KVCacheSpec, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        adapt.read_engine(vllm_config(), cache_config(*specs), read_config({}, env={}))
+        facts(vllm_config(), spec)
 
 
-def test_context_parallelism_is_refused(vllm_config: Callable[..., VllmConfig]) -> None:
+def test_layers_may_have_other_heads_than_the_model_says(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """Some models have fewer in some layers; with one on each rank, how many cannot be told."""
     config = vllm_config()
-    config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="context parallelism"):
-        facts(config)
+    assert facts(config, replace(SPEC, num_kv_heads=2)).shape.kinds[0].topology.num_heads == 2
+    config.parallel_config.tensor_parallel_size = 2
+    assert facts(config, replace(SPEC, num_kv_heads=2)).shape.kinds[0].topology.num_heads == 4
+    assert facts(config, replace(SPEC, num_kv_heads=4)).shape.kinds[0].topology.num_heads == 8
+    with pytest.raises(ConfigError, match=r"one KV head on each rank, .* lower tensor_parallel"):
+        facts(config, replace(SPEC, num_kv_heads=1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "dcp_size", "interleave", "chunk_tokens", "words"),
+    [
+        (4, 4, 2, 1, 256, "over 2 ranks .* here 1 do"),
+        (4, 8, 4, 1, 256, "over 4 ranks .* here 2 do"),
+        (2, 4, 2, 16, 48, "48, .* rounds of 32"),
+        (4, 1, 2, 1, 256, "over 2 ranks .* here 1 do"),
+    ],
+)
+def test_tokens_that_cannot_be_dealt_out_are_refused(
+    vllm_config: Callable[..., VllmConfig],
+    heads: int,
+    tp_size: int,
+    dcp_size: int,
+    interleave: int,
+    chunk_tokens: int,
+    words: str,
+) -> None:
+    config = vllm_config(replace(SHAPE, kv_heads=heads))
+    config.parallel_config.tensor_parallel_size = tp_size
+    config.parallel_config.decode_context_parallel_size = dcp_size
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    spec = replace(SPEC, num_kv_heads=max(1, heads // tp_size))
+    with pytest.raises(ConfigError, match=words):
+        facts(config, spec, chunk_tokens=chunk_tokens)
 
 
 def test_pipeline_stages_are_known_to_the_scheduler(
@@ -150,16 +241,18 @@ def test_pipeline_stages_are_known_to_the_scheduler(
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     read = adapt.read_engine(config, cache_config(SPEC, layers=2), read_config({}, env={}))
-    assert read.shape.topology.stages == ((0, 2), (2, 4))
+    assert read.shape.kinds[0].topology.stages == ((0, 2), (2, 4))
     assert read.shape.num_ranks == 2
 
 
 def test_draft_layers_are_left_out() -> None:
     names = [f"model.layers.{i}.self_attn.attn" for i in (10, 2, 0, 1, 3)]
     group = KVCacheGroupSpec([*names, "draft_model.layers.0.self_attn.attn"], SPEC)
-    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
-    local = adapt.local_layer_names(config, total_layers=4)
-    assert local == [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    config = KVCacheConfig(
+        num_blocks=1, kv_cache_tensors=tensors_of(group.layer_names), kv_cache_groups=[group]
+    )
+    [local] = local_layers([LayerKind("", SPEC, WHOLE, (0,))], config, total_layers=4)
+    assert local == [(f"model.layers.{i}.self_attn.attn", 0) for i in range(4)]
 
 
 def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
@@ -170,16 +263,6 @@ def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
     assert [p.owner[0] is caches[f"model.layers.{i}.self_attn.attn"] for i, p in enumerate(pages)]
     assert [len(p.runs) for p in pages] == [2] * 4  # transposed K, plain V
     assert {p.row_bytes for p in pages} == {256}
-
-
-def test_tiled_cpu_pages_are_refused_by_name(
-    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = vllm_config()
-    monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "amx")
-    caches = {f"model.layers.{i}.self_attn.attn": torch.zeros(10, 4, 32, 64) for i in range(4)}
-    with pytest.raises(ConfigError, match="'amx'"):
-        adapt.layer_pages(caches, cache_config(SPEC), facts(config), config)
 
 
 @pytest.mark.parametrize(
@@ -258,3 +341,11 @@ def adapt_directory(name: str) -> Path | None:
     from vllm_kvpool.adapt.namespace import local_directory
 
     return local_directory(name, None)
+
+
+def test_without_triton_there_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside vLLM's CPU build there is never Triton: vLLM would believe that there is a GPU."""
+    adapt.triton_is_here.cache_clear()
+    assert not adapt.triton_is_here()
+    assert not adapt.triton_is_here()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]

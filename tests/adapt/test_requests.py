@@ -77,6 +77,18 @@ def test_everything_that_shapes_kv_keeps_requests_apart(tmp_path: Path) -> None:
     assert len(set(first)) == len(first)
 
 
+def test_chunks_have_the_same_names_in_every_release(tmp_path: Path) -> None:
+    """Whatever a release makes of adapters, media, salts and embeddings itself."""
+    seen = view(
+        lora_request=LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64)),
+        mm_features=[image("cat", offset=20)],
+        cache_salt="a",
+        prompt_embeds=torch.arange(len(IDS) * 4, dtype=torch.float32).view(-1, 4),
+        prompt_is_token_ids=[i < 24 for i in range(len(IDS))],
+    )
+    assert hashes(seen)[-1].hex() == "40a12eecdb6ffc38a6c68a1e1f3298b62017506e"
+
+
 def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:
     one = adapter(tmp_path / "one", b"1" * 64)
     copy = adapter(tmp_path / "copy", b"1" * 64)

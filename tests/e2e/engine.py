@@ -28,7 +28,10 @@ LOG_TAIL_BYTES = 6_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with; `llm` holds further arguments of `vllm.LLM`."""
+    """What an engine is started with; `llm` holds further arguments of `vllm.LLM`.
+
+    The release of vLLM is the one in the environment of `python`.
+    """
 
     model: Path
     tp: int = 1
@@ -109,6 +112,10 @@ class Engine:
         """Whether calls can be made: not closed, killed or dead of itself."""
         return self._replies >= 0 and self._process.poll() is None
 
+    def release(self) -> str:
+        """The release of vLLM that runs."""
+        return str(self._call("release", None, CALL_TIMEOUT_S))
+
     def generate(self, *prompts: Prompt, timeout_s: float = CALL_TIMEOUT_S) -> list[Completion]:
         """Run the prompts as one batch; answers come in their order."""
         answers = self._call("generate", [_plain(prompt) for prompt in prompts], timeout_s)
@@ -141,6 +148,10 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name (vLLM's Prometheus names), summed over labels."""
         return dict(self._call("metrics", None, CALL_TIMEOUT_S))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """One metric's values by one of its labels, summed over the others."""
+        return dict(self._call("by_label", [name, label], CALL_TIMEOUT_S))
 
     def close(self) -> None:
         """Let the engine shut down in order, then kill whatever is left of its group.

@@ -23,10 +23,12 @@ class Child:
         self.llm: Any = None
         self.ops: dict[str, Callable[[Any], Any]] = {
             "start": self.start,
+            "release": lambda _: self.release(),
             "generate": self.generate,
             "reset_prefix_cache": lambda _: self.llm.reset_prefix_cache(),
             "reset_pool": lambda _: self.llm.reset_prefix_cache(reset_connector=True),
             "metrics": lambda _: self.metrics(),
+            "by_label": lambda asked: self.by_label(*asked),
             "rpc": lambda call: self.rpc(*call),
             "set_weights": lambda change: SET_WEIGHTS[change[0]](self.llm, change[1]),
             "sleep": lambda level: self.llm.sleep(level),
@@ -37,6 +39,11 @@ class Child:
         from vllm import LLM
 
         self.llm = LLM(**arguments)
+
+    def release(self) -> str:
+        import vllm
+
+        return str(vllm.__version__)
 
     def generate(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         loras = [_lora(prompt["lora"]) for prompt in prompts]
@@ -53,6 +60,14 @@ class Child:
         for metric in self.llm.get_metrics():
             if hasattr(metric, "value"):
                 totals[metric.name] = totals.get(metric.name, 0.0) + metric.value
+        return totals
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name == name:
+                key = metric.labels[label]
+                totals[key] = totals.get(key, 0.0) + metric.value
         return totals
 
     def rpc(self, method: str, kwargs: dict[str, Any]) -> None:

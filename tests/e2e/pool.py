@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.engine import Completion, Engine, Prompt
+from vllm_kvpool.store.files_space import FORMAT_DIR
 
 VOCAB = 1024
 
@@ -25,6 +26,11 @@ def pool(store: str | list[str], *, role: str = "kv_both", **options: Any) -> Ma
 def files(directory: Path) -> str:
     """The URL of a file store."""
     return f"file://{directory}?size=256MiB"
+
+
+def cell_files(directory: Path) -> list[Path]:
+    """The files of the cells in such a store."""
+    return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
 
 
 def tokens(seed: int, count: int) -> list[int]:

@@ -173,6 +173,7 @@ def test_engines_that_load_the_same_files_share(
     assert fresh(other, expecting(prompt, HIT)).cached_tokens == HIT
 
 
+@pytest.mark.small
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_nap_keeps_the_pool(engine: Engine, directory: Path, level: int) -> None:
     prompt = PROMPTS["awake"]

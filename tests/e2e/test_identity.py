@@ -58,6 +58,7 @@ def requests(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     }
 
 
+@pytest.mark.small
 def test_different_requests_miss_and_equal_ones_hit(engine: Engine, directory: Path) -> None:
     kinds = requests(directory)
     first = {kind: fresh(engine, Prompt(**values)) for kind, values in kinds.items()}
@@ -69,6 +70,7 @@ def test_different_requests_miss_and_equal_ones_hit(engine: Engine, directory: P
     assert {k: c.token_ids for k, c in again.items()} == {k: c.token_ids for k, c in first.items()}
 
 
+@pytest.mark.small
 def test_prompt_logprobs_are_computed_from_the_prompt(engine: Engine) -> None:
     """vLLM must not read cached KV for them."""
     fresh(engine, Prompt(ids=IDS))

@@ -34,7 +34,9 @@ def start(
     return start
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"), [pytest.param(1, 2, marks=pytest.mark.small), (2, 1)]
+)
 def test_an_answer_is_the_next_turns_prefix(
     start: Engines, prefill_tp: int, decode_tp: int
 ) -> None:

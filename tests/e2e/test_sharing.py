@@ -27,7 +27,11 @@ class Pair:
     two: int
 
 
-PAIRS = [Pair(4, 32, 64), Pair(2, 128, 96), Pair(1, 64, 32)]
+PAIRS = [
+    Pair(4, 32, 64),
+    pytest.param(Pair(2, 128, 96), marks=pytest.mark.small),
+    Pair(1, 64, 32),
+]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)

@@ -8,20 +8,18 @@ import pytest
 
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
-from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.metrics import METRICS, PREFIX, parse_sample
-from vllm_kvpool.store.files_space import FORMAT_DIR
 from vllm_kvpool.testing.models import LlamaShape
 from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
 pytestmark = pytest.mark.e2e
 
 SHAPE = LlamaShape(kv_heads=2)
+# Loads begin in steps without outputs; what those count `LLM` of 0.27.1 drops (`LLMEngine.step`).
+# Servers do not (`AsyncLLM`), nor does the file.
+SERVED_HITS = {"0.27.1": 0, "0.32.0": 512}
 Llama = Callable[[LlamaShape], Path]
-
-
-def cell_files(directory: Path) -> list[Path]:
-    return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,8 @@ def test_damaged_cells_are_computed_and_replaced(
     llama: Llama, engines: EngineShelf, tmp_path: Path
 ) -> None:
     """Damage from the third chunk on: two chunks are kept, the rest is computed and stored anew."""
-    config = pool(files(tmp_path / "pool"))
+    stats = tmp_path / "stats.json"
+    config = pool(files(tmp_path / "pool"), stats_file=str(stats))
     engine = engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=config))
     first = Prompt(ids=tokens(seed=4, count=2 * 256))
     prompt = Prompt(ids=[*first.ids, *tokens(seed=5, count=2 * 256 + 9)])
@@ -116,7 +115,9 @@ def test_damaged_cells_are_computed_and_replaced(
     same(fresh(engine, prompt), expected)
     same(again := fresh(engine, expecting(prompt, 1024)), expected)
     assert again.cached_tokens == 1024
-    assert engine.metrics()["vllm:kvpool_failures"] > 0
+    engine.close()
+    counted = json.loads(Path(f"{stats}.kv.worker.0").read_bytes())
+    assert sum(counted[name] for name in counted if name.startswith("kvpool_failures{")) > 0
 
 
 def test_a_reset_forgets_the_own_namespace_only(
@@ -145,9 +146,9 @@ def test_metrics_of_both_sides(llama: Llama, engines: EngineShelf, tmp_path: Pat
     prompt = Prompt(ids=tokens(seed=6, count=600))
     engine.generate(prompt)
     fresh(engine, expecting(prompt, 512))
-    served = engine.metrics()
+    served, release = engine.metrics(), engine.release()
     engine.close()
-    assert served["vllm:kvpool_hit_tokens"] == 512
+    assert served.get("vllm:kvpool_hit_tokens", 0) == SERVED_HITS[release]
     assert served["vllm:kvpool_saved_tokens"] == 512
     assert {name for name in served if "kvpool" in name} <= {PREFIX + name for name in METRICS}
     written = {

@@ -37,6 +37,7 @@ def test_host_memory_alone_gives_back_what_the_engine_has_forgotten(
     same(again, expected)
 
 
+@pytest.mark.small
 def test_what_is_written_back_reaches_files_when_the_engine_ends(
     llama: Llama, engines: EngineShelf, tmp_path: Path
 ) -> None:

@@ -20,6 +20,8 @@ VOCAB = 1024
 FIRST_TOKEN = 3  # those before have meanings
 UNWRITTEN = -1.0  # rows are in [0, 1)
 
+Tables = Sequence[NDArray[np.intp]]  # a request's blocks in each KV cache group
+
 _STEP = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -33,6 +35,8 @@ class FakeModel:
     heads: int = 2
     head_dim: int = 16
     dtype: str = "float32"
+    windows: tuple[int, ...] = ()
+    """How many tokens each layer sees; 0, or nothing at all, means every token."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -97,13 +101,25 @@ def _mix(state: int) -> int:
 
 class Pages:
     """One rank's KV caches, as vLLM's CPU attention lays them out: each head of a block holds
-    `K[D, N]`, then `V[N, D]`; all layers lie in one storage."""
+    `K[D, N]`, then `V[N, D]`; all layers lie in one storage.
 
-    def __init__(self, model: FakeModel, num_blocks: int, block_size: int, heads: slice) -> None:
+    `groups` are vLLM's KV cache groups, by the layers in each. As in vLLM, the first layers of all
+    groups share their memory, the second ones, and so on.
+    """
+
+    def __init__(
+        self,
+        model: FakeModel,
+        num_blocks: int,
+        block_size: int,
+        heads: slice,
+        groups: Sequence[Sequence[int]],
+    ) -> None:
         self.heads = heads
         self._block = block_size
+        self._groups = groups
         held, dim = heads.stop - heads.start, model.head_dim
-        shape = (model.layers, num_blocks, held, block_size, 2 * dim)
+        shape = (max(map(len, groups)), num_blocks, held, block_size, 2 * dim)
         self._all_lbhnc = torch.full(shape, UNWRITTEN, dtype=model.torch_dtype)
         flat = self._all_lbhnc.numpy().reshape(*shape[:3], -1)
         half = dim * block_size
@@ -114,24 +130,29 @@ class Pages:
     def by_layer(self) -> dict[str, torch.Tensor]:
         """What vLLM hands to `register_kv_caches`."""
         return {
-            f"model.layers.{layer}.self_attn.attn": tensor_bhnc
-            for layer, tensor_bhnc in enumerate(self._all_lbhnc)
+            f"model.layers.{layer}.self_attn.attn": self._all_lbhnc[place]
+            for group in self._groups
+            for place, layer in enumerate(group)
         }
 
-    def write(self, table: NDArray[np.intp], first: int, rows_lhtc: NDArray[np.floating]) -> None:
+    def write(self, tables: Tables, first: int, rows_lhtc: NDArray[np.floating]) -> None:
         """The rows of consecutive tokens from `first` on."""
         positions = np.arange(first, first + rows_lhtc.shape[2])
-        blocks, places = table[positions // self._block], positions % self._block
         dim = rows_lhtc.shape[3] // 2
-        rows_tlhc = rows_lhtc[:, self.heads].transpose(2, 0, 1, 3)
-        self._k_lbhdn[:, blocks, :, :, places] = rows_tlhc[..., :dim]
-        self._v_lbhnd[:, blocks, :, places] = rows_tlhc[..., dim:]
+        for table, layers in zip(tables, self._groups, strict=True):
+            blocks, places = table[positions // self._block], positions % self._block
+            rows_tlhc = rows_lhtc[layers, self.heads].transpose(2, 0, 1, 3)
+            self._k_lbhdn[: len(layers), blocks, :, :, places] = rows_tlhc[..., :dim]
+            self._v_lbhnd[: len(layers), blocks, :, places] = rows_tlhc[..., dim:]
 
-    def read(self, table: NDArray[np.intp], count: int) -> NDArray[np.floating]:
+    def read(self, tables: Tables, count: int) -> NDArray[np.floating]:
         """`[L, H, T, C]` of the first `count` tokens and this rank's heads."""
-        blocks = table[: -(-count // self._block)]
-        k_lhbnd = self._k_lbhdn[:, blocks].transpose(0, 2, 1, 4, 3)
-        v_lhbnd = self._v_lbhnd[:, blocks].transpose(0, 2, 1, 3, 4)
-        both = np.concatenate([k_lhbnd, v_lhbnd], axis=-1)
-        layers, held = both.shape[:2]
-        return both.reshape(layers, held, -1, both.shape[-1])[:, :, :count]
+        rows = {}
+        for table, layers in zip(tables, self._groups, strict=True):
+            blocks = table[: -(-count // self._block)]
+            k_lhbnd = self._k_lbhdn[: len(layers), blocks].transpose(0, 2, 1, 4, 3)
+            v_lhbnd = self._v_lbhnd[: len(layers), blocks].transpose(0, 2, 1, 3, 4)
+            both = np.concatenate([k_lhbnd, v_lhbnd], axis=-1)
+            flat = both.reshape(*both.shape[:2], -1, both.shape[-1])[:, :, :count]
+            rows.update(zip(layers, flat, strict=True))
+        return np.stack([rows[layer] for layer in sorted(rows)])

@@ -1,6 +1,6 @@
 """One worker of a rig: the real connector in its worker role over real pages, and a watch on it.
 
-The hooks are called in the order of vLLM's `KVConnectorModelRunnerMixin`.
+The hooks are called in the order of one of vLLM's model runners (`runners.py`).
 """
 
 import pickle
@@ -9,16 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.faults.model import Pages
+from tests.faults.runners import RUNNERS, with_own_metadata
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.pool import sides
 from vllm_kvpool.testing.fakes import FaultyPerform
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import JobId, LoadDone, LoadPlan, SaveGathered, SavePlan
+
+# 0.27.1 starts loads before the forward pass always, and in steps without tokens leaves out
+# `wait_for_save` (`kv_connector_no_forward`).
+OLDER_HOOKS = not hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 class WatchedExecutor(Executor):
@@ -31,12 +36,15 @@ class WatchedExecutor(Executor):
         self.engine = engine
         self.perform = FaultyPerform(perform)
         self.owed: Counter[JobId] = Counter()  # plans less reports
+        self.in_forward = False
         super().__init__(engine, planner, self.perform, *rest, **named)
         WatchedExecutor.made = self
 
     def post(self, message: Any) -> None:
         if isinstance(message, LoadPlan | SavePlan):
             assert message.job_id not in self.owed, "a plan was posted twice"
+            is_early = self.in_forward and isinstance(message, SavePlan)
+            assert not is_early, "a save was posted before its forward pass had ended"
             self.owed[message.job_id] = 1
         super().post(message)
 
@@ -63,17 +71,21 @@ class WatchedExecutor(Executor):
 class Rank:
     """Owned by the rig's thread."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, pages: Pages) -> None:
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, pages: Pages, runner: str = "first"
+    ) -> None:
         self.pages = pages
         connector = KVConnectorFactory.create_connector(
             vllm_config, KVConnectorRole.WORKER, kv_cache_config
         )
         assert isinstance(connector, KVPoolConnector)
         self.connector = connector
+        make, drafts = RUNNERS[runner]
+        self._runner = make(vllm_config, connector, drafts=drafts)
         WatchedExecutor.made = None
         real, sides.Executor = sides.Executor, WatchedExecutor  # type: ignore[misc]
         try:
-            connector.register_kv_caches(pages.by_layer())
+            self._runner.register(pages.by_layer())
         finally:
             sides.Executor = real  # type: ignore[misc]
         self.executor = WatchedExecutor.made
@@ -86,27 +98,15 @@ class Rank:
 
     def begin(self, output: SchedulerOutput) -> None:
         """What comes before the forward pass."""
+        self._set_in_forward(output.total_num_scheduled_tokens > 0)
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
-        self.connector.handle_preemptions(metadata)
-        self.connector.bind_connector_metadata(metadata)
-        if output.has_sync_kv_loads:
-            self.connector.start_load_kv(None)
+        self._output = with_own_metadata(output, metadata)
+        self._runner.begin(self._output)
 
     def end(self, output: SchedulerOutput, sampled: Mapping[str, list[int]]) -> ModelRunnerOutput:
         """What comes after it."""
-        connector, told = self.connector, KVConnectorOutput()
-        if not output.has_sync_kv_loads:
-            connector.start_load_kv(None)
-        connector.wait_for_save()
-        results = connector.get_transfer_results(output.finished_req_ids)
-        told.finished_sending = results.finished_sending
-        told.finished_recving = results.finished_recving
-        told.failed_recving = results.failed_recving
-        told.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        told.kv_connector_stats = connector.get_kv_connector_stats()
-        told.kv_cache_events = connector.get_kv_connector_kv_cache_events()
-        told.kv_connector_worker_meta = connector.build_connector_worker_meta()
-        connector.clear_connector_metadata()
+        self._set_in_forward(False)
+        told = self._runner.end(self._output)
         if not sampled:
             return ModelRunnerOutput.with_kv_conn_output_only(told)
         ids = list(sampled)
@@ -116,3 +116,12 @@ class Rank:
             sampled_token_ids=[sampled[request_id] for request_id in ids],
             kv_connector_output=told,
         )
+
+    def give_up(self) -> None:
+        """The forward pass has failed."""
+        self._set_in_forward(False)
+        self._runner.give_up()
+
+    def _set_in_forward(self, is_running: bool) -> None:
+        if self.executor is not None:
+            self.executor.in_forward = is_running

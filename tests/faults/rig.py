@@ -49,6 +49,8 @@ class RigSpec:
     num_blocks: int = 96
     max_batched_tokens: int = 96
     pool: bool = True
+    runner: str = "first"  # of `RUNNERS`
+    events: bool = False  # vLLM's KV cache events
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,22 +86,30 @@ class Rig:
         self.scheduler = Scheduler(
             config, cache, StructuredOutputManager(config), BLOCK, log_stats=True
         )
+        self._groups = [
+            [int(name.split(".")[2]) for name in group.layer_names]
+            for group in cache.kv_cache_groups
+        ]
         held = spec.model.heads // spec.tp
         self.ranks = [
             Rank(
                 rank_config(rank),
                 cache,
-                Pages(spec.model, spec.num_blocks, BLOCK, slice(rank * held, (rank + 1) * held)),
+                self._make_pages(slice(rank * held, (rank + 1) * held)),
+                spec.runner,
             )
             for rank in range(spec.tp)
             if spec.pool
         ]
         self.pages = [rank.pages for rank in self.ranks] or [
-            Pages(spec.model, spec.num_blocks, BLOCK, slice(0, spec.model.heads))
+            self._make_pages(slice(0, spec.model.heads))
         ]
         self._aggregator = KVOutputAggregator(spec.tp)
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.block_pool.get_num_free_blocks()
+
+    def _make_pages(self, heads: slice) -> Pages:
+        return Pages(self.spec.model, self.spec.num_blocks, BLOCK, heads, self._groups)
 
     # What the rest of the world does
 
@@ -197,7 +207,12 @@ class Rig:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for rank in self.ranks:
             rank.begin(output)
-        sampled = self._forward(output.num_scheduled_tokens)
+        try:
+            sampled = self._forward(output.num_scheduled_tokens)
+        except AssertionError:
+            for rank in self.ranks:
+                rank.give_up()
+            raise
         if not self.ranks:
             ids = list(sampled)
             index = {request_id: i for i, request_id in enumerate(ids)}
@@ -214,22 +229,28 @@ class Rig:
         """Write what is new, then read everything."""
         for request_id, count in scheduled.items():
             stop = self.scheduler.requests[request_id].num_computed_tokens
-            rows, table = self._context(request_id).rows(), self._table(request_id)
+            rows, tables = self._context(request_id).rows(), self._tables(request_id)
             for pages in self.pages:
-                pages.write(table, stop - count, rows[:, :, stop - count : stop])
-        return {request_id: self._read(request_id) for request_id in scheduled}
+                pages.write(tables, stop - count, rows[:, :, stop - count : stop])
+        return {
+            request_id: self._read(request_id, count) for request_id, count in scheduled.items()
+        }
 
-    def _read(self, request_id: str) -> list[int]:
+    def _read(self, request_id: str, count: int) -> list[int]:
         request, context = self.scheduler.requests[request_id], self._context(request_id)
-        stop, table = request.num_computed_tokens, self._table(request_id)
-        read = np.concatenate([pages.read(table, stop) for pages in self.pages], axis=1)
+        stop, tables = request.num_computed_tokens, self._tables(request_id)
+        read = np.concatenate([pages.read(tables, stop) for pages in self.pages], axis=1)
         expected = context.rows()[:, :, :stop]
+        for layer, window in enumerate(self.spec.model.windows):
+            if window:  # the first of the step's tokens looks back furthest
+                unseen = max(0, stop - count - window + 1)
+                read[layer, :, :unseen] = expected[layer, :, :unseen]
         if not np.array_equal(read, expected):
             wrong = np.argwhere((read != expected).any(axis=3))
             layer, head, token = wrong[wrong[:, 2].argmin()]
             raise AssertionError(
                 f"{request_id} reads {len(wrong)} wrong rows of {stop} tokens, the first of token "
-                f"{token} (block {table[token // BLOCK]}), layer {layer}, head {head}"
+                f"{token}, layer {layer}, head {head}"
             )
         return [] if stop < request.num_tokens else [self.spec.model.next_token(read)]
 
@@ -238,9 +259,9 @@ class Rig:
         context.extend(self.scheduler.requests[request_id].all_token_ids[len(context.tokens) :])
         return context
 
-    def _table(self, request_id: str) -> NDArray[np.intp]:
-        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        return np.array(ids, dtype=np.intp)
+    def _tables(self, request_id: str) -> list[NDArray[np.intp]]:
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return [np.array(ids, dtype=np.intp) for ids in tables]
 
     def _ended(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:
         self.answers[request_id].ended = reason

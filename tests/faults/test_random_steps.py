@@ -8,6 +8,7 @@ take their turns otherwise.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ class Prompts:
 class Driver:
     """One seed: a rig, and what is done to it between its steps."""
 
-    def __init__(self, workshop: Workshop, seed: int) -> None:
+    def __init__(self, workshop: Workshop, seed: int, runner: str = "first") -> None:
         self.rng = random.Random(seed)
         self.workshop = workshop
         self.faults = workshop.faults
@@ -79,7 +80,8 @@ class Driver:
         assert isinstance(store, MemoryStore)
         self.store: MemoryStore = store
         self.shelf: Shelf = store._shelf
-        self.rig: Rig = workshop.rig(spec_of(self.rng), [*host, url])
+        spec = replace(spec_of(self.rng), runner=runner)
+        self.rig: Rig = workshop.rig(spec, [*host, url])
         self.prompts = Prompts(self.rng)
         self.dead_for = 0
         self.num_deaths = 0

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm.config import KVTransferConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
+from tests.cache_tensors import tensors_of
 from tests.faults.model import VOCAB, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from vllm_kvpool.store.base import Store
@@ -86,7 +89,7 @@ class Workshop:
             return mine
 
         self._opening = f"{name}.scheduler"
-        rig = Rig(spec, config, _cache_config(spec), rank_config)
+        rig = Rig(spec, config, _cache_config(spec, config), rank_config)
         self._rigs.append(rig)
         return rig
 
@@ -122,6 +125,9 @@ class Workshop:
         config.parallel_config.world_size = spec.tp
         config.cache_config = copy.copy(base.cache_config)
         config.cache_config.num_gpu_blocks = spec.num_blocks
+        if spec.events:
+            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        config.cache_config.kv_cache_layout = "LBHNC"  # as engines find it to be on the CPU
         config.kv_transfer_config = None
         if spec.pool:
             own = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}
@@ -159,14 +165,21 @@ class Workshop:
         ).create_engine_config()
 
 
-def _cache_config(spec: RigSpec) -> KVCacheConfig:
+def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
     model = spec.model
-    attention = FullAttentionSpec(
-        block_size=BLOCK,
-        num_kv_heads=model.heads // spec.tp,
-        head_size=model.head_dim,
-        dtype=model.torch_dtype,
-    )
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(model.layers)]
-    group = KVCacheGroupSpec(names, attention)
-    return KVCacheConfig(num_blocks=spec.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    same: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_kv_heads": model.heads // spec.tp,
+        "head_size": model.head_dim,
+        "dtype": model.torch_dtype,
+    }
+    windows = model.windows or (0,) * model.layers
+    specs = {
+        f"model.layers.{layer}.self_attn.attn": SlidingWindowSpec(**same, sliding_window=window)
+        if window
+        else FullAttentionSpec(**same)
+        for layer, window in enumerate(windows)
+    }
+    groups = get_kv_cache_groups(config, specs)
+    tensors = tensors_of(list(specs))
+    return KVCacheConfig(spec.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)

@@ -56,8 +56,8 @@ def check_cover(topology: Topology) -> None:
         written = Counter(
             (cell.part, cell.span)
             for tp, pp in ranks(topology)
-            if topology.writes_chunk(tp, chunk)
             for cell in topology.local_cells(tp, pp)
+            if cell.writes_chunk(chunk)
         )
         assert written == dict.fromkeys(wanted, 1)
 
@@ -113,7 +113,8 @@ def test_replicas_take_turns() -> None:
     topology = Topology(2, 8, ((0, 1),), 1)
     assert topology.replicas == 4
     assert [topology.first_head(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    writers = [[r for r in range(8) if topology.writes_chunk(r, chunk)] for chunk in range(5)]
+    cells = [topology.local_cells(rank, 0)[0] for rank in range(8)]
+    writers = [[r for r in range(8) if cells[r].writes_chunk(chunk)] for chunk in range(5)]
     assert writers == [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4]]
 
 
@@ -142,8 +143,8 @@ def test_cells_come_span_by_span_head_by_head() -> None:
 
 
 def test_a_cells_payload_is_its_heads_layers_tokens_and_rows() -> None:
-    cell = LocalCell(RankPart(0, 1), LayerSpan(0, 3), 0, 2, 0, 3)
-    assert cell.payload_bytes(chunk_tokens=16, row_bytes=10) == 2 * 3 * 16 * 10
+    cell = LocalCell(RankPart(0, 1), LayerSpan(0, 3), 0, 2, 0, 3, row_bytes=10)
+    assert cell.payload_bytes(chunk_tokens=16) == 2 * 3 * 16 * 10
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(8, 3), (2, 3), (3, 2), (6, 4), (4, 6)])

@@ -576,7 +576,7 @@ def test_job_numbers_go_on_across_a_change(bench: Bench) -> None:
 def test_the_epoch_that_an_engine_starts_with_is_the_first(first_epoch: str) -> None:
     """Whatever it is called: other engines have saved under it without having heard a name."""
     topology = Topology(1, 1, ((0, 1),), 1)
-    shape = ModelShape(NAMES.namespace, topology, 16, 100, 1, 16)
+    shape = ModelShape.of_one_kind(NAMES.namespace, topology, 16, 100, 1, 16)
     config = read_config({"store": "memory://epochs"}, env={})
     side = SchedulerSide(config, Role.BOTH, shape, first_epoch=first_epoch)
     heard = []

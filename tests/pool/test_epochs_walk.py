@@ -15,6 +15,7 @@ import pytest
 from tests.pool.test_scheduler import CHUNK, NAMES, Bench, View, hashes_of
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.pool.metadata import StepReport
+from vllm_kvpool.pool.tables import all_blocks
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange, LoadPlan, SavePlan
 
@@ -247,8 +248,9 @@ class Walk:
         self.bench.pins.check()
         stored = self.bench.memory._shelf.list_keys()
         assert sorted(stored) == sorted(self.cells)
-        held = [b for save in self.saves if not save.is_gathered for b in save.plan.block_ids]
-        held += [block for save in self.bench.scheduler._late_saves for block in save.block_ids]
+        waiting = [save.plan for save in self.saves if not save.is_gathered]
+        waiting += self.bench.scheduler._late_saves
+        held = [block for plan in waiting for block in all_blocks(plan.pages)]
         assert sorted(self.bench.pins.references.elements()) == sorted(held)
 
     def end(self) -> None:

@@ -1,10 +1,11 @@
 """The search for a stored prefix: right for every length, in few rounds; and what ranks hold."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvpool.keys import (
@@ -17,8 +18,16 @@ from vllm_kvpool.keys import (
     in_epoch,
     make_namespace,
 )
-from vllm_kvpool.layout.topology import Topology
-from vllm_kvpool.pool.lookup import FANOUT, CellNames, HostMirror, PrefixSearch
+from vllm_kvpool.layout.topology import WHOLE, Context, Kind, Reach, Topology
+from vllm_kvpool.pool.lookup import (
+    FANOUT,
+    WINDOW_SCAN,
+    CellNames,
+    HitSearch,
+    HostMirror,
+    PrefixSearch,
+    Question,
+)
 from vllm_kvpool.transfer.ops import HostChange
 
 MAX_CHUNKS = 600
@@ -91,11 +100,11 @@ def test_holes_still_end_at_a_chunk_that_is_there(present: list[bool]) -> None:
 
 @pytest.mark.parametrize("per_head", [True, False])
 def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
-    topology = Topology(4, 2, ((0, 3), (3, 5)), 2, per_head)
-    names = CellNames(NAMESPACE, topology, ContextRank(0, 2, 1, 3))
+    topology = Topology(4, 12, ((0, 3), (3, 5)), 2, per_head, context=Context(2, 3))
+    names = CellNames(NAMESPACE, [Kind(topology, 16)])
     keys = [ParsedKey.parse(key) for key in names.of_chunk(b"\xaa")]
-    parts = [HeadPart(h) for h in range(4)] if per_head else [RankPart(r, 2) for r in range(2)]
-    contexts = [ContextRank(p, 2, d, 3) for p in range(2) for d in range(3)]
+    parts = [HeadPart(h) for h in range(4)] if per_head else [RankPart(r, 4) for r in range(4)]
+    contexts = [ContextRank(0, 1, d, 3) for d in range(3)]
     expected = {
         ParsedKey(NAMESPACE, context, part, span, b"\xaa")
         for context in contexts
@@ -107,12 +116,12 @@ def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
 
 
 def test_an_epoch_has_the_same_cells_by_other_names() -> None:
-    topology = Topology(4, 2, ((0, 3), (3, 5)), 2)
-    names = CellNames(NAMESPACE, topology, ContextRank(0, 2, 1, 3))
+    topology = Topology(4, 12, ((0, 3), (3, 5)), 2, context=Context(2, 3))
+    names = CellNames(NAMESPACE, [Kind(topology, 16)])
     assert names.in_epoch("") is names
     other = names.in_epoch("a")
     assert other.namespace == in_epoch(NAMESPACE, "a")
-    assert other.per_chunk == names.per_chunk
+    assert other.per_chunk() == names.per_chunk() == len(of(names))
     expected = [replace(ParsedKey.parse(key), namespace=other.namespace) for key in of(names)]
     assert [ParsedKey.parse(key) for key in of(other)] == expected
     assert {group_of_key(key) for key in of(other)} == {other.group(b"\xaa")}
@@ -122,6 +131,162 @@ def test_an_epoch_has_the_same_cells_by_other_names() -> None:
 
 def of(names: CellNames) -> list[CellKey]:
     return names.of_chunk(b"\xaa")
+
+
+# Several kinds of layers
+
+
+def kind(reach: Reach = WHOLE, name: str = "k") -> Kind:
+    return Kind(Topology(1, 1, ((0, 1),), 1, kind=name), row_bytes=16, reach=reach)
+
+
+def hit(
+    present: Sequence[Sequence[bool]], kinds: Sequence[Kind], chunk_tokens: int, block: int
+) -> tuple[int, int, set[Question]]:
+    """What is found, in how many rounds, and by which questions; `present[kind][chunk]`."""
+    state = HitSearch(len(present[0]), kinds, chunk_tokens, block)
+    asked: set[Question] = set()
+    rounds = 0
+    while not state.done:
+        questions = state.questions()
+        assert questions
+        assert len(set(questions)) == len(questions)
+        assert not asked & set(questions)
+        asked.update(questions)
+        state.tell(questions, [present[q.kind][q.chunk] for q in questions])
+        rounds += 1
+    assert state.questions() == ()
+    return state.found, rounds, asked
+
+
+def needed(reach: Reach, chunk_tokens: int, block: int, end: int) -> set[int]:
+    """The chunks of which a load up to token `end` writes tokens; a block is filled whole."""
+    first = reach.first_read(end) // block * block
+    return {token // chunk_tokens for token in range(first, end)}
+
+
+def is_loadable(
+    present: Sequence[Sequence[bool]],
+    kinds: Sequence[Kind],
+    chunk_tokens: int,
+    block: int,
+    chunks: int,
+    first_end: int,
+) -> bool:
+    """Whether a load of so many chunks has all it needs, wherever from `first_end` on it ends."""
+    return all(
+        present[i][chunk]
+        for i, each in enumerate(kinds)
+        for end in range(max(0, first_end), chunks * chunk_tokens + 1)
+        for chunk in needed(each.reach, chunk_tokens, block, end)
+    )
+
+
+REACHES = st.one_of(
+    st.builds(Reach, window=st.integers(1, 60)), st.builds(Reach, local_tokens=st.integers(1, 60))
+)
+
+
+@st.composite
+def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[Kind], list[list[bool]], int, int]:
+    """Kinds, what is present of each, chunk and block size; a kind that needs all has a prefix."""
+    windows = draw(st.lists(REACHES, min_size=0 if whole else 1, max_size=2))
+    kinds = [kind(reach, f"w{i}") for i, reach in enumerate(windows)]
+    num_chunks = draw(st.integers(0, 14))
+    row = st.lists(
+        st.sampled_from((True, True, True, False)), min_size=num_chunks, max_size=num_chunks
+    )
+    present = [draw(row) for _ in kinds]
+    if whole:
+        for i in range(draw(st.integers(1, 2))):
+            place = draw(st.integers(0, len(kinds)))
+            count = draw(st.integers(0, num_chunks))
+            kinds.insert(place, kind(name=f"f{i}"))
+            present.insert(place, [True] * count + [False] * (num_chunks - count))
+    return kinds, present, draw(st.sampled_from((4, 8, 12))), draw(st.sampled_from((2, 4, 6, 16)))
+
+
+def most_rounds(num_chunks: int) -> int:
+    """The prefix, its windows, and then so many chunks at once."""
+    return max_rounds(num_chunks) + 2 + -(-num_chunks // WINDOW_SCAN)
+
+
+@settings(deadline=None, max_examples=300)
+@given(stored(whole=True))
+def test_the_longest_prefix_is_found_that_has_all_that_is_read(
+    case: tuple[list[Kind], list[list[bool]], int, int],
+) -> None:
+    kinds, present, chunk_tokens, block = case
+    num_chunks = len(present[0])
+    found, rounds, asked = hit(present, kinds, chunk_tokens, block)
+    # A load ends at a multiple of the block, or a token before the end of the prompt.
+    assert is_loadable(present, kinds, chunk_tokens, block, found, found * chunk_tokens - block + 1)
+    longest = max(
+        n
+        for n in range(num_chunks + 1)
+        if is_loadable(present, kinds, chunk_tokens, block, n, n * chunk_tokens - block)
+    )
+    assert found == longest
+    assert rounds <= most_rounds(num_chunks)
+    for i, each in enumerate(kinds):
+        if not each.reach.is_whole:  # nothing is taken for granted of these
+            stop = found * chunk_tokens
+            wanted = needed(each.reach, chunk_tokens, block, stop) if stop else set()
+            assert {Question(chunk, i) for chunk in wanted} <= asked
+
+
+@settings(deadline=None, max_examples=300)
+@given(stored(whole=False))
+def test_without_layers_that_read_all_what_is_found_has_all_that_is_read(
+    case: tuple[list[Kind], list[list[bool]], int, int],
+) -> None:
+    kinds, present, chunk_tokens, block = case
+    found, rounds, _ = hit(present, kinds, chunk_tokens, block)
+    assert rounds <= most_rounds(len(present[0]))
+    assert is_loadable(present, kinds, chunk_tokens, block, found, found * chunk_tokens - block + 1)
+    if all(map(all, present)):
+        assert found == len(present[0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=80), st.integers(1, 64), st.integers(1, 64))
+def test_one_kind_that_reads_all_is_searched_as_a_prefix(
+    present: list[bool], chunk_tokens: int, block: int
+) -> None:
+    """Question by question."""
+    state, simple = (
+        HitSearch(len(present), [kind()], chunk_tokens, block),
+        PrefixSearch(len(present)),
+    )
+    while not simple.done:
+        assert not state.done
+        chunks = simple.questions()
+        assert state.questions() == tuple(Question(chunk, 0) for chunk in chunks)
+        assert state.found == simple.found
+        answers = [present[chunk] for chunk in chunks]
+        state.tell(state.questions(), answers)
+        simple.tell(chunks, answers)
+    assert state.done
+    assert (state.found, state.questions()) == (simple.found, ())
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 65, 600, 5000])
+@pytest.mark.parametrize("lost", [range(0), range(300, 400), range(0, 590), range(0, 600, 7)])
+def test_a_long_search_takes_few_rounds(window: int, lost: range) -> None:
+    present = [[True] * MAX_CHUNKS, [chunk not in lost for chunk in range(MAX_CHUNKS)]]
+    kinds = [kind(), kind(Reach(window=window), "w")]
+    found, rounds, _ = hit(present, kinds, 16, 16)
+    assert is_loadable(present, kinds, 16, 16, found, found * 16 - 15)
+    assert rounds <= most_rounds(MAX_CHUNKS)
+
+
+def test_chunks_before_the_window_are_not_asked_for() -> None:
+    """Which is what makes them free to be evicted."""
+    kinds = [kind(), kind(Reach(window=32), "w")]
+    present = [[True] * 100, [False] * 97 + [True] * 3]
+    found, rounds, asked = hit(present, kinds, 16, 16)
+    assert (found, rounds) == (100, 2)
+    assert {q.chunk for q in asked if q.kind == 1} == {97, 98, 99}
 
 
 # Host memory of the ranks

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.pool.lookup import HostMirror
-from vllm_kvpool.pool.metadata import StepPlan, StepReport
-from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
+from vllm_kvpool.transfer.ops import HostChange, JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 
 CHUNKS = ["w", "x", "y", "z"]
 RANKS = range(3)
@@ -22,6 +22,10 @@ changes = st.builds(  # a chunk that has come is not among those that have left
     groups,
 )
 hosts = st.dictionaries(st.sampled_from(RANKS), changes, max_size=len(RANKS))
+tiers = st.frozensets(st.integers(0, 2))
+ends = st.dictionaries(
+    st.integers(0, 3).map(JobId), st.builds(Stored, st.integers(1, 2), tiers, tiers), max_size=3
+)
 reports = st.builds(
     StepReport,
     st.dictionaries(st.integers(0, 3).map(JobId), st.integers(1, 3), max_size=3),
@@ -29,7 +33,18 @@ reports = st.builds(
     st.integers(0, 1000).map(float),
     st.integers(0, 1000).map(float),
     st.dictionaries(st.integers(0, 3), st.integers(1, 3), max_size=3),
+    stored=ends,
 )
+
+
+def test_a_save_has_missed_what_any_rank_has_missed() -> None:
+    one = StepReport(stored={JobId(1): Stored(1, frozenset({0}), frozenset({5}))})
+    other = StepReport(stored={JobId(1): Stored(1, frozenset({1})), JobId(2): Stored()})
+    assert one.merged(other).stored == {
+        JobId(1): Stored(2, frozenset({0, 1}), frozenset({5})),
+        JobId(2): Stored(),
+    }
+    assert not one.empty
 
 
 def test_ranks_add_up_and_the_shortest_load_counts() -> None:
@@ -100,8 +115,8 @@ def test_only_a_report_of_nothing_is_empty(report: StepReport) -> None:
 
 def test_both_survive_the_way_between_processes() -> None:
     plan = StepPlan(
-        (LoadPlan(JobId(1), "a", 0, (b"x",), (1, 2), 0, 3, 30),),
-        (SavePlan(JobId(2), "b", 1, (b"y",), (3,), 16),),
+        (LoadPlan(JobId(1), "a", 0, (b"x",), (JobPages((1, 2), 0, 3, 30),), 3, 30),),
+        (SavePlan(JobId(2), "b", 1, (b"y",), (JobPages((3,), 16, 16, 32),)),),
         (PrefetchPlan("c", (b"z",)),),
         idle=True,
         generation=2,

@@ -18,7 +18,7 @@ from vllm_kvpool.keys import (
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.probe import MAX_KEYS_PER_ROUND, Answer, Lookup, LookupOutcome, Probe
 from vllm_kvpool.store.memory import MemoryStore
@@ -29,7 +29,7 @@ from vllm_kvpool.transfer.ops import HostChange
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
 TOPOLOGY = Topology(2, 1, ((0, 4),), 2)
-NAMES = CellNames(NAMESPACE, TOPOLOGY, ContextRank())
+NAMES = CellNames(NAMESPACE, [Kind(TOPOLOGY, row_bytes=16)])
 TOKENS = tuple(range(40))
 NUM_CHUNKS = len(TOKENS) // CHUNK
 LIMIT_S = 30.0

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions, Role
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import ContextRank, make_namespace
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool import scheduler as scheduler_module
 from vllm_kvpool.pool.lookup import CellNames
@@ -22,14 +22,24 @@ from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.probe import Lookup, Probe
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.pool.tables import all_blocks
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
 from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.ops import (
+    NULL_BLOCK,
+    HostChange,
+    JobId,
+    JobPages,
+    LoadPlan,
+    PrefetchPlan,
+    SavePlan,
+)
 
 CHUNK = 32
-NAMES = CellNames(make_namespace("model", "0" * 12), Topology(1, 1, ((0, 1),), 1), ContextRank())
+KINDS = (Kind(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
+NAMES = CellNames(make_namespace("model", "0" * 12), KINDS)
 LIMIT_S = 30.0
 PENDING, NOTHING = (None, False), (0, False)
 View = FakeRequest[RequestOptions, RequestIdentity]
@@ -63,7 +73,7 @@ class Bench:
         self.scheduler = PoolScheduler(
             config or KVPoolConfig(),
             role,
-            PoolShape(CHUNK, block, num_ranks, max_pinned, prefetches=host_tier),
+            PoolShape(CHUNK, (Group(block),), num_ranks, max_pinned, prefetches=host_tier),
             self.probe,
             self.tally,
             self.clock,
@@ -121,8 +131,8 @@ class Bench:
 
     def allocate(self, request_id: str, computed: int, external: int) -> None:
         self.grow(request_id, computed + external)
-        table = self.tables[request_id] if external else ()
-        self.scheduler.allocated(request_id, table, external)
+        tables = (self.tables[request_id],) if external else ()
+        self.scheduler.allocated(request_id, tables, external)
         self.views[request_id].num_computed_tokens = computed + external
         self.scheduler.check()
 
@@ -130,7 +140,7 @@ class Bench:
         """An engine step that computes so many tokens of each request."""
         for request_id, count in scheduled.items():
             self.grow(request_id, self.views[request_id].num_computed_tokens + count)
-        plan = self.scheduler.plan_step(Step(scheduled, self.tables.__getitem__))
+        plan = self.scheduler.plan_step(Step(scheduled, lambda name: (self.tables[name],)))
         for request_id, count in scheduled.items():
             self.views[request_id].num_computed_tokens += count
         self.scheduler.check()
@@ -154,7 +164,7 @@ class Bench:
         self.scheduler.check()
 
     def finish(self, request_id: str = "a") -> dict[str, dict[str, int]] | None:
-        answer = self.scheduler.finish(request_id, self.tables[request_id])
+        answer = self.scheduler.finish(request_id, (self.tables[request_id],))
         self.scheduler.check()
         return answer
 
@@ -190,8 +200,14 @@ class Bench:
             request_id,
             chunks.start,
             tuple(hashes_of(self.views[request_id].tokens())[chunks.start : chunks.stop]),
-            tuple(self.tables[request_id][start:stop]),
-            start * self.block,
+            (
+                JobPages(
+                    tuple(self.tables[request_id][start:stop]),
+                    start * self.block,
+                    chunks.start * CHUNK,
+                    chunks.stop * CHUNK,
+                ),
+            ),
         )
 
 
@@ -303,8 +319,7 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
             request_id="a",
             first_chunk=1,
             hashes=tuple(hashes_of(view.tokens())[1:3]),
-            block_ids=tuple(bench.tables["a"][3:6]),
-            table_start=48,
+            pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
             token_start=48,
             token_stop=96,
         ),
@@ -334,7 +349,8 @@ def test_a_load_has_the_chunks_and_blocks_it_needs(
     [load] = bench.step().loads
     assert load.hashes == tuple(hashes_of(view.tokens())[chunks.start : chunks.stop])
     assert load.first_chunk == chunks.start
-    assert load.block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
+    [pages] = load.pages
+    assert pages.block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
     assert (load.token_start, load.token_stop) == (computed, computed + count)
 
 
@@ -479,7 +495,7 @@ def test_a_request_without_an_identity_stays_out(bench: Bench) -> None:
 
 def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:
     assert bench.scheduler.match("x", 0) == NOTHING
-    bench.scheduler.allocated("x", (1,), 16)
+    bench.scheduler.allocated("x", ((1,),), 16)
     bench.scheduler.load_ended("x")
     bench.scheduler.apply(StepReport(load_stops={"x": 0}))
     assert bench.scheduler.finish("x", ()) is None
@@ -599,7 +615,7 @@ def test_chunks_and_blocks_need_not_fit(
     for job, (chunks, blocks) in enumerate(saves, 2):
         [save] = bench.step(a=32).saves
         assert save == bench.save(job, chunks)
-        assert save.block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
+        assert save.pages[0].block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
 
 
 def test_what_is_stored_is_not_saved(bench: Bench) -> None:
@@ -679,7 +695,7 @@ def test_blocks_that_are_gone_are_not_saved(bench: Bench) -> None:
     bench.add()
     bench.admit()
     bench.step(a=16)
-    bench.tables["a"][0] = scheduler_module.NULL_BLOCK
+    bench.tables["a"][0] = NULL_BLOCK
     assert bench.step(a=32).saves == ()
 
 
@@ -694,6 +710,19 @@ def test_a_preempted_request_asks_again_and_saves_on(bench: Bench) -> None:
     bench.step()
     bench.scheduler.load_ended("a")
     assert bench.step(a=36).saves == (bench.save(5, range(2, 3)),)
+
+
+def test_a_preempted_request_that_cannot_be_shared_any_more_is_let_be(bench: Bench) -> None:
+    """An adapter's files may be gone by then."""
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    view.preempt()
+    bench.tables["a"] = []
+    view.identified = None
+    assert bench.admit() == NOTHING
+    assert bench.step(a=100).saves == ()
+    assert bench.finish() is None
 
 
 def test_a_preempted_request_without_its_cells_saves_on(bench: Bench) -> None:
@@ -1043,7 +1072,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             first, last = load.token_start // CHUNK, -(-load.token_stop // CHUNK)
             assert list(load.hashes) == hashes_of(live.view.tokens())[first:last]
             start, stop = load.token_start // self.block, -(-load.token_stop // self.block)
-            assert list(load.block_ids) == self.bench.tables[load.request_id][start:stop]
+            [pages] = load.pages
+            assert (pages.token_start, pages.token_stop) == (load.token_start, load.token_stop)
+            assert list(pages.block_ids) == self.bench.tables[load.request_id][start:stop]
         for save in plan.saves:
             self.check_save(save, before, scheduled or {})
             self.saves[save.job_id] = (save, self.num_ranks)
@@ -1051,7 +1082,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_save(self, save: SavePlan, before: dict[str, int], scheduled: dict[str, int]) -> None:
         chunks = range(save.first_chunk, save.first_chunk + len(save.hashes))
         assert chunks
-        assert all(self.bench.pins.references[block] for block in save.block_ids)
+        [pages] = save.pages
+        assert all(self.bench.pins.references[block] for block in pages.block_ids)
         live = self.live.get(save.request_id)
         if live is None:
             return  # of a request that has ended; checked when it did
@@ -1061,8 +1093,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert chunks.stop * CHUNK <= min(computed, live.view.num_tokens)
         assert list(save.hashes) == hashes_of(live.view.tokens())[chunks.start : chunks.stop]
         start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
-        assert list(save.block_ids) == self.bench.tables[save.request_id][start:stop]
-        assert save.table_start == start * self.block
+        assert list(pages.block_ids) == self.bench.tables[save.request_id][start:stop]
+        assert pages.table_start == start * self.block
+        assert (pages.token_start, pages.token_stop) == (chunks.start * CHUNK, chunks.stop * CHUNK)
         assert not live.planned & set(chunks)
         live.planned |= set(chunks)
 
@@ -1149,8 +1182,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         self.bench.scheduler.check()
         self.bench.pins.check()
-        held = [block for save, _ in self.saves.values() for block in save.block_ids]
-        late = [b for save in self.bench.scheduler._late_saves for b in save.block_ids]
+        held = [block for save, _ in self.saves.values() for block in all_blocks(save.pages)]
+        late = [b for save in self.bench.scheduler._late_saves for b in all_blocks(save.pages)]
         assert sorted(self.bench.pins.references.elements()) == sorted(held + late)
         assert self.bench.scheduler.has_pins == bool(held + late)
 

@@ -18,9 +18,9 @@ import torch
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import ContextRank, group_of, make_namespace
+from vllm_kvpool.keys import group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.pool import sides
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan
@@ -31,7 +31,7 @@ from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import StoreSpec, open_store
 from vllm_kvpool.transfer import handdown
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
@@ -57,13 +57,14 @@ class Rank:
         first, heads = topology.first_head(tp_rank), topology.heads_per_rank
         self.part = (slice(start, stop), slice(first, first + heads))
         self.block = block
-        shape = (stop - start, TOKENS // block, heads, block, CONTENT)
-        self.pages_lbhnc = torch.full(shape, -1, dtype=torch.int16)
-        model = ModelShape(
+        shape = (stop - start, 1 + TOKENS // block, heads, block, CONTENT)
+        every = torch.full(shape, -1, dtype=torch.int16)
+        self.pages_lbhnc = every[:, 1:]  # no request has the first block
+        model = ModelShape.of_one_kind(
             namespace=MODEL,
             topology=topology,
             block_size=block,
-            num_blocks=TOKENS // block,
+            num_blocks=1 + TOKENS // block,
             num_ranks=topology.tp_size * len(topology.stages),
             row_bytes=CONTENT * 2,
         )
@@ -72,25 +73,25 @@ class Rank:
             read_config(extra, env={}),
             model,
             RankPlace(tp_rank, pp_rank, pp_rank * topology.tp_size + tp_rank),
-            [from_token_content(layer) for layer in self.pages_lbhnc],
+            [from_token_content(layer) for layer in every],
             CpuCopier,
             finish_in_step=True,
         )
-        self.ids = tuple(range(TOKENS // block))
+        self.pages = (JobPages(tuple(range(1, 1 + TOKENS // block)), 0, 0, TOKENS),)
         self.jobs = itertools.count(1)
 
     def save(self, kv_lhtc: torch.Tensor, prompt: int = 0) -> None:
         """Returns when the pages are free, as at the end of a step."""
         blocks = kv_lhtc[self.part].unflatten(2, (-1, self.block)).transpose(1, 2)
         self.pages_lbhnc.copy_(blocks)
-        plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes_of(prompt), self.ids, 0)
+        plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes_of(prompt), self.pages)
         self.side.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, prompt: int = 0) -> torch.Tensor:
         """The loaded tokens, `[L, H, T, C]`."""
         self.pages_lbhnc.fill_(-1)
         job = JobId(next(self.jobs))
-        load = LoadPlan(job, "r", 0, hashes_of(prompt), self.ids, 0, 0, TOKENS)
+        load = LoadPlan(job, "r", 0, hashes_of(prompt), self.pages, 0, TOKENS)
         plan = StepPlan(loads=(load,), idle=True)
         self.side.worker.start_loads(plan)
         deadline = time.monotonic() + LIMIT_S
@@ -205,7 +206,7 @@ class Tiers:
 
     def num_in_files(self, prompt: int = 0) -> int:
         topology = Topology(HEADS, 1, stages(1), 2)
-        names = CellNames(MODEL, topology, ContextRank())
+        names = CellNames(MODEL, [Kind(topology, CONTENT * 2)])
         keys = [key for chunk in hashes_of(prompt) for key in names.of_chunk(chunk)]
         store = FileStore(str(self.path), 1 << 30)
         try:

@@ -1,11 +1,13 @@
 """The worker side: what the engine is told of loads and saves, each once."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.metrics import Tally
-from vllm_kvpool.pool.metadata import StepPlan, StepReport
+from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.worker import GATHER_WAIT_S, PoolWorker, StepResults
 from vllm_kvpool.testing.fakes import FakeExecutor
@@ -15,6 +17,7 @@ from vllm_kvpool.transfer.ops import (
     DropSaves,
     HostChange,
     JobId,
+    JobPages,
     LoadDone,
     LoadPlan,
     PrefetchPlan,
@@ -26,14 +29,18 @@ from vllm_kvpool.transfer.ops import (
 
 CHUNK = 32
 MISSING, DONE = CellOutcome.MISSING, CellOutcome.DONE
-NOTHING = StepResults(frozenset(), frozenset())
+NOTHING = StepResults()
 
 
 class Bench:
-    def __init__(self, block: int = 16, *, in_step: bool = False, rank: int = 0) -> None:
+    def __init__(
+        self, block: int = 16, *, in_step: bool = False, rank: int = 0, resumes: bool = True
+    ) -> None:
         self.executor = FakeExecutor()
         self.tally = Tally()
-        self.worker = PoolWorker(self.executor, CHUNK, block, in_step, self.tally, rank=rank)
+        self.worker = PoolWorker(
+            self.executor, CHUNK, block, in_step, self.tally, rank=rank, resumes=resumes
+        )
 
     def step(self, plan: StepPlan | None, *finished: str) -> StepResults:
         """One engine step, with every hook called as often as any release calls it."""
@@ -53,11 +60,12 @@ def load_plan(
     hashes = tuple(bytes([i]) for i in range(first, last))
     blocks = tuple(range(100 + start // block, 100 - (-stop // block)))
     table_start = start // block * block
-    return LoadPlan(JobId(job), request, first, hashes, blocks, table_start, start, stop)
+    pages = JobPages(blocks, table_start, start, stop)
+    return LoadPlan(JobId(job), request, first, hashes, (pages,), start, stop)
 
 
 def save_plan(job: int = 1, request: str = "a") -> SavePlan:
-    return SavePlan(JobId(job), request, 0, (b"x",), (5, 6), 0)
+    return SavePlan(JobId(job), request, 0, (b"x",), (JobPages((5, 6), 0, 0, CHUNK),))
 
 
 def loaded(plan: LoadPlan, ok_stop_chunk: int, reason: CellOutcome = MISSING) -> LoadDone:
@@ -105,6 +113,22 @@ def test_invalid_blocks_for_any_sizes(
     kept = min(start + length, max(start, ok_stop * CHUNK))
     missing = {100 + token // block for token in range(kept, start + length)}
     assert bench.step(None).invalid_blocks == missing
+
+
+@pytest.mark.parametrize("ok_stop", range(5))
+def test_where_nothing_goes_on_from_a_block_the_request_has_failed(ok_stop: int) -> None:
+    """Pages of a group that reads only the last tokens begin behind where the load may stop."""
+    plan = load_plan()
+    window = JobPages((107,), 7 * 16, 7 * 16, plan.token_stop)
+    plan = replace(plan, pages=(window,))
+    bench = Bench(resumes=False)
+    bench.step(StepPlan(loads=(plan,)))
+    bench.executor.reports.append(loaded(plan, ok_stop))
+    failed = {"a"} if ok_stop < 4 else set()
+    assert bench.step(None) == StepResults(frozenset({"a"}), failed=frozenset(failed))
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.load_stops == ({"a": ok_stop * CHUNK} if failed else {})
 
 
 def test_a_load_is_posted_once_and_reported_once() -> None:
@@ -259,3 +283,13 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
     bench.executor.reports.append(SavesDropped(1))
     bench.step(None)
     assert bench.worker.take_report() == StepReport(dropped={1: 1})
+
+
+def test_where_saves_are_stored_is_told_only_if_somebody_wants_to_know() -> None:
+    for wanted in (False, True):
+        bench = Bench()
+        bench.worker.tells_stored = wanted
+        bench.executor.reports.append(SaveDone(JobId(1), "a", ((DONE, 2),), (1,), (7,)))
+        bench.step(None)
+        stored = {JobId(1): Stored(1, frozenset({1}), frozenset({7}))}
+        assert bench.worker.take_report() == (StepReport(stored=stored) if wanted else None)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from vllm_kvpool import cells, hashing
 from vllm_kvpool.config import read_config
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.testing.models import LlamaShape, make_llama, make_lora
 from vllm_kvpool.weights import digest_adapter
 
@@ -149,12 +149,13 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
                 ),
                 load_config=SimpleNamespace(load_format="auto"),
                 cache_config=SimpleNamespace(cache_dtype="auto"),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
             ),
             spec=SimpleNamespace(
                 **{"state_content_size_bytes": 128, "head_size": 32, "head_size_v": 32},
                 **{"dtype": "float16", "kv_quant_mode": SimpleNamespace(name="NONE")},
             ),
-            topology=Topology(4, 1, ((0, 2),), 1, True),
+            kind=Kind(Topology(4, 1, ((0, 2),), 1, True), 128),
             config=read_config({}, env={}),
         )
         *way, last = path.split(".") if path else [""]
@@ -163,9 +164,10 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
             place = getattr(place, name)
         if way and way[0] == "config":
             engine.config = read_config({last: value}, env={})
-        elif way:
+        elif path:
             setattr(place, last, value)
-        return namespace.engine_namespace(engine.vllm, engine.config, engine.spec, engine.topology)
+        specs, kinds = [engine.spec], [engine.kind]
+        return namespace.engine_namespace(engine.vllm, engine.config, specs, kinds)
 
     return build
 
@@ -183,6 +185,10 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         ("vllm.cache_config.cache_dtype", "fp8_e4m3"),
         ("spec.dtype", "uint8"),
         ("spec.kv_quant_mode.name", "FP8_PER_TENSOR"),
+        ("spec.head_size_v", 16),
+        ("kind", Kind(Topology(2, 1, ((0, 2),), 1, True), 128)),
+        ("kind", Kind(Topology(4, 1, ((0, 3),), 1, True), 128)),
+        ("kind", Kind(Topology(4, 1, ((0, 2),), 1, True, "window"), 128)),
         ("vllm.model_config.hf_text_config.rope_theta", 5e5),
     ],
 )

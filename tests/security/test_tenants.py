@@ -29,7 +29,7 @@ from vllm_kvpool.keys import (
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.store.base import GetOutcome, PutOutcome
@@ -68,7 +68,7 @@ def hashes(salt: str, tokens: Sequence[int] = TOKENS) -> list[bytes]:
 
 
 def keys_of(namespace: Namespace, salt: str) -> list[str]:
-    names = CellNames(namespace, TOPOLOGY, ContextRank())
+    names = CellNames(namespace, [Kind(TOPOLOGY, 64)])
     return [key for link in hashes(salt) for key in names.of_chunk(link)]
 
 
@@ -76,7 +76,7 @@ class Tenant:
     """An engine's scheduler side over a store that others use too."""
 
     def __init__(self, url: str, namespace: Namespace) -> None:
-        shape = ModelShape(namespace, TOPOLOGY, 16, 64, 1, 64)
+        shape = ModelShape.of_one_kind(namespace, TOPOLOGY, 16, 64, 1, 64)
         extra = {"store": url, "chunk_tokens": CHUNK}
         self.side = SchedulerSide(read_config(extra, env={}), Role.BOTH, shape)
 

@@ -107,11 +107,11 @@ class Rank:
     """A worker's side and its pages."""
 
     def __init__(self, config: KVPoolConfig, model: ModelShape, rank: int) -> None:
-        topology = model.topology
+        topology = model.kinds[0].topology
         first = topology.first_head(rank)
         self._heads = slice(first, first + topology.heads_per_rank)
-        self._block_size = model.block_size
-        shape = (LAYERS, model.num_blocks, topology.heads_per_rank, model.block_size, ROW_WORDS)
+        self._block_size = block = model.groups[0].block_size
+        shape = (LAYERS, model.num_blocks, topology.heads_per_rank, block, ROW_WORDS)
         pages = torch.zeros(shape, dtype=torch.int64)
         self.pages_lbhnw: Words = pages.numpy().view(np.uint64)
         layers = [from_token_content(layer) for layer in pages]
@@ -165,7 +165,7 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         per_request = -(-MOST_TOKENS // spec.block_size)
         topology = Topology(HEADS, spec.tp_size, ((0, LAYERS),), LAYER_SPAN)
-        model = ModelShape(
+        model = ModelShape.of_one_kind(
             namespace=NAMESPACE,
             topology=topology,
             block_size=spec.block_size,
@@ -246,7 +246,7 @@ class Engine:
         for request in ended:
             request.ended = time.monotonic()
             request.view.output.append(0)
-            self._scheduler.finish(request.id, request.block_ids)
+            self._scheduler.finish(request.id, (request.block_ids,))
         return ended
 
     def _match(self, request: _Running) -> None:
@@ -256,7 +256,7 @@ class Engine:
         request.matched, request.offered = time.monotonic(), offered
         for rank in self._ranks:
             rank.poison(request.block_ids)
-        self._scheduler.allocated(request.id, request.block_ids if offered else (), offered)
+        self._scheduler.allocated(request.id, (request.block_ids,) if offered else (), offered)
 
     def _tokens_of(self, ready: dict[str, _Running]) -> dict[str, int]:
         return {
@@ -266,7 +266,7 @@ class Engine:
 
     def _plan(self, ready: dict[str, _Running]) -> StepPlan:
         scheduled = self._tokens_of(ready)
-        return self._scheduler.plan_step(Step(scheduled, lambda name: ready[name].block_ids))
+        return self._scheduler.plan_step(Step(scheduled, lambda name: (ready[name].block_ids,)))
 
     def _after_forward(self, plan: StepPlan, requests: Sequence[_Running]) -> None:
         """Save, collect what has ended in each rank, tell the scheduler's side."""

@@ -74,7 +74,7 @@ def tasks_of(
 ) -> tuple[CellTask, ...]:
     """The job's number is its only page."""
     keys = cells.split()
-    pages = JobPages((job,), 0, 0, 0)
+    pages = (JobPages((job,), 0, 0, 0),)
     chunks = {group: first_chunk + i for i, group in enumerate(dict.fromkeys(k[0] for k in keys))}
     return tuple(
         CellTask(key, key[0], CELL_BYTES, chunks[key[0]], PLACE, pages, stored) for key in keys
@@ -144,7 +144,7 @@ class Bench:
         names = lane_names(len(tiers))
         own = lanes or {}
         self.residency = Residency(
-            SlotPool(slots, reserve), keep, POLICIES[policy](keep), cells_per_chunk
+            SlotPool(slots, reserve), keep, POLICIES[policy](keep), {"": cells_per_chunk}
         )
         self.engine = Engine(
             self.residency,
@@ -159,6 +159,7 @@ class Bench:
         self.hanging: dict[int, Work] = {}  # given up, and not answered
         self.tally = Tally()
         self.checks = True  # long runs go without
+        self.saved: list[SaveDone] = []
 
     # Events
 
@@ -214,6 +215,8 @@ class Bench:
         for action in actions:
             if isinstance(action, Start):
                 self.running[action.work.work_id] = action.work
+            elif isinstance(action, SaveDone):
+                self.saved.append(action)
         due = self.engine.next_deadline()
         assert due is None or due > self.clock()  # else the thread would spin
         return [in_words(action) for action in actions]

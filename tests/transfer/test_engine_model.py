@@ -121,7 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits: LaneLimits,
     ) -> None:
         slots = SlotPool(keep + staging, min(reserve, staging - 1))
-        self.residency = Residency(slots, keep, POLICIES[policy](keep), cells)
+        self.residency = Residency(slots, keep, POLICIES[policy](keep), {"": cells})
         named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
         lanes = dict.fromkeys(lane_names(len(tiers)), limits)
         self.engine = Engine(
@@ -282,7 +282,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert kind is not SEAL or not users & {PUT, SEAL}
 
     def pages_used(self, kind: OpKind, slot: Slot | None, task: CellTask) -> None:
-        told = self.told[task.pages.block_ids[0]]
+        told = self.told[task.pages[0].block_ids[0]]
         assert task in told.job.tasks
         assert slot is not None
         if kind is SCATTER:
@@ -302,7 +302,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.contents[cell.slot].sealed = True
             elif work.lane.kind is SCATTER:
                 assert isinstance(cell.cell, CellTask)
-                self.told[cell.cell.pages.block_ids[0]].in_pages.add(cell.cell.key)
+                self.told[cell.cell.pages[0].block_ids[0]].in_pages.add(cell.cell.key)
         self.step(WorkDone(work.work_id, tuple(outcomes)))
 
     def come_back(self, work: Work, outcomes: list[CellOutcome]) -> None:
@@ -311,7 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def in_flight(self, job: int, kind: OpKind) -> bool:
         cells = [c.cell for w in self.flying.values() if w.lane.kind is kind for c in w.cells]
-        return any(isinstance(c, CellTask) and c.pages.block_ids == (job,) for c in cells)
+        return any(isinstance(c, CellTask) and c.pages[0].block_ids == (job,) for c in cells)
 
     def load_reported(self, report: LoadDone) -> None:
         told = self.told[report.job_id]

@@ -13,7 +13,7 @@ import torch
 
 from vllm_kvpool.keys import ContextRank, KeyMaker, group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
@@ -38,6 +38,7 @@ from vllm_kvpool.transfer.ops import (
     DropSaves,
     HostChange,
     JobId,
+    JobPages,
     LaneName,
     LoadDone,
     LoadPlan,
@@ -57,7 +58,7 @@ from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C row elements.
-LAYERS, BLOCKS, HEADS, BLOCK, ROW = 4, 12, 2, 16, 8
+LAYERS, BLOCKS, HEADS, BLOCK, ROW = 4, 13, 2, 16, 8
 CHUNK = 32
 CELLS_PER_CHUNK = HEADS * 2
 LANES = dict.fromkeys(lane_names(1), 1) | {LaneName(OpKind.GET, 0): 2}
@@ -92,14 +93,12 @@ class Rank:
         heads, layers = (1, 2) if one_cell else (HEADS, LAYERS)
         topology = Topology(heads, 1, ((0, layers),), layer_span=2)
         self.planner = Planner(
-            topology,
-            0,
-            topology.local_cells(0, 0),
+            cells_of_rank([Kind(topology, ROW * 2)], 0, 0),
             KeyMaker(MODEL, ContextRank()),
             CHUNK,
-            row_bytes=ROW * 2,
             load_timeout_s=LIMIT_S,
             keeps_all=keep > 0,
+            block_sizes=(BLOCK,),
         )
         self.pages_lbhnc = torch.zeros((LAYERS, BLOCKS, HEADS, BLOCK, ROW), dtype=torch.int16)
         self.tally, self.trace = Tally(), FakeTrace()
@@ -111,7 +110,7 @@ class Rank:
         )
         work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.tally)
         self.engine = Engine(
-            Residency(SlotPool(arena.num_slots, 4), keep, Lru(keep), len(self.planner.cells)),
+            Residency(SlotPool(arena.num_slots, 4), keep, Lru(keep), {"": len(self.planner.cells)}),
             (Tier("memory", durable=True, remote=False),),
             dict.fromkeys(lane_names(1), LIMITS),
             write_back=write_back,
@@ -160,12 +159,14 @@ class Rank:
 
 
 def save_plan(job: int, chunks: int, blocks: tuple[int, ...] = tuple(range(1, 7))) -> SavePlan:
-    return SavePlan(JobId(job), f"r{job}", 0, HASHES[:chunks], blocks[: 2 * chunks], 0)
+    pages = JobPages(blocks[: 2 * chunks], 0, 0, chunks * CHUNK)
+    return SavePlan(JobId(job), f"r{job}", 0, HASHES[:chunks], (pages,))
 
 
 def load_plan(job: int, blocks: tuple[int, ...], start: int, stop: int) -> LoadPlan:
     first, last = start // CHUNK, -(-stop // CHUNK)
-    return LoadPlan(JobId(job), f"r{job}", first, HASHES[first:last], blocks, start, start, stop)
+    pages = JobPages(blocks, start, start, stop)
+    return LoadPlan(JobId(job), f"r{job}", first, HASHES[first:last], (pages,), start, stop)
 
 
 @pytest.fixture
@@ -197,11 +198,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_what_one_worker_saves_another_loads(store: FaultyStore) -> None:
     writer, reader = Rank(store, copies=True), Rank(store, copies=True)
     writer.fill()
-    blocks = (3, 1, 4, 0, 5, 9)
+    blocks = (3, 1, 4, 12, 5, 9)
     writer.executor.post(save_plan(1, 3, blocks))
     assert writer.reports(2) == [
         SaveGathered(JobId(1), "r1"),
-        SaveDone(JobId(1), "r1", ((DONE, 3 * CELLS_PER_CHUNK),)),
+        SaveDone(JobId(1), "r1", ((DONE, 3 * CELLS_PER_CHUNK),), tiers=(0,)),
     ]
     others = (2, 7, 8, 6, 10, 11)
     reader.executor.post(load_plan(2, others[1:], BLOCK, 3 * CHUNK - 1))
@@ -210,7 +211,7 @@ def test_what_one_worker_saves_another_loads(store: FaultyStore) -> None:
     expected = writer.tokens_lhtc(blocks)[:, :, tokens]
     assert torch.equal(reader.tokens_lhtc(others)[:, :, tokens], expected)
     # Nothing outside the plan's tokens was written.
-    assert not reader.pages_lbhnc[:, [0, 1, 2, 3, 4, 5, 9]].any()
+    assert not reader.pages_lbhnc[:, [0, 1, 2, 3, 4, 5, 9, 12]].any()
     assert not reader.tokens_lhtc(others)[:, :, 3 * CHUNK - 1 :].any()
     for worker in (writer, reader):
         assert worker.close()
@@ -234,7 +235,7 @@ def test_a_lost_store_is_a_report(rank: Rank) -> None:
     rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
     ends = [r for r in rank.reports(3) if not isinstance(r, SaveGathered)]
     # The load is after the same cells, so it either shares in the save or asks the store.
-    assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),)) in ends
+    assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),), missed=(0,)) in ends
     assert [r.job_id for r in ends if isinstance(r, LoadDone)] == [2]
 
 
@@ -250,7 +251,7 @@ def test_a_bug_in_a_lane_is_a_report_and_the_lane_goes_on(rank: Rank) -> None:
     rank.executor.post(save_plan(1, 1))
     assert rank.reports(2) == [
         SaveGathered(JobId(1), "r1"),
-        SaveDone(JobId(1), "r1", ((FAILED, 4),)),
+        SaveDone(JobId(1), "r1", ((FAILED, 4),), missed=(0,)),
     ]
     rank.copier.broken = False
     assert rank.save(2) == {DONE: 4}
@@ -555,7 +556,7 @@ def test_a_busy_lane_that_is_ended_from_outside_is_replaced(rank: Rank) -> None:
     throw_into(lane_thread(rank, "put-0"))
     rank.perform.release()
     reports = rank.reports(2)
-    assert SaveDone(JobId(1), "r1", ((FAILED, 4),)) in reports
+    assert SaveDone(JobId(1), "r1", ((FAILED, 4),), missed=(0,)) in reports
     assert rank.save(2) == {DONE: 4}
 
 
@@ -569,7 +570,7 @@ def test_a_lane_that_dies_without_a_word_is_noticed(rank: Rank) -> None:
     lane._outbox = SimpleQueue()  # its last word reaches nobody
     began = time.monotonic()
     rank.perform.release()
-    assert SaveDone(JobId(1), "r1", ((FAILED, 4),)) in rank.reports(2)
+    assert SaveDone(JobId(1), "r1", ((FAILED, 4),), missed=(0,)) in rank.reports(2)
     assert time.monotonic() - began < 2 * WATCH_S + 1.0
     assert rank.save(2) == {DONE: 4}
 
@@ -595,7 +596,7 @@ def test_what_waits_for_a_lane_that_is_given_up_fails(
     rank.executor.post(save_plan(1, 3))  # three batches
     assert rank.perform.entered.wait(LIMIT_S)
     rank.perform.release()
-    assert SaveDone(JobId(1), "r1", ((FAILED, 12),)) in rank.reports(2)
+    assert SaveDone(JobId(1), "r1", ((FAILED, 12),), missed=(0, 1, 2)) in rank.reports(2)
     assert rank.perform.calls["gather"] == 1
 
 
@@ -608,9 +609,10 @@ def all_done(work: Work) -> tuple[CellOutcome, ...]:
 
 def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:
     hashes = (job.to_bytes(20, "big"),)
+    pages = (JobPages((1, 2), 0, 0, CHUNK),)
     if kind is SavePlan:
-        return SavePlan(JobId(job), f"r{job}", 0, hashes, (1, 2), 0)
-    return LoadPlan(JobId(job), f"r{job}", 0, hashes, (1, 2), 0, 0, CHUNK)
+        return SavePlan(JobId(job), f"r{job}", 0, hashes, pages)
+    return LoadPlan(JobId(job), f"r{job}", 0, hashes, pages, 0, CHUNK)
 
 
 @pytest.mark.parametrize("thrown", [False, True], ids=["dies", "is thrown"])

@@ -213,7 +213,7 @@ def test_a_save_is_reported_and_its_cells_can_still_be_read(ward: Ward) -> None:
     rank.executor.post(save_plan(1, 1))
     assert ward.store.entered.wait(LIMIT_S)
     assert ward.give_up(rank) == PUT
-    done = SaveDone(JobId(1), "r1", ((TIMED_OUT, CELLS_PER_CHUNK),))
+    done = SaveDone(JobId(1), "r1", ((TIMED_OUT, CELLS_PER_CHUNK),), missed=(0,))
     assert rank.reports(2) == [SaveGathered(JobId(1), "r1"), done]
     assert level(rank, "kvpool_failures{kind=save_timed_out}") == CELLS_PER_CHUNK
     wait_for(lambda: level(rank, "kvpool_slots{state=quarantined}") == CELLS_PER_CHUNK)
@@ -252,7 +252,7 @@ def test_lanes_of_host_memory_are_waited_for(ward: Ward) -> None:
     wait_for(lambda: rank.executor._next_watch > looks + 5 * executor.WATCH_S)
     rank.executor._call_timeout_s = NEVER_S
     rank.perform.release()
-    assert SaveDone(JobId(1), "r1", ((DONE, CELLS_PER_CHUNK),)) in rank.reports(2)
+    assert SaveDone(JobId(1), "r1", ((DONE, CELLS_PER_CHUNK),), tiers=(0,)) in rank.reports(2)
     assert threads_of(rank, LaneName(OpKind.GATHER, -1)) == [gather]
     assert "kvpool_failures{kind=store_stuck}" not in rank.tally.snapshot()
 

@@ -1,13 +1,14 @@
 """Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from vllm_kvpool.cells import HEADER_BYTES, seal, verify
 from vllm_kvpool.keys import HeadPart, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
-from vllm_kvpool.layout.topology import LocalCell
+from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
@@ -34,7 +35,7 @@ from vllm_kvpool.transfer.ops import (
 
 PAYLOAD_BYTES = 1000
 CELL_BYTES = HEADER_BYTES + PAYLOAD_BYTES
-CHUNK_TOKENS = 32
+CHUNK_TOKENS, ROW_BYTES = 32, 8
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
 CORRUPT, FAILED, FULL = CellOutcome.CORRUPT, CellOutcome.FAILED, CellOutcome.FULL
 KEYS = ("key-a", "key-b", "key-c")
@@ -105,14 +106,16 @@ def work(
     kind: OpKind,
     *keys: str,
     tier: int = 0,
-    pages: JobPages | None = None,
+    pages: tuple[JobPages, ...] | None = None,
+    pieces: Sequence[Piece] = (),
     chunk: int = 0,
     ready_at: float = 99.5,
     attempt: int = 1,
 ) -> Work:
     """The batch of `keys`, in slots 0, 1, …"""
-    cell = LocalCell(HeadPart(0), LayerSpan(4, 6), 1, 2, 0, 2)
-    where = pages or JobPages((7,), 0, 0, CHUNK_TOKENS)
+    whole = LocalCell(HeadPart(0), LayerSpan(4, 6), 1, 2, 0, 2, ROW_BYTES)
+    cell = replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
+    where = pages or (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     moves = kind in (OpKind.GATHER, OpKind.SCATTER)
     return Work(
         WorkId(0),
@@ -296,7 +299,7 @@ def test_a_move_is_clipped_to_its_job(
     kind: OpKind, pages: JobPages, chunk: int, tokens: tuple[int, int]
 ) -> None:
     bench = Bench()
-    batch = work(kind, "key-a", "key-b", pages=pages, chunk=chunk)
+    batch = work(kind, "key-a", "key-b", pages=(pages,), chunk=chunk)
     assert bench.work.perform(batch) == (DONE, DONE)
     moves, others = bench.gatherer.gathered, bench.scatterer.scattered
     if kind is OpKind.SCATTER:
@@ -321,6 +324,22 @@ def test_a_move_is_clipped_to_its_job(
     assert bench.counts("kvpool_copy_bytes") == {
         f"kvpool_copy_bytes{{direction={kind.value}}}": 2 * CELL_BYTES
     }
+
+
+@pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
+def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None:
+    bench = Bench()
+    pages = (JobPages((5, 6), 64, 70, 128), JobPages((9,), 0, 0, 20), JobPages((7,), 96, 96, 120))
+    pieces = (Piece(2, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3))
+    batch = work(kind, "key-a", pages=pages, pieces=pieces, chunk=3)
+    assert bench.work.perform(batch) == (DONE,)
+    payload = bench.arena.payload_address(Slot(0))
+    moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
+    first = CellMove(payload, 0, 1, 1, 2, (7,), 96, 96, CHUNK_TOKENS, 96, 120)
+    second = CellMove(
+        payload + 3 * CHUNK_TOKENS * ROW_BYTES, 1, 2, 1, 2, (5, 6), 64, 96, CHUNK_TOKENS, 96, 128
+    )
+    assert moved == [first, second]
 
 
 # What is counted and recorded

@@ -16,7 +16,7 @@ from vllm_kvpool.keys import (
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
 from vllm_kvpool.transfer.ops import (
     CellTask,
     JobId,
@@ -28,7 +28,7 @@ from vllm_kvpool.transfer.ops import (
 )
 from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
 
-CHUNK, ROW_BYTES = 32, 16
+CHUNK, ROW_BYTES, BLOCK = 32, 16, 16
 HASHES = tuple(bytes([i]) * 8 for i in range(1, 7))
 KEYS = KeyMaker(make_namespace("model", "0" * 12), ContextRank())
 
@@ -38,16 +38,22 @@ def planner(
 ) -> Planner:
     """Of one rank; layers 0 to 3 in spans (0, 2) and (2, 3)."""
     topology = Topology(num_heads, tp_size, ((0, 3),), layer_span=2)
-    cells = topology.local_cells(tp_rank, 0)
-    return Planner(topology, tp_rank, cells, KEYS, CHUNK, ROW_BYTES, 5.0, keeps_all)
+    cells = cells_of_rank([Kind(topology, ROW_BYTES)], tp_rank, 0)
+    return Planner(cells, KEYS, CHUNK, 5.0, keeps_all, block_sizes=(BLOCK,))
 
 
 def load_plan(first: int = 0) -> LoadPlan:
-    return LoadPlan(JobId(1), "a", first, HASHES[:2], (7, 8, 9), 16, 20, 64)
+    """Of two chunks; the first is not wanted whole."""
+    start = first * CHUNK
+    pages = JobPages((7, 8, 9), start + 16, start + 20, start + 64)
+    return LoadPlan(JobId(1), "a", first, HASHES[:2], (pages,), start + 20, start + 64)
 
 
 def save_plan(first: int = 0, count: int = 4) -> SavePlan:
-    return SavePlan(JobId(2), "b", first, HASHES[:count], (7, 8), 16)
+    start, stop = first * CHUNK, (first + count) * CHUNK
+    blocks = tuple(range(7, 7 + (stop - start) // BLOCK))
+    pages = JobPages(blocks, start, start, stop)
+    return SavePlan(JobId(2), "b", first, HASHES[:count], (pages,))
 
 
 def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
@@ -63,7 +69,7 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
             HEADER_BYTES + len(cell.span) * CHUNK * ROW_BYTES,
             3 + i,
             cell,
-            JobPages((7, 8, 9), 16, 20, 64),
+            (JobPages((7, 8, 9), 112, 116, 160),),
         )
         for i in range(2)
         for cell in cells
@@ -84,7 +90,7 @@ def test_a_rank_names_its_own_heads() -> None:
 def test_a_save_has_the_pages_of_its_whole_chunks() -> None:
     job = planner().save(save_plan(first=2, count=3))
     assert (job.job_id, job.request_id) == (JobId(2), "b")
-    assert {task.pages for task in job.tasks} == {JobPages((7, 8), 16, 64, 160)}
+    assert {task.pages for task in job.tasks} == {(JobPages(tuple(range(7, 13)), 64, 64, 160),)}
     assert [task.chunk for task in job.tasks] == [2] * 4 + [3] * 4 + [4] * 4
     assert all(task.stored for task in job.tasks)
 
@@ -109,7 +115,7 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
         kept = planner(num_heads, tp_size, rank, keeps_all=True).save(plan)
         assert tuple(task for task in kept.tasks if task.stored) == mine.tasks
         every = planner(num_heads, tp_size, rank).load(
-            LoadPlan(JobId(1), "b", 1, plan.hashes, (7, 8), 16, CHUNK, 5 * CHUNK)
+            LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK)
         )
         assert tuple(replace(task, stored=True) for task in kept.tasks) == every.tasks
 
@@ -130,12 +136,12 @@ def test_a_slot_has_room_for_the_largest_cell() -> None:
     """Spans at the end are shorter; with cells per rank one holds several heads."""
     assert planner().max_cell_bytes() == HEADER_BYTES + 2 * CHUNK * ROW_BYTES
     topology = Topology(4, 2, ((0, 3),), layer_span=2, per_head=False)
-    per_rank = replace(planner(), topology=topology, cells=topology.local_cells(1, 0))
+    per_rank = replace(planner(), cells=cells_of_rank([Kind(topology, ROW_BYTES)], 1, 0))
     assert per_rank.max_cell_bytes() == HEADER_BYTES + 2 * 2 * CHUNK * ROW_BYTES
 
 
 def test_a_plan_of_no_chunks_is_a_job_of_no_cells() -> None:
-    plan = LoadPlan(JobId(1), "a", 2, (), (), 64, 64, 64)
+    plan = LoadPlan(JobId(1), "a", 2, (), (JobPages((), 64, 64, 64),), 64, 64)
     assert planner().load(plan).tasks == ()
     assert planner().load(plan).stop_chunk == 2
     assert planner().save(save_plan(count=0)).tasks == ()

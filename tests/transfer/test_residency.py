@@ -19,7 +19,7 @@ def host(
     cells_per_chunk: int = 1,
     policy: type[Lru | Frequency] = Lru,
 ) -> Residency:
-    return Residency(SlotPool(slots, reserve), keep, policy(keep), cells_per_chunk)
+    return Residency(SlotPool(slots, reserve), keep, policy(keep), {"": cells_per_chunk})
 
 
 def bring(residency: Residency, keys: str, *, dirty: bool = False, hold: bool = False) -> None:

@@ -19,6 +19,7 @@ from tests.transfer.engine_bench import (
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import CellOutcome, OpKind
 from vllm_kvpool.transfer.saves import SAVE_STALL_S, STALL_REST_S
+from vllm_kvpool.transfer.tiers import Tier
 
 
 def test_a_save_gathers_seals_and_puts() -> None:
@@ -333,3 +334,52 @@ def test_a_load_that_waits_for_a_dropped_save_stops() -> None:
     assert bench.drop_saves() == []
     assert bench.ends(0) == ["loaded 2 to 0 cancelled", "gathered 1", "saved 1: 2 cancelled"]
     assert bench.is_clean
+
+
+# Where cells are, and are not
+
+
+@pytest.mark.parametrize(
+    ("tiers", "bad", "where", "missed"),
+    [
+        ((DISK,), "", (0,), ()),
+        ((MEMORY, DISK), "", (1,), ()),  # the durable one counts
+        ((MEMORY,), "", (0,), ()),
+        ((DISK, FAR), "put-0 c", (0, 1), ()),
+        ((DISK,), "put-0 c", (0,), (2,)),
+        ((MEMORY, DISK), "put-1 c", (0, 1), ()),
+        ((DISK,), "gather a", (0,), (0,)),
+        ((DISK,), "put-0 a put-0 b put-0 c", (), (0, 1, 2)),
+    ],
+)
+def test_a_save_says_in_which_tiers_it_is_and_of_which_chunks_it_is_not(
+    tiers: tuple[Tier, ...], bad: str, where: tuple[int, ...], missed: tuple[int, ...]
+) -> None:
+    bench = Bench(*tiers, slots=8)
+    bench.save(1, "a b c")
+    words = bad.split()
+    failing = set(zip(words[::2], words[1::2], strict=True))
+    bench.run(lambda lane, key: FULL if (str(lane), key) in failing else DONE)
+    (done,) = bench.saved
+    assert (done.tiers, done.missed) == (where, missed)
+
+
+def test_a_cell_that_is_known_already_is_for_its_own_save_to_tell_of() -> None:
+    bench = Bench(DISK, slots=8)
+    bench.save(1, "a")
+    bench.save(2, "a b")
+    bench.run()
+    assert [(d.job_id, d.tiers, d.missed) for d in sorted(bench.saved)] == [
+        (1, (0,), ()),
+        (2, (0,), (0,)),
+    ]
+
+
+@pytest.mark.parametrize(("stored", "missed"), [(True, (0,)), (False, ())])
+def test_host_memory_alone_is_no_store(stored: bool, missed: tuple[int, ...]) -> None:
+    """What it is another rank's turn to store is not missed."""
+    bench = Bench(DISK, keep=2, slots=4, write_back=True)
+    bench.save(1, "a", stored=stored)
+    bench.run()
+    (done,) = bench.saved
+    assert (done.tiers, done.missed) == ((), missed)

@@ -7,31 +7,36 @@ What cannot be shared correctly is refused here, by name, before the engine star
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.utils import get_pp_indices
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvpool.adapt import epochs, releases
+from vllm_kvpool.adapt import cpu_pages, epochs, page_formats, releases
+from vllm_kvpool.adapt.kinds import (
+    LayerKind,
+    groups_of,
+    layer_kinds,
+    local_layers,
+    shared_kinds,
+)
 from vllm_kvpool.adapt.namespace import engine_namespace
 from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import formats
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.layout.topology import Topology, default_layer_span
 from vllm_kvpool.pool.sides import ModelShape, RankPlace
+from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.staging.devices import Device, device_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-CPU_ISAS_WITH_PLAIN_PAGES = ("vec", "vec16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,13 @@ class EngineFacts:
     """What the pool needs to know of an engine; the same on its scheduler's side and its ranks'."""
 
     shape: ModelShape
-    key_bytes: int
-    value_bytes: int
-    is_latent: bool
+    kinds: tuple[LayerKind, ...]
     media_are_named: bool
+
+    @property
+    def told_kind(self) -> LayerKind:
+        """The kind that stands for all where one is told of: one whose blocks are all kept."""
+        return next((kind for kind in self.kinds if kind.reach.is_whole), self.kinds[0])
 
 
 def role_of(vllm_config: "VllmConfig") -> Role:
@@ -69,108 +77,34 @@ def read_engine(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: KVPoolConfig
 ) -> EngineFacts:
     """Check that this engine can share, and gather what the pool must know of it."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    spec = _attention_spec(kv_cache_config)
-    context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    if context != 1:
-        raise ConfigError(
-            "context parallelism (decode or prefill) is not supported yet; set "
-            "decode_context_parallel_size and prefill_context_parallel_size to 1"
-        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
             "a checkpoint with static scales or another kv_cache_dtype"
         )
-    is_latent = isinstance(spec, MLAAttentionSpec)
-    num_heads = 1 if is_latent else model.get_total_num_kv_heads()
-    stages = _stages(vllm_config, kv_cache_config)
-    num_layers = stages[-1][1]
-    item = torch.empty((), dtype=spec.dtype).element_size()
-    row_bytes = releases.row_bytes(spec)
-    is_whole = is_latent or releases.has_own_content(spec)
-    key_bytes = row_bytes if is_whole else spec.head_size * item
-    topology = Topology(
-        num_heads=num_heads,
-        tp_size=parallel.tensor_parallel_size,
-        stages=stages,
-        layer_span=config.layer_span
-        or default_layer_span(num_layers, row_bytes, config.chunk_tokens),
-        per_head=config.per_head_storage,
-    )
-    if spec.num_kv_heads != topology.heads_per_rank:
-        raise ConfigError(
-            f"a rank holds {spec.num_kv_heads} KV heads where {topology.heads_per_rank} were "
-            "expected; this model's heads cannot be shared"
+    kinds = layer_kinds(vllm_config, kv_cache_config)
+    shared = shared_kinds(vllm_config, kv_cache_config, kinds, config)
+    context = shared[0].topology.context
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
+    groups = groups_of(kv_cache_config, kinds, context)
+    loads = GroupTables(groups).resumes or releases.reports_failed_loads_by_request()
+    if not loads:
+        logger.warning(
+            "kvpool: this release of vLLM does not survive a failed load of a model with sliding "
+            "window or chunked local attention, or with several KV cache groups, so nothing is "
+            "loaded; what is computed is saved for others"
         )
-    cache = vllm_config.cache_config
-    media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     shape = ModelShape(
-        namespace=engine_namespace(vllm_config, config, spec, topology),
-        topology=topology,
-        block_size=spec.block_size,
+        namespace=engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared),
+        kinds=shared,
+        groups=groups,
         num_blocks=kv_cache_config.num_blocks,
-        num_ranks=topology.tp_size * len(stages),
-        row_bytes=row_bytes,
+        num_ranks=ranks,
+        loads=loads,
     )
-    return EngineFacts(
-        shape=shape,
-        key_bytes=key_bytes,
-        value_bytes=row_bytes - key_bytes,
-        is_latent=is_latent,
-        media_are_named=media_are_named,
-    )
-
-
-def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    """The one attention spec, if its pages can be cut by token and head."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups}))
-        raise ConfigError(
-            f"this model has {len(groups)} KV cache groups ({kinds}); only models with one "
-            "full-attention group are supported yet. If they are full and sliding-window "
-            "attention, --disable-hybrid-kv-cache-manager makes one group of them"
-        )
-    spec = groups[0].kv_cache_spec
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
-    assert isinstance(spec, FullAttentionSpec)
-    if releases.packs_heads(spec):
-        raise ConfigError(
-            "this attention backend packs several KV heads together, so its pages cannot be cut "
-            "by head; choose another backend with --attention-backend or another kv_cache_dtype"
-        )
-    if (tokens := releases.tokens_per_state(spec)) != 1:
-        raise ConfigError(
-            f"this model keeps one KV state for {tokens} tokens, which cannot be cut by token; it "
-            "cannot be shared yet"
-        )
-    return spec
-
-
-def _stages(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
-) -> tuple[tuple[int, int], ...]:
-    """The layer range of each pipeline rank. The scheduler sees one stage's layer names only."""
-    total = vllm_config.model_config.get_total_num_hidden_layers()
-    pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    if pp_size == 1:
-        return ((0, len(local_layer_names(kv_cache_config, total))),)
-    return tuple(get_pp_indices(total, rank, pp_size) for rank in range(pp_size))
-
-
-def local_layer_names(kv_cache_config: KVCacheConfig, total_layers: int) -> list[str]:
-    """This rank's target-model attention layers in model order.
-
-    Layers of a draft model are left out: their KV belongs to no position of the target.
-    """
-    names = [
-        name
-        for name in kv_cache_config.kv_cache_groups[0].layer_names
-        if extract_layer_index(name) < total_layers and not name.startswith("draft_model.")
-    ]
-    return sorted(names, key=extract_layer_index)
+    media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
+    return EngineFacts(shape, kinds, media_are_named)
 
 
 def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
@@ -182,42 +116,58 @@ def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
 
 
 def layer_pages(
-    kv_caches: Mapping[str, torch.Tensor],
+    kv_caches: Mapping[str, Any],
     kv_cache_config: KVCacheConfig,
     facts: EngineFacts,
     vllm_config: "VllmConfig",
+    device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
-    """The page format of every local layer, in model order."""
+    """The page format of every local layer, kind by kind, in model order."""
     total = vllm_config.model_config.get_total_num_hidden_layers()
+    stage = rank_place(vllm_config).pp_rank
+    device = device_of(kv_caches) if device is None else device
+    page_formats.refuse_options(vllm_config.additional_config)
     pages = []
-    for name in local_layer_names(kv_cache_config, total):
-        tensor = kv_caches[name]
-        # Pages may be cut finer for the attention kernel than the scheduler's blocks.
-        ratio = facts.shape.block_size // tensor.shape[2]
-        if tensor.device.type == "cpu" and not facts.is_latent:
-            _refuse_tiled_cpu_pages(vllm_config, facts.shape.block_size)
-            item = tensor.element_size()
-            key_dim, value_dim = facts.key_bytes // item, facts.value_bytes // item
-            pages.append(
-                formats.from_cpu_attention(tensor, key_dim, value_dim, blocks_per_id=ratio)
+    layers_of_kind = local_layers(facts.kinds, kv_cache_config, total)
+    for kind, shared, layers in zip(facts.kinds, facts.shape.kinds, layers_of_kind, strict=True):
+        start, stop = shared.topology.stages[stage]
+        if len(layers) != stop - start:
+            raise ConfigError(
+                f"{len(layers)} of {stop - start} layers of this pipeline stage have KV of their "
+                "own; such a model can be shared without pipeline parallelism only"
             )
-        else:
-            pages.append(formats.from_token_content(tensor, blocks_per_id=ratio))
+        expected = page_formats.Expected(
+            num_blocks=facts.shape.num_blocks,
+            block_size=kind.spec.block_size,
+            num_heads=shared.topology.heads_per_rank,
+            key_bytes=kind.key_bytes,
+            value_bytes=kind.row_bytes - kind.key_bytes,
+            is_latent=kind.is_latent,
+        )
+        for each in kind.groups:  # layers of several groups lie in the same memory
+            page_formats.refuse_repeated([n for n, group in layers if group == each], kv_caches)
+        for name, group in layers:
+            layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
+            pages.append(replace(layer, group=group))
     return tuple(pages)
 
 
-def _refuse_tiled_cpu_pages(vllm_config: "VllmConfig", block_size: int) -> None:
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    model = vllm_config.model_config
-    isa = _get_attn_isa(
-        model.dtype, block_size, model.get_head_size(), vllm_config.cache_config.cache_dtype
+def _pages_of(
+    name: str,
+    value: Any,
+    expected: page_formats.Expected,
+    vllm_config: "VllmConfig",
+    device: Device,
+) -> LayerPages:
+    if not page_formats.is_vllm_tensor(value):
+        return page_formats.from_registered(name, value, expected, device)
+    # Pages may be cut finer for the attention kernel than the scheduler's blocks.
+    ratio = expected.block_size // value.shape[2]
+    if value.device.type != "cpu" or expected.is_latent:
+        return formats.from_token_content(value, blocks_per_id=ratio)
+    return cpu_pages.layer_pages(
+        value, expected.key_bytes, expected.value_bytes, vllm_config, blocks_per_id=ratio
     )
-    if isa not in CPU_ISAS_WITH_PLAIN_PAGES:
-        raise ConfigError(
-            f"CPU attention keeps its pages in the {isa!r} form on this machine, which cannot be "
-            "cut by token yet; run with --dtype float32 or --dtype float16"
-        )
 
 
 class PoolPins:
@@ -258,30 +208,76 @@ class PoolPins:
 
 
 def rank_place(vllm_config: "VllmConfig") -> RankPlace:
-    """Which worker this process is: ranks run over tensor parallelism first."""
+    """Which worker this process is: ranks run over tensor parallelism first.
+
+    Then over prefill context parallelism, then over the pipeline.
+    """
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    rank = parallel.rank
-    return RankPlace(rank % tp_size, rank // tp_size % pp_size, rank)
+    pcp_size, rank = parallel.prefill_context_parallel_size, parallel.rank
+    stage = rank // (tp_size * pcp_size) % pp_size
+    return RankPlace(rank % tp_size, stage, rank, rank // tp_size % pcp_size)
 
 
-def on_cpu(kv_caches: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the pages lie in host memory."""
-    return all(tensor.device.type == "cpu" for tensor in kv_caches.values())
+def device_of(kv_caches: Mapping[str, Any]) -> Device:
+    """The device that the pages lie on: one for all of a rank's layers."""
+    places = {t.device for value in kv_caches.values() for t in page_formats.tensors_of(value)}
+    if len(places) != 1:
+        found = ", ".join(sorted(map(str, places))) or "no tensors"
+        raise ConfigError(f"the KV cache of a rank must lie on one device, found {found}")
+    return device_for(places.pop())
 
 
-def make_copier(pages: Sequence[LayerPages]) -> Copier:
+def scheduler_device() -> Device:
+    """The device that the scheduler's stores work with, where they work with one at all.
+
+    It holds no pages. On NPUs it is the first card that the process sees, as for vLLM-Ascend's
+    own pool.
+    """
+    kind = releases.device_type()
+    return device_for(torch.device(kind, 0) if kind == "npu" else torch.device("cpu"))
+
+
+def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Copier:
     """The copier for the device that the pages are on."""
-    device = pages[0].owner[0].device
-    if device.type == "cpu":
+    place = pages[0].owner[0].device
+    device = device_for(place) if device is None else device
+    if device.is_host:
         from vllm_kvpool.staging.copy_cpu import CpuCopier
 
         copier = CpuCopier(pages)
         copier.warm_up()
         return copier
+    if place.type == "cuda" and triton_is_here():
+        from vllm_kvpool.staging.copy_triton import TritonCopier
+        from vllm_kvpool.staging.streams import CudaStreams
+
+        on_gpu = TritonCopier(pages, CudaStreams(place))
+        on_gpu.warm_up()
+        return on_gpu
     from vllm_kvpool.staging.copy_torch import TorchCopier
 
     return TorchCopier(pages, device)
+
+
+def may_answer(request: "Request") -> bool:
+    """Whether a finished request may be answered: where a MultiConnector takes one answer alone,
+    a request that speaks to another connector is left to that one."""
+    spoken_to = set(request.kv_transfer_params or ()) - {"kvpool"}
+    return not spoken_to or (releases.merges_answers() and releases.device_type() != "npu")
+
+
+@functools.cache
+def triton_is_here() -> bool:
+    """Whether GPU kernels can be had; says so once if not."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        logger.warning(
+            "kvpool: Triton is not installed; pages are copied by torch, with many small operations"
+        )
+        return False
+    return True
 
 
 def preferred_layout(vllm_config: "VllmConfig") -> str | None:

@@ -7,17 +7,19 @@ of them have different namespaces, and a mismatch is a miss.
 import hashlib
 import json
 import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from vllm_kvpool.adapt.releases import row_bytes
+from vllm_kvpool.adapt import releases
 from vllm_kvpool.cells import FORMAT_VERSION
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.hashing import SCHEME
 from vllm_kvpool.keys import Namespace, make_namespace
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Kind
 from vllm_kvpool.weights import sample_weights
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ _ARCHITECTURE_FIELDS = (
     "num_key_value_heads",
     "head_dim",
     "v_head_dim",
+    "num_kv_shared_layers",
+    "attention_k_eq_v",
     "qk_rope_head_dim",
     "qk_nope_head_dim",
     "kv_lora_rank",
@@ -79,9 +83,10 @@ _ARCHITECTURE_FIELDS = (
 def engine_namespace(
     vllm_config: "VllmConfig",
     config: KVPoolConfig,
-    spec: FullAttentionSpec,
-    topology: Topology,
+    specs: Sequence[Any],
+    kinds: Sequence[Kind],
 ) -> Namespace:
+    """The namespace of an engine's cells. `specs` are vLLM's, of each kind of layers."""
     model = vllm_config.model_config
     text = model.hf_text_config
     values = {
@@ -93,26 +98,35 @@ def engine_namespace(
         "architecture": {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)},
         "rope": _rope(text, model.max_model_len),
         "overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else "",
-        "heads": topology.num_heads,
-        "layers": topology.stages[-1][1],
-        "row_bytes": row_bytes(spec),
-        "head_sizes": (spec.head_size, spec.head_size_v),
-        "kv_dtype": (
-            str(spec.dtype),
-            spec.kv_quant_mode.name,
-            vllm_config.cache_config.cache_dtype,
-        ),
-        "latent": isinstance(spec, MLAAttentionSpec),
+        "kinds": [_kind_values(*each) for each in zip(specs, kinds, strict=True)],
+        "kv_dtype": vllm_config.cache_config.cache_dtype,
+        # Numbers are stored as this machine has them.
+        "byte_order": sys.byteorder,
         "dtype": str(model.dtype),
         "quantization": model.quantization or "",
     }
-    if not topology.per_head:
-        values["rank_cells_of_tp"] = topology.tp_size
+    if not config.per_head_storage:
+        values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
     encoded = json.dumps(values, sort_keys=True, default=str).encode()
     digest = hashlib.blake2b(encoded, digest_size=FORMAT_DIGEST_BYTES).hexdigest()
     name = str(model.served_model_name or model.model)
     logger.debug("kvpool: format of %s: %s", name, encoded.decode())
     return make_namespace(Path(str(model.model)).name or name, digest)
+
+
+def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
+    topology = kind.topology
+    return {
+        "kind": kind.name,
+        "heads": topology.num_heads,
+        "layers": topology.stages[-1][1],
+        "row_bytes": kind.row_bytes,
+        "head_sizes": (spec.head_size, releases.value_head_size(spec)),
+        "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
+        "latent": isinstance(spec, MLAAttentionSpec),
+        # Tokens are dealt out in other rounds: the cells of a rank hold others.
+        "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
+    }
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class Run:
 class LayerPages:
     """One layer's pages on this rank. `owner` keeps the memory alive and names the device.
 
+    `group` says which of the engine's block tables names its blocks.
+
     A manager block (the scheduler's id) is `blocks_per_id` consecutive kernel blocks of
     `tokens_per_block` tokens. With n = tokens_per_block and r = blocks_per_id, token t of a request
     lies in kernel block `ids[t // (n * r)] * r + t // n % r`.
@@ -56,6 +58,7 @@ class LayerPages:
     tokens_per_block: int
     blocks_per_id: int
     owner: "tuple[torch.Tensor, ...]"
+    group: int = 0
 
     def __post_init__(self) -> None:
         covered = sorted((r.row_offset, r.row_offset + r.nbytes) for r in self.runs)

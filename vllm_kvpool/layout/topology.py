@@ -7,15 +7,20 @@ The only place that reasons about parallelism. Cases, with `heads` KV heads in t
    replicas take turns writing, by chunk index, and all of them read.
 3. MLA is case 2 with one head, the latent.
 
-Layers are cut into spans of `layer_span` counted from layer 0, and again at every pipeline
-boundary; the last span of a piece is short.
+Context parallelism deals the tokens of a block out over ranks that hold the same heads
+(`Context`); what is left of these as replicas takes turns.
+
+Layers of one kind of attention are counted by themselves. They are cut into spans of `layer_span`
+counted from layer 0, and again at every pipeline boundary; the last span of a piece is short.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.keys import HeadPart, LayerSpan, RankPart
+from vllm_kvpool.keys import ContextRank, HeadPart, LayerSpan, RankPart
 
 DEFAULT_SPAN_PIECES = 4
 MAX_DEFAULT_CELL_BYTES = 4 << 20
@@ -31,13 +36,96 @@ def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> in
 
 def cut_layers(start: int, stop: int, layer_span: int, kind: str = "") -> tuple[LayerSpan, ...]:
     """The spans of global layers [start, stop): cut at multiples of `layer_span` from layer 0."""
+    if start == stop:  # a pipeline stage may hold no layer of a kind
+        return ()
     edges = [start, *range((start // layer_span + 1) * layer_span, stop, layer_span), stop]
     return tuple(LayerSpan(a, b, kind) for a, b in pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """Context parallelism: which tokens of a request a rank holds.
+
+    Decode context parallelism deals the tokens out: `interleave` of them to one rank, the next to
+    the next. Ranks of prefill context parallelism alone share the work, and hold the same KV; so
+    they are replicas, and do not stand in keys.
+    """
+
+    pcp_size: int = 1
+    dcp_size: int = 1
+    interleave: int = 1
+
+    def rank(self, tp_rank: int, pcp_rank: int) -> ContextRank:
+        """The part that a rank holds, as it stands in keys.
+
+        Groups of decode context parallelism take in the ranks of prefill context parallelism
+        first, then those of tensor parallelism.
+        """
+        dcp_rank = (tp_rank * self.pcp_size + pcp_rank) % self.dcp_size
+        return ContextRank(0, 1, dcp_rank, self.dcp_size)
+
+    def all_ranks(self) -> tuple[ContextRank, ...]:
+        """Every part that a complete chunk consists of."""
+        return tuple(ContextRank(0, 1, d, self.dcp_size) for d in range(self.dcp_size))
+
+    def held(self, rank: ContextRank, tokens: int) -> int:
+        """How many of the first `tokens` tokens of a request that part has."""
+        rounds, rest = divmod(tokens, self.interleave * self.dcp_size)
+        own = rest - rank.dcp_rank * self.interleave
+        return rounds * self.interleave + min(max(own, 0), self.interleave)
+
+
+NO_CONTEXT = Context()
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which earlier tokens a kind of attention still reads: all of them, unless one is set.
+
+    `window` counts the tokens that a token sees, itself included (sliding window attention);
+    `local_tokens` is the length of the pieces that a prompt is cut into (chunked local attention).
+    """
+
+    window: int = 0
+    local_tokens: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.window or self.local_tokens)
+
+    def first_read(self, computed: int) -> int:
+        """The first token that is read when the next one to compute is token `computed`."""
+        if self.window:
+            return max(0, computed - self.window + 1)
+        if self.local_tokens:
+            return computed - computed % self.local_tokens
+        return 0
+
+
+WHOLE = Reach()
+
+
+class Piece(NamedTuple):
+    """A part of a cell whose layers share a block table; local indices, half open.
+
+    `rows_before` of the cell's rows, counted in chunks of tokens, come first in the cell.
+    """
+
+    group: int
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+    rows_before: int
+
+
+@dataclass(frozen=True, slots=True)
 class LocalCell:
-    """One cell of every chunk, as this rank sees it: its name parts and its local indices."""
+    """One cell of every chunk, as this rank sees it: its name parts and its local indices.
+
+    `row_bytes` is one token's K and V of one head in one layer. Of every `turns` chunks this rank
+    writes the one that leaves `turn` as remainder.
+    """
 
     part: HeadPart | RankPart
     span: LayerSpan
@@ -45,18 +133,52 @@ class LocalCell:
     head_stop: int
     layer_start: int
     layer_stop: int
+    row_bytes: int = 0
+    turn: int = 0
+    turns: int = 1
+    reach: Reach = WHOLE
+    pieces: tuple[Piece, ...] = ()
 
-    def payload_bytes(self, chunk_tokens: int, row_bytes: int) -> int:
+    def payload_bytes(self, chunk_tokens: int) -> int:
         heads = self.head_stop - self.head_start
-        return heads * (self.layer_stop - self.layer_start) * chunk_tokens * row_bytes
+        return heads * (self.layer_stop - self.layer_start) * chunk_tokens * self.row_bytes
+
+    def writes_chunk(self, chunk_index: int) -> bool:
+        """Whether it is this rank's turn: exactly one of a head's replicas writes each chunk.
+
+        The turn depends on nothing but the index; a rank that looked first and decided then
+        would leave holes when two ranks look at different moments.
+        """
+        return chunk_index % self.turns == self.turn
+
+    def with_groups(self, groups: Sequence[int]) -> "LocalCell":
+        """The same cell, cut where the block table changes; `groups` has one of each layer."""
+        layers = range(self.layer_start, self.layer_stop)
+        runs = [list(run) for _, run in groupby(layers, key=lambda layer: groups[layer])]
+        heads = range(self.head_start, self.head_stop)
+        if len(runs) == 1:  # heads that follow each other are moved at once
+            pieces = [(runs[0], self.head_start, self.head_stop, 0)]
+        else:
+            pieces = [
+                (run, head, head + 1, i * len(layers) + run[0] - self.layer_start)
+                for i, head in enumerate(heads)
+                for run in runs
+            ]
+        return replace(
+            self,
+            pieces=tuple(
+                Piece(groups[run[0]], run[0], run[-1] + 1, first, stop, before)
+                for run, first, stop, before in pieces
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The cells of a model under one engine's parallelism.
+    """The cells of a model's layers of one kind under one engine's parallelism.
 
-    `num_heads` counts the KV heads of the whole model; `per_head` False stores one cell per
-    distinct rank instead of one per head.
+    `num_heads` counts the KV heads of the whole model, `stages` the layers of the kind in each
+    pipeline rank; `per_head` False stores one cell per distinct rank instead of one per head.
     """
 
     num_heads: int
@@ -64,6 +186,8 @@ class Topology:
     stages: tuple[tuple[int, int], ...]
     layer_span: int
     per_head: bool = True
+    kind: str = ""
+    context: Context = NO_CONTEXT
 
     def __post_init__(self) -> None:
         if self.num_heads % self.tp_size and self.tp_size % self.num_heads:
@@ -71,12 +195,19 @@ class Topology:
                 f"{self.num_heads} KV heads cannot be cut evenly over tensor-parallel size "
                 f"{self.tp_size}; choose a size that divides the heads or is a multiple of them"
             )
+        shared_by = self.replicas * self.context.pcp_size
+        if shared_by % self.context.dcp_size:
+            raise ConfigError(
+                f"decode context parallelism over {self.context.dcp_size} ranks needs as many "
+                f"ranks that hold the same KV heads; here {shared_by} do. Lower "
+                "decode_context_parallel_size"
+            )
         bounds = [0, *(stop for _, stop in self.stages)]
         assert [start for start, _ in self.stages] == bounds[:-1], self.stages
 
     @property
     def replicas(self) -> int:
-        """How many consecutive ranks hold the same heads."""
+        """How many consecutive tensor-parallel ranks hold the same heads."""
         return max(1, self.tp_size // self.num_heads)
 
     @property
@@ -87,13 +218,17 @@ class Topology:
         """The first global KV head that rank `tp_rank` holds."""
         return tp_rank // self.replicas * self.heads_per_rank
 
-    def writes_chunk(self, tp_rank: int, chunk_index: int) -> bool:
-        """Whether it is this rank's turn: exactly one of a head's replicas writes each chunk.
-
-        The turn depends on nothing but the index; a rank that looked first and decided then
-        would leave holes when two ranks look at different moments.
-        """
-        return chunk_index % self.replicas == tp_rank % self.replicas
+    def turn(self, tp_rank: int, pcp_rank: int = 0) -> tuple[int, int]:
+        """This rank's place among those that hold the same, and how many they are."""
+        first = tp_rank - tp_rank % self.replicas
+        mine = self.context.rank(tp_rank, pcp_rank)
+        same = [
+            (tp, pcp)
+            for tp in range(first, first + self.replicas)
+            for pcp in range(self.context.pcp_size)
+            if self.context.rank(tp, pcp) == mine
+        ]
+        return same.index((tp_rank, pcp_rank)), len(same)
 
     def all_parts(self) -> tuple[HeadPart | RankPart, ...]:
         """Every head (or distinct rank) that a complete chunk consists of."""
@@ -105,14 +240,29 @@ class Topology:
     def all_spans(self) -> tuple[LayerSpan, ...]:
         """Every layer span, of all pipeline stages, that a complete chunk consists of."""
         return tuple(
-            span for start, stop in self.stages for span in cut_layers(start, stop, self.layer_span)
+            span
+            for start, stop in self.stages
+            for span in cut_layers(start, stop, self.layer_span, self.kind)
         )
 
-    def local_cells(self, tp_rank: int, pp_rank: int) -> tuple[LocalCell, ...]:
-        """The cells of a chunk that this rank's pages hold, span by span, head by head."""
+    def local_cells(
+        self,
+        tp_rank: int,
+        pp_rank: int,
+        row_bytes: int = 0,
+        *,
+        pcp_rank: int = 0,
+        layers_before: int = 0,
+    ) -> tuple[LocalCell, ...]:
+        """The cells of a chunk that this rank's pages hold, span by span, head by head.
+
+        `layers_before`: how many layers of other kinds come first in the rank's pages.
+        """
         start, stop = self.stages[pp_rank]
+        offset = layers_before - start
         heads = self.heads_per_rank
         first = self.first_head(tp_rank)
+        turn, turns = self.turn(tp_rank, pcp_rank)
         pieces: list[tuple[HeadPart | RankPart, int, int]]
         if self.per_head:
             pieces = [(HeadPart(first + i), i, i + 1) for i in range(heads)]
@@ -120,7 +270,60 @@ class Topology:
             rank = tp_rank // self.replicas
             pieces = [(RankPart(rank, self.tp_size // self.replicas), 0, heads)]
         return tuple(
-            LocalCell(part, span, a, b, span.start - start, span.stop - start)
-            for span in cut_layers(start, stop, self.layer_span)
+            LocalCell(
+                part, span, a, b, span.start + offset, span.stop + offset, row_bytes, turn, turns
+            )
+            for span in cut_layers(start, stop, self.layer_span, self.kind)
             for part, a, b in pieces
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers that are alike: how they are cut, how long their rows are, how far they look back."""
+
+    topology: Topology
+    row_bytes: int
+    reach: Reach = WHOLE
+
+    @property
+    def name(self) -> str:
+        return self.topology.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One of the engine's KV cache groups: layers with a block table of their own.
+
+    `block_size` counts the tokens of a block on all context-parallel ranks together; a group that
+    is not `shared` holds nothing that the pool has, such as a draft model's KV.
+    """
+
+    block_size: int
+    reach: Reach = WHOLE
+    shared: bool = True
+
+
+def cells_of_rank(
+    kinds: Sequence[Kind],
+    tp_rank: int,
+    pp_rank: int,
+    pcp_rank: int = 0,
+    groups: Sequence[int] = (),
+) -> tuple[LocalCell, ...]:
+    """The cells of a chunk that a rank's pages hold, kind by kind.
+
+    `groups` names the block table of each of its layers, kind by kind too; all use the first if
+    it is empty.
+    """
+    cells: list[LocalCell] = []
+    before = 0
+    for kind in kinds:
+        start, stop = kind.topology.stages[pp_rank]
+        layer_groups = groups or (0,) * (before + stop - start)
+        local = kind.topology.local_cells(
+            tp_rank, pp_rank, kind.row_bytes, pcp_rank=pcp_rank, layers_before=before
+        )
+        cells += [replace(cell, reach=kind.reach).with_groups(layer_groups) for cell in local]
+        before += stop - start
+    return tuple(cells)

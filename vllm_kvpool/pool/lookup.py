@@ -3,24 +3,34 @@
 A prefix is stored from its first chunk on, so the search asks for the first and the last chunk,
 then narrows between them, `FANOUT` chunks a round: about log8 of the chunks in rounds, each of
 which is one batched `exists`. Eviction can leave a hole that no question meets; loads verify.
+
+Layers that read only the last tokens (`Reach`) need only the chunks that hold those, and nobody
+keeps the others alive. So where a model has such layers, the prefix that the other layers have is
+cut to the longest one before which theirs are all there.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from vllm_kvpool.keys import CellKey, ContextRank, KeyMaker, Namespace, group_of, in_epoch
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.keys import CellKey, KeyMaker, Namespace, group_of, in_epoch
+from vllm_kvpool.layout.topology import Kind
 from vllm_kvpool.transfer.ops import HostChange
 
 FANOUT = 7
+WINDOW_SCAN = 64  # chunks looked at in one round, once the wanted ones are not all there
 
 
 class PrefixSearch:
-    """Narrows [found, absent): chunks before `found` are taken as stored, `absent` is not."""
+    """Narrows [found, absent): chunks before `found` are taken as stored, `absent` is not.
 
-    def __init__(self, num_chunks: int) -> None:
+    With `gaps` a chunk may be stored where earlier ones are not any more.
+    """
+
+    def __init__(self, num_chunks: int, *, gaps: bool = False) -> None:
         self.found = 0
         self._absent = num_chunks
         self._first_round = True
+        self._gaps = gaps
 
     @property
     def done(self) -> bool:
@@ -31,21 +41,114 @@ class PrefixSearch:
         if self.done:
             return ()
         low, high = self.found, self._absent
-        if self._first_round:
+        if self._first_round and not self._gaps:
             return (low, high - 1) if high - low > 1 else (low,)
         width = high - low
         if width <= FANOUT:
             return tuple(range(low, high))
-        return tuple(low + width * i // (FANOUT + 1) for i in range(1, FANOUT + 1))
+        spread = tuple(low + width * i // (FANOUT + 1) for i in range(1, FANOUT + 1))
+        return tuple(dict.fromkeys((*spread, high - 1))) if self._first_round else spread
 
     def tell(self, questions: Sequence[int], present: Sequence[bool]) -> None:
         """Take the answers to `questions`."""
         self._first_round = False
         for chunk, there in zip(questions, present, strict=True):
-            if not there:
+            if there:
+                self.found = chunk + 1
+            elif not self._gaps:
                 self._absent = chunk
                 return
-            self.found = chunk + 1
+        if self._gaps:
+            later = [chunk for chunk in questions if chunk >= self.found]
+            self._absent = min(later, default=self._absent)
+
+
+class Question(NamedTuple):
+    """Whether all cells of a chunk and a kind (its index) are stored."""
+
+    chunk: int
+    kind: int
+
+
+class HitSearch:
+    """How many chunks can be loaded, over all kinds of layers of a model.
+
+    Loads begin and end at multiples of `block` tokens, or one token before the end of the prompt.
+    """
+
+    def __init__(
+        self, num_chunks: int, kinds: Sequence[Kind], chunk_tokens: int, block: int
+    ) -> None:
+        self._windows = [i for i, kind in enumerate(kinds) if not kind.reach.is_whole]
+        whole = [i for i, kind in enumerate(kinds) if kind.reach.is_whole]
+        self._anchors = whole or self._windows
+        self._prefix = PrefixSearch(num_chunks, gaps=not whole)
+        self._reach = [kind.reach for kind in kinds]
+        self._chunk_tokens = chunk_tokens
+        self._block = block
+        self._known: dict[Question, bool] = {}
+        self._bound: int | None = None  # chunks, once the prefix of the others is known
+        self._scan = False
+        self._settle()
+
+    @property
+    def found(self) -> int:
+        """How many chunks can be loaded, as far as is known; final when `done`."""
+        return self._prefix.found if self._bound is None else self._bound
+
+    @property
+    def done(self) -> bool:
+        return self._bound is not None and not self._unknown()
+
+    def questions(self) -> tuple[Question, ...]:
+        """What to ask next; empty when the search is done."""
+        if self._bound is None:
+            return tuple(
+                Question(chunk, kind)
+                for chunk in self._prefix.questions()
+                for kind in self._anchors
+            )
+        unknown = self._unknown()
+        if unknown and self._scan:
+            first = max(0, self._bound - WINDOW_SCAN)
+            around = [Question(c, k) for c in range(first, self._bound) for k in self._windows]
+            unknown = sorted({*unknown, *(q for q in around if q not in self._known)})
+        return tuple(unknown)
+
+    def tell(self, questions: Sequence[Question], present: Sequence[bool]) -> None:
+        """Take the answers to `questions`."""
+        if self._bound is None:
+            width = len(self._anchors)
+            chunks = [question.chunk for question in questions[::width]]
+            whole = [all(present[i : i + width]) for i in range(0, len(present), width)]
+            self._prefix.tell(chunks, whole)
+        self._known.update(zip(questions, present, strict=True))
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._bound is None:
+            if not self._prefix.done:
+                return
+            self._bound = self._prefix.found
+        # A chunk that is wanted and not there is wanted after every end behind it, too.
+        while missing := [q.chunk for q in self._wanted() if self._known.get(q) is False]:
+            self._bound = min(missing)
+            self._scan = True
+
+    def _wanted(self) -> list[Question]:
+        """What the kinds that read only the last tokens need for the bound."""
+        assert self._bound is not None
+        # The load ends there, or up to a block before.
+        stop = max(0, self._bound * self._chunk_tokens - self._block)
+        wanted = []
+        for kind in self._windows:
+            first = self._reach[kind].first_read(stop) // self._block * self._block
+            chunks = range(first // self._chunk_tokens, self._bound)
+            wanted += [Question(chunk, kind) for chunk in chunks]
+        return wanted
+
+    def _unknown(self) -> list[Question]:
+        return [question for question in self._wanted() if question not in self._known]
 
 
 class HostMirror:
@@ -76,33 +179,33 @@ class HostMirror:
 class CellNames:
     """The keys of every cell of a chunk: all heads, all spans, all context-parallel ranks."""
 
-    def __init__(self, namespace: Namespace, topology: Topology, context: ContextRank) -> None:
+    def __init__(self, namespace: Namespace, kinds: Sequence[Kind]) -> None:
         self.namespace = namespace
-        self._of = (topology, context)
+        self.kinds = tuple(kinds)
         # All of a key but its hash is the same for every chunk.
         self._stems = tuple(
-            KeyMaker(namespace, ContextRank(p, context.pcp_size, d, context.dcp_size)).stem(
-                part, span
+            tuple(
+                KeyMaker(namespace, rank).stem(part, span)
+                for rank in kind.topology.context.all_ranks()
+                for span in kind.topology.all_spans()
+                for part in kind.topology.all_parts()
             )
-            for p in range(context.pcp_size)
-            for d in range(context.dcp_size)
-            for span in topology.all_spans()
-            for part in topology.all_parts()
+            for kind in kinds
         )
 
     def in_epoch(self, epoch: str) -> "CellNames":
         """The same cells where the weights are others."""
-        return CellNames(in_epoch(self.namespace, epoch), *self._of) if epoch else self
+        return CellNames(in_epoch(self.namespace, epoch), self.kinds) if epoch else self
 
-    def group(self, chunk_hash: bytes) -> str:
-        """What all of them are called together."""
-        return group_of(self.namespace, chunk_hash.hex())
+    def group(self, chunk_hash: bytes, kind: int = 0) -> str:
+        """What all of one kind are called together."""
+        return group_of(self.namespace, chunk_hash.hex(), self.kinds[kind].name)
 
-    @property
-    def per_chunk(self) -> int:
-        return len(self._stems)
+    def per_chunk(self, kind: int = 0) -> int:
+        """How many cells of a kind a chunk has."""
+        return len(self._stems[kind])
 
-    def of_chunk(self, chunk_hash: bytes) -> list[CellKey]:
-        """Every key that must exist for the chunk to be a hit."""
+    def of_chunk(self, chunk_hash: bytes, kind: int = 0) -> list[CellKey]:
+        """Every key of a kind that must exist for the chunk to be a hit."""
         text = chunk_hash.hex()
-        return [CellKey(stem + text) for stem in self._stems]
+        return [CellKey(stem + text) for stem in self._stems[kind]]

@@ -7,6 +7,23 @@ from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, 
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """How a save has ended in the stores, for `ranks` ranks together."""
+
+    ranks: int = 1
+    tiers: frozenset[int] = frozenset()
+    """Where its cells are now; empty for ranks whose turn it was not."""
+    missed: frozenset[int] = frozenset()
+    """Chunks that are not known to be stored whole."""
+
+    def merged(self, other: "Stored") -> "Stored":
+        """Both sets of ranks together."""
+        return Stored(
+            self.ranks + other.ranks, self.tiers | other.tiers, self.missed | other.missed
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Scheduler -> every worker."""
 
@@ -33,6 +50,8 @@ class StepReport:
     """Generation -> ranks in which nothing of those before it is being put any more."""
     host: Mapping[int, HostChange] = field(default_factory=dict)
     """Rank -> the chunks that have come into its host tier, or left it."""
+    stored: Mapping[JobId, Stored] = field(default_factory=dict)
+    """Saves that have ended in the stores; only where somebody wants to know."""
 
     def merged(self, other: "StepReport") -> "StepReport":
         """The report of both ranks together."""
@@ -48,6 +67,9 @@ class StepReport:
         host = dict(self.host)
         for rank, change in other.host.items():
             host[rank] = host[rank].then(change) if rank in host else change
+        stored = dict(self.stored)
+        for job, how in other.stored.items():
+            stored[job] = stored[job].merged(how) if job in stored else how
         return StepReport(
             gathered,
             stops,
@@ -55,10 +77,16 @@ class StepReport:
             self.load_seconds + other.load_seconds,
             dropped,
             host,
+            stored,
         )
 
     @property
     def empty(self) -> bool:
         return not (
-            self.gathered or self.load_stops or self.dropped or self.load_seconds or self.host
+            self.gathered
+            or self.load_stops
+            or self.dropped
+            or self.load_seconds
+            or self.host
+            or self.stored
         )

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import Namespace
-from vllm_kvpool.pool.lookup import CellNames, HostMirror, PrefixSearch
+from vllm_kvpool.pool.lookup import CellNames, HitSearch, HostMirror, Question
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.transfer.ops import HostChange
 
@@ -104,7 +104,7 @@ _Message = Lookup | Forget | RemoveAll | HostNews
 class _Open:
     lookup: Lookup
     chain: ChunkChain
-    search: PrefixSearch
+    search: HitSearch
     names: CellNames
     due: float = 0.0
     wait_s: float = POLL_MIN_S
@@ -114,12 +114,19 @@ class Probe:
     """See the module docstring. `submit`, `forget` and `take_answers` never block.
 
     `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
+    `block`: loads begin and end at multiples of it, but for the end of a full hit.
     """
 
     def __init__(
-        self, stores: Sequence[Store], names: CellNames, chunk_tokens: int, host_ranks: int = 0
+        self,
+        stores: Sequence[Store],
+        names: CellNames,
+        chunk_tokens: int,
+        host_ranks: int = 0,
+        block: int = 1,
     ) -> None:
         self._stores = stores
+        self._block = block
         self._names = names
         self._epoch, self._epoch_names = "", names  # of the newest lookup
         self._chunk_tokens = chunk_tokens
@@ -245,7 +252,7 @@ class Probe:
         chain = ChunkChain(self._chunk_tokens, identity)
         chain.extend(lookup.tokens)
         names = self._names_of(lookup.epoch)
-        opened = _Open(lookup, chain, PrefixSearch(len(chain)), names)
+        opened = _Open(lookup, chain, self._search(len(chain)), names)
         if not lookup.search or not len(chain):
             self._finish(opened, LookupOutcome.ANSWERED)
         elif not self._stores and not self._host.num_ranks:
@@ -258,19 +265,21 @@ class Probe:
             self._epoch, self._epoch_names = epoch, self._names.in_epoch(epoch)
         return self._epoch_names
 
+    def _search(self, num_chunks: int) -> HitSearch:
+        return HitSearch(num_chunks, self._names.kinds, self._chunk_tokens, self._block)
+
     def _round(self, now: float) -> None:
         """Ask the next questions of every lookup that is due, in one batch."""
-        asked: list[tuple[_Open, tuple[int, ...], list[bool]]] = []
+        asked: list[tuple[_Open, tuple[Question, ...], list[bool]]] = []
         keys: list[str] = []
-        per_chunk = self._names.per_chunk
         for opened in self._open.values():
             if opened.due > now or len(keys) >= MAX_KEYS_PER_ROUND:
                 continue
             questions = opened.search.questions()
-            in_host = [self._in_host(opened, chunk) for chunk in questions]
-            for chunk, here in zip(questions, in_host, strict=True):
+            in_host = [self._in_host(opened, question) for question in questions]
+            for (chunk, kind), here in zip(questions, in_host, strict=True):
                 if not here:
-                    keys += opened.names.of_chunk(opened.chain.hashes[chunk])
+                    keys += opened.names.of_chunk(opened.chain.hashes[chunk], kind)
             asked.append((opened, questions, in_host))
         if not asked:
             return
@@ -283,17 +292,19 @@ class Probe:
             there = list(in_host)
             for i, here in enumerate(in_host):
                 if not here:
-                    there[i] = all(present[place : place + per_chunk])
-                    place += per_chunk
-            if failed and not self._in_host(opened, 0):
+                    stop = place + opened.names.per_chunk(questions[i].kind)
+                    there[i] = all(present[place:stop])
+                    place = stop
+            if failed and not (any(in_host) or opened.search.found):
                 self._finish(opened, LookupOutcome.STORE_ERROR)
                 continue
             opened.search.tell(questions, there)
             if opened.search.done:
                 self._settle(opened)
 
-    def _in_host(self, opened: _Open, chunk: int) -> bool:
-        return self._host.has(opened.names.group(opened.chain.hashes[chunk]))
+    def _in_host(self, opened: _Open, question: Question) -> bool:
+        chunk, kind = question
+        return self._host.has(opened.names.group(opened.chain.hashes[chunk], kind))
 
     def _exists(self, keys: Sequence[str]) -> list[bool] | None:
         """Whether any tier has each key; None if no tier could say."""
@@ -324,7 +335,7 @@ class Probe:
         if opened.search.found >= expected or now >= opened.lookup.deadline:
             self._finish(opened, LookupOutcome.ANSWERED)
             return
-        opened.search = PrefixSearch(len(opened.chain))
+        opened.search = self._search(len(opened.chain))
         opened.due = min(now + opened.wait_s, opened.lookup.deadline)
         opened.wait_s = min(POLL_MAX_S, opened.wait_s * 2)
 

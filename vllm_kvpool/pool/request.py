@@ -1,6 +1,6 @@
 """A request as the scheduler side knows it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,10 +45,14 @@ class RequestView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine step: tokens scheduled by request, and access to block tables."""
+    """One engine step: tokens scheduled by request, and access to block tables.
+
+    `block_tables` gives a request's table in each KV cache group.
+    """
 
     scheduled: Mapping[str, int]
-    block_table: Callable[[str], Sequence[int]]
+    block_tables: Callable[[str], Sequence[Sequence[int]]]
+    preempted: Collection[str] = ()
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ Owned by the scheduler's thread; the probe thread answers lookups. A request's l
   then is of the old weights, and nothing of it is saved as if it were of the new ones.
 * Blocks of a save are pinned from `plan_step` until every rank has gathered them; a save that
   would pin too many waits for a later step.
+* Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
+  the engine lets them go before it is.
 """
 
 import time
@@ -19,6 +21,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
+from vllm_kvpool.layout.topology import Group
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import Pace, idle_wait_s
@@ -26,10 +29,10 @@ from vllm_kvpool.pool.pins import PinLedger
 from vllm_kvpool.pool.probe import Answer, Lookup, LookupOutcome, Probe
 from vllm_kvpool.pool.request import RequestState, RequestView, Step
 from vllm_kvpool.pool.reset import Reset
+from vllm_kvpool.pool.tables import BlockTable, GroupTables, all_blocks
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan, SavePlan
 
 RESET_WAIT_S = 5.0
-NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,11 @@ class PoolShape:
     """The sizes that the scheduler side counts in."""
 
     chunk_tokens: int
-    block_size: int
+    groups: tuple[Group, ...]
     num_ranks: int
     max_pinned_blocks: int
     prefetches: bool = False  # workers have host memory to bring cells into beforehand
+    loads: bool = True  # False where the engine could not survive a load that fails
 
 
 class PoolScheduler:
@@ -61,6 +65,7 @@ class PoolScheduler:
         self._tally = tally
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
+        self._tables = GroupTables(shape.groups)
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         self._requests: dict[str, RequestState] = {}
         self._tickets: dict[int, str] = {}  # lookups not yet answered
@@ -84,7 +89,7 @@ class PoolScheduler:
         options = view.options
         state = RequestState(
             view,
-            may_load=view.shareable and view.reads_cache and options.load,
+            may_load=view.shareable and view.reads_cache and options.load and self._shape.loads,
             may_save=view.shareable and self._role_saves and options.save,
         )
         self._requests[view.request_id] = state
@@ -100,6 +105,7 @@ class PoolScheduler:
         state.preemptions = state.view.num_preemptions
         state.epoch = self._epoch
         state.found_chunks = 0
+        self.ledger.let_go_all(state.view.request_id)
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
             self._time_out(state)
@@ -145,6 +151,8 @@ class PoolScheduler:
         state.chain = answer.chain
         if state.chain is None:
             state.may_load = state.may_save = False
+            self._until_due.pop(state.view.request_id, None)
+            self.ledger.let_go_all(state.view.request_id)
             return
         # What is stored need not be saved, unless a load of it has failed here.
         known = found
@@ -179,7 +187,7 @@ class PoolScheduler:
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
         self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
-        stop = state.usable_tokens(self._shape.chunk_tokens, self._shape.block_size)
+        stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
         if self._reset.pending:
             stop = 0
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
@@ -212,8 +220,11 @@ class PoolScheduler:
 
     # Loads
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
-        """Blocks are allocated; `num_external` of the offered tokens are to be loaded (or 0)."""
+    def allocated(self, request_id: str, tables: Sequence[BlockTable], num_external: int) -> None:
+        """Blocks are allocated; `num_external` of the offered tokens are to be loaded (or 0).
+
+        `tables`: the request's block table in each KV cache group.
+        """
         state = self._requests.get(request_id)
         if state is None:
             return
@@ -226,7 +237,7 @@ class PoolScheduler:
         start, stop = state.offer
         assert num_external == stop - start, (num_external, state.offer)
         state.offer, state.load = None, (start, stop)
-        chunk, block = self._shape.chunk_tokens, self._shape.block_size
+        chunk = self._shape.chunk_tokens
         first, last = start // chunk, -(-stop // chunk)
         self._loads.append(
             LoadPlan(
@@ -234,8 +245,7 @@ class PoolScheduler:
                 request_id=request_id,
                 first_chunk=first,
                 hashes=tuple(state.chain.hashes[first:last]),
-                block_ids=tuple(block_ids[start // block : -(-stop // block)]),
-                table_start=start // block * block,
+                pages=self._tables.of_load(tables, start, stop),
                 token_start=start,
                 token_stop=stop,
                 epoch=state.epoch,
@@ -273,28 +283,54 @@ class PoolScheduler:
             if left > count:
                 until_due[request_id] = left - count
                 continue
-            save = self._save_if_due(request_id, count, step.block_table)
+            save = self._save_if_due(request_id, count, step.block_tables)
             if save is not None:
                 saves.append(save)
+        for request_id in step.preempted:
+            self.ledger.let_go_all(request_id)
         prefetches = tuple(self._prefetches.values())
         self._prefetches.clear()
         return StepPlan(loads, tuple(saves), prefetches, self._idle, self._reset.generation)
 
     def _save_if_due(
-        self, request_id: str, scheduled: int, block_table: Callable[[str], Sequence[int]]
+        self,
+        request_id: str,
+        scheduled: int,
+        block_tables: Callable[[str], Sequence[BlockTable]],
     ) -> SavePlan | None:
         """The save of what is final once `scheduled` more tokens are computed, if anything is."""
         state, chunk = self._requests[request_id], self._shape.chunk_tokens
-        computed = state.view.num_computed_tokens + scheduled
+        before = state.view.num_computed_tokens
+        computed = before + scheduled
         final = min(computed, self._savable_tokens(state))
         save = None
         if final // chunk > state.next_save:
-            save = self._plan_save(state, final, partial(block_table, request_id))
+            save = self._plan_save(state, final, partial(block_tables, request_id), before)
         if self._all_saved(state):
+            self.ledger.let_go_all(request_id)
             del self._until_due[request_id]
+        elif self._tables.forgets:
+            self._hold(state, block_tables(request_id), before, computed)
+            self._until_due[request_id] = 1
         else:
             self._until_due[request_id] = max(1, (state.next_save + 1) * chunk - computed)
         return save
+
+    def _hold(
+        self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
+    ) -> None:
+        """Hold what the engine may let go of the chunks still to save, and nothing else."""
+        request_id, start = state.view.request_id, state.next_save * self._shape.chunk_tokens
+        groups = self._shape.groups
+        over = [
+            place
+            for place in self.ledger.held(request_id)
+            if (place.block + 1) * groups[place.group].block_size <= start
+        ]
+        self.ledger.let_go(request_id, over)
+        for place, block_id in self._tables.of_incomplete(tables, start, computed, before):
+            if not self.ledger.hold(request_id, place, block_id):
+                break
 
     def _savable_tokens(self, state: RequestState) -> int:
         """Tokens from this one on are not saved (yet).
@@ -312,31 +348,40 @@ class PoolScheduler:
         return state.stale or all_prompt
 
     def _plan_save(
-        self, state: RequestState, final: int, block_table: Callable[[], Sequence[int]]
+        self,
+        state: RequestState,
+        final: int,
+        block_tables: Callable[[], Sequence[BlockTable]],
+        computed: int,
     ) -> SavePlan | None:
-        """The save of the chunks that end at or before token `final`; None if it has to wait."""
-        chunk, block = self._shape.chunk_tokens, self._shape.block_size
-        first = state.next_save
-        start_block = first * chunk // block
+        """The save of the chunks that end at or before token `final`; None if it has to wait.
+
+        `computed` tokens had been computed when the engine last let blocks go.
+        """
+        chunk = self._shape.chunk_tokens
+        first, stop = state.next_save, final // chunk
         # As many chunks as the pinned blocks have room for.
-        stop = min(final // chunk, (start_block + self.ledger.room) * block // chunk)
+        while stop > first and self._tables.num_blocks(first * chunk, stop * chunk) > (
+            self.ledger.room
+        ):
+            stop -= 1
         if stop <= first or state.stale or self._reset.pending:
             return None
         assert state.chain is not None
         if len(state.chain) < stop:
             state.chain.extend(state.view.tokens())
-        stop_block = -(-stop * chunk // block)
-        block_ids = tuple(block_table()[start_block:stop_block])
-        if len(block_ids) < stop_block - start_block or NULL_BLOCK in block_ids:
+        request_id = state.view.request_id
+        held = self.ledger.held(request_id)
+        pages = self._tables.of_save(block_tables(), first * chunk, stop * chunk, computed, held)
+        if pages is None:
             return None
         job_id = JobId(self._take_id())
-        self.ledger.pin(job_id, block_ids)
+        self.ledger.pin(job_id, all_blocks(pages))
         state.next_save = stop
         self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
         hashes = tuple(state.chain.hashes[first:stop])
-        start = start_block * block
-        return SavePlan(job_id, state.view.request_id, first, hashes, block_ids, start, self._epoch)
+        return SavePlan(job_id, request_id, first, hashes, pages, self._epoch)
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
@@ -347,7 +392,9 @@ class PoolScheduler:
         for request_id, tokens in report.load_stops.items():
             state = self._requests.get(request_id)
             if state is not None:
-                limit = tokens if state.limit_tokens is None else min(tokens, state.limit_tokens)
+                # Otherwise the engine starts again from what it has itself.
+                kept = tokens if self._tables.resumes else 0
+                limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
                 state.limit_tokens = limit
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
                 self._look_for_saves(state)
@@ -359,7 +406,9 @@ class PoolScheduler:
 
     # The end
 
-    def finish(self, request_id: str, block_ids: Sequence[int]) -> dict[str, dict[str, int]] | None:
+    def finish(
+        self, request_id: str, tables: Sequence[BlockTable]
+    ) -> dict[str, dict[str, int]] | None:
         """The request ends: plan what is still due, answer how many tokens are being saved."""
         state = self._requests.pop(request_id, None)
         self._prefetches.pop(request_id, None)
@@ -374,9 +423,11 @@ class PoolScheduler:
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
-            save = self._plan_save(state, final, lambda: block_ids)
+            # These tables are the engine's own, in which empty places are marked.
+            save = self._plan_save(state, final, lambda: tables, 0)
             if save is not None:
                 self._late_saves.append(save)
+        self.ledger.let_go_all(request_id)
         return {"kvpool": {"tokens": state.next_save * self._shape.chunk_tokens}}
 
     def reset(self) -> bool:
@@ -395,7 +446,8 @@ class PoolScheduler:
             return False
 
     def drop_late_saves(self) -> None:
-        """Give up saves that wait for a further step: there may be none."""
+        """Give up saves that wait for a further step: there may be none. Hold no block."""
+        self.ledger.let_go_all()
         for save in self._late_saves:
             self.ledger.gathered(save.job_id, self._shape.num_ranks)
         self._late_saves.clear()
@@ -423,6 +475,16 @@ class PoolScheduler:
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache is empty: what it finds there is of the new weights."""
         self._has_old_blocks = False
+
+    @property
+    def epoch(self) -> str:
+        """Which weights the engine has now."""
+        return self._epoch
+
+    def load_of(self, request_id: str) -> LoadPlan | None:
+        """The request's load that is allocated, and not planned yet."""
+        mine = (load for load in reversed(self._loads) if load.request_id == request_id)
+        return next(mine, None)
 
     @property
     def has_pins(self) -> bool:

@@ -10,10 +10,12 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from vllm_kvpool.config import (
     KVPoolConfig,
@@ -26,16 +28,20 @@ from vllm_kvpool.config import (
     set_where_unset,
 )
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.keys import ContextRank, KeyMaker, Namespace
+from vllm_kvpool.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import Context, Group, Kind, Topology, cells_of_rank
 from vllm_kvpool.metrics import Tally, write_stats
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.pins import HELD_SHARE
 from vllm_kvpool.pool.probe import Probe
 from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.staging.devices import Device, HostDevice
+from vllm_kvpool.staging.pinned import PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.guard import OPEN_WAIT_S, GuardedStore, Patience
 from vllm_kvpool.store.open import (
@@ -46,6 +52,7 @@ from vllm_kvpool.store.open import (
     environment_for,
     names_no_master,
     open_store,
+    uses_device,
 )
 from vllm_kvpool.store.tiers import TierSpecs, parse_tiers
 from vllm_kvpool.transfer.engine import Engine, lane_names
@@ -71,6 +78,7 @@ STATS_EVERY_S = 1.0
 LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
+HOST_DEVICE: Device = HostDevice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +86,37 @@ class ModelShape:
     """What both sides know of the model and its engine."""
 
     namespace: Namespace
-    topology: Topology
-    block_size: int
+    kinds: tuple[Kind, ...]
+    groups: tuple[Group, ...]
     num_blocks: int
     num_ranks: int
-    row_bytes: int
-    context: ContextRank = ContextRank()  # noqa: RUF009 - frozen
+    loads: bool = True  # False where the engine could not survive a load that fails
+
+    @classmethod
+    def of_one_kind(
+        cls,
+        namespace: Namespace,
+        topology: Topology,
+        block_size: int,
+        num_blocks: int,
+        num_ranks: int,
+        row_bytes: int,
+    ) -> Self:
+        """A model whose layers are all alike."""
+        kinds, groups = (Kind(topology, row_bytes),), (Group(block_size),)
+        return cls(namespace, kinds, groups, num_blocks, num_ranks)
+
+    @property
+    def context(self) -> Context:
+        """Context parallelism, which is the same for all kinds."""
+        return self.kinds[0].topology.context
+
+    @property
+    def cells_per_chunk(self) -> int:
+        """Of the whole model."""
+        return sum(
+            len(kind.topology.all_parts()) * len(kind.topology.all_spans()) for kind in self.kinds
+        )
 
 
 def tier_specs(config: KVPoolConfig) -> TierSpecs:
@@ -121,10 +154,17 @@ class OpenTiers:
             store.leave()
 
 
-def open_tiers(specs: Sequence[StoreSpec], patience: Patience, *, segment: bool) -> OpenTiers:
+def open_tiers(
+    specs: Sequence[StoreSpec],
+    patience: Patience,
+    *,
+    segment: bool,
+    device: Device = HOST_DEVICE,
+) -> OpenTiers:
     """Open the stores; one that cannot be reached is looked for later, unless it is required.
 
-    `segment`: whether to give memory to a pool that is made of its members' memory.
+    `segment`: whether to give memory to a pool that is made of its members' memory. Threads that
+    work for a store enter `device` if the store uses it.
     """
     known = [capabilities_of(spec) for spec in specs]
     names = tier_names([each.name for each in known])
@@ -136,7 +176,8 @@ def open_tiers(specs: Sequence[StoreSpec], patience: Patience, *, segment: bool)
             set_where_unset(environment_for(spec))
             wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
             opening = partial(open_store, spec, segment=segment)
-            store = GuardedStore(opening, each, name, patience, wait_s)
+            enter = device.enter_thread if uses_device(spec) else _enter_nothing
+            store = GuardedStore(opening, each, name, patience, wait_s, on_start=enter)
             undo.callback(store.close)
             stores.append(store)
             if not store.opened and spec.required:
@@ -147,6 +188,10 @@ def open_tiers(specs: Sequence[StoreSpec], patience: Patience, *, segment: bool)
     if specs and not any(store.opened for store in stores):
         logger.warning("kvpool: no store can be reached: the engine runs without the pool for now.")
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
+
+
+def _enter_nothing() -> None:
+    pass
 
 
 def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
@@ -190,23 +235,30 @@ class SchedulerSide:
         model: ModelShape,
         rank: int = 0,
         first_epoch: str = "",
+        device: Device = HOST_DEVICE,
     ) -> None:
         self.tally = Tally()
         specs = tier_specs(config)
         lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
         patience = Patience(call_s=config.call_timeout_s, answer_s=lookup_s)
-        self._tiers = open_tiers(specs.stores, patience, segment=False)
-        names = CellNames(model.namespace, model.topology, model.context)
+        self._tiers = open_tiers(specs.stores, patience, segment=False, device=device)
+        names = CellNames(model.namespace, model.kinds)
         self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
-        host_ranks = model.num_ranks if specs.host.nbytes else 0
-        self._probe = Probe(self._tiers.stores, names, config.chunk_tokens, host_ranks)
-        least = -(-config.chunk_tokens // model.block_size) + 1
+        self.tier_kinds = tuple(store.capabilities.name for store in self._tiers.stores)
+        self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
+        tables = GroupTables(model.groups)
+        block = tables.block_size
+        self._probe = Probe(self._tiers.stores, names, config.chunk_tokens, host_ranks, block)
+        least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
+        if tables.forgets:
+            least *= HELD_SHARE  # a chunk can always be saved, whatever is held
         shape = PoolShape(
             chunk_tokens=config.chunk_tokens,
-            block_size=model.block_size,
+            groups=model.groups,
             num_ranks=model.num_ranks,
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
             prefetches=config.prefetch and specs.host.nbytes > 0,
+            loads=model.loads,
         )
         self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
         self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
@@ -232,10 +284,12 @@ class RankPlace:
     tp_rank: int
     pp_rank: int
     rank: int
+    pcp_rank: int = 0
 
 
 class WorkerSide:
-    """One rank's process. `make_copier` is called once for each lane that moves pages."""
+    """One rank's process. `make_copier` is called once for each lane that moves pages, which lie on
+    `device`."""
 
     def __init__(
         self,
@@ -246,24 +300,33 @@ class WorkerSide:
         make_copier: Callable[[Sequence[LayerPages]], Copier],
         *,
         finish_in_step: bool,
+        device: Device = HOST_DEVICE,
     ) -> None:
+        self._device = device
         self.tally = Tally()
         specs = tier_specs(config)
+        context = model.context
         planner = Planner(
-            topology=model.topology,
-            tp_rank=place.tp_rank,
-            cells=model.topology.local_cells(place.tp_rank, place.pp_rank),
-            keys=KeyMaker(model.namespace, model.context),
+            cells=cells_of_rank(
+                model.kinds,
+                place.tp_rank,
+                place.pp_rank,
+                place.pcp_rank,
+                [layer.group for layer in pages],
+            ),
+            keys=KeyMaker(model.namespace, context.rank(place.tp_rank, place.pcp_rank)),
             chunk_tokens=config.chunk_tokens,
-            row_bytes=model.row_bytes,
             load_timeout_s=config.load_timeout_s,
             keeps_all=specs.host.nbytes > 0,
+            block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
+            context=context,
         )
         check_tiers(config, planner.max_cell_bytes())
         patience = Patience(call_s=config.call_timeout_s)
-        self._tiers = open_tiers(specs.stores, patience, segment=True)
+        self._tiers = open_tiers(specs.stores, patience, segment=True, device=device)
         self._trace: Trace = NO_TRACE
         self._arena: Arena | None = None
+        self._page_lock = page_lock_for(pages)
         self._custodian: Custodian | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._tiers.close)
@@ -273,11 +336,12 @@ class WorkerSide:
         self.worker = PoolWorker(
             self._executor,
             config.chunk_tokens,
-            model.block_size,
+            model.groups[0].block_size,
             finish_in_step,
             self.tally,
             copiers,
             place.rank,
+            GroupTables(model.groups).resumes,
         )
         self.stats = StatsFile(config.stats_file, "worker", place.rank, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
@@ -291,7 +355,13 @@ class WorkerSide:
         copiers: Sequence[Copier],
     ) -> Executor:
         """Memory, engine and lanes over the open tiers."""
-        arena = Arena(config.staging_nbytes, planner.max_cell_bytes(), specs.host.nbytes)
+        arena = Arena(
+            config.staging_nbytes,
+            planner.max_cell_bytes(),
+            specs.host.nbytes,
+            alignment=self._device.memory_alignment,
+            memory_from=memory_source(self._device, specs.stores),
+        )
         for store in self._tiers.stores:
             store.register(arena.whole)
         if config.trace_file:
@@ -303,13 +373,14 @@ class WorkerSide:
             arena=arena,
             gather_copier=copiers[0],
             scatter_copier=copiers[1],
-            chunk_tokens=config.chunk_tokens,
+            chunk_tokens=planner.local_chunk_tokens,
             verify_checksum=config.verify is Verify.CHECKSUM,
             tally=self.tally,
             trace=self._trace,
         )
         lanes = lane_counts(self._tiers)
-        engine = make_engine(config, specs, self._tiers, arena, len(planner.cells), lanes)
+        per_chunk = Counter(cell.span.kind for cell in planner.cells)
+        engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes)
         self._arena = arena
         stores = self._tiers.stores
         executor = Executor(
@@ -321,10 +392,11 @@ class WorkerSide:
             self._trace,
             config.call_timeout_s,
             lambda lane: stores[lane.tier].report_stuck(),
+            self._device.enter_thread,
         )
         for tier, store in enumerate(stores):
             store.listen(partial(_tell_health, executor, tier))
-        arena.commit_in_background()
+        arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
         shedding = {
             tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
         }
@@ -340,10 +412,30 @@ class WorkerSide:
             self._custodian.close()
         if self._executor.close(self._shutdown_s):
             self._tiers.close(self._arena)
-        else:
+            _release(self._arena, self._page_lock)
+        else:  # what still runs may use the memory, which therefore stays as it is
             self._tiers.leave()
         self._trace.close()
         self.stats.write(force=True)
+
+
+def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:
+    """Where staging memory comes from: the device's runtime, unless files are written from it.
+
+    Page-locked memory of Ascend's runtime has been seen to fail direct I/O (EFAULT), but a store
+    that uses the device takes no other.
+    """
+    if any(uses_device(spec) for spec in specs):
+        return device.host_memory
+    if any(spec.scheme == "file" for spec in specs):
+        return lambda nbytes: None
+    return device.host_memory
+
+
+def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
+    is_quiet = arena is None or arena.close()
+    if page_lock is not None and is_quiet:
+        page_lock.close()
 
 
 def _tell_health(executor: Executor, tier: int, is_up: bool) -> None:
@@ -364,7 +456,7 @@ def make_engine(
     specs: TierSpecs,
     tiers: OpenTiers,
     arena: Arena,
-    cells_per_chunk: int,
+    cells_per_chunk: Mapping[str, int],
     lanes: Mapping[LaneName, int],
 ) -> Engine:
     """The engine over an arena and open tiers."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.metrics import Tally
-from vllm_kvpool.pool.metadata import StepPlan, StepReport
+from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
 from vllm_kvpool.pool.pace import idle_wait_s
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.transfer.executor import Executor
@@ -22,6 +22,7 @@ from vllm_kvpool.transfer.ops import (
     LoadDone,
     LoadPlan,
     Report,
+    SaveDone,
     SaveGathered,
     SavesDropped,
 )
@@ -31,13 +32,18 @@ GATHER_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What the engine is told after a step: requests whose load has ended, blocks not loaded."""
+    """What the engine is told after a step.
 
-    loaded: frozenset[str]
-    invalid_blocks: frozenset[int]
+    Requests whose load has ended, and what has not been loaded: the blocks, if the engine can go on
+    from there (`GroupTables.resumes`), or else the requests.
+    """
+
+    loaded: frozenset[str] = frozenset()
+    invalid_blocks: frozenset[int] = frozenset()
+    failed: frozenset[str] = frozenset()
 
 
-NOTHING_ENDED = StepResults(frozenset(), frozenset())
+NOTHING_ENDED = StepResults()
 
 
 class PoolWorker:
@@ -52,7 +58,9 @@ class PoolWorker:
         tally: Tally,
         copiers: Sequence[Copier] = (),
         rank: int = 0,
+        resumes: bool = True,
     ) -> None:
+        self._resumes = resumes
         self._executor = executor
         self._copiers = copiers
         self._chunk_tokens = chunk_tokens
@@ -66,6 +74,8 @@ class PoolWorker:
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
         self._report = StepReport()
+        self.tells_stored = False
+        """Whether the scheduler side wants to know what has reached the stores."""
 
     def start_loads(self, plan: StepPlan) -> None:
         """Post the step's loads as early as its plan is known; once for a plan."""
@@ -105,6 +115,7 @@ class PoolWorker:
         if not reports:
             return NOTHING_ENDED
         loaded: set[str] = set()
+        failed: set[str] = set()
         invalid: set[int] = set()
         for report in reports:
             if isinstance(report, SaveGathered):
@@ -112,12 +123,24 @@ class PoolWorker:
                 self._report = self._report.merged(StepReport(gathered={report.job_id: 1}))
             elif isinstance(report, SavesDropped):
                 self._report = self._report.merged(StepReport(dropped={report.generation: 1}))
+            elif isinstance(report, SaveDone):
+                if self.tells_stored:
+                    how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
+                    self._report = self._report.merged(StepReport(stored={report.job_id: how}))
             elif isinstance(report, HostChange):
                 self._report = self._report.merged(StepReport(host={self._rank: report}))
             elif isinstance(report, LoadDone):
                 loaded.add(report.request_id)
-                invalid.update(self._load_ended(report))
-        return StepResults(frozenset(loaded), frozenset(invalid))
+                load, kept = self._load_ended(report)
+                if kept == load.token_stop:
+                    continue
+                if not self._resumes:
+                    failed.add(report.request_id)
+                else:
+                    # From the block of the first token not loaded; earlier ones may be shared.
+                    block_ids, table_start, *_ = load.pages[0]
+                    invalid.update(block_ids[(kept - table_start) // self._block_size :])
+        return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
 
     def _fence(self) -> None:
         for copier in self._copiers:
@@ -132,19 +155,18 @@ class PoolWorker:
             if load.request_id in finished_requests:
                 self._executor.post(CancelRequest(load.request_id))
 
-    def _load_ended(self, done: LoadDone) -> Sequence[int]:
-        """The blocks of the load that do not hold what they should."""
+    def _load_ended(self, done: LoadDone) -> tuple[LoadPlan, int]:
+        """The load, and the token up to which its pages hold what they should."""
         plan, began = self._loads.pop(done.job_id)
         kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
         if kept == plan.token_stop:
             seconds = time.monotonic() - began
             tokens = plan.token_stop - plan.token_start
             self._report = self._report.merged(StepReport(load_tokens=tokens, load_seconds=seconds))
-            return ()
-        self._tally.add("kvpool_failures", kind=f"load_{done.reason.value}")
-        self._report = self._report.merged(StepReport(load_stops={plan.request_id: kept}))
-        # From the block that holds the first token not loaded; earlier ones may be shared.
-        return plan.block_ids[(kept - plan.table_start) // self._block_size :]
+        else:
+            self._tally.add("kvpool_failures", kind=f"load_{done.reason.value}")
+            self._report = self._report.merged(StepReport(load_stops={plan.request_id: kept}))
+        return plan, kept
 
     def take_report(self) -> StepReport | None:
         """What the scheduler side is to know, since the last call."""

@@ -3,7 +3,7 @@
 Cut into equal slots that begin at multiples of `SLOT_ALIGNMENT`: some for cells on their way, and,
 with a host tier, those that keep cells. The arena owns the memory; buffers handed out are views
 that keep it alive. It lies in huge pages where the system has any set aside, else in transparent
-ones where it grants them.
+ones where it grants them; or in memory from the pages' device, where transfers want that.
 
 The memory of the slots for cells on their way is committed at once, that of the host tier by
 `commit_in_background`, as it takes seconds for many GiB: the first touch of a page costs more than
@@ -15,6 +15,7 @@ import ctypes
 import logging
 import mmap
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -29,6 +30,7 @@ SLOT_ALIGNMENT = 4096
 MIN_SLOTS = 8
 MAX_SLOTS = 8192  # for cells on their way
 COMMIT_STEP_BYTES = 64 << 20
+CLOSE_WAIT_S = 2.0
 HUGE_PAGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
@@ -36,9 +38,22 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 class Arena:
     """`staging_nbytes` for cells on their way and `host_nbytes` for those that stay, in slots of
-    one cell of `cell_bytes` each."""
+    one cell of `cell_bytes` each.
 
-    def __init__(self, staging_nbytes: int, cell_bytes: int, host_nbytes: int = 0) -> None:
+    The arena begins and ends at multiples of `alignment` bytes, a power of two. `memory_from(n)`
+    may give n bytes of memory to use, as writable uint8; None leaves it to the arena.
+    """
+
+    def __init__(
+        self,
+        staging_nbytes: int,
+        cell_bytes: int,
+        host_nbytes: int = 0,
+        *,
+        alignment: int = SLOT_ALIGNMENT,
+        memory_from: Callable[[int], memoryview | None] = lambda nbytes: None,
+    ) -> None:
+        assert alignment % SLOT_ALIGNMENT == 0, alignment
         self.slot_bytes = -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         count = min(staging_nbytes // self.slot_bytes, MAX_SLOTS)
         if count < MIN_SLOTS:
@@ -54,11 +69,18 @@ class Arena:
                 f"{self.slot_bytes} bytes or more, or lower layer_span or chunk_tokens"
             )
         self.num_slots = count + self.num_kept
-        nbytes = self.num_slots * self.slot_bytes
-        self._memory = _allocate(nbytes, self.num_kept > 0)
-        address = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
-        self.whole = Buffer(int(address), memoryview(self._memory)[:nbytes])
+        nbytes = -(-self.num_slots * self.slot_bytes // alignment) * alignment
+        slack = alignment if alignment > SLOT_ALIGNMENT else 0
+        given = memory_from(nbytes + alignment)
+        self._memory: mmap.mmap | memoryview = (
+            _allocate(nbytes + slack, self.num_kept > 0) if given is None else given
+        )
+        address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
+        start = -address % alignment
+        self.whole = Buffer(address + start, memoryview(self._memory)[start : start + nbytes])
         self._committed = 0
+        self._thread: threading.Thread | None = None
+        self._closing = False
         self._commit(count * self.slot_bytes)
 
     def buffer(self, slot: Slot, nbytes: int) -> Buffer:
@@ -70,14 +92,35 @@ class Arena:
         """Where the payload of the cell in a slot begins."""
         return self.whole.address + slot * self.slot_bytes + HEADER_BYTES
 
-    def commit_in_background(self) -> None:
-        """Commit what is left, in a thread that ends by itself."""
-        if self._committed < self.whole.nbytes:
-            threading.Thread(target=self._commit_rest, name="kvpool-arena", daemon=True).start()
+    def commit_in_background(self, then: Callable[[Buffer], None] | None = None) -> None:
+        """Commit what is left, in a thread that ends by itself, or when the arena is closed.
 
-    def _commit_rest(self) -> None:
-        while self._committed < self.whole.nbytes:
-            self._commit(min(self._committed + COMMIT_STEP_BYTES, self.whole.nbytes))
+        `then` is called there with each part of whole slots, from the first to the last.
+        """
+        if then is not None or self._committed < self.whole.nbytes:
+            self._thread = threading.Thread(
+                target=self._commit_rest, args=(then,), name="kvpool-arena", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> bool:
+        """End the thread that commits memory; False if it does not end in `CLOSE_WAIT_S`."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join(CLOSE_WAIT_S)
+            return not self._thread.is_alive()
+        return True
+
+    def _commit_rest(self, then: Callable[[Buffer], None] | None) -> None:
+        step = max(1, COMMIT_STEP_BYTES // self.slot_bytes) * self.slot_bytes
+        for start in range(0, self.whole.nbytes, step):
+            if self._closing:
+                return
+            stop = min(start + step, self.whole.nbytes)
+            if stop > self._committed:
+                self._commit(stop)
+            if then is not None:
+                then(Buffer(self.whole.address + start, self.whole.view[start:stop]))
 
     def _commit(self, stop: int) -> None:
         start, self._committed = self._committed, stop

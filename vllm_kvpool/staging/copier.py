@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.pages import CellMove, LayerPages
 
 
 class Copier(Protocol):
@@ -21,3 +21,26 @@ class Copier(Protocol):
 
     def scatter(self, moves: Sequence[CellMove]) -> None:
         """Slots -> pages. On return the pages are filled and the slots may be overwritten."""
+
+
+def check_move(move: CellMove, layers: Sequence[LayerPages]) -> None:
+    """Kernels believe what they are given; a wrong number would corrupt memory."""
+    assert 0 <= move.layer_start <= move.layer_stop <= len(layers), move
+    assert move.chunk_start <= move.token_start <= move.token_stop, move
+    assert move.token_stop <= move.chunk_start + move.chunk_tokens, move
+    assert 0 <= move.head_start <= move.head_stop, move
+    assert move.table_start <= move.token_start, move
+    span = layers[move.layer_start : move.layer_stop]
+    if not span:
+        return
+    id_tokens = span[0].tokens_per_block * span[0].blocks_per_id
+    # A table may be that of a whole request, far longer than the move.
+    first = (move.token_start - move.table_start) // id_tokens
+    last = -(-(move.token_stop - move.table_start) // id_tokens)
+    ids = move.block_ids[first:last]
+    assert len(ids) == last - first, move
+    assert min(ids, default=0) >= 0, move
+    for pages in span:
+        assert pages.tokens_per_block * pages.blocks_per_id == id_tokens, move
+        assert move.head_stop <= pages.num_heads, move
+        assert (max(ids, default=0) + 1) * pages.blocks_per_id <= pages.owner[0].shape[0], move

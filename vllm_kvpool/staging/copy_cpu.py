@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.staging.copier import check_move
 
 LINE_BYTES = 64  # a cache line: what one non-temporal store should fill
 ELEM_BYTES = (1, 2, 4, 8)  # of elements that can be transposed
@@ -77,7 +78,7 @@ class CpuCopier:
     def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
         by_shape: dict[tuple[tuple[int, ...], ...], list[CellMove]] = {}
         for move in moves:
-            self._check(move)
+            check_move(move, self._layers)
             by_shape.setdefault((_shape_of(move), tuple(move.block_ids)), []).append(move)
         groups: list[tuple[int, ...]] = []
         entries: list[tuple[int, int]] = []
@@ -99,21 +100,6 @@ class CpuCopier:
             _table(entries, _ENTRY_COLUMNS),
             np.array(block_ids, dtype=np.int64),
         )
-
-    def _check(self, move: CellMove) -> None:
-        """The kernel believes what it is given; a wrong number would corrupt memory."""
-        assert 0 <= move.layer_start <= move.layer_stop <= len(self._layers), move
-        assert move.chunk_start <= move.token_start <= move.token_stop, move
-        assert move.token_stop <= move.chunk_start + move.chunk_tokens, move
-        assert 0 <= move.head_start <= move.head_stop, move
-        assert move.table_start <= move.token_start, move
-        assert min(move.block_ids, default=0) >= 0, move
-        last_id = max(move.block_ids, default=0)
-        for pages in self._layers[move.layer_start : move.layer_stop]:
-            covered = len(move.block_ids) * pages.tokens_per_block * pages.blocks_per_id
-            assert move.token_stop <= move.table_start + covered, move
-            assert move.head_stop <= pages.num_heads, move
-            assert (last_id + 1) * pages.blocks_per_id <= pages.owner[0].shape[0], move
 
 
 def _table(rows: Sequence[tuple[int, ...]], num_columns: int) -> "np.ndarray[Any, Any]":

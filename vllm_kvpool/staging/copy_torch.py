@@ -5,7 +5,8 @@ seen as strided views of machine words, wide where alignment permits: torch move
 more slowly than it moves int64.
 
 Pages off the host go through a buffer on the device, one move's payload at a time, on a stream of
-the copier's own, which waits for the model's stream at the newest `fence`.
+the copier's own, which waits for the model's stream at the newest `fence`. What is the device's own
+in that is behind `devices.py`.
 Slots should be pinned: copies to pageable memory are correct but serial.
 """
 
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
+from vllm_kvpool.staging.devices import Device, device_for
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDEST_WORD_BYTES = max(_WORDS)
@@ -33,29 +35,21 @@ class _Piece(NamedTuple):
 
 
 class TorchCopier:
-    """A `Copier` for pages on `device`; `stream` is the side stream to use instead of a new one."""
+    """A `Copier` for pages on `device`."""
 
-    def __init__(
-        self,
-        layers: Sequence[LayerPages],
-        device: torch.device,
-        stream: torch.Stream | None = None,
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerPages], device: torch.device | Device) -> None:
         self._layers = tuple(layers)
-        self._device = device
-        self._is_host = device.type == "cpu"
-        if not self._is_host and stream is None:
-            stream = torch.Stream(device)
-        self._stream = stream
-        self._computed: torch.Event | None = None
+        self._runtime = device_for(device) if isinstance(device, torch.device) else device
+        self._device = self._runtime.torch_device
+        self._is_host = self._runtime.is_host
+        self._stream = self._runtime.new_stream()
+        self._computed: Any = None
 
     def fence(self) -> None:
         """Record where the model's stream is; moves wait there, on their own stream."""
         if not self._is_host:
-            event = torch.Event(self._device)
-            event.record()
             # A later event stands for all earlier ones, so the newest is enough.
-            self._computed = event
+            self._computed = self._runtime.new_event()
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         self._run(moves, is_gather=True)
@@ -68,10 +62,9 @@ class TorchCopier:
             for move in moves:
                 self._move_pages(move, self._host_payload(move), is_gather=is_gather)
             return
-        assert self._stream is not None
         if self._computed is not None:
             self._stream.wait_event(self._computed)
-        with self._stream:
+        with self._runtime.on_stream(self._stream):
             for move in moves:
                 host = self._host_payload(move)
                 payload = torch.empty_like(host, device=self._device)

@@ -34,25 +34,34 @@ class _Task(NamedTuple):
 class _Thread:
     """Runs the tasks of its inbox until it is told to end."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_start: Callable[[], None]) -> None:
+        self._on_start = on_start
         self.inbox: SimpleQueue[_Task | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
+        started = _answer_of(self._on_start)
         while (task := self.inbox.get()) is not None:
-            try:
-                answer = _Answer(task.call(), None)
-            except BaseException as error:
-                answer = _Answer(None, error)
-            task.answer.put(answer)
+            task.answer.put(_answer_of(task.call) if started.error is None else started)
+
+
+def _answer_of(call: Callable[[], Any]) -> _Answer:
+    try:
+        return _Answer(call(), None)
+    except BaseException as error:
+        return _Answer(None, error)
 
 
 class BoundedCalls:
-    """See the module docstring. Any thread may call; each of several calls at once has a thread."""
+    """See the module docstring. Any thread may call; each of several calls at once has a thread.
 
-    def __init__(self, name: str) -> None:
+    Every thread calls `on_start` first; if that fails, so does every call on it.
+    """
+
+    def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
         self._name = name
+        self._on_start = on_start
         self._lock = threading.Lock()  # guards what follows
         self._idle: list[_Thread] = []
         self._busy: set[_Thread] = set()  # somebody waits for them
@@ -98,7 +107,7 @@ class BoundedCalls:
         if self.num_left_behind >= MAX_LEFT_BEHIND:
             raise StoreUnreachable(f"{MAX_LEFT_BEHIND} calls have not returned yet")
         with self._lock:
-            thread = self._idle.pop() if self._idle else _Thread(self._name)
+            thread = self._idle.pop() if self._idle else _Thread(self._name, self._on_start)
             self._busy.add(thread)
             return thread
 

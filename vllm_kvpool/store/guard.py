@@ -58,7 +58,8 @@ class GuardedStore:
     """See the module docstring. Implements `Store`.
 
     Raises what the first attempt to open raised, except `StoreUnreachable`: then it is tried again
-    in the background (`opened` tells). `name` is for messages.
+    in the background (`opened` tells). `name` is for messages. Every thread of the guard's own
+    calls `on_start` first; if that fails on the thread that opens, so does opening.
     """
 
     def __init__(
@@ -69,14 +70,16 @@ class GuardedStore:
         patience: Patience,
         open_wait_s: float = OPEN_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_start = on_start
         self._open_store = open_store
         self._capabilities = capabilities
         self._name = name
         self._patience = patience
         self._clock = clock
-        self._calls = BoundedCalls(f"kvpool-calls-{name}")
-        self._end_calls = BoundedCalls(f"kvpool-end-{name}")
+        self._calls = BoundedCalls(f"kvpool-calls-{name}", on_start)
+        self._end_calls = BoundedCalls(f"kvpool-end-{name}", on_start)
         self._state = threading.Condition()  # guards what follows
         self._store: Store | None = None
         self._is_up = False
@@ -270,6 +273,7 @@ class GuardedStore:
         return self._breaker.closed_at - self._clock()
 
     def _try_open(self) -> None:
+        self._on_start()
         store = self._open_store()
         registered: list[Buffer] = []
         try:

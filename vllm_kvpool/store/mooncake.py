@@ -1,12 +1,16 @@
 """`mooncake://host:port`: cells in the memory of a Mooncake Store cluster.
 
-Owns one native client and the list of what is registered with it; the only importer of the
-`mooncake` wheel. Every call releases the GIL and may block for long: a master that stopped
-answering holds a call for `MC_RPC_TIMEOUT_MS` or more, so deadlines are the lanes'.
+Owns one native client and the list of what is registered with it; with `mooncake_engine.py` the
+only importer of the `mooncake` wheel. Every call releases the GIL and may block for long: a master
+that stopped answering holds a call for `MC_RPC_TIMEOUT_MS` or more, so deadlines are the lanes'.
 
 Any thread may call; the native client has its own locks. A cell is one contiguous segment, and
 native calls are bounded in keys and bytes (thousands of segments in one call hang).
 The pool's memory is its members': what a process gave with `segment=` goes away with it.
+
+Over `ascend` the client works on the process's shared transfer engine, and memory is registered
+with that. Over A3's fabric memory (`fabric`) it has neither a shared engine nor registered memory.
+What a wheel lacks is looked for by name: NPU wheels lag behind.
 """
 
 import contextlib
@@ -21,6 +25,7 @@ from typing import Final, Protocol, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
+from vllm_kvpool.store.mooncake_engine import SharedEngine, shared_engine
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,7 @@ PROTOCOLS: Final = (
     *("tcp", "rdma", "ascend", "barex", "cxl", "efa", "hip", "maca", "musa"),
     *("nvlink", "nvlink_intra", "nvmeof", "ubshmem"),
 )
+DEVICE_PROTOCOLS: Final = ("ascend",)  # their threads and memory are the device's
 
 PROBE_TIMEOUT_S = 3.0
 # A call of a function that no master has, in the header of its RPC (magic number, version, two
@@ -82,6 +88,7 @@ class MooncakeOptions:
     segment_bytes: int
     local_buffer_bytes: int
     local_hostname: str  # where others reach us; "" is the address that leads to the master
+    fabric: bool = False  # Ascend A3's fabric memory
 
     @property
     def master_address(self) -> str:
@@ -107,6 +114,7 @@ class Native(Protocol):
         protocol: str,
         rdma_devices: str,
         master_server_addr: str,
+        engine: object = None,
     ) -> int: ...
     def register_buffer(self, address: int, nbytes: int) -> int: ...
     def unregister_buffer(self, address: int) -> int: ...
@@ -208,6 +216,42 @@ def checked(codes: list[int], num_keys: int) -> list[int]:
     return codes
 
 
+def set_up(
+    native: Native,
+    options: MooncakeOptions,
+    own_host: str,
+    engine: SharedEngine | None,
+    *,
+    segment: bool,
+) -> int:
+    """Connect a native client; its return code. `engine` is the one to work on, if any."""
+    device_only = options.protocol in DEVICE_PROTOCOLS
+    name, extra = own_host, {}
+    if engine is not None:
+        shared = engine.open(own_host)
+        name = f"{bare_host(own_host)}:{shared.get_rpc_port()}"
+        extra = {"engine": shared.get_engine()}
+    # A client that gives no memory and moves none should take none of the card's.
+    needs_buffer = not options.fabric and (segment or not device_only)
+    return native.setup(
+        name,
+        options.metadata,
+        options.segment_bytes if segment else 0,
+        options.local_buffer_bytes if needs_buffer else 0,
+        options.protocol,
+        options.device,
+        options.master_address,
+        **extra,
+    )
+
+
+def bare_host(address: str) -> str:
+    """An address without its port; IPv6 in brackets."""
+    if address.count(":") > 1 and not address.startswith("["):
+        return f"[{address}]"
+    return address if address.endswith("]") else address.rpartition(":")[0] or address
+
+
 # Everything else is FAILED. Mooncake answers 0 too for a key that existed.
 PUT_OUTCOMES: Final = {
     OK: PutOutcome.STORED,
@@ -223,16 +267,13 @@ class MooncakeStore:
         self._wheel = import_wheel()
         self._address = options.master_address
         own_address = probe_master(options)
+        self._is_fabric = options.fabric
+        self._engine: SharedEngine | None = None
+        if options.protocol in DEVICE_PROTOCOLS and not options.fabric:
+            self._engine = shared_engine(options.protocol)
         native = self._wheel.MooncakeDistributedStore()
-        code = native.setup(
-            options.local_hostname or own_address,
-            options.metadata,
-            options.segment_bytes if segment else 0,
-            options.local_buffer_bytes,
-            options.protocol,
-            options.device,
-            options.master_address,
-        )
+        own_host = options.local_hostname or own_address
+        code = set_up(native, options, own_host, self._engine, segment=segment)
         if code != OK:
             raise StoreUnreachable(
                 f"Mooncake's setup with the master at {self._address} failed with {code}; check "
@@ -256,12 +297,7 @@ class MooncakeStore:
 
     def register(self, buffer: Buffer) -> None:
         with self._calling() as native:
-            code = native.register_buffer(buffer.address, buffer.nbytes)
-        if code != OK:
-            raise StoreError(
-                f"Mooncake cannot register {buffer.nbytes} bytes (code {code}); for RDMA check "
-                "`ulimit -l`, or lower staging_bytes"
-            )
+            self._register(native, buffer)
         with self._state:
             self._registered.add(buffer.address)
 
@@ -270,9 +306,26 @@ class MooncakeStore:
             assert buffer.address in self._registered, hex(buffer.address)
             self._registered.remove(buffer.address)
         with self._calling() as native:
-            code = native.unregister_buffer(buffer.address)
+            self._unregister(native, buffer.address)
+
+    def _register(self, native: Native, buffer: Buffer) -> None:
+        if self._engine is not None:
+            self._engine.register(buffer.address, buffer.nbytes)
+            return
+        code = OK if self._is_fabric else native.register_buffer(buffer.address, buffer.nbytes)
         if code != OK:
-            logger.warning("Mooncake cannot unregister %#x: code %d", buffer.address, code)
+            raise StoreError(
+                f"Mooncake cannot register {buffer.nbytes} bytes (code {code}); for RDMA check "
+                "`ulimit -l`, or lower staging_bytes"
+            )
+
+    def _unregister(self, native: Native, address: int) -> None:
+        if self._engine is not None:
+            self._engine.unregister(address)
+            return
+        code = OK if self._is_fabric else native.unregister_buffer(address)
+        if code != OK:
+            logger.warning("Mooncake cannot unregister %#x: code %d", address, code)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         found: list[bool] = []
@@ -351,7 +404,7 @@ class MooncakeStore:
             _left_open.append(native)
             return
         for address in self._registered:  # left registered, it has been seen to crash the exit
-            native.unregister_buffer(address)
+            self._unregister(native, address)
         native.close()
 
     @contextlib.contextmanager

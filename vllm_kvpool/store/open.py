@@ -13,7 +13,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -24,8 +24,8 @@ from vllm_kvpool.store.base import Capabilities, Store
 from vllm_kvpool.store.disk import IO_CHOICES
 from vllm_kvpool.store.files_format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.store.files_order import Policy
+from vllm_kvpool.store.mooncake import DEVICE_PROTOCOLS, PROTOCOLS, MooncakeOptions
 from vllm_kvpool.store.mooncake import ENVIRONMENT as MOONCAKE_ENVIRONMENT
-from vllm_kvpool.store.mooncake import PROTOCOLS, MooncakeOptions
 
 MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"  # Mooncake's own
 
@@ -36,6 +36,8 @@ DEFAULT_FILE_BYTES = 20 << 30
 MIN_SEGMENT_BYTES = 16 << 20  # below it Mooncake's allocator has no room for anything
 DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells go through registered memory, not through it
+ASCEND_SEGMENT_BYTES = 1 << 30  # segments on an NPU's host are whole multiples of it
+FABRIC_ENV = "ASCEND_ENABLE_USE_FABRIC_MEM"  # Mooncake's own, for Ascend A3
 MAX_PORT = 65535
 MAX_LANES = 16  # of a tier, for gets and for puts
 
@@ -174,7 +176,7 @@ def parse_store_url(
     `mooncake_config` is what the file named by `MOONCAKE_CONFIG_ENV` holds; it is read where
     `mooncake://` names no master, and the url's own options go before it.
     `environ` is the environment: `s3://` looks in it for credentials, which it does not keep, and
-    for what the url does not say.
+    for what the url does not say; Mooncake's `ascend` for how memory is reached.
     """
     shown = _shown(url)
     try:
@@ -196,6 +198,8 @@ def parse_store_url(
     outside = {"mooncake": mooncake_config, "s3": environ}.get(parts.scheme)
     options = _PARSERS[parts.scheme](parts, query, outside)
     query.finish()
+    if isinstance(options, MooncakeOptions) and options.protocol == "ascend":
+        options = _on_ascend(shown, options, environ or {})
     return StoreSpec(url, parts.scheme, required, options, get_lanes, put_lanes)
 
 
@@ -248,6 +252,12 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
     for wrap in _wraps:
         store = wrap(store)
     return store
+
+
+def uses_device(spec: StoreSpec) -> bool:
+    """Whether the store's client works with the device of the pages: its threads must enter the
+    device, and it takes no memory that the device's runtime does not know."""
+    return isinstance(spec.options, MooncakeOptions) and spec.options.protocol in DEVICE_PROTOCOLS
 
 
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
@@ -354,6 +364,21 @@ def _parse_mooncake(
         local_buffer_bytes=query.size("local_buffer", local_buffer, least=MIN_STORE_BYTES),
         local_hostname=query.text("local_hostname", fallback.text("local_hostname")),
     )
+
+
+def _on_ascend(url: str, options: MooncakeOptions, env: Mapping[str, str]) -> MooncakeOptions:
+    if options.segment_bytes % ASCEND_SEGMENT_BYTES:
+        raise ConfigError(
+            f"{url}: over ascend segment= must be a multiple of 1GiB, or 0; it is "
+            f"{options.segment_bytes} bytes"
+        )
+    fabric = env.get(FABRIC_ENV)
+    if fabric not in (None, "1"):
+        raise ConfigError(
+            f"{FABRIC_ENV}={fabric}: set it to 1 for fabric memory, or unset it; Mooncake takes "
+            "any value for on"
+        )
+    return replace(options, fabric=fabric == "1")
 
 
 class _MooncakeFallback:

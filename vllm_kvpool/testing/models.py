@@ -1,4 +1,4 @@
-"""Tiny Llama models and LoRA adapters on disk, for tests and examples.
+"""Tiny Llama and Gemma models and LoRA adapters on disk, for tests and examples.
 
 Weights are float32 and spread wide (`INITIALIZER_RANGE`): engines of different tensor-parallel
 sizes then agree to about 1e-5 in log-probability, while one wrong cached token moves it by 1e-2,
@@ -24,6 +24,7 @@ Weights = dict[str, NDArray[np.float32]]
 
 INITIALIZER_RANGE = 0.12
 LORA_SCALE = 0.05
+GEMMA_ATTENTION_WEIGHT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,50 @@ def make_llama(directory: Path, shape: LlamaShape) -> Path:
         _write_json(path / "config.json", _llama_config(shape))
 
     return _once(directory, "llama", asdict(shape), fill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaShape(LlamaShape):
+    """A Gemma 4 of full attention, whose last `sharing_layers` attend to the KV of another."""
+
+    sharing_layers: int = 2
+
+
+def make_gemma(directory: Path, shape: GemmaShape) -> Path:
+    """Write the model of `shape` below `directory`, unless it is there, and return its path."""
+
+    def fill(path: Path) -> None:
+        rng = np.random.default_rng(shape.seed)
+        weights = {name: _tensor(rng, size, name) for name, size in _gemma_sizes(shape)}
+        for name, tensor in weights.items():
+            # Otherwise the token before decides alone, and wrong KV would go unnoticed.
+            if name.endswith("post_attention_layernorm.weight"):
+                tensor *= GEMMA_ATTENTION_WEIGHT
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        _write_json(path / "config.json", _gemma_config(shape))
+
+    return _once(directory, "gemma", asdict(shape), fill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridShape(LlamaShape):
+    """A model of which every `full_every`th layer sees all tokens, and the others a window."""
+
+    layers: int = 6
+    window: int = 96
+    full_every: int = 3
+
+
+def make_hybrid(directory: Path, shape: HybridShape) -> Path:
+    """Write the model of `shape` below `directory`, unless it is there, and return its path."""
+
+    def fill(path: Path) -> None:
+        rng = np.random.default_rng(shape.seed)
+        weights = {name: _hybrid_tensor(rng, size, name) for name, size in _hybrid_sizes(shape)}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        _write_json(path / "config.json", _hybrid_config(shape))
+
+    return _once(directory, "hybrid", asdict(shape), fill)
 
 
 def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 1) -> Path:
@@ -109,6 +154,42 @@ def _llama_sizes(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (shape.vocab, shape.hidden)
 
 
+def _gemma_sizes(shape: GemmaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.self_attn.q_proj.weight", (q_size, shape.hidden)
+        yield f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,)
+        if layer < shape.layers - shape.sharing_layers:
+            yield f"{prefix}.self_attn.k_proj.weight", (kv_size, shape.hidden)
+            yield f"{prefix}.self_attn.v_proj.weight", (kv_size, shape.hidden)
+            yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
+        yield f"{prefix}.self_attn.o_proj.weight", (shape.hidden, q_size)
+        yield f"{prefix}.mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (shape.intermediate, shape.hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (shape.hidden, shape.intermediate)
+        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            yield f"{prefix}.{place}_layernorm.weight", (shape.hidden,)
+    yield "model.norm.weight", (shape.hidden,)
+
+
+def _gemma_config(shape: GemmaShape) -> dict[str, Any]:
+    llama = _llama_config(shape)
+    for name in ("hidden_act", "mlp_bias", "rope_theta"):
+        del llama[name]
+    return llama | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "global_head_dim": shape.head_dim,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": shape.vocab,
+        "num_kv_shared_layers": shape.sharing_layers,
+        "layer_types": ["full_attention"] * shape.layers,
+        "tie_word_embeddings": True,
+    }
+
+
 def _llama_config(shape: LlamaShape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -132,6 +213,42 @@ def _llama_config(shape: LlamaShape) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def _hybrid_sizes(shape: HybridShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, size in _llama_sizes(shape):
+        if name != "lm_head.weight":  # tied to the embeddings
+            yield name, size
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
+        yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
+        yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
+
+
+def _hybrid_config(shape: HybridShape) -> dict[str, Any]:
+    is_full = [(layer + 1) % shape.full_every == 0 for layer in range(shape.layers)]
+    return _llama_config(shape) | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": shape.head_dim,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": shape.window,
+        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
+        "tie_word_embeddings": True,
+    }
+
+
+def _hybrid_tensor(
+    rng: np.random.Generator, size: tuple[int, ...], name: str
+) -> NDArray[np.float32]:
+    if name.endswith("post_attention_layernorm.weight"):
+        return np.full(size, GEMMA_ATTENTION_WEIGHT, dtype=np.float32)
+    if name.endswith("norm.weight"):
+        return np.zeros(size, dtype=np.float32)  # this Gemma's norms add one
+    return _normal(rng, size, INITIALIZER_RANGE)
 
 
 def _tensor(rng: np.random.Generator, size: tuple[int, ...], name: str) -> NDArray[np.float32]:

@@ -104,7 +104,7 @@ Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth
 
 class Executor:
     """Runs an engine. `post`, `drain` and `wait` are for the model's thread and do not block on
-    the store; `close` is called once."""
+    the store; `close` is called once. Every thread of a lane calls `on_lane_start` first."""
 
     def __init__(
         self,
@@ -116,7 +116,9 @@ class Executor:
         trace: Trace = NO_TRACE,
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_stuck: Callable[[LaneName], None] = lambda lane: None,
+        on_lane_start: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_lane_start = on_lane_start
         self._call_timeout_s = call_timeout_s
         self._on_stuck = on_stuck
         self._engine = engine
@@ -343,7 +345,9 @@ class Executor:
     def _add_lane(self, lane: LaneName) -> None:
         name = f"kvpool-{lane}-{sum(other.lane == lane for other in self._lanes)}"
         inbox = self._lane_inboxes[lane]
-        self._lanes.append(LaneThread(lane, name, self._perform, inbox, self._inbox))
+        self._lanes.append(
+            LaneThread(lane, name, self._perform, inbox, self._inbox, self._on_lane_start)
+        )
 
     def _watch(self) -> None:
         """Look after what cannot speak for itself, now and then."""

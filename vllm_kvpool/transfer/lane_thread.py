@@ -21,7 +21,10 @@ Perform = Callable[[Work], tuple[CellOutcome, ...]]
 
 
 class LaneThread:
-    """Performs the works of its inbox, one after another."""
+    """Performs the works of its inbox, one after another.
+
+    `on_start` is called first, on the thread; if it fails the thread dies.
+    """
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class LaneThread:
         perform: Perform,
         inbox: SimpleQueue[Work | None],
         outbox: SimpleQueue[Any],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lane = lane
         self.ended = False  # it was told to end
@@ -40,6 +44,7 @@ class LaneThread:
         self._inbox = inbox
         self._perform = perform
         self._outbox = outbox
+        self._on_start = on_start
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -65,6 +70,7 @@ class LaneThread:
     def _run(self) -> None:
         inbox = starmap(self._inbox.get, repeat(()))
         try:
+            self._on_start()
             while True:
                 # One call into C: an exception thrown into this thread comes before or after it,
                 # so that no work is out of the inbox and in nobody's hands.

@@ -137,26 +137,31 @@ class LaneWork:
 
     def _moves(self, cells: Sequence[WorkCell]) -> list[CellMove]:
         moves = []
+        chunk_tokens = self.chunk_tokens
         for cell in cells:
             task = cell.cell
             assert isinstance(task, CellTask), cell
             assert cell.slot is not None, cell
-            start = task.chunk * self.chunk_tokens
-            moves.append(
-                CellMove(
-                    address=self.arena.payload_address(cell.slot),
-                    layer_start=task.cell.layer_start,
-                    layer_stop=task.cell.layer_stop,
-                    head_start=task.cell.head_start,
-                    head_stop=task.cell.head_stop,
-                    block_ids=task.pages.block_ids,
-                    table_start=task.pages.table_start,
-                    chunk_start=start,
-                    chunk_tokens=self.chunk_tokens,
-                    token_start=max(task.pages.token_start, start),
-                    token_stop=min(task.pages.token_stop, start + self.chunk_tokens),
+            start = task.chunk * chunk_tokens
+            payload = self.arena.payload_address(cell.slot)
+            row_bytes = task.cell.row_bytes
+            for piece in task.cell.pieces:
+                pages = task.pages[piece.group]
+                moves.append(
+                    CellMove(
+                        address=payload + piece.rows_before * chunk_tokens * row_bytes,
+                        layer_start=piece.layer_start,
+                        layer_stop=piece.layer_stop,
+                        head_start=piece.head_start,
+                        head_stop=piece.head_stop,
+                        block_ids=pages.block_ids,
+                        table_start=pages.table_start,
+                        chunk_start=start,
+                        chunk_tokens=chunk_tokens,
+                        token_start=max(pages.token_start, start),
+                        token_stop=min(pages.token_stop, start + chunk_tokens),
+                    )
                 )
-            )
         return moves
 
     def _count(self, work: Work, outcomes: Sequence[CellOutcome], start: float, end: float) -> None:

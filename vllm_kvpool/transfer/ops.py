@@ -17,34 +17,53 @@ JobId = NewType("JobId", int)
 WorkId = NewType("WorkId", int)
 
 
+NULL_BLOCK = 0  # in a block table: the block's tokens are not read any more, nothing is kept
+
+
+class JobPages(NamedTuple):
+    """Where tokens [token_start, token_stop) of a request lie in pages (see `CellMove`).
+
+    `block_ids` is the part of a block table that covers them, from the block that holds token
+    `table_start` on.
+    """
+
+    block_ids: tuple[int, ...]
+    table_start: int
+    token_start: int
+    token_stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class SavePlan:
     """Chunks whose pages are final after this step.
 
-    `block_ids` is the part of the block table that covers them, from the block that holds token
-    `table_start` on. The scheduler holds references to those blocks until `SaveGathered`.
+    `pages` has one entry for each of the engine's KV cache groups; a cell one of whose blocks is
+    the null block is not saved. The scheduler holds references to the others until
+    `SaveGathered`.
     """
 
     job_id: JobId
     request_id: str
     first_chunk: int
     hashes: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    table_start: int
+    pages: tuple[JobPages, ...]
     epoch: str = ""
     """Which weights the KV is of, where they have changed since the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Chunks to bring into a waiting request's pages; only tokens [token_start, token_stop)."""
+    """Chunks to bring into a waiting request's pages; only tokens [token_start, token_stop).
+
+    `pages` has one entry for each of the engine's KV cache groups, which say what part of those
+    tokens the group needs.
+    """
 
     job_id: JobId
     request_id: str
     first_chunk: int
     hashes: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    table_start: int
+    pages: tuple[JobPages, ...]
     token_start: int
     token_stop: int
     epoch: str = ""
@@ -59,21 +78,12 @@ class PrefetchPlan:
     epoch: str = ""
 
 
-class JobPages(NamedTuple):
-    """Where a job's tokens lie in this rank's pages (see `CellMove`)."""
-
-    block_ids: tuple[int, ...]
-    table_start: int
-    token_start: int
-    token_stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class CellName:
     """A cell as stores know it."""
 
     key: str
-    group: str  # names the chunk's cells together
+    group: str  # names the chunk's cells of one kind together
     nbytes: int  # header and payload
 
 
@@ -83,7 +93,7 @@ class CellTask(CellName):
 
     chunk: int
     cell: LocalCell
-    pages: JobPages
+    pages: tuple[JobPages, ...]  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory alone
 
 
@@ -223,6 +233,8 @@ class SaveDone(NamedTuple):
     job_id: JobId
     request_id: str
     outcomes: tuple[tuple[CellOutcome, int], ...]  # counts
+    tiers: tuple[int, ...] = ()  # in which cells are now by this save
+    missed: tuple[int, ...] = ()  # chunks of which a cell was to be stored, and is not by this save
 
 
 @dataclass(frozen=True, slots=True)

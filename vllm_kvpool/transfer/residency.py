@@ -15,10 +15,11 @@ once, and an entry that was forgotten (a reset, a stuck transfer) is held by its
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from vllm_kvpool.keys import kind_of_group
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
 from vllm_kvpool.transfer.ops import HostChange
 from vllm_kvpool.transfer.policy import Policy, Rank
@@ -70,9 +71,14 @@ _Place = tuple[Rank, str]
 
 
 class Residency:
-    """See the module docstring. `cells_per_chunk`: how many of this rank's cells make a chunk."""
+    """See the module docstring.
 
-    def __init__(self, slots: SlotPool, keep: int, policy: Policy, cells_per_chunk: int) -> None:
+    `cells_per_chunk`: how many of this rank's cells make a chunk, for each kind of layers.
+    """
+
+    def __init__(
+        self, slots: SlotPool, keep: int, policy: Policy, cells_per_chunk: Mapping[str, int]
+    ) -> None:
         self.slots = slots
         self.keep = keep
         self._policy = policy
@@ -120,8 +126,11 @@ class Residency:
         if entry.wanted and self.keep:
             self._line_up(self._policy.add(entry.key))
             self._present_of[entry.group] += 1
-            if self._present_of[entry.group] == self._cells_per_chunk:
+            if self._is_whole(entry.group):
                 self._changes[entry.group] = True
+
+    def _is_whole(self, group: str) -> bool:
+        return self._present_of[group] == self._cells_per_chunk.get(kind_of_group(group))
 
     def pin(self, entry: Entry) -> None:
         """Hold the entry for another transfer."""
@@ -257,7 +266,7 @@ class Residency:
         if entry.state is EntryState.PRESENT and self.keep:
             self._policy.discard(entry.key)
             group = entry.group
-            if self._present_of[group] == self._cells_per_chunk:
+            if self._is_whole(group):
                 self._changes[group] = False
             self._present_of[group] -= 1
             if not self._present_of[group]:

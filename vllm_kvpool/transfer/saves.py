@@ -52,6 +52,8 @@ class _Save:
     gathered: bool = False
     dropped: CellOutcome | None = None
     outcomes: Counter[CellOutcome] = field(default_factory=Counter)
+    tiers: set[int] = field(default_factory=set)
+    missed: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -112,11 +114,11 @@ class Saves:
         for task in job.tasks:
             if desk.residency.get(task.key) is not None:  # it is here, or on its way
                 known += 1
-                self._tell(save, CellOutcome.EXISTED)
+                self._tell(save, task, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(task, up)
             if not tiers and not desk.residency.keep:
-                self._tell(save, CellOutcome.UNREACHABLE)
+                self._tell(save, task, CellOutcome.UNREACHABLE)
                 continue
             entry = desk.residency.begin(task.key, task.group, task.nbytes)
             copy = Copy(task, entry, save, dirty=self._stays_dirty(task))
@@ -191,7 +193,7 @@ class Saves:
         if not dropped and self._desk.try_again(op, tier, outcome):
             return
         if outcome in STORED and self._desk.tiers[tier].durable:
-            self._report(copy, outcome)
+            self._report(copy, outcome, tier)
         self._end(op, copy, outcome)
 
     def tier_down(self, tier: int) -> None:
@@ -265,7 +267,7 @@ class Saves:
             return
         copy.over = True
         del self._copies[id(copy)]
-        self._report(copy, copy.outcome or CellOutcome.DONE)
+        self._report(copy, copy.outcome or CellOutcome.DONE, _tier_of(copy))
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
             fate = "demoted" if stored else "lost"
@@ -277,13 +279,20 @@ class Saves:
 
     # Ends
 
-    def _report(self, copy: Copy, outcome: CellOutcome) -> None:
+    def _report(self, copy: Copy, outcome: CellOutcome, tier: int | None) -> None:
         if not copy.reported and copy.save is not None:
             copy.reported = True
-            self._tell(copy.save, outcome)
+            self._tell(copy.save, copy.cell, outcome, tier)
 
-    def _tell(self, save: _Save, outcome: CellOutcome) -> None:
+    def _tell(
+        self, save: _Save, cell: CellName, outcome: CellOutcome, tier: int | None = None
+    ) -> None:
         save.outcomes[outcome] += 1
+        assert isinstance(cell, CellTask)
+        if tier is not None:
+            save.tiers.add(tier)
+        elif cell.stored:
+            save.missed.add(cell.chunk)
         save.num_open -= 1
         self._finish(save)
 
@@ -296,7 +305,13 @@ class Saves:
             self._desk.residency.refresh(task.key)
         for outcome, count in save.outcomes.items():
             self._desk.note(job.request_id, "save done: {} {}", count, outcome.value)
-        done = SaveDone(job.job_id, job.request_id, tuple(save.outcomes.items()))
+        done = SaveDone(
+            job.job_id,
+            job.request_id,
+            tuple(save.outcomes.items()),
+            tuple(sorted(save.tiers)),
+            tuple(sorted(save.missed)),
+        )
         self._desk.reports.append(done)
 
     def drop(self, outcome: CellOutcome) -> None:
@@ -346,3 +361,9 @@ class Saves:
     def next_time(self) -> float | None:
         """When `watch_stall` is due."""
         return self._patience_ends if self._gathers.num_ready else None
+
+
+def _tier_of(copy: Copy) -> int | None:
+    """The nearest tier that has taken the cell."""
+    done = (op.what for op in copy.ops if op.state is OpState.DONE)
+    return min((what.tier for what in done if isinstance(what, Put)), default=None)

@@ -1,0 +1,128 @@
+"""Models with several kinds of attention, whose KV cache has several groups."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import EngineShelf
+from tests.e2e.engine import Engine, EngineSpec, Prompt
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
+from vllm_kvpool.adapt import releases
+from vllm_kvpool.testing.models import HybridShape, make_hybrid
+
+pytestmark = pytest.mark.e2e
+
+CHUNK = 256
+PROMPT_TOKENS = 1264
+STORED = PROMPT_TOKENS // CHUNK * CHUNK
+
+
+def found(tokens_stored: int) -> int:
+    """What is found of so many tokens: nothing in releases that would not survive a failed load."""
+    return tokens_stored if releases.reports_failed_loads_by_request() else 0
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hybrid(tmp_path_factory.mktemp("models"), HybridShape())
+
+
+@pytest.fixture(scope="module")
+def engine(
+    hybrid: Path, engines: EngineShelf, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Engine]:
+    """`engine(tp)`: with the pool; `engine()`: without."""
+    store = files(tmp_path_factory.mktemp("pool"))
+
+    def get(tp: int = 0, **llm: Any) -> Engine:
+        if not tp:
+            return engines.get(EngineSpec(model=hybrid))
+        return engines.get(
+            EngineSpec(
+                model=hybrid,
+                tp=tp,
+                block_size=32 if tp == 1 else 64,
+                kv_transfer_config=pool(store),
+                llm=llm,
+            )
+        )
+
+    return get
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1)])
+def test_other_tensor_parallel_size_reads(
+    engine: Callable[..., Engine], writer: int, reader: int
+) -> None:
+    prompt = Prompt(ids=tokens(seed=writer, count=PROMPT_TOKENS))
+    (expected,) = engine().generate(prompt)
+    # Steps shorter than a chunk, whose window the engine lets go before the chunk is complete.
+    (written,) = engine(writer, max_num_batched_tokens=160).generate(prompt)
+    assert written.cached_tokens == 0
+    same(written, expected)
+    (read,) = engine(reader, max_num_batched_tokens=160).generate(expecting(prompt, STORED))
+    assert read.cached_tokens == found(STORED)
+    same(read, expected)
+
+
+def test_prompts_side_by_side_and_full_hits(engine: Callable[..., Engine]) -> None:
+    prompts = [Prompt(ids=tokens(seed=20 + i, count=4 * CHUNK)) for i in range(3)]
+    expected = engine().generate(*prompts)
+    with_pool = engine(1, max_num_batched_tokens=160)
+    with_pool.generate(*prompts[:2])
+    assert with_pool.reset_prefix_cache()
+    asked = [expecting(prompts[0], 4 * CHUNK), expecting(prompts[1], 4 * CHUNK), prompts[2]]
+    read = with_pool.generate(*asked)
+    hit = found(4 * CHUNK - 1)
+    assert [each.cached_tokens for each in read] == [hit, hit, 0]
+    for actual, wanted in zip(read, expected, strict=True):
+        same(actual, wanted)
+
+
+def test_local_prefix_and_pool_join(engine: Callable[..., Engine]) -> None:
+    """The engine's own cache has the first part of a prompt, the pool a longer one."""
+    ids = tokens(seed=31, count=4 * CHUNK + 50)
+    (expected,) = engine().generate(Prompt(ids=ids))
+    with_pool = engine(1, max_num_batched_tokens=160)
+    with_pool.generate(Prompt(ids=ids))
+    fresh(with_pool, Prompt(ids=ids[:300]))
+    (read,) = with_pool.generate(expecting(Prompt(ids=ids), 4 * CHUNK))
+    local = 300 // 32 * 32
+    assert read.cached_tokens == max(local, found(4 * CHUNK))
+    same(read, expected)
+
+
+def test_the_next_turn_finds_what_was_decoded(
+    hybrid: Path, engine: Callable[..., Engine], engines: EngineShelf, tmp_path: Path
+) -> None:
+    """One token a step: the window moves on long before a chunk is complete."""
+    config = pool(files(tmp_path / "pool"), chunk_tokens=64, save_decode=True)
+    chatting = engines.get(EngineSpec(model=hybrid, kv_transfer_config=config))
+    first = Prompt(ids=tokens(seed=40, count=100), max_tokens=190)
+    (answer,) = chatting.generate(first)
+    turn = Prompt(ids=[*first.ids, *answer.token_ids, *tokens(seed=41, count=30)])
+    (expected,) = engine().generate(turn)
+    read = fresh(chatting, expecting(turn, 256))
+    assert read.cached_tokens == found(256)
+    same(read, expected)
+
+
+def test_a_load_that_fails_begins_again(
+    hybrid: Path, engine: Callable[..., Engine], engines: EngineShelf, tmp_path: Path
+) -> None:
+    """With several groups vLLM computes all of such a request; what was bad is stored anew."""
+    config = pool(files(tmp_path / "pool"))
+    damaged = engines.get(EngineSpec(model=hybrid, kv_transfer_config=config))
+    prompt = Prompt(ids=tokens(seed=50, count=4 * CHUNK + 9))
+    (expected,) = engine().generate(prompt)
+    damaged.generate(prompt)
+    fresh(damaged, expecting(prompt, 4 * CHUNK))
+    for path in cell_files(tmp_path / "pool"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    same(fresh(damaged, prompt), expected)
+    same(again := fresh(damaged, expecting(prompt, 4 * CHUNK)), expected)
+    assert again.cached_tokens == found(4 * CHUNK)

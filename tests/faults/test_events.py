@@ -1,0 +1,121 @@
+"""Events of random steps: what a listener believes is what the tiers hold.
+
+vLLM's own scheduler publishes, real workers save, load and evict; nothing is computed. What is
+believed of a store is compared with the store's keys, and what is believed of host memory with what
+all ranks say they have.
+"""
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
+from tests.faults.scene import tokens
+from tests.faults.test_random_steps import Prompts
+from tests.faults.workshop import Workshop
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.keys import group_of
+from vllm_kvpool.testing.faults import Fault
+
+STEPS = 150
+END_S = 30.0
+STORE, HOST, OWN = ("CPU", None), ("CPU", "LOCAL"), ("GPU", None)
+Medium = tuple[str, str | None]
+
+
+class Listener:
+    """Somebody to whom a rig's scheduler publishes."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.blocks: dict[Medium, set[Any]] = defaultdict(set)
+        self.known: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self.num_told = 0
+        rig.scheduler.kv_event_publisher.publish = self.hear
+
+    def hear(self, batch: Any) -> None:
+        for event in batch.events:
+            match type(event).__name__:
+                case "BlockStored":
+                    self.stored(event)
+                case "BlockRemoved":
+                    medium = (event.medium, event.locality)
+                    assert medium == OWN or set(event.block_hashes) <= self.blocks[medium]
+                    self.blocks[medium] -= set(event.block_hashes)
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+
+    def stored(self, event: Any) -> None:
+        """What is told of a block is always the same, whoever tells it."""
+        medium, parent = (event.medium, event.locality), event.parent_block_hash
+        for i, name in enumerate(event.block_hashes):
+            about = parent, tuple(event.token_ids[i * BLOCK : (i + 1) * BLOCK])
+            assert self.known.setdefault(name, about) == about
+            assert medium == OWN or name not in self.blocks[medium], "told twice"
+            parent = name
+        self.blocks[medium].update(event.block_hashes)
+        self.num_told += medium != OWN
+
+    def tokens_to(self, name: Any) -> list[int]:
+        """All tokens up to the end of a block."""
+        tokens: list[int] = []
+        while name is not None:
+            name, own = self.known[name]
+            tokens[:0] = own
+        return tokens
+
+
+def chunk_hash(tokens: list[int]) -> bytes:
+    """Of the chunk that ends with these tokens."""
+    chain = ChunkChain(CHUNK, RequestIdentity(b"", "", (), None))
+    chain.extend(tokens)
+    return chain.hashes[-1]
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_listener_believes_what_is_so(
+    workshop: Workshop, policy: str, tp: int, faulty: bool
+) -> None:
+    rng = random.Random(f"{policy} {tp} {faulty}")
+    url = workshop.memory()
+    spec = RigSpec(tp=tp, num_blocks=40, events=True, options={"write_policy": policy})
+    rig = workshop.rig(spec, ["host://1MiB", url])
+    listener, prompts, store = Listener(rig), Prompts(rng), workshop.plain_store(url)
+    for _ in range(STEPS):
+        live = [r for r, answer in rig.answers.items() if not answer.ended]
+        if len(live) < 4 and rng.random() < 0.4:
+            alone = tokens(rng.randrange(10**6), 4 * CHUNK)
+            rig.add(rng.choice([prompts.draw(), alone]), rng.choice([1, 2, 8]))
+        if live and rng.random() < 0.02:
+            rig.abort(rng.choice(live))
+        if rng.random() < 0.03:
+            rig.reset(connector=rng.random() < 0.3)
+        if faulty and rng.random() < 0.05:
+            workshop.faults.inject(Fault.FAILED, "put", rng.choice("0123456789abcdef"), 1)
+        rig.step()
+        rig.pool.check()
+    rig.run(END_S)
+    rig.settle()
+    rig.step()
+    connector: Any = rig.scheduler.connector
+    connector._events._announcer.check()
+    assert listener.num_told > 0
+    assert rig.count("kvpool_evicted_cells") > 0
+    names = connector._scheduler_side._probe._names
+    stored, in_host = set(), set()
+    for name, (parent, _) in listener.known.items():
+        path = listener.tokens_to(name)
+        if len(path) % CHUNK == 0:  # the block ends a chunk, and its parent begins it
+            chunk = chunk_hash(path)
+            if all(store.exists(names.of_chunk(chunk))):
+                stored |= {name, parent}
+            if connector._mirror.has(group_of(names.namespace, chunk.hex())):
+                in_host |= {name, parent}
+    assert listener.blocks[HOST] == in_host
+    assert listener.blocks[STORE] <= stored
+    if policy == "through" and not faulty:
+        assert listener.blocks[STORE] == stored
+        assert stored

@@ -1,0 +1,63 @@
+"""Every order in which model runners call the connector: the same bytes, everything reported once.
+
+Each step is one of vLLM's scheduler, over random requests and plans; every row that is read is
+compared, and a save that is posted while the forward pass runs fails the step.
+"""
+
+import random
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked
+from tests.faults.rig import CHUNK, RigSpec
+from tests.faults.runners import RUNNERS
+from tests.faults.scene import tokens
+from tests.faults.test_random_steps import Prompts
+from tests.faults.workshop import Workshop
+
+STEPS = 120
+END_S = 30.0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int) -> None:
+    rng = random.Random(f"{runner} {tp}")
+    options = {"save_decode": True, "write_policy": rng.choice(["back", "through"])}
+    # Few blocks: requests are preempted, and go on from what they have saved themselves.
+    spec = RigSpec(tp=tp, num_blocks=28, runner=runner, options=options)
+    rig = workshop.rig(spec, [*rng.choice([["host://1MiB"], []]), workshop.memory()])
+    prompts = Prompts(rng)
+    for _ in range(STEPS):
+        live = [r for r, answer in rig.answers.items() if not answer.ended]
+        if len(live) < 4 and rng.random() < 0.4:
+            rig.add(prompts.draw(), rng.choice([1, 2, 8, 40]))
+        if live and rng.random() < 0.02:
+            rig.abort(rng.choice(live))
+        if rng.random() < 0.05:
+            rig.reset()
+        rig.step()
+        rig.pool.check()
+    rig.run(END_S)
+    rig.expect(r for r, answer in rig.answers.items() if answer.ended != "abort")
+    assert rig.count("kvpool_hit_tokens") > 0
+    assert rig.count("kvpool_saved_tokens") > 0
+    check_nothing_leaked(rig)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_what_one_runner_saves_every_other_loads(workshop: Workshop, runner: str) -> None:
+    store = workshop.memory()
+    prompt = tokens(1, 3 * CHUNK + 5)
+    writer = workshop.rig(RigSpec(runner=runner), store)
+    writer.add(prompt, 1)
+    writer.run(END_S)
+    writer.settle()
+    for other in RUNNERS:
+        reader = workshop.rig(RigSpec(runner=other, tp=2), store)
+        request = reader.add(prompt)
+        reader.run(END_S)
+        reader.expect([request])
+        assert reader.count("kvpool_hit_tokens") == 3 * CHUNK
+        check_nothing_leaked(reader)
+        reader.shutdown()

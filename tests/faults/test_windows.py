@@ -1,0 +1,182 @@
+"""Models with sliding windows, over vLLM's real scheduler and its real KV cache groups."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.model import FakeModel
+from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
+from tests.faults.workshop import Workshop
+from vllm_kvpool.testing.faults import Fault
+
+CHANCE = random.Random(2)
+PROMPT = CHANCE.choices(range(3, 1000), k=300)
+OTHERS = [CHANCE.choices(range(3, 1000), k=250) for _ in range(6)]
+LIMIT_S = 60.0
+
+# Full, then windows: three groups of two layers.
+HYBRID = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))
+WINDOWS = FakeModel(layers=2, windows=(40, 40))  # one group
+MODELS = pytest.mark.parametrize("model", [HYBRID, WINDOWS], ids=["hybrid", "windows"])
+HIT = len(PROMPT) // CHUNK * CHUNK
+
+
+def serve(rig: Rig, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[str]:
+    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+    return ids
+
+
+def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
+    for model, count in ((HYBRID, 3), (WINDOWS, 1)):
+        rig = workshop.rig(RigSpec(model=model), workshop.memory())
+        assert len(rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups) == count
+        rig.shutdown()
+
+
+@MODELS
+@pytest.mark.parametrize("step_tokens", [24, 96, 512])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_one_engine_saves_another_loads(
+    workshop: Workshop, model: FakeModel, step_tokens: int, tp: int
+) -> None:
+    """Also if a chunk is computed in several steps, by which its first blocks are let go."""
+    store = workshop.memory()
+    spec = RigSpec(model=model, max_batched_tokens=step_tokens, num_blocks=300)
+    writer = workshop.rig(spec, store)
+    serve(writer, [PROMPT])
+    check_nothing_leaked(writer)
+    writer.shutdown()
+    reader = workshop.rig(replace(spec, tp=tp), store)
+    serve(reader, [PROMPT])
+    assert reader.count("kvpool_hit_tokens") == HIT
+    check_nothing_leaked(reader)
+    check_tokens(reader)
+    reader.shutdown()
+    check_threads(workshop)
+
+
+def test_of_a_prompt_with_too_many_blocks_to_be_pinned_more_is_found_each_time(
+    workshop: Workshop,
+) -> None:
+    """What windows let go of it before there is room for its save is missing at first."""
+    store, hits = workshop.memory(), []
+    for _ in range(4):
+        rig = workshop.rig(RigSpec(model=HYBRID, max_batched_tokens=512, num_blocks=96), store)
+        serve(rig, [PROMPT])
+        check_nothing_leaked(rig)
+        hits.append(rig.count("kvpool_hit_tokens"))
+        rig.shutdown()
+    assert hits == sorted(hits)
+    assert hits[1] > 0
+    assert hits[-1] == HIT
+
+
+@MODELS
+def test_what_was_evicted_here_is_loaded_again(workshop: Workshop, model: FakeModel) -> None:
+    rig = workshop.rig(RigSpec(model=model, num_blocks=120), workshop.memory())
+    serve(rig, [PROMPT])
+    serve(rig, OTHERS)
+    before = rig.count("kvpool_hit_tokens")
+    assert rig.reset()
+    serve(rig, [PROMPT, *OTHERS[:2], PROMPT[:200]])
+    assert rig.count("kvpool_hit_tokens") - before >= HIT + 2 * (250 // CHUNK * CHUNK)
+    check_nothing_leaked(rig)
+
+
+@MODELS
+def test_a_prompt_that_begins_alike_is_loaded_as_far_as_its_windows_are_there(
+    workshop: Workshop, model: FakeModel
+) -> None:
+    store = workshop.memory()
+    writer = workshop.rig(RigSpec(model=model), store)
+    serve(writer, [PROMPT])
+    reader = workshop.rig(RigSpec(model=model), store)
+    serve(reader, [PROMPT[:200] + OTHERS[0]])
+    assert reader.count("kvpool_hit_tokens") == 200 // CHUNK * CHUNK
+    check_nothing_leaked(reader)
+
+
+@MODELS
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_answers_that_go_on_are_saved_and_loaded(
+    workshop: Workshop, model: FakeModel, save_decode: bool
+) -> None:
+    store = workshop.memory()
+    spec = RigSpec(model=model, options={"save_decode": save_decode})
+    writer = workshop.rig(spec, store)
+    [request] = serve(writer, [PROMPT], 90)
+    check_nothing_leaked(writer)
+    longer = PROMPT + writer.answers[request].tokens
+    reader = workshop.rig(spec, store)
+    serve(reader, [[*longer, 5]])
+    known = len(longer) - 1 if save_decode else len(PROMPT)
+    assert reader.count("kvpool_hit_tokens") == known // CHUNK * CHUNK
+    check_nothing_leaked(reader)
+
+
+@MODELS
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fault", [Fault.MISSING, Fault.FLIPPED, Fault.UNREACHABLE])
+def test_a_load_that_fails_starts_again_and_ends_well(
+    workshop: Workshop, model: FakeModel, tp: int, fault: Fault
+) -> None:
+    store = workshop.memory()
+    writer = workshop.rig(RigSpec(model=model), store)
+    serve(writer, [PROMPT, OTHERS[0]])
+    writer.shutdown()
+    reader = workshop.rig(RigSpec(model=model, tp=tp), store, name="reader")
+    workshop.faults.inject(fault, "get")
+    serve(reader, [PROMPT, OTHERS[0]])
+    workshop.faults.heal()
+    assert reader.count("kvpool_hit_tokens") == 0
+    assert reader.count("kvpool_failures", "load_") > 0
+    check_nothing_leaked(reader)
+    check_tokens(reader)
+
+
+@MODELS
+def test_many_at_once_in_few_blocks(workshop: Workshop, model: FakeModel) -> None:
+    """With preemptions, and blocks that are used again as soon as they are free."""
+    store = workshop.memory()
+    for _ in range(2):
+        rig = workshop.rig(RigSpec(model=model, num_blocks=90, max_batched_tokens=80), store)
+        prompts = [PROMPT, *OTHERS, PROMPT[:150], OTHERS[1][:100] + OTHERS[2]]
+        serve(rig, prompts, 40)
+        check_nothing_leaked(rig)
+        rig.shutdown()
+    assert rig.count("kvpool_hit_tokens") > 5 * CHUNK
+
+
+@MODELS
+def test_requests_that_are_aborted_leave_nothing(workshop: Workshop, model: FakeModel) -> None:
+    rig = workshop.rig(RigSpec(model=model, max_batched_tokens=24), workshop.memory())
+    for steps in (1, 3, 7):
+        request_id = rig.add(PROMPT)
+        for _ in range(steps):
+            rig.step()
+        rig.abort(request_id)
+        rig.run(LIMIT_S)
+        check_nothing_leaked(rig)
+
+
+def test_blocks_are_let_go_while_a_request_runs(workshop: Workshop) -> None:
+    """Otherwise the tests above would show nothing."""
+    rig = workshop.rig(RigSpec(model=HYBRID, max_batched_tokens=24), workshop.memory())
+    request_id = rig.add(PROMPT)
+    most = [0, 0]
+
+    def look(_: object) -> None:
+        if request_id in rig.scheduler.requests:
+            tables = rig.scheduler.kv_cache_manager.get_block_ids(request_id)
+            gone = sum(table.count(0) for table in tables)
+            most[:] = max(most[0], gone), max(most[1], rig.pool.ledger.num_held)
+
+    rig.on_stepped.append(look)
+    rig.run(LIMIT_S)
+    assert most[0] >= 2 * (HIT - 40) // BLOCK - 2
+    assert most[1] > 0

@@ -1,0 +1,82 @@
+"""Pieces cover exactly what a move moves, each contiguous in the payload and within its bounds."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.staging.pieces import Piece, cut
+
+ROWS = (3, 5, 2, 7)  # bytes of a row in each layer
+
+
+def index_map(move: CellMove) -> dict[tuple[int, int, int], range]:
+    """Where each row of the payload lies, by head, layer and token."""
+    places, at = {}, move.address
+    for head in range(move.head_start, move.head_stop):
+        for layer in range(move.layer_start, move.layer_stop):
+            for token in range(move.chunk_start, move.chunk_start + move.chunk_tokens):
+                places[head, layer, token] = range(at, at + ROWS[layer])
+                at += ROWS[layer]
+    return places
+
+
+def rows_of(piece: Piece) -> dict[tuple[int, int, int], range]:
+    whole = CellMove(
+        address=piece.address,
+        layer_start=piece.layer_start,
+        layer_stop=piece.layer_stop,
+        head_start=piece.head_start,
+        head_stop=piece.head_stop,
+        block_ids=piece.block_ids,
+        table_start=piece.table_start,
+        chunk_start=piece.token_start,
+        chunk_tokens=piece.token_stop - piece.token_start,
+        token_start=piece.token_start,
+        token_stop=piece.token_stop,
+    )
+    rows = index_map(whole)
+    assert sum(map(len, rows.values())) == piece.nbytes
+    return rows
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> CellMove:
+    def half_open(stop: int, start: int = 0) -> tuple[int, int]:
+        first = draw(st.integers(start, stop))
+        return first, draw(st.integers(first, stop))
+
+    layers, heads = half_open(len(ROWS)), half_open(4)
+    chunk_start, chunk_tokens = draw(st.integers(0, 9)), draw(st.integers(1, 12))
+    chunk = (chunk_start, chunk_start + chunk_tokens)
+    clip = draw(st.one_of(st.just(chunk), st.just(half_open(chunk[1], chunk[0]))))
+    return CellMove(1000, *layers, *heads, (4, 2), 0, chunk_start, chunk_tokens, *clip)
+
+
+@given(moves(), st.integers(max(ROWS), 300), st.integers(1, 15))
+def test_pieces_cover_the_clip_once(move: CellMove, max_bytes: int, max_tokens: int) -> None:
+    expected = {
+        (head, layer, token): place
+        for (head, layer, token), place in index_map(move).items()
+        if move.token_start <= token < move.token_stop
+    }
+    found: dict[tuple[int, int, int], range] = {}
+    for piece in cut(move, ROWS, max_bytes, max_tokens):
+        assert 0 < piece.nbytes <= max_bytes
+        assert piece.token_stop - piece.token_start <= max_tokens
+        assert (piece.block_ids, piece.table_start) == (move.block_ids, move.table_start)
+        rows = rows_of(piece)
+        assert not found.keys() & rows.keys()
+        found |= rows
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "num_pieces"), [(10_000, 1), (2 * 170, 2), (170, 4), (100, 8), (29, 32)]
+)
+def test_no_more_pieces_than_the_bound_asks_for(max_bytes: int, num_pieces: int) -> None:
+    move = CellMove(0, 0, 4, 0, 4, (0,), 0, 0, 10, 0, 10)
+    pieces = list(cut(move, ROWS, max_bytes, 100))
+    assert len(pieces) == num_pieces
+    assert np.sum([piece.nbytes for piece in pieces]) == 4 * 10 * sum(ROWS)

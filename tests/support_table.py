@@ -1,0 +1,281 @@
+"""What is shared between engines, and what shows it: the rows behind docs/support.md.
+
+Adding what is supported is adding a row. `tests/test_support.py` sees to it that every test named
+here exists and that the document says what stands here, `tests/adapt/test_refusals.py` that what is
+refused is refused in these words. To write the document again:
+
+    python -m tests.support_table > docs/support.md
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class How(Enum):
+    """What a cell of the table rests on, the strongest first."""
+
+    ENGINE = "real engine"
+    TENSORS = "tensors"
+    STAND_IN = "stand-in"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`test` is a pytest node; of what is refused, `words` are part of what the user is told."""
+
+    how: How
+    test: str
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One format in one kind of group on one device; no cell where nothing shows it yet."""
+
+    format: str
+    group: str
+    device: str
+    newer: Cell | None = None  # vLLM 0.32.0
+    older: Cell | None = None  # vLLM 0.27.1
+
+
+def engine(test: str) -> Cell:
+    """Two real engines share, and the second's log-probabilities are the first's."""
+    return Cell(How.ENGINE, f"tests/e2e/{test}")
+
+
+def tensors(test: str) -> Cell:
+    """Byte for byte on vLLM's own page views, without an engine."""
+    return Cell(How.TENSORS, f"tests/{test}")
+
+
+def stand_in(test: str) -> Cell:
+    """On a stand-in for the device's library: same shapes, same order of calls."""
+    return Cell(How.STAND_IN, f"tests/{test}")
+
+
+def refused(name: str, words: str) -> Cell:
+    """At start, by ConfigError."""
+    return Cell(How.REFUSED, f"tests/adapt/test_refusals.py::test_refused[{name}]", words)
+
+
+def pages(content: str) -> Cell:
+    return tensors(
+        "adapt/test_page_formats.py::"
+        f"test_every_format_reads_what_every_format_has_written[{content}]"
+    )
+
+
+SHARING = "test_sharing.py::test_other_tensor_parallel_size_reads"
+ANY = "any layout"
+FULL, MLA = "full attention", "MLA"
+
+ROWS = (
+    # Real engines on CPU, which keep K transposed.
+    Row("float32", FULL, "CPU, vec", engine(SHARING), engine(SHARING)),
+    Row("float16", FULL, "CPU, vec16", engine("test_formats.py::test_engines_share[float16]")),
+    Row("bfloat16", FULL, "CPU, vec", engine("test_formats.py::test_engines_share[bfloat16]")),
+    Row(
+        "float32",
+        "full attention, layers that share KV",
+        "CPU, vec",
+        engine("test_formats.py::test_layers_that_share_kv"),
+    ),
+    # Contents that CPU attention has no kernel for on every machine, on its pages all the same.
+    *(
+        Row(isa_dtype, FULL, f"CPU, {isa}", tensors(f"adapt/test_cpu_pages.py::{test}"))
+        for isa_dtype, isa, test in (
+            ("float32, float16, bfloat16", "vec, vec16", "test_kernels_write_plain_pages"),
+            (
+                "float32, float16, bfloat16",
+                "rvv, vsx, vxe (by their kernels' sources)",
+                "test_isas_with_plain_pages",
+            ),
+            ("float32, float16", "neon (by its kernel's source)", "test_isas_with_plain_pages"),
+            ("fp8_e4m3, fp8_e5m2", "vec", "test_bytes_in_plain_pages"),
+        )
+    ),
+    # Each of these in six layouts, with kernel blocks, padding and alignment.
+    *(
+        Row(f"{content}, {ANY}", FULL, "GPU views in host memory", pages(content))
+        for content in (
+            *("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),
+            *("K and V of different size", "int8, scales in the row", "fp8, scales in the row"),
+            *("int4, scales in the row", "TurboQuant", "UltraQuant"),
+        )
+    ),
+    *(
+        Row(f"{content}, {ANY}", MLA, "GPU views in host memory", pages(content))
+        for content in ("MLA", "MLA fp8_ds_mla", "MLA nvfp4_ds_mla")
+    ),
+    Row(
+        f"float16, {ANY}",
+        "full attention, layers that share KV",
+        "any",
+        tensors("adapt/test_kv_sharing.py::test_layers_without_pages_are_not_counted"),
+    ),
+    # Several groups: full attention beside layers that read only the last tokens.
+    Row(
+        "float32",
+        "full attention and sliding window",
+        "CPU, vec",
+        engine("test_groups.py::test_other_tensor_parallel_size_reads"),
+    ),
+    Row(
+        "float32, loads that fail, full hits, decoded tokens",
+        "full attention and sliding window",
+        "CPU, vec",
+        engine("test_groups.py::test_a_load_that_fails_begins_again"),
+    ),
+    Row(
+        "any, whatever groups its layers are in",
+        "full attention and sliding window",
+        "any",
+        tensors("pool/test_sides_kinds.py::test_any_grouping_of_the_layers_is_read_by_any_other"),
+    ),
+    Row(
+        "any",
+        "chunked local attention",
+        "any",
+        tensors("layout/test_kinds.py::test_what_is_not_read_any_more_is_never_read_again"),
+    ),
+    Row(
+        "any",
+        "decode context parallelism of equal size",
+        "any",
+        tensors(
+            "pool/test_sides_kinds.py::"
+            "test_tokens_that_are_dealt_out_are_read_where_they_are_dealt_out_alike"
+        ),
+    ),
+    Row(
+        "any",
+        "prefill context parallelism",
+        "any",
+        tensors(
+            "pool/test_sides_kinds.py::test_ranks_of_prefill_context_parallelism_hold_the_same"
+        ),
+    ),
+    Row(
+        f"1, 2, 4 and 8 bytes an element, {ANY}",
+        FULL,
+        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        tensors("gpu/test_copy_triton.py::test_every_format_and_dtype"),
+    ),
+    Row(
+        "MLA",
+        MLA,
+        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        tensors("gpu/test_copy_triton.py::test_an_opaque_latent"),
+    ),
+    Row(
+        "separate (k, v) tensors",
+        FULL,
+        "Ascend NPU",
+        stand_in("ascend/test_sharing.py::test_npus_write_hosts_read_and_back"),
+    ),
+    # Refused.
+    Row("NVFP4", FULL, "GPU", refused("NVFP4", "NVFP4 pages hold the data of all heads before")),
+    Row("K and V planes", FULL, "GPU (B12X)", refused("B12X", "4 KV heads in 2 planes")),
+    Row("K and V planes", FULL, "GPU (ROCm)", refused("ROCm", "4 KV heads in 2 planes")),
+    Row("unknown content", FULL, "any", refused("unknown content", "in a way of its own")),
+    Row("unknown latent", MLA, "any", refused("unknown latent", "'new_ds_mla' is not known here")),
+    Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps the scales")),
+    Row("compressed states", MLA, "any", refused("compressed", "one KV state for 4 tokens")),
+    Row("indexer", MLA, "any", refused("indexer", "cache of a sparse-attention indexer")),
+    Row("Mamba state", "Mamba", "any", refused("Mamba", "Mamba layers keep one state")),
+    Row(
+        "rows of different sizes",
+        "one group of unequal layers",
+        "any",
+        refused("unequal layers", "KV of different forms in a group"),
+    ),
+    Row(
+        "scales computed at run time",
+        FULL,
+        "any",
+        refused("scales at run time", "calculate_kv_scales computes scales at run time"),
+    ),
+    Row(
+        "any",
+        "layers that share KV, pipeline parallelism",
+        "any",
+        refused("KV sharing over stages", "without pipeline parallelism only"),
+    ),
+    Row("bfloat16", FULL, "CPU, amx", refused("AMX tiles", "in the 'amx' form")),
+    Row("bfloat16", FULL, "CPU, neon", refused("bfloat16 on ARM", "in the 'neon' form")),
+    Row("any", FULL, "CPU, other forms", refused("unknown CPU form", "in the 'nnpa' form")),
+    Row(
+        "K and V of different size",
+        FULL,
+        "CPU",
+        refused("halves of CPU pages", "halves its pages into K and V"),
+    ),
+)
+
+INTRODUCTION = """\
+# What is shared, and what shows it
+
+Written by `python -m tests.support_table > docs/support.md` from the table that the tests check:
+every test named here exists, and what is refused is refused in these words.
+
+- **real engine**: two real vLLM engines share a pool, and the second answers as the first.
+- **tensors**: byte for byte on pages that vLLM's own functions allocated, without an engine; every
+  format with this content reads what every other has written.
+- **stand-in**: on a stand-in for the device's library. It has not run on the hardware.
+- **refused**: the engine does not start; the message says what to do.
+- An empty cell: nothing shows it.
+
+What differs in content is in another namespace, so it can only miss; where the bytes lie (layout,
+block size, kernel blocks, padding) may differ between engines that share.
+"""
+
+RELEASES = ("0.32.0", "0.27.1")
+
+
+def document() -> str:
+    """The whole of docs/support.md."""
+    head = ("format", "group", "device", *(f"vLLM {release}" for release in RELEASES), "test")
+    lines = [INTRODUCTION, *_table(head, [_cells(row) for row in ROWS if not _is_refused(row)])]
+    lines += ["", "## Refused", ""]
+    head = ("format", "group", "device", "in these words")
+    refusals = [(r.format, r.group, r.device, _words(r)) for r in ROWS if _is_refused(r)]
+    return "\n".join([*lines, *_table(head, refusals)]) + "\n"
+
+
+def tests() -> list[str]:
+    """Every pytest node that a row rests on, once."""
+    cells = (cell for row in ROWS for cell in (row.newer, row.older) if cell is not None)
+    return list(dict.fromkeys(cell.test for cell in cells))
+
+
+def refusals() -> dict[str, str]:
+    """The words of each refusal, by its name."""
+    cells = (cell for row in ROWS for cell in (row.newer, row.older) if cell is not None)
+    return {
+        cell.test.partition("[")[2][:-1]: cell.words for cell in cells if cell.how is How.REFUSED
+    }
+
+
+def _is_refused(row: Row) -> bool:
+    return row.newer is not None and row.newer.how is How.REFUSED
+
+
+def _words(row: Row) -> str:
+    assert row.newer is not None
+    return f"… {row.newer.words} …"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    releases = ("" if c is None else c.how.value for c in (row.newer, row.older))
+    nodes = dict.fromkeys(c.test for c in (row.newer, row.older) if c is not None)
+    return (row.format, row.group, row.device, *releases, ", ".join(f"`{n}`" for n in nodes))
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    print(document(), end="")

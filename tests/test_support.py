@@ -1,0 +1,35 @@
+"""docs/support.md says what tests show."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import support_table
+
+ROOT = Path(__file__).parent.parent
+COLLECT_TIMEOUT_S = 300
+
+
+def test_the_document_is_what_the_table_says() -> None:
+    assert (ROOT / "docs" / "support.md").read_text() == support_table.document()
+
+
+def test_every_test_that_is_named_exists() -> None:
+    """Collected by their full names: pytest fails for one that it does not find."""
+    options = ("--collect-only", "-q", "-p", "no:cacheprovider")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *support_table.tests()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=COLLECT_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_no_row_stands_twice() -> None:
+    rows = [(row.format, row.group, row.device) for row in support_table.ROWS]
+    assert len(set(rows)) == len(rows)
+    for row in support_table.ROWS:
+        assert row.newer or row.older, row

@@ -1,0 +1,295 @@
+"""vLLM's KV cache groups -> kinds of layers, and what of them can be shared.
+
+vLLM splits layers over groups by its own needs: the same model has other groups in another release
+or pipeline. What is alike in all of them is the kind of a layer: how far it looks back and how
+large its rows are. Layers are counted within their kind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_kvpool.adapt import page_formats, page_specs, releases
+from vllm_kvpool.config import KVPoolConfig
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.topology import (
+    WHOLE,
+    Context,
+    Group,
+    Kind,
+    Reach,
+    Topology,
+    default_layer_span,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SHAREABLE_SPECS = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+)
+# What Hugging Face's `layer_types` calls them.
+_LAYER_TYPES = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "local",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A kind of layers as vLLM has it. `spec` is one rank's; `groups` hold its layers."""
+
+    name: str
+    spec: Any
+    reach: Reach
+    groups: tuple[int, ...]
+
+    @property
+    def is_latent(self) -> bool:
+        return isinstance(self.spec, MLAAttentionSpec)
+
+    @property
+    def row_bytes(self) -> int:
+        return releases.row_bytes(self.spec)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a row; all of it where K and V cannot be told apart."""
+        if self.is_latent or releases.has_own_content(self.spec):
+            return self.row_bytes
+        item = torch.empty((), dtype=self.spec.dtype).element_size()
+        return int(self.spec.head_size) * item
+
+
+def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tuple[LayerKind, ...]:
+    """The kinds of this model's layers; ConfigError for what cannot be shared."""
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    by_name: dict[str, LayerKind] = {}
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        if _is_drafts(group.layer_names, total):
+            continue
+        spec = group.kv_cache_spec
+        _check_spec(spec)
+        reach = _reach(spec)
+        name = _kind_name(spec, reach, _num_heads(vllm_config, spec))
+        known = by_name.get(name)
+        groups = (*(known.groups if known is not None else ()), i)
+        by_name[name] = LayerKind(name, spec, reach, groups)
+    if not by_name:
+        raise ConfigError("this model has no attention layers whose KV could be shared")
+    if len(by_name) == 1:
+        [kind] = by_name.values()
+        return (LayerKind("", kind.spec, kind.reach, kind.groups),)
+    return tuple(by_name[name] for name in sorted(by_name))
+
+
+def _kind_name(spec: Any, reach: Reach, num_heads: int) -> str:
+    """The same for the same layers in every engine, whatever its parallelism."""
+    if reach.window:
+        name = f"window{spec.sliding_window}"
+    elif reach.local_tokens:
+        name = f"local{reach.local_tokens}"
+    else:
+        name = "full"
+    return f"{name}-{num_heads}x{releases.row_bytes(spec)}"
+
+
+def _reach(spec: Any) -> Reach:
+    if isinstance(spec, SlidingWindowSpec):
+        # A drafting model may have the engine keep a few tokens more.
+        return Reach(window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Reach(local_tokens=spec.attention_chunk_size)
+    return WHOLE
+
+
+def _check_spec(spec: Any) -> None:
+    """Refuse, by name, what cannot be cut by token and head."""
+    page_specs.check_spec(spec)
+    if type(spec) not in SHAREABLE_SPECS and not page_formats.is_plain_latent(spec):
+        raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
+
+
+def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
+    """Whether a group holds layers of a draft model alone."""
+    return bool(layer_names) and not any(_is_own(name, total_layers) for name in layer_names)
+
+
+def _is_own(name: str, total_layers: int) -> bool:
+    """Whether a layer is one of the model's, not a draft model's."""
+    return extract_layer_index(name) < total_layers and not name.startswith("draft_model.")
+
+
+def local_layers(
+    kinds: Sequence[LayerKind], kv_cache_config: KVCacheConfig, total_layers: int
+) -> list[list[tuple[str, int]]]:
+    """This rank's layers and their groups, kind by kind, in model order.
+
+    Layers of a draft model are left out: their KV belongs to no position of the target. So are
+    layers that attend to the KV of another layer: they have no pages of their own, and whether
+    vLLM has added them to the group depends on the moment.
+    """
+    owners = releases.layers_with_pages(kv_cache_config)
+    return [
+        sorted(
+            (
+                (name, group)
+                for group in kind.groups
+                for name in kv_cache_config.kv_cache_groups[group].layer_names
+                if name in owners and _is_own(name, total_layers)
+            ),
+            key=lambda layer: extract_layer_index(layer[0]),
+        )
+        for kind in kinds
+    ]
+
+
+def shared_kinds(
+    vllm_config: "VllmConfig",
+    kv_cache_config: KVCacheConfig,
+    kinds: Sequence[LayerKind],
+    config: KVPoolConfig,
+) -> tuple[Kind, ...]:
+    """How the layers of each kind are cut into cells."""
+    context = context_of(vllm_config, kinds, config)
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    stages = _stages(vllm_config, kv_cache_config, kinds)
+    shared = []
+    for kind, layers in zip(kinds, stages, strict=True):
+        topology = Topology(
+            num_heads=_num_heads(vllm_config, kind.spec),
+            tp_size=tp_size,
+            stages=layers,
+            layer_span=config.layer_span
+            or default_layer_span(layers[-1][1], kind.row_bytes, config.chunk_tokens),
+            per_head=config.per_head_storage,
+            kind=kind.name,
+            context=context,
+        )
+        if kind.spec.num_kv_heads != topology.heads_per_rank:
+            raise ConfigError(
+                f"a rank holds {kind.spec.num_kv_heads} KV heads where {topology.heads_per_rank} "
+                "were expected; this model's heads cannot be shared"
+            )
+        shared.append(Kind(topology, kind.row_bytes, kind.reach))
+    return tuple(shared)
+
+
+def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
+    """The KV heads of the whole model in layers of a kind, which may differ between kinds."""
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+    local = int(spec.num_kv_heads)
+    if local == max(1, total // tp_size):
+        return total
+    if local > 1 or tp_size == 1:
+        return local * tp_size
+    raise ConfigError(
+        "some layers of this model have one KV head on each rank, and whether ranks share it "
+        "cannot be told; lower tensor_parallel_size"
+    )
+
+
+def _stages(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, kinds: Sequence[LayerKind]
+) -> list[tuple[tuple[int, int], ...]]:
+    """The layer range of each kind in each pipeline rank.
+
+    The scheduler sees one stage's layer names only, so those of others are derived.
+    """
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    if pp_size == 1:
+        here = local_layers(kinds, kv_cache_config, total)
+        return [((0, len(layers)),) for layers in here]
+    pieces = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
+    if len(kinds) == 1:
+        return [tuple(pieces)]
+    of_layer = _kind_of_each_layer(vllm_config, kinds)
+    stages = []
+    for i in range(len(kinds)):
+        counts = [of_layer[start:stop].count(i) for start, stop in pieces]
+        stages.append(tuple(pairwise(accumulate(counts, initial=0))))
+    return stages
+
+
+def _kind_of_each_layer(vllm_config: "VllmConfig", kinds: Sequence[LayerKind]) -> list[int]:
+    """The kind of every layer of the whole model, by its configuration."""
+    types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    of_type = {}
+    for layer_type, prefix in _LAYER_TYPES.items():
+        fitting = [i for i, kind in enumerate(kinds) if kind.name.startswith(prefix)]
+        if len(fitting) == 1:
+            of_type[layer_type] = fitting[0]
+    if len(types) != vllm_config.model_config.get_total_num_hidden_layers() or not all(
+        layer_type in of_type for layer_type in types
+    ):
+        raise ConfigError(
+            "this model has several kinds of attention, and its configuration does not say by "
+            "layer_types which layer is of which; set pipeline_parallel_size to 1"
+        )
+    return [of_type[layer_type] for layer_type in types]
+
+
+def context_of(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], config: KVPoolConfig
+) -> Context:
+    """Context parallelism, if its pages can be told apart by token."""
+    parallel = vllm_config.parallel_config
+    context = Context(
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+        parallel.cp_kv_cache_interleave_size,
+    )
+    if context.pcp_size > 1 and releases.device_type() == "npu":
+        raise ConfigError(
+            "on Ascend, which tokens a rank of prefill context parallelism holds is not known to "
+            "the pool yet; set prefill_context_parallel_size to 1"
+        )
+    if context.dcp_size == 1:
+        return context
+    if not all(getattr(kind.spec, "dcp_sharded", True) for kind in kinds):
+        raise ConfigError(
+            "this model keeps layers that decode context parallelism deals out beside others that "
+            "it does not; set decode_context_parallel_size to 1"
+        )
+    dealt = context.interleave * context.dcp_size
+    if config.chunk_tokens % dealt:
+        raise ConfigError(
+            f"chunk_tokens is {config.chunk_tokens}, but decode context parallelism deals tokens "
+            f"out in rounds of {dealt}; set chunk_tokens to a multiple of it"
+        )
+    return context
+
+
+def groups_of(
+    kv_cache_config: KVCacheConfig, kinds: Sequence[LayerKind], context: Context
+) -> tuple[Group, ...]:
+    """vLLM's KV cache groups, in its order."""
+    reach_of = {group: kind.reach for kind in kinds for group in kind.groups}
+    return tuple(
+        Group(
+            block_size=group.kv_cache_spec.block_size * context.dcp_size,
+            reach=reach_of.get(i, WHOLE),
+            shared=i in reach_of,
+        )
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    )

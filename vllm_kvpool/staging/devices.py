@@ -1,0 +1,198 @@
+"""What differs between the devices that pages lie on, behind one seam.
+
+A `Device` knows how a thread takes up with its device, how work is ordered on streams, and what
+memory transfers want. Ascend's runtime keeps its context per thread: **every** thread that touches
+pages, or lends memory to a store that transfers for the device, calls `enter_thread` first. So
+whoever starts such threads takes it as `on_start`.
+
+NPUs are spoken to through `torch.npu`, in the calls that vLLM-Ascend itself makes, rather than
+through torch's generic streams and events: those exist for NPUs only since some release of
+`torch_npu`, and of none of them it is known that both kinds may be mixed. `torch_npu` is imported
+when the first NPU is met, never before.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from vllm_kvpool.errors import ConfigError
+
+HOST_ALIGNMENT = 64 << 10  # of host memory that Ascend's runtime maps for a device
+HCCS_ALIGNMENT = 2 << 20  # the page tables that HCCS goes by
+PLAIN_NPU_FORMATS = frozenset({-1, 0, 2})  # undefined, NCHW, ND: addressed by strides
+
+
+class Device(Protocol):
+    """The device of one rank's pages. Streams and events are the device's own objects: a stream has
+    `wait_event` and `synchronize`."""
+
+    is_host: bool
+    torch_device: torch.device
+    memory_alignment: int  # of the staging arena, in bytes
+
+    def enter_thread(self) -> None:
+        """Make the device the calling thread's; any number of times."""
+
+    def new_stream(self) -> Any:
+        """A stream beside the model's."""
+
+    def new_event(self) -> Any:
+        """An event that stands for all that the calling thread's stream has been given so far."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Give what this thread launches inside to `stream`."""
+
+    def host_memory(self, nbytes: int) -> memoryview | None:
+        """Page-locked host memory that the device reads and writes by itself; None if it has no
+        use for any."""
+
+    def check_format(self, name: str, pages: torch.Tensor) -> None:
+        """ConfigError, naming `name`, if the bytes of `pages` do not lie where strides say."""
+
+
+class HostDevice:
+    """Pages in host memory: a computation has ended when its call returns."""
+
+    is_host = True
+    torch_device = torch.device("cpu")
+    memory_alignment = HOST_ALIGNMENT
+
+    def enter_thread(self) -> None:
+        """Nothing: the host has no contexts."""
+
+    def new_stream(self) -> Any:
+        """None: there are no streams."""
+        return None
+
+    def new_event(self) -> Any:
+        """None: everything launched has ended."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        raise AssertionError("the host has no streams")
+
+    def host_memory(self, nbytes: int) -> memoryview | None:
+        """None: any memory will do."""
+        return None
+
+    def check_format(self, name: str, pages: torch.Tensor) -> None:
+        """Nothing: strides always hold."""
+
+
+class AcceleratorDevice:
+    """NVIDIA GPUs, and whatever else torch's generic streams and events serve."""
+
+    is_host = False
+    memory_alignment = HOST_ALIGNMENT
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+
+    def enter_thread(self) -> None:
+        """Where nothing is said, threads begin with the first device of the process."""
+        if self.torch_device.index is not None:
+            torch.accelerator.set_device_index(self.torch_device.index)
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(self.torch_device)
+
+    def new_event(self) -> torch.Event:
+        event = torch.Event(self.torch_device)
+        event.record()
+        return event
+
+    def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        return stream
+
+    def host_memory(self, nbytes: int) -> memoryview | None:
+        """None: the arena's own memory."""
+        return None
+
+    def check_format(self, name: str, pages: torch.Tensor) -> None:
+        """Nothing: strides always hold."""
+
+
+def pinned_bytes(nbytes: int) -> torch.Tensor:
+    """Page-locked host memory from the runtime of the process's accelerator, uint8."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def npu_format(pages: torch.Tensor) -> int:
+    """Ascend's number for how the bytes of a tensor are arranged."""
+    import torch_npu
+
+    return int(torch_npu.get_npu_format(pages))
+
+
+class NpuDevice:
+    """An Ascend NPU. `npu` is `torch.npu`; the others are what else is asked of `torch_npu`."""
+
+    is_host = False
+    memory_alignment = HCCS_ALIGNMENT
+
+    def __init__(
+        self,
+        device: torch.device,
+        npu: Any = None,
+        pinned: Callable[[int], torch.Tensor] = pinned_bytes,
+        format_of: Callable[[torch.Tensor], int] = npu_format,
+    ) -> None:
+        self.torch_device = device
+        self._npu = _torch_npu() if npu is None else npu
+        self._pinned = pinned
+        self._format_of = format_of
+
+    def enter_thread(self) -> None:
+        """Without it the thread's work goes to the first card, or nowhere."""
+        self._npu.set_device(self.torch_device)
+
+    def new_stream(self) -> Any:
+        return self._npu.Stream(self.torch_device)
+
+    def new_event(self) -> Any:
+        event = self._npu.Event()
+        event.record()
+        return event
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._npu.stream(stream)
+        return context
+
+    def host_memory(self, nbytes: int) -> memoryview | None:
+        """From Ascend's runtime: Mooncake's `ascend` transport asks it what memory is whose, and
+        refuses host memory that the runtime has not heard of."""
+        pinned: Any = self._pinned(nbytes).numpy()  # numpy's stubs do not say that it is a buffer
+        return memoryview(pinned)
+
+    def check_format(self, name: str, pages: torch.Tensor) -> None:
+        number = self._format_of(pages)
+        if number not in PLAIN_NPU_FORMATS:
+            raise ConfigError(
+                f"{name} keeps its KV cache in one of Ascend's private formats (number {number}, "
+                "29 being FRACTAL_NZ), whose bytes other engines cannot read; run on a device and "
+                "with options that keep KV caches in the ND format"
+            )
+
+
+def _torch_npu() -> Any:
+    try:
+        import torch_npu  # noqa: F401 - adds `torch.npu`
+    except ImportError as error:
+        raise ConfigError(
+            f"pages on an NPU need torch_npu ({error}); install vllm-ascend with its requirements"
+        ) from error
+    npu: Any = getattr(torch, "npu")  # noqa: B009 - torch itself does not declare it
+    return npu
+
+
+_MAKERS: dict[str, Callable[[torch.device], Device]] = {
+    "cpu": lambda device: HostDevice(),
+    "npu": NpuDevice,
+}
+
+
+def device_for(device: torch.device) -> Device:
+    """The seam for a torch device."""
+    return _MAKERS.get(device.type, AcceleratorDevice)(device)
