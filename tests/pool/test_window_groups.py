@@ -491,6 +491,7 @@ def test_what_is_held_is_let_go_when_a_late_answer_forbids_to_save() -> None:
     engine.admit("a")
     run(engine, "a", [16])
     engine.preempt("a")
+    engine.step({})
     gate = threading.Event()
     request.view.identify = lambda: None if gate.wait(LIMIT_S) else RequestIdentity()
     assert engine.scheduler.match("a", 0) == (None, False)
