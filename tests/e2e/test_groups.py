@@ -1,5 +1,6 @@
 """Models with several kinds of attention, whose KV cache has several groups."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.adapt import releases
 from vllm_kvpool.testing.models import HybridShape, make_hybrid
+
+with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
+    warnings.simplefilter("ignore")
+    from vllm_kvpool.adapt import releases
 
 pytestmark = pytest.mark.e2e
 
