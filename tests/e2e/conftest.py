@@ -12,6 +12,12 @@ import pytest
 
 from tests.e2e.engine import Engine, EngineSpec
 from vllm_kvpool.testing.models import LlamaShape, make_llama
+from vllm_kvpool.testing.vision_models import (
+    LlavaShape,
+    Qwen2VLShape,
+    make_llava,
+    make_qwen2_vl,
+)
 
 # Idle ranks of a TP=2 engine poll, and each engine holds about 1 GB.
 MAX_LIVE_ENGINES = 3
@@ -49,6 +55,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LlamaShape], Pa
     """`llama(shape)`: the path of a tiny model."""
     directory = tmp_path_factory.mktemp("models")
     return lambda shape: make_llama(directory, shape)
+
+
+@pytest.fixture(scope="session")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LlavaShape], Path]:
+    """`llava(shape)`: the path of a tiny model of images of one size."""
+    directory = tmp_path_factory.mktemp("models")
+    return lambda shape: make_llava(directory, shape)
+
+
+@pytest.fixture(scope="session")
+def qwen2_vl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Qwen2VLShape], Path]:
+    """`qwen2_vl(shape)`: the path of a tiny model of images of any size."""
+    directory = tmp_path_factory.mktemp("models")
+    return lambda shape: make_qwen2_vl(directory, shape)
 
 
 @pytest.fixture(scope="session")

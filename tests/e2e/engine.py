@@ -30,21 +30,46 @@ LOG_TAIL_BYTES = 6_000
 class EngineSpec:
     """What an engine is started with; `llm` holds further arguments of `vllm.LLM`.
 
-    The release of vLLM is the one in the environment of `python`.
+    The release of vLLM is the one in the environment of `python`. For models of images, `images`
+    is the most that a prompt may have, and with `encoder_raises` the vision encoder raises when it
+    is called after the start.
     """
 
     model: Path
     tp: int = 1
     block_size: int = 32
+    images: int = 0
+    encoder_raises: bool = False
     kv_transfer_config: Mapping[str, Any] | None = None
+    ec_transfer_config: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
     python: Path = Path(sys.executable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A picture of squares of random colours, 14 pixels wide; equal values make equal pictures."""
+
+    seed: int
+    width: int = 56
+    height: int = 56
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedImage:
+    """What a proxy tells a consumer of an image in place of its pixels: the grid of its patches."""
+
+    name: str
+    grid: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One request; `embeds` names a .npy file of float32 [tokens, hidden] in place of ids."""
+    """One request; `embeds` names a .npy file of float32 [tokens, hidden] in place of ids.
+
+    With `images` or `encoded`, the ids have one image token for each of them, in their order.
+    """
 
     ids: Sequence[int] = ()
     max_tokens: int = 4
@@ -52,7 +77,10 @@ class Prompt:
     cache_salt: str | None = None
     lora: Path | None = None
     embeds: Path | None = None
+    images: Sequence[Image] = ()
+    encoded: Sequence[EncodedImage] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
+    ec_transfer_params: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,6 +94,7 @@ class Completion:
     finish_reason: str | None
     first_token_s: float
     kv_transfer_params: dict[str, Any] | None
+    ec_transfer_params: dict[str, Any] | None
 
 
 class EngineError(AssertionError):
@@ -96,6 +125,8 @@ class Engine:
         self._buffer = b""
         try:
             self._call("start", _llm_arguments(spec), START_TIMEOUT_S)
+            if spec.images:
+                self._call("watch_encoder", spec.encoder_raises, CALL_TIMEOUT_S)
         except EngineError:
             self.kill()
             raise
@@ -124,6 +155,15 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget the engine's own cache (never the pool); False while blocks are in use."""
         return bool(self._call("reset_prefix_cache", None, CALL_TIMEOUT_S))
+
+    def reset_encoder_cache(self) -> None:
+        """Forget the encoded images that the engine itself keeps."""
+        self._call("reset_encoder_cache", None, CALL_TIMEOUT_S)
+
+    def images_encoded(self) -> int:
+        """How many images the vision encoder has worked on since the start, on each rank."""
+        (count,) = set(self._call("images_encoded", None, CALL_TIMEOUT_S))
+        return int(count)
 
     def reset_pool(self) -> bool:
         """Forget the engine's own cache and its namespace of the pool."""
@@ -248,8 +288,14 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         # Needed for the time to the first token and for `metrics`.
         "disable_log_stats": False,
     }
-    if spec.kv_transfer_config is not None:
-        arguments["kv_transfer_config"] = dict(spec.kv_transfer_config)
+    if spec.images:
+        # The processor of images reads its prompts with the tokenizer.
+        arguments["skip_tokenizer_init"] = False
+        arguments["limit_mm_per_prompt"] = {"image": spec.images}
+    for name in ("kv_transfer_config", "ec_transfer_config"):
+        config = getattr(spec, name)
+        if config is not None:
+            arguments[name] = dict(config)
     return arguments | dict(spec.llm)
 
 

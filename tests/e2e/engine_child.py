@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
+SQUARE_PIXELS = 14
+
 
 class Child:
     """Answers the calls of `Engine`; `llm` is None until `start`."""
@@ -26,6 +29,9 @@ class Child:
             "release": lambda _: self.release(),
             "generate": self.generate,
             "reset_prefix_cache": lambda _: self.llm.reset_prefix_cache(),
+            "reset_encoder_cache": lambda _: self.llm.llm_engine.reset_encoder_cache(),
+            "watch_encoder": lambda raises: self.watch_encoder(raises),
+            "images_encoded": lambda _: self.unnoticed(_images_encoded),
             "reset_pool": lambda _: self.llm.reset_prefix_cache(reset_connector=True),
             "metrics": lambda _: self.metrics(),
             "by_label": lambda asked: self.by_label(*asked),
@@ -70,6 +76,14 @@ class Child:
                 totals[key] = totals.get(key, 0.0) + metric.value
         return totals
 
+    def watch_encoder(self, raises: bool) -> None:
+        self.unnoticed(_watch_encoder, raises)
+
+    def unnoticed(self, function: "Callable[..., Any]", *args: Any) -> list[Any]:
+        """Run a function in every worker. Through the engine it might have changed weights."""
+        executor = self.llm.llm_engine.model_executor
+        return executor.collective_rpc(function, args=args)  # type: ignore[no-any-return]
+
     def rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         self.llm.collective_rpc(method, kwargs=kwargs)
 
@@ -89,15 +103,37 @@ def _engine_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
         engine_prompt["prompt_embeds"] = torch.from_numpy(numpy.load(prompt["embeds"]))
     else:
         engine_prompt["prompt_token_ids"] = prompt["ids"]
+    if prompt["images"]:
+        pictures = [_picture(**image) for image in prompt["images"]]
+        engine_prompt["multi_modal_data"] = {"image": pictures}
+    if prompt["encoded"]:
+        import torch
+
+        grids = torch.tensor([image["grid"] for image in prompt["encoded"]])
+        engine_prompt["multi_modal_data"] = {"image": {"image_grid_thw": grids}}
+        engine_prompt["multi_modal_uuids"] = {
+            "image": [image["name"] for image in prompt["encoded"]]
+        }
     if prompt["cache_salt"]:
         engine_prompt["cache_salt"] = prompt["cache_salt"]
     return engine_prompt
 
 
+def _picture(seed: int, width: int, height: int) -> Any:
+    import numpy
+    from PIL import Image
+
+    # One colour for each patch of the models: patches differ, and their order shows.
+    squares = (-(-height // SQUARE_PIXELS), -(-width // SQUARE_PIXELS), 3)
+    colours = numpy.random.default_rng(seed).integers(0, 256, squares, numpy.uint8)
+    pixels = colours.repeat(SQUARE_PIXELS, axis=0).repeat(SQUARE_PIXELS, axis=1)
+    return Image.fromarray(pixels[:height, :width])
+
+
 def _sampling(prompt: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    params = prompt["kv_transfer_params"]
+    params = {name: prompt[name] for name in TRANSFER_PARAMS if prompt[name] is not None}
     return SamplingParams(
         temperature=0.0,
         max_tokens=prompt["max_tokens"],
@@ -105,7 +141,7 @@ def _sampling(prompt: dict[str, Any]) -> Any:
         ignore_eos=True,
         detokenize=False,
         logprobs=prompt["logprobs"],
-        extra_args={"kv_transfer_params": params} if params is not None else None,
+        extra_args=params or None,
         **prompt["sampling"],
     )
 
@@ -127,8 +163,30 @@ def _answer(output: Any) -> dict[str, Any]:
         "cached_tokens": output.num_cached_tokens,
         "finish_reason": best.finish_reason,
         "first_token_s": output.metrics.first_token_latency,
-        "kv_transfer_params": output.kv_transfer_params,
+        **{name: getattr(output, name) for name in TRANSFER_PARAMS},
     }
+
+
+# Run in every worker, after the start: sizing the memory calls the encoder, too.
+
+
+def _watch_encoder(worker: Any, raises: bool) -> None:
+    model = worker.get_model()
+    encode = model.embed_multimodal
+    model.images_encoded = 0
+
+    def watched(**inputs: Any) -> Any:
+        if raises:
+            raise RuntimeError("the vision encoder was called")
+        embeddings = encode(**inputs)
+        model.images_encoded += len(embeddings)
+        return embeddings
+
+    model.embed_multimodal = watched
+
+
+def _images_encoded(worker: Any) -> int:
+    return int(worker.get_model().images_encoded)
 
 
 # Ways of changing weights. Those that hand tensors to the model itself take norms alone: linear

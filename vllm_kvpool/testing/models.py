@@ -51,13 +51,13 @@ def make_llama(directory: Path, shape: LlamaShape) -> Path:
     def fill(path: Path) -> None:
         rng = np.random.default_rng(shape.seed)
         save_file(
-            {name: _tensor(rng, size, name) for name, size in _llama_sizes(shape)},
+            {name: llama_tensor(rng, size, name) for name, size in llama_sizes(shape)},
             path / "model.safetensors",
             metadata={"format": "pt"},
         )
-        _write_json(path / "config.json", _llama_config(shape))
+        write_json(path / "config.json", llama_config(shape))
 
-    return _once(directory, "llama", asdict(shape), fill)
+    return once(directory, "llama", asdict(shape), fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +72,15 @@ def make_gemma(directory: Path, shape: GemmaShape) -> Path:
 
     def fill(path: Path) -> None:
         rng = np.random.default_rng(shape.seed)
-        weights = {name: _tensor(rng, size, name) for name, size in _gemma_sizes(shape)}
+        weights = {name: llama_tensor(rng, size, name) for name, size in _gemma_sizes(shape)}
         for name, tensor in weights.items():
             # Otherwise the token before decides alone, and wrong KV would go unnoticed.
             if name.endswith("post_attention_layernorm.weight"):
                 tensor *= GEMMA_ATTENTION_WEIGHT
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        _write_json(path / "config.json", _gemma_config(shape))
+        write_json(path / "config.json", _gemma_config(shape))
 
-    return _once(directory, "gemma", asdict(shape), fill)
+    return once(directory, "gemma", asdict(shape), fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +99,9 @@ def make_hybrid(directory: Path, shape: HybridShape) -> Path:
         rng = np.random.default_rng(shape.seed)
         weights = {name: _hybrid_tensor(rng, size, name) for name, size in _hybrid_sizes(shape)}
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        _write_json(path / "config.json", _hybrid_config(shape))
+        write_json(path / "config.json", _hybrid_config(shape))
 
-    return _once(directory, "hybrid", asdict(shape), fill)
+    return once(directory, "hybrid", asdict(shape), fill)
 
 
 def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 1) -> Path:
@@ -131,12 +131,12 @@ def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 
             "lora_dropout": 0.0,
             "target_modules": list(out_sizes),
         }
-        _write_json(path / "adapter_config.json", config)
+        write_json(path / "adapter_config.json", config)
 
-    return _once(directory, "lora", {**asdict(shape), "rank": rank, "lora_seed": seed}, fill)
+    return once(directory, "lora", {**asdict(shape), "rank": rank, "lora_seed": seed}, fill)
 
 
-def _llama_sizes(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def llama_sizes(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
@@ -175,7 +175,7 @@ def _gemma_sizes(shape: GemmaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _gemma_config(shape: GemmaShape) -> dict[str, Any]:
-    llama = _llama_config(shape)
+    llama = llama_config(shape)
     for name in ("hidden_act", "mlp_bias", "rope_theta"):
         del llama[name]
     return llama | {
@@ -190,7 +190,7 @@ def _gemma_config(shape: GemmaShape) -> dict[str, Any]:
     }
 
 
-def _llama_config(shape: LlamaShape) -> dict[str, Any]:
+def llama_config(shape: LlamaShape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -216,7 +216,7 @@ def _llama_config(shape: LlamaShape) -> dict[str, Any]:
 
 
 def _hybrid_sizes(shape: HybridShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, size in _llama_sizes(shape):
+    for name, size in llama_sizes(shape):
         if name != "lm_head.weight":  # tied to the embeddings
             yield name, size
     for layer in range(shape.layers):
@@ -229,7 +229,7 @@ def _hybrid_sizes(shape: HybridShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _hybrid_config(shape: HybridShape) -> dict[str, Any]:
     is_full = [(layer + 1) % shape.full_every == 0 for layer in range(shape.layers)]
-    return _llama_config(shape) | {
+    return llama_config(shape) | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
@@ -251,7 +251,7 @@ def _hybrid_tensor(
     return _normal(rng, size, INITIALIZER_RANGE)
 
 
-def _tensor(rng: np.random.Generator, size: tuple[int, ...], name: str) -> NDArray[np.float32]:
+def llama_tensor(rng: np.random.Generator, size: tuple[int, ...], name: str) -> NDArray[np.float32]:
     if name.endswith("norm.weight"):
         return np.ones(size, dtype=np.float32)
     return _normal(rng, size, INITIALIZER_RANGE)
@@ -261,7 +261,7 @@ def _normal(rng: np.random.Generator, size: tuple[int, ...], scale: float) -> ND
     return rng.standard_normal(size, dtype=np.float32) * np.float32(scale)
 
 
-def _once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+def once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Path], None]) -> Path:
     """Fill a directory named after `values`; appear complete or not at all."""
     digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6)
     target = directory / f"{kind}-{digest.hexdigest()}"
@@ -282,5 +282,5 @@ def _once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Pa
     return target
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
