@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpool.config import ENV_PREFIX, KVPoolConfig, RequestOptions, read_config
+from vllm_kvpool.config import (
+    ENV_PREFIX,
+    EmbedsConfig,
+    KVPoolConfig,
+    RequestOptions,
+    read_config,
+    read_embeds_config,
+)
 from vllm_kvpool.metrics import METRICS
 from vllm_kvpool.store.tiers import parse_tiers
 
@@ -39,6 +46,14 @@ def test_every_option_is_documented_with_its_default() -> None:
     assert [row[:3] for row in table("configuration.md", 4) if ENV_PREFIX in row[2]] == expected
 
 
+def test_every_option_of_embeddings_is_documented_with_its_default() -> None:
+    expected = [
+        [f"`{f.name}`", f"`{written(f.default)}`", f"`{ENV_PREFIX}{f.name.upper()}`"]
+        for f in fields(EmbedsConfig)
+    ]
+    assert [row[:3] for row in table("embeddings.md", 4)] == expected
+
+
 def test_every_request_option_is_documented_with_its_default() -> None:
     expected = [[f"`{f.name}`", f"`{written(f.default)}`"] for f in fields(RequestOptions)]
     assert [row[:2] for row in table("configuration.md", 3)] == expected
@@ -54,6 +69,10 @@ def test_every_metric_is_documented() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.stem)
 def test_example_configurations_are_accepted(path: Path) -> None:
     transfer = json.loads(path.read_text())
+    if "ec_connector" in transfer:
+        assert transfer["ec_connector"] == "KVPoolECConnector"
+        read_embeds_config(transfer.get("ec_connector_extra_config", {}), env={})
+        return
     assert transfer["kv_connector"] == "KVPoolConnector"
     config = read_config(transfer.get("kv_connector_extra_config", {}), env={})
     if any(config.store_urls):

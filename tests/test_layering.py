@@ -36,22 +36,35 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cells", "config", "errors", "hashing", "keys", "layout", "metrics"),
         *("pool", "staging", "store", "transfer", "weights"),
     },
+    "embeds": {"adapt", "config", "plugin", "errors", "metrics", "sizes", "staging", "store"},
     "connector": {"adapt", "config", "keys", "plugin", "pool"},
     "plugin": set(),
     "testing": {"config", "connector", "errors", "keys", "staging", "store"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "vllm": ("connector.py", "plugin.py", "adapt/", "testing/"),
+    "vllm": ("connector.py", "plugin.py", "adapt/", "embeds/connector.py", "testing/"),
     "mooncake": ("store/mooncake.py", "store/mooncake_engine.py", "testing/"),
     "obstore": ("store/s3.py", "store/s3_call.py"),
-    "torch": ("layout/formats.py", "staging/", "adapt/", "testing/"),
+    "torch": (
+        *("layout/formats.py", "staging/", "adapt/", "testing/"),
+        *("embeds/connector.py", "embeds/tensors.py"),
+    ),
+    "zmq": ("embeds/sockets.py", "testing/"),
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("adapt/ascend.py",),
     "numba": ("staging/copy_cpu.py",),
     "triton": ("staging/copy_triton.py", "staging/move_kernel.py"),
     "threading": (
-        *("metrics.py", "pool/probe.py", "staging/arena.py", "store/"),
+        *(
+            "metrics.py",
+            "pool/probe.py",
+            "staging/arena.py",
+            "store/",
+            "embeds/worker.py",
+            "embeds/hands.py",
+        ),
+        *("embeds/mooncake_writes.py", "embeds/shared_files.py", "embeds/write_staging.py"),
         *("transfer/handdown.py", "transfer/lane_thread.py"),
         *("transfer/executor.py", "transfer/trace.py", "testing/"),
     ),

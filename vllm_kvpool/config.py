@@ -6,6 +6,7 @@ other names are left alone: a cluster may inject its own (`KVPOOL_SERVICE_HOST`)
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -26,6 +27,7 @@ MAX_STAGING_BYTES = 1 << 50
 MAX_SHOWN_CHARS = 200  # of what others have given us and an error repeats
 
 T = TypeVar("T")
+C = TypeVar("C", "KVPoolConfig", "EmbedsConfig")
 
 
 class Role(Enum):
@@ -110,6 +112,67 @@ class KVPoolConfig:
         return parse_size(self.staging_bytes, "staging_bytes")
 
 
+class Transport(Enum):
+    """How rows of embeddings travel."""
+
+    MOONCAKE = "mooncake"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedsConfig:
+    """Every option of the embedding connector, with its default."""
+
+    listen: str = ""
+    """ZMQ endpoint of the first rank, `tcp://host:port`; the others take the ports behind it.
+    Empty: vLLM's `ec_ip` and `ec_port`."""
+    advertise: str = ""
+    """Host that peers are told to reach this one at, behind NAT or in a pod. Empty: of `listen`."""
+    peers: tuple[str, ...] = ()
+    """Endpoints to connect to from the start; requests may name others."""
+    transport: Transport = Transport.MOONCAKE
+    """Mooncake's transfer engine, or (`local`) memory that processes of one host share."""
+    protocol: str = "tcp"
+    """Mooncake's protocol: `tcp`, `rdma`, `ascend`."""
+    device: str = ""
+    """Network devices for Mooncake, separated by commas. Empty: it chooses."""
+    arena_bytes: int | str = "256MiB"
+    """Registered memory of each rank: the window that rows land in, or are sent from."""
+    default_allocate_tokens: int = 8192
+    """The most rows of one grant; granted before an item's length is known."""
+    max_item_bytes: int | str = "16GiB"
+    """Larger items are refused."""
+    max_landing_bytes: int | str = "4GiB"
+    """Memory for items that the engine has not taken yet."""
+    retain_bytes: int | str = "4GiB"
+    """Items a producer keeps; beyond it encoding waits until consumers have taken some."""
+    writer_threads: int = 4
+    """Threads of a producer that write rows."""
+    queue_shards: int = 4
+    """Threads of a consumer that take rows out of the window; an item's rows go through one."""
+    heartbeat_s: float = 5.0
+    """How often a sign of life is due."""
+    heartbeat_max_failures: int = 2
+    """After so many silent heartbeats a peer is lost."""
+    bootstrap_timeout_s: float = 30.0
+    """How long a request waits for its item to be offered."""
+    waiting_timeout_s: float = 60.0
+    """How long it then waits for further rows, and how long a producer keeps what nobody takes."""
+    weights_id: str = ""
+    """Says that weights kept in different files are the same. Empty: the files are sampled."""
+    namespace: str = ""
+    """Engines with different namespaces never exchange embeddings."""
+    curve_dir: str = ""
+    """Directory with the cluster's CURVE key. Empty: the control channel is neither encrypted nor
+    authenticated."""
+    stats_file: str = ""
+    """Where counters are written as JSON: `{stats_file}.ec.{scheduler|worker}.{rank}`."""
+
+    def nbytes(self, name: str) -> int:
+        """An option that is a size, in bytes."""
+        return parse_size(getattr(self, name), name)
+
+
 def default_store_url(env: Mapping[str, str] | None = None) -> str:
     """The file store under the user's cache directory."""
     env = os.environ if env is None else env
@@ -144,30 +207,41 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
 
     Raises ConfigError naming the option and what to do.
     """
+    config = _read(KVPoolConfig, extra, "kv_connector_extra_config", env)
+    _check(config)
+    return config
+
+
+def read_embeds_config(
+    extra: Mapping[str, Any], env: Mapping[str, str] | None = None
+) -> EmbedsConfig:
+    """The same from `ec_connector_extra_config`."""
+    config = _read(EmbedsConfig, extra, "ec_connector_extra_config", env)
+    _check_embeds(config)
+    return config
+
+
+def _read(kind: type[C], extra: Mapping[str, Any], where: str, env: Mapping[str, str] | None) -> C:
     env = os.environ if env is None else env
-    known = {f.name: f for f in fields(KVPoolConfig)}
+    known = {f.name: f for f in fields(kind)}
     for name in extra:
         if name not in known:
             given = _short(name)
-            if given in _OF_OTHERS:
+            if kind is KVPoolConfig and given in _OF_OTHERS:
                 raise ConfigError(
-                    f"{given!r} in kv_connector_extra_config is an option of other connectors "
+                    f"{given!r} in {where} is an option of other connectors "
                     "(vLLM-Ascend's ascend_store and Mooncake connectors, MultiConnector), and "
                     f"KVPoolConnector has none of that name: {_OF_OTHERS[given]}"
                 )
-            raise ConfigError(
-                f"unknown option {given!r} in kv_connector_extra_config; {nearest(given, known)}"
-            )
+            raise ConfigError(f"unknown option {given!r} in {where}; {nearest(given, known)}")
     values: dict[str, Any] = {}
-    for name in known:
+    for name, field in known.items():
         from_env = env.get(ENV_PREFIX + name.upper())
         if name in extra:
             values[name] = extra[name]
         elif from_env is not None:
-            values[name] = _from_env(name, from_env)
-    config = _convert(values, KVPoolConfig, "kv_connector_extra_config")
-    _check(config)
-    return config
+            values[name] = _from_env(name, from_env, field.type)
+    return _convert(values, kind, where)
 
 
 _NO_PEERS = "engines share without knowing of each other's parallelism; leave it out"
@@ -207,17 +281,21 @@ def _short(given: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-def _from_env(name: str, text: str) -> Any:
+def _from_env(name: str, text: str, kind: Any) -> Any:
     """A value of the option's type; text that is no JSON of that type stays text."""
-    if name == "store" and text.startswith("["):
+    if name in _LISTS and text.startswith("["):
         try:
             return msgspec.json.decode(text)
         except _NOT_THAT as error:
-            raise ConfigError(f"{ENV_PREFIX}STORE: not a JSON list: {error}") from None
-    field_type = {f.name: f.type for f in fields(KVPoolConfig)}[name]
-    if field_type in (int, float, bool):
-        return _convert(text, field_type, f"{ENV_PREFIX}{name.upper()}", strict=False)
+            raise ConfigError(f"{ENV_PREFIX}{name.upper()}: not a JSON list: {error}") from None
+    if _LISTS.get(name):
+        return [each.strip() for each in text.split(",") if each.strip()]
+    if kind in (int, float, bool):
+        return _convert(text, kind, f"{ENV_PREFIX}{name.upper()}", strict=False)
     return text
+
+
+_LISTS = {"store": False, "peers": True}  # options that may be lists, and whether they always are
 
 
 def _check(config: KVPoolConfig) -> None:
@@ -245,6 +323,38 @@ def _check(config: KVPoolConfig) -> None:
     is_small = not isinstance(given, int) or abs(given) <= MAX_STAGING_BYTES
     if not is_small or config.staging_nbytes > MAX_STAGING_BYTES:
         raise ConfigError(f"staging_bytes is {_short(given)}; at most {MAX_STAGING_BYTES} will do")
+
+
+def _check_embeds(config: EmbedsConfig) -> None:
+    for name in ("heartbeat_s", "bootstrap_timeout_s", "waiting_timeout_s"):
+        value = getattr(config, name)
+        if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
+            raise ConfigError(f"{name} is {_short(value)}; choose a positive time")
+    for name, most in _MOST.items():
+        value = getattr(config, name)
+        if not 0 < value <= most:
+            raise ConfigError(f"{name} is {_short(value)}; choose 1 to {most}")
+    for name in ("arena_bytes", "max_item_bytes", "max_landing_bytes", "retain_bytes"):
+        given = getattr(config, name)
+        is_small = not isinstance(given, int) or abs(given) <= MAX_STAGING_BYTES
+        if not is_small or not 0 < config.nbytes(name) <= MAX_STAGING_BYTES:
+            raise ConfigError(f"{name} is {_short(given)}; choose 1 to {MAX_STAGING_BYTES} bytes")
+    for name in ("listen", *(["peers"] if config.peers else [])):
+        given = getattr(config, name)
+        for endpoint in (given,) if isinstance(given, str) else given:
+            if endpoint and not _ENDPOINT.fullmatch(endpoint):
+                raise ConfigError(f"{name}: {_short(endpoint)!r} is no endpoint; tcp://host:port")
+    if not _can_name_a_file(config.stats_file) or not _can_name_a_file(config.curve_dir):
+        raise ConfigError("stats_file and curve_dir must be able to name a file")
+
+
+_MOST = {
+    "default_allocate_tokens": 1 << 30,
+    "writer_threads": 256,
+    "queue_shards": 256,
+    "heartbeat_max_failures": 1000,
+}
+_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(\d{1,5})")
 
 
 def _can_name_a_file(text: str) -> bool:

@@ -1,7 +1,8 @@
 """The error families of the package.
 
 `ConfigError` is for users and is raised before an engine starts. `StoreError` is what the world
-does to a store; it never leaves the lanes except as a report. Our own bugs trip an `assert`.
+does to a store; it never leaves the lanes except as a report. `ProtocolError` is what a peer has
+sent and cannot be; it costs that message. Our own bugs trip an `assert`.
 """
 
 import difflib
@@ -18,6 +19,10 @@ class StoreError(Exception):
 
 class StoreUnreachable(StoreError):
     """The backend cannot be reached now; a later call may succeed."""
+
+
+class ProtocolError(Exception):
+    """A peer has sent what no peer of this protocol sends."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from urllib.parse import unquote
 import msgspec
 
 PREFIX = "vllm:"
+EMBEDS_PREFIX = "kvpool_ec_"  # names of the embedding connector's rows
 SECONDS = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -122,6 +123,14 @@ METRICS = {
         ),
         Metric("kvpool_load_seconds", _H, (), "Time from a load's plan to its report.", SECONDS),
         Metric("kvpool_trace_dropped", _C, (), "Trace events that were not written."),
+        Metric(
+            "kvpool_ec_events",
+            _C,
+            ("side", "event"),
+            "What happened to embeddings: rounds, rows, resumed rows, failed writes and others.",
+        ),
+        Metric("kvpool_ec_levels", _G, ("side", "level"), "Levels of embedding transfers."),
+        Metric("kvpool_ec_peers", _G, ("state",), "Sessions with peers by state."),
     )
 }
 

@@ -2,6 +2,7 @@
 
 import logging
 
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
@@ -15,4 +16,8 @@ def register() -> None:
     if "KVPoolConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "KVPoolConnector", "vllm_kvpool.connector", "KVPoolConnector"
+        )
+    if "KVPoolECConnector" not in ECConnectorFactory._registry:
+        ECConnectorFactory.register_connector(
+            "KVPoolECConnector", "vllm_kvpool.embeds.connector", "KVPoolECConnector"
         )

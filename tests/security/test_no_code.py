@@ -31,6 +31,7 @@ CALLS = frozenset(
 ONLY_IN_TESTING = frozenset({"subprocess", "socketserver", "http", "zmq", "multiprocessing"})
 SERVING = frozenset({"bind", "accept", "create_server", "start_server", "start_unix_server"})
 MAY_IMPORT_SOCKET = "store/mooncake.py"  # it looks whether a master answers
+MAY_LISTEN = "embeds/sockets.py"  # with zmq; what arrives is decoded by type
 
 
 def dotted(node: ast.AST) -> str:
@@ -68,17 +69,20 @@ def violations(path: str, source: str) -> list[str]:
     for line, name in imported(tree):
         module = name.partition(".")[0]
         refused = MODULES if for_tests else MODULES | ONLY_IN_TESTING
+        if path == MAY_LISTEN:
+            refused = refused - {"zmq"}
         opens = module == "socket" and not for_tests and path != MAY_IMPORT_SOCKET
         if module in refused or name in CALLS or opens:
             found.append(f"{path}:{line}: {name}")
     for line, name in called(tree):
-        serves = not for_tests and name.rpartition(".")[2] in SERVING
+        may_serve = for_tests or path == MAY_LISTEN
+        serves = not may_serve and name.rpartition(".")[2] in SERVING
         if name in CALLS or name in ("shell=", "allow_pickle=") or serves:
             found.append(f"{path}:{line}: {name}")
     return found
 
 
-def test_no_data_becomes_code_and_no_socket_is_bound() -> None:
+def test_no_data_becomes_code_and_one_file_binds_a_socket() -> None:
     files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
     assert len(files) > 50
     assert [line for path in sorted(files) for line in violations(path, files[path])] == []

@@ -78,6 +78,13 @@ class Model(NamedTuple):
     tensors: frozenset[str]
 
 
+class CacheWatcher(Protocol):
+    """Who is told that an engine has emptied its encoder cache."""
+
+    def encoder_cache_was_reset(self) -> None: ...
+
+
+_cache_watchers: "WeakSet[CacheWatcher]" = WeakSet()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
 _reloaded: "WeakKeyDictionary[Any, Files | None]" = WeakKeyDictionary()
@@ -92,6 +99,11 @@ def watch(watcher: Watcher, config: Any) -> None:
     """
     files = Files(str(config.model), config.revision)
     _watchers[watcher] = Model(config, epoch_of_files(*files), _tensors_of(files))
+
+
+def watch_encoder_cache(watcher: CacheWatcher) -> None:
+    """Tell `watcher` of every reset of an encoder cache in this process, after it."""
+    _cache_watchers.add(watcher)
 
 
 def is_pausing() -> bool:
@@ -255,9 +267,18 @@ def _reset_caches(call: Callable[..., Any], core: Any, /, *args: Any, **kwargs: 
         _num_pauses -= 1
 
 
+def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
+    try:
+        return call(core)
+    finally:
+        for watcher in list(_cache_watchers):
+            watcher.encoder_cache_was_reset()
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "collective_rpc": _rpc,
     "sleep": _sleep,
     "set_weight_version": _set_version,
     "_reset_caches": _reset_caches,
+    "reset_encoder_cache": _reset_encoder_cache,
 }

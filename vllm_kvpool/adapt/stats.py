@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from vllm_kvpool.metrics import (
+    EMBEDS_PREFIX,
     METRICS,
     PREFIX,
     Bucket,
@@ -120,17 +121,13 @@ class BucketReplay:
                 self._owed[key] = owed
 
 
-class KVPoolProm(KVConnectorPromMetrics):
+class TableProm:
     """One Prometheus metric per row of the table, labelled with the engine."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    of_embeds = False  # which of the table's rows
+    per_engine_labelvalues: Mapping[int, list[object]]
+
+    def _make(self, metric_types: Mapping[Any, Any], labelnames: list[str]) -> None:
         classes = {
             Kind.COUNTER: metric_types[Counter],
             Kind.GAUGE: metric_types[Gauge],
@@ -144,6 +141,7 @@ class KVPoolProm(KVConnectorPromMetrics):
                 **({"buckets": list(metric.bounds)} if metric.bounds else {}),
             )
             for metric in METRICS.values()
+            if metric.name.startswith(EMBEDS_PREFIX) == self.of_embeds
         }
         self._replay = BucketReplay()
 
@@ -161,3 +159,17 @@ class KVPoolProm(KVConnectorPromMetrics):
             else:
                 child.set(value)
         self._replay.pay(REPLAYS_PER_STEP)
+
+
+class KVPoolProm(TableProm, KVConnectorPromMetrics):
+    """The KV connector's rows."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._make(metric_types, labelnames)

@@ -1,4 +1,4 @@
-"""The one Mooncake transfer engine of a process, where a protocol allows no second one.
+"""The one Mooncake transfer engine of a process and protocol.
 
 Over `ascend` an engine takes a card's ports and contexts, so everything in a process that speaks
 Mooncake shares one: stores of several tiers, and vLLM-Ascend's own connectors beside ours
@@ -7,6 +7,9 @@ device; it is never ended, since nobody knows who else still uses it.
 
 Memory is registered with the engine itself, once however many stores use it. Nobody registers on
 another's behalf, and regions never overlap. Any thread may call.
+
+Embeddings are written with it directly, to another process's engine: over every protocol, since
+those transfers have no store between them.
 """
 
 import logging
@@ -21,6 +24,11 @@ logger = logging.getLogger(__name__)
 OK = 0
 METADATA = "P2PHANDSHAKE"
 
+# What `transfer_submit_write` and `transfer_check_status` answer.
+REFUSED = 0
+WRITTEN = 1
+FAILED = -1
+
 
 class NativeEngine(Protocol):
     """The part of the wheel's `TransferEngine` that we call."""
@@ -30,6 +38,13 @@ class NativeEngine(Protocol):
     def get_engine(self) -> object: ...
     def register_memory(self, address: int, nbytes: int) -> int: ...
     def unregister_memory(self, address: int) -> int: ...
+    def send_probe(self, session: str) -> int: ...
+    def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int) -> int:
+        """Begin a write; its number, or REFUSED. Blocks to connect to a session it has not met."""
+
+    def transfer_check_status(self, number: int) -> int:
+        """WRITTEN or FAILED when it has ended, which ends the number too: it must not be asked
+        about again. Anything else says that it goes on."""
 
 
 class SharedEngine:
@@ -37,19 +52,21 @@ class SharedEngine:
 
     def __init__(self, protocol: str, make: Callable[[str], NativeEngine] | None = None) -> None:
         self._protocol = protocol
-        self._make = make or self._make_own
+        self._make = make
         self._lock = threading.Lock()  # guards what follows
         self._native: NativeEngine | None = None
         self._regions: dict[int, tuple[int, int]] = {}  # address -> bytes, how often registered
 
-    def open(self, host: str) -> NativeEngine:
-        """The engine; `host` is where others reach this process, for whoever comes first.
+    def open(self, host: str, device: str = "") -> NativeEngine:
+        """The engine; `host` is where others reach this process, and `device` names network devices
+        ("" lets Mooncake choose), both for whoever comes first.
 
         StoreUnreachable if it cannot be made now.
         """
         with self._lock:
             if self._native is None:
-                self._native = self._make(host)
+                made = self._make
+                self._native = self._make_own(host, device) if made is None else made(host)
             return self._native
 
     def register(self, address: int, nbytes: int) -> None:
@@ -78,14 +95,15 @@ class SharedEngine:
             elif (code := self._native.unregister_memory(address)) != OK:
                 logger.warning("Mooncake cannot unregister %#x: code %d", address, code)
 
-    def _make_own(self, host: str) -> NativeEngine:
+    def _make_own(self, host: str, device: str) -> NativeEngine:
         engine = cast("NativeEngine", _engine_wheel().TransferEngine())
-        code = engine.initialize(host, METADATA, self._protocol, "")
+        code = engine.initialize(host, METADATA, self._protocol, device)
         if code != OK:
             raise StoreUnreachable(
                 f"Mooncake's transfer engine cannot be started over {self._protocol} "
-                f"(code {code}); on Ascend check /etc/hccn.conf, CANN's release and that the card "
-                "is visible"
+                f"(code {code}) at {host}; check that {host} is an address of this machine; over "
+                "rdma check the device's name; on Ascend check /etc/hccn.conf, CANN's release and "
+                "that the card is visible"
             )
         return engine
 
@@ -96,6 +114,24 @@ def _engine_wheel() -> Any:
     except ImportError as error:
         raise ConfigError(f"the Mooncake wheel has no transfer engine ({error})") from error
     return mooncake.engine
+
+
+def session_of(host: str, engine: NativeEngine) -> str:
+    """What others call this process's engine; `host` as given to `open`, IPv6 without brackets."""
+    bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{bare}:{engine.get_rpc_port()}"
+
+
+def environment_of(protocol: str) -> dict[str, str]:
+    """What an engine that writes to others should find in the environment when it is made.
+
+    Without its pool of connections Mooncake opens a socket for every transfer over TCP, and blocks
+    for as long as that takes. On a machine with RDMA devices it uses them, whatever protocol is
+    asked for, unless it is forced; that holds for all engines of the process.
+    """
+    if protocol != "tcp":
+        return {}
+    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_FORCE_TCP": "1"}
 
 
 _engines: dict[str, SharedEngine] = {}

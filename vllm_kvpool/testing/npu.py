@@ -290,6 +290,7 @@ class FakeNpuEngine:
         self._npu = npu
         self.num_opened = 0
         self.regions: dict[int, int] = {}
+        self._num_writes = 0
 
     def open(self, host: str) -> "FakeNpuEngine":
         """What vLLM-Ascend's `get_transfer_engine` does."""
@@ -319,6 +320,24 @@ class FakeNpuEngine:
     def unregister_memory(self, address: int) -> int:
         self._npu.check_thread()
         return 0 if self.regions.pop(address, None) is not None else -1
+
+    def send_probe(self, session: str) -> int:
+        self._npu.check_thread()
+        return 0
+
+    def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int) -> int:
+        """Done at once; every session is this engine."""
+        self._npu.check_thread()
+        assert nbytes > 0
+        if not (self.covers(source, nbytes) and self.covers(target, nbytes)):
+            return 0
+        ctypes.memmove(target, source, nbytes)
+        self._num_writes += 1
+        return self._num_writes
+
+    def transfer_check_status(self, number: int) -> int:
+        self._npu.check_thread()
+        return 1
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether the memory is registered."""

@@ -1,0 +1,157 @@
+"""Workers of engines without an engine: everything real but the model and vLLM."""
+
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+
+from vllm_kvpool.config import EmbedsConfig, Transport
+from vllm_kvpool.embeds.links import WorkerLinks
+from vllm_kvpool.embeds.params import Delivery
+from vllm_kvpool.embeds.protocol import Role
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView
+from vllm_kvpool.embeds.sockets import read_keys
+from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+
+PATIENCE_S = 20.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class Engine:
+    """One engine: a worker for each rank, and the scheduler's side."""
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        ranks: int = 1,
+        ports: list[int] | None = None,
+        fingerprint: str = "model",
+        configs: list[EmbedsConfig] | None = None,
+        engine_id: str = "",
+        **options: object,
+    ) -> None:
+        self.ports = ports or free_ports(ranks)
+        endpoints = tuple(f"tcp://127.0.0.1:{port}" for port in self.ports)
+        self.endpoint = endpoints[0]
+        base = {"transport": Transport.LOCAL, "heartbeat_s": 0.3, **options}
+        configs = configs or [EmbedsConfig(**base) for _ in range(ranks)]  # type: ignore[arg-type]
+        name = engine_id or f"engine{self.ports[0]}"
+        self.workers = [
+            EmbedsWorker(
+                config, Place(role, name, fingerprint, rank, endpoints, endpoints, "127.0.0.1")
+            )
+            for rank, config in enumerate(configs)
+        ]
+        self.scheduler = EmbedsScheduler(
+            WorkerLinks(endpoints, name, read_keys(configs[0].curve_dir)),
+            is_producer=role is not Role.CONSUMER,
+            is_consumer=role is not Role.PRODUCER,
+            has_peers=bool(configs[0].peers),
+            fingerprint=lambda epoch: f"{fingerprint}/{epoch}",
+            retain_bytes=configs[0].nbytes("retain_bytes"),
+            max_step_tokens=1 << 20,
+            own_endpoint=self.endpoint,
+        )
+        self.requests: dict[str, RequestView] = {}
+
+    def request(
+        self, request_id: str, *items: tuple[str, int], has_media: bool = False, **where: object
+    ) -> RequestView:
+        """A request for items of so many rows."""
+        features, at = [], 0
+        for mm_hash, rows in items:
+            features.append(Feature(mm_hash, at, at + rows, rows, has_media))
+            at += rows
+        delivery = Delivery(**{"is_sent": True, **where})  # type: ignore[arg-type]
+        view = self.requests[request_id] = RequestView(request_id, tuple(features), delivery)
+        return view
+
+    def encode(self, mm_hash: str, tensor: torch.Tensor, *, to: tuple[str, ...] = ()) -> None:
+        """An encoder computes an item for a request that names its consumers."""
+        view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
+        wait_for(lambda: self.scheduler.ensure(view, 0))
+        self.workers[0].produced(mm_hash, tensor, self.scheduler.plan((), **BUSY).epoch)
+
+    def get(self, mm_hash: str) -> list[list[torch.Tensor]]:
+        """Load an item that `ensure` has said is there: of each rank, its planes."""
+        assert self.scheduler.has(mm_hash)
+        self.scheduler.allocated(mm_hash)
+        (load,) = self.scheduler.plan((), **BUSY).loads
+        tensors = [worker.take(load.name) for worker in self.workers]
+        assert all(each is not None for each in tensors)
+        return tensors  # type: ignore[return-value]
+
+    def receive(
+        self, mm_hash: str, rows: int, request_id: str = "", **where: object
+    ) -> list[list[torch.Tensor]]:
+        """A request waits for an item and loads it."""
+        view = self.request(request_id or f"use {mm_hash}", (mm_hash, rows), **where)
+        wait_for(lambda: self.scheduler.ensure(view, 0), lambda: self.stories(mm_hash))
+        tensors = self.get(mm_hash)
+        self.scheduler.finished(view)
+        self.scheduler.plan((mm_hash,), **BUSY)
+        return tensors
+
+    def stories(self, mm_hash: str) -> str:
+        """What the workers know of an item."""
+        return "; ".join(
+            worker._consumer.story(mm_hash) for worker in self.workers if worker._consumer
+        )
+
+    def counts(self, rank: int = 0) -> dict[str, float]:
+        """What a worker's machines have counted."""
+        worker, found = self.workers[rank], {}
+        for machine in (worker._consumer, worker._producer):
+            found.update(machine.counts if machine is not None else {})
+        return found
+
+    def gauges(self, rank: int = 0) -> dict[str, float]:
+        """Levels of a worker's machines."""
+        worker, found = self.workers[rank], {}
+        for machine in (worker._consumer, worker._producer):
+            found.update(machine.gauges() if machine is not None else {})
+        return found
+
+    def close(self) -> None:
+        """End it in order."""
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+BUSY = {"is_idle": False, "idle_wait_s": 0.0}
+
+
+def wait_for(
+    condition: Callable[[], bool],
+    story: Callable[[], str] = lambda: "",
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """Until something real has happened."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting: {story()}"
+        time.sleep(0.001)
+
+
+def embeddings(rows: int, width: int = 64, seed: int = 0) -> torch.Tensor:
+    """An encoder's output."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))

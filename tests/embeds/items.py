@@ -1,0 +1,44 @@
+"""Items for tests: planes of random bytes, the same in every process, and where their runs go."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
+from vllm_kvpool.embeds.run_bytes import Bytes
+
+
+def shape_of_widths(rows: int, widths: Sequence[int]) -> ItemShape:
+    """An item whose planes have rows of so many bytes."""
+    planes = tuple(Plane(f"plane{i}", "uint8", (width,)) for i, width in enumerate(widths))
+    return ItemShape(rows, planes)
+
+
+def item_of(shape: ItemShape, seed: int) -> list[Bytes]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (shape.rows, plane.row_bytes), np.uint8) for plane in shape.planes]
+
+
+def empty_item(shape: ItemShape) -> list[Bytes]:
+    return [np.zeros((shape.rows, plane.row_bytes), np.uint8) for plane in shape.planes]
+
+
+def scattered(shape: ItemShape, rows_of_runs: Sequence[int], gap: int, row: int = 0) -> list[Run]:
+    """Runs of so many rows each from `row` on, from the last of the window's extents to the first,
+    with `gap` bytes between them."""
+    runs: list[Run] = []
+    offset = sum(rows_of_runs) * shape.row_bytes + gap * len(rows_of_runs)
+    for rows in rows_of_runs:
+        offset -= rows * shape.row_bytes + gap
+        runs.append(Run(row, rows, offset))
+        row += rows
+    return runs
+
+
+def expected(planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[Run], nbytes: int) -> Bytes:
+    """The window, zero before, after a write."""
+    window = np.zeros(nbytes, np.uint8)
+    for run in runs:
+        for array, (_, offset, size) in zip(planes, run.planes(shape), strict=True):
+            window[offset : offset + size] = array[run.row : run.row + run.rows].reshape(-1)
+    return window

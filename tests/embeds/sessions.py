@@ -1,0 +1,54 @@
+"""Sessions for tests, in any state, and what they want done."""
+
+import msgspec
+
+from vllm_kvpool.embeds.protocol import (
+    OLDEST_VERSION,
+    VERSION,
+    Code,
+    Hello,
+    HelloReject,
+    Message,
+    Role,
+)
+from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
+
+HEARTBEAT_S = 1.0
+RHYTHM = Rhythm(HEARTBEAT_S, max_failures=2)
+
+
+def hello(incarnation: str = "own", **changes: object) -> Hello:
+    """Who is there."""
+    usual = Hello(
+        versions=(OLDEST_VERSION, VERSION),
+        incarnation=incarnation,
+        engine_id=f"engine of {incarnation}",
+        role=Role.CONSUMER,
+        fingerprint="model",
+        heartbeat_s=HEARTBEAT_S,
+    )
+    return msgspec.structs.replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def session_with(state: SessionState, *, active: bool = True, **own: object) -> Session:
+    """A session in a state, with the incarnation `peer`, since time 0."""
+    session = Session(hello("own", **own), RHYTHM, active=active, now=0.0)
+    if state is SessionState.INCOMPATIBLE:
+        session.rejected(HelloReject(Code.INCOMPATIBLE, "another model"), 0.0)
+    elif state is not SessionState.CONNECTING:
+        session.hello(hello("peer", answer=True), 0.0)
+        if state is SessionState.DEGRADED:
+            session.tick(1.5 * HEARTBEAT_S)
+    session.take_actions()
+    assert session.state is state
+    return session
+
+
+def said(session: Session) -> list[Message]:
+    """What it has said since the last look."""
+    return [each.body for each in session.take_actions() if isinstance(each, Say)]
+
+
+def news(session: Session) -> list[Up | Lost]:
+    """What it has found out since the last look."""
+    return [each for each in session.take_actions() if not isinstance(each, Say)]

@@ -1,0 +1,862 @@
+"""Rows into a window and out of it, over both transports; Mooncake for real and with faults.
+
+`fake` is a Mooncake engine that ends writes as a test says; marked tests use the real one.
+"""
+
+import ctypes
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.embeds import mooncake_writes, shared_files
+from vllm_kvpool.embeds.dataplane import (
+    LandingMemory,
+    WriteError,
+    WriterPlane,
+    digest_of,
+    drain,
+    item_digest,
+    open_landing,
+)
+from vllm_kvpool.embeds.protocol import MooncakeWindow, SharedWindow
+from vllm_kvpool.embeds.rows import Run
+from vllm_kvpool.embeds.run_bytes import STEP_BYTES
+from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.store import mooncake_engine
+from vllm_kvpool.testing.fakes import FakeClock
+from vllm_kvpool.testing.server_process import free_port
+from vllm_kvpool.testing.transfer_engine import FakeTransferEngine, Fate
+
+from .items import empty_item, expected, item_of, scattered, shape_of_widths
+from .writer_child import Answer, Order
+
+HOST = "127.0.0.1"
+KIB = 1 << 10
+SEED = 0x1234_5678_9ABC_DEF0
+WINDOW_BYTES = 1 << 20
+STAGING_BYTES = 64 * KIB  # pieces of 32 KiB
+CHILD_LIMIT_S = 60
+ROOT = Path(__file__).parents[2]
+
+real = pytest.mark.mooncake
+TRANSPORTS = ("local", pytest.param("mooncake", marks=real))
+
+
+@contextmanager
+def planes_of(
+    transport: str, nbytes: int = WINDOW_BYTES, staging_bytes: int = STAGING_BYTES
+) -> Iterator[tuple[LandingMemory, WriterPlane]]:
+    """A consumer's window and a producer's plane, in this process."""
+    landing = open_landing(transport, nbytes, host=HOST)
+    plane = WriterPlane(transport, staging_bytes, host=HOST)
+    try:
+        yield landing, plane
+    finally:
+        plane.close()
+        landing.close()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTransferEngine]:
+    """This process's engine; nothing of it stays registered."""
+    engine = FakeTransferEngine()
+    monkeypatch.setattr(mooncake_engine, "_engines", {})
+    mooncake_engine.use_engine_of("tcp", engine.open)
+    yield engine
+    assert not engine.regions
+
+
+class PassingClock(FakeClock):
+    """Passes while somebody sleeps, and a little whenever it is looked at."""
+
+    step_s = 1e-6
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+@contextmanager
+def faulty(
+    fake: FakeTransferEngine, staging_bytes: int = STAGING_BYTES
+) -> Iterator[tuple[LandingMemory, WriterPlane, PassingClock]]:
+    clock = PassingClock()
+    landing = open_landing("mooncake", WINDOW_BYTES, host=HOST)
+    plane = WriterPlane(
+        "mooncake", staging_bytes, host=HOST, clock=clock, sleep=lambda s: clock.advance(s)
+    )
+    try:
+        yield landing, plane, clock
+    finally:
+        plane.close()
+        landing.close()
+
+
+def check_moved(landing: LandingMemory, plane: WriterPlane, widths: Sequence[int]) -> None:
+    """An item of 97 rows goes through the window in runs of odd sizes, and nothing else changes."""
+    shape = shape_of_widths(97, widths)
+    planes, target = item_of(shape, 1), empty_item(shape)
+    landing.array[:] = 0
+    runs = scattered(shape, [1, 1, 31, 2, 1, 61], gap=13)
+    digests = plane.write(landing.window, planes, shape, runs, SEED)
+    assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
+    assert digests == tuple(digest_of(planes, shape, run, SEED) for run in runs)
+    assert drain(landing.array, target, shape, runs, SEED) == digests
+    assert all(map(np.array_equal, target, planes))
+    assert item_digest(target) == item_digest(planes)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("widths", [[1], [7], [4099], [1021, 3, 12, 17]])
+def test_scattered_rows_of_odd_sizes_arrive(transport: str, widths: list[int]) -> None:
+    with planes_of(transport) as (landing, plane):
+        check_moved(landing, plane, widths)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_single_rows_in_many_extents_arrive(transport: str) -> None:
+    shape = shape_of_widths(256, [67, 5])
+    planes = item_of(shape, 2)
+    runs = scattered(shape, [1] * 256, gap=1)
+    with planes_of(transport) as (landing, plane):
+        landing.array[:] = 0
+        plane.write(landing.window, planes, shape, runs, SEED)
+        assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_run_larger_than_any_step_arrives(transport: str) -> None:
+    """More than a piece of the default size, and a digest in several steps."""
+    shape = shape_of_widths(1009, [3 * STEP_BYTES // 1009, 1])
+    planes, target = item_of(shape, 3), empty_item(shape)
+    runs = [Run(0, 1009, 5)]
+    with planes_of(transport, shape.nbytes + 64, 8 << 20) as (landing, plane):
+        digests = plane.write(landing.window, planes, shape, runs, SEED)
+        assert drain(landing.array, target, shape, runs, SEED) == digests
+    assert all(map(np.array_equal, target, planes))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_window_serves_round_after_round(transport: str) -> None:
+    """An item of 50 windows."""
+    shape = shape_of_widths(1000, [1021, 3])
+    planes, target = item_of(shape, 4), empty_item(shape)
+    with planes_of(transport, 20 * shape.row_bytes) as (landing, plane):
+        for number, row in enumerate(range(0, 1000, 20)):
+            run = [Run(row, 20, 0)]
+            digests = plane.write(landing.window, planes, shape, run, number)
+            assert drain(landing.array, target, shape, run, number) == digests
+    assert all(map(np.array_equal, target, planes))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_threads_write_to_one_window(transport: str) -> None:
+    shape = shape_of_widths(64, [997, 31])
+    planes = item_of(shape, 5)
+    runs = scattered(shape, [1] * 64, gap=3)
+    with planes_of(transport) as (landing, plane), ThreadPoolExecutor(8) as threads:
+        landing.array[:] = 0
+        parts = [runs[i::8] for i in range(8)]
+        write: Callable[[Sequence[Run]], Any] = lambda part: plane.write(  # noqa: E731
+            landing.window, planes, shape, part, SEED
+        )
+        for part, digests in zip(parts, threads.map(write, parts), strict=True):
+            assert digests == tuple(digest_of(planes, shape, run, SEED) for run in part)
+        assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
+
+
+@given(
+    widths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    gap=st.integers(0, 70),
+    first=st.integers(0, 5),
+    pages=st.integers(2, 9),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_item_arrives_through_any_staging_memory(
+    widths: list[int], cuts: list[int], gap: int, first: int, pages: int
+) -> None:
+    engine = FakeTransferEngine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mooncake_engine, "_engines", {})
+        mooncake_engine.use_engine_of("tcp", engine.open)
+        shape = shape_of_widths(first + sum(cuts) + 2, widths)
+        planes, target = item_of(shape, 6), empty_item(shape)
+        runs = scattered(shape, cuts, gap, first)
+        nbytes = sum(cuts) * shape.row_bytes + gap * len(cuts)
+        with planes_of("mooncake", nbytes, pages * 4096) as (landing, plane):
+            digests = plane.write(landing.window, planes, shape, runs, SEED)
+            assert np.array_equal(landing.array, expected(planes, shape, runs, nbytes))
+            assert drain(landing.array, target, shape, runs, SEED) == digests
+        for source, arrived in zip(planes, target, strict=True):
+            stop = first + sum(cuts)
+            assert np.array_equal(arrived[first:stop], source[first:stop])
+            assert not arrived[:first].any()
+            assert not arrived[stop:].any()
+        assert engine.flying_bytes() == 0
+
+
+# Digests
+
+
+def test_every_byte_that_changes_on_the_way_shows_in_the_digest() -> None:
+    shape = shape_of_widths(13, [31, 5])
+    planes = item_of(shape, 7)
+    run = Run(2, 11, 3)
+    window = expected(planes, shape, [run], 3 + 11 * 36 + 2)
+    good = digest_of(planes, shape, run, SEED)
+    for index in range(window.nbytes):
+        window[index] ^= 1 << (index % 8)
+        same = drain(window, empty_item(shape), shape, [run], SEED) == (good,)
+        assert same == (not 3 <= index < 3 + 11 * 36), index
+        window[index] ^= 1 << (index % 8)
+
+
+def test_what_another_grant_brought_does_not_pass_for_this_one() -> None:
+    shape = shape_of_widths(4, [8])
+    planes = item_of(shape, 8)
+    digests = {digest_of(planes, shape, Run(0, 4, 0), seed) for seed in (0, 1, SEED, -1, 2**64 - 2)}
+    assert len(digests) == 5
+
+
+def test_digests_of_a_write_are_of_what_arrived_in_the_item() -> None:
+    """What is written to the window after the drain is neither in the item nor in the digest."""
+    shape = shape_of_widths(4, [8])
+    planes, target = item_of(shape, 9), empty_item(shape)
+    window = expected(planes, shape, [Run(0, 4, 0)], 32)
+    digests = drain(window, target, shape, [Run(0, 4, 0)], SEED)
+    window[:] = 0
+    assert digests == (digest_of(target, shape, Run(0, 4, 0), SEED),)
+
+
+def test_a_window_that_changes_during_the_drain_does_not_matter() -> None:
+    """The copy itself changes it here: the item's memory overlaps the window's second half."""
+    memory = np.arange(12, dtype=np.uint8)
+    shape = shape_of_widths(2, [4])
+    target = memory[4:].reshape(2, 4)
+    digests = drain(memory[:8], [target], shape, [Run(0, 2, 0)], SEED)
+    assert target.reshape(-1).tolist() == list(range(8))
+    assert memory[:8].tolist() != list(range(8))
+    assert digests == (digest_of([target], shape, Run(0, 2, 0), SEED),)
+
+
+def test_an_items_digest_is_of_all_planes_in_order() -> None:
+    one = item_of(shape_of_widths(3, [4, 4]), 10)
+    assert item_digest(one) != item_digest(one[::-1])
+    changed = [array.copy() for array in one]
+    changed[1][2, 3] ^= 1
+    assert item_digest(one) != item_digest(changed)
+    assert len(item_digest(one)) == 32
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(0, 10, WINDOW_BYTES - 99),
+        Run(0, 1, -1),
+        Run(0, 1, WINDOW_BYTES),
+        Run(0, 1, 1 << 70),
+        Run(-1, 2, 0),
+        Run(5, 6, 0),
+        Run(0, 0, 0),
+        Run(3, -1, 0),
+    ],
+)
+def test_a_run_outside_is_refused_before_anything_is_written(transport: str, run: Run) -> None:
+    shape = shape_of_widths(10, [10])
+    with planes_of(transport) as (landing, plane):
+        landing.array[:] = 0
+        with pytest.raises(WriteError) as caught:
+            plane.write(landing.window, item_of(shape, 1), shape, [Run(0, 1, 0), run], SEED)
+        assert caught.value.quiesced
+        assert not landing.array.any()
+        check_moved(landing, plane, [3])
+
+
+def test_a_write_of_nothing_does_nothing() -> None:
+    with planes_of("local") as (_, plane):
+        window = SharedWindow("nowhere", "nothing", 0)
+        assert plane.write(window, [], shape_of_widths(1, []), [], SEED) == ()
+
+
+def test_windows_of_the_other_transport_are_refused(fake: FakeTransferEngine) -> None:
+    shape = shape_of_widths(1, [1])
+    item = item_of(shape, 1)
+    with planes_of("local") as (shared, to_shared), planes_of("mooncake") as (far, to_far):
+        for landing, plane in ((shared, to_far), (far, to_shared)):
+            with pytest.raises(WriteError, match="another transport") as caught:
+                plane.write(landing.window, item, shape, [Run(0, 1, 0)], SEED)
+            assert caught.value.quiesced
+
+
+def test_a_drain_of_other_places_is_our_own_mistake() -> None:
+    shape = shape_of_widths(2, [4])
+    with pytest.raises(AssertionError):
+        drain(np.zeros(7, np.uint8), empty_item(shape), shape, [Run(0, 2, 0)], SEED)
+    with pytest.raises(AssertionError):
+        drain(np.zeros(99, np.uint8), empty_item(shape), shape, [Run(1, 2, 0)], SEED)
+
+
+@pytest.mark.parametrize(
+    ("transport", "nbytes", "text"),
+    [("tcp", 1, "known are"), ("lokal", 1, "did you mean 'local'"), ("local", 0, "at least one")],
+)
+def test_what_cannot_work_is_said_at_start(transport: str, nbytes: int, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        open_landing(transport, nbytes, host=HOST)
+
+
+def test_staging_memory_of_less_than_two_pages_is_refused(fake: FakeTransferEngine) -> None:
+    with pytest.raises(ConfigError, match="staging_bytes=8191"):
+        WriterPlane("mooncake", 8191, host=HOST)
+
+
+# Two processes
+
+
+@contextmanager
+def producer(transport: str) -> Iterator[Callable[[Order], Answer]]:
+    """Another process, told what to write."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.embeds.writer_child", transport, str(STAGING_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    stdin, stdout = child.stdin, child.stdout
+    assert stdin is not None
+    assert stdout is not None
+
+    def ask(order: Order) -> Answer:
+        stdin.write(msgspec.json.encode(order).decode() + "\n")
+        stdin.flush()
+        for line in stdout:  # between which the engine's log may be
+            if line.startswith("ANSWER "):
+                return msgspec.json.decode(line.split(" ", 1)[1], type=Answer)
+        raise AssertionError("the producer ended")
+
+    try:
+        yield ask
+        stdin.close()
+        assert child.wait(CHILD_LIMIT_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+        stdin.close()
+        stdout.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_process_writes(transport: str) -> None:
+    shape = shape_of_widths(97, [1021, 3, 12])
+    planes, target = item_of(shape, 11), empty_item(shape)
+    runs = scattered(shape, [1, 1, 31, 2, 1, 61], gap=13)
+    landing = open_landing(transport, WINDOW_BYTES, host=HOST)
+    landing.array[:] = 0
+    order = Order(landing.window, shape, 11, [(r.row, r.rows, r.offset) for r in runs], SEED)
+    with producer(transport) as ask:
+        for _ in range(3):
+            answer = ask(order)
+            assert not answer.error
+            assert drain(landing.array, target, shape, runs, SEED) == answer.digests
+            assert all(map(np.array_equal, target, planes))
+            assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
+        landing.close()
+        answer = ask(order)
+        assert answer.error
+        assert answer.quiesced == (transport == "local")
+
+
+CONSUMER = """
+import sys, msgspec
+from vllm_kvpool.embeds.dataplane import open_landing
+landing = open_landing(sys.argv[1], 1 << 20, host="127.0.0.1")
+print("WINDOW", msgspec.json.encode(landing.window).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def consumer(transport: str) -> Iterator[tuple["subprocess.Popen[str]", Any]]:
+    """Another process with a window, which does nothing but receive."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CONSUMER, transport],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        line = next(line for line in child.stdout if line.startswith("WINDOW "))
+        window: Any = msgspec.json.decode(line.split(" ", 1)[1], type=MooncakeWindow | SharedWindow)
+        yield child, window
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+@real
+def test_a_consumer_that_dies_fails_writes_at_once() -> None:
+    """One that was written to before may still have something under way; a new one has not."""
+    shape = shape_of_widths(100, [1000])
+    item = item_of(shape, 12)
+    with consumer("mooncake") as (child, window), planes_of("mooncake") as (_, plane):
+        plane.write(window, item, shape, [Run(0, 100, 0)], SEED)
+        child.kill()
+        child.wait()
+        for quiesced in (False, True):
+            with pytest.raises(WriteError) as caught:
+                plane.write(window, item, shape, [Run(0, 100, 0)], SEED)
+            assert caught.value.quiesced == quiesced
+        deadline = time.monotonic() + CHILD_LIMIT_S
+        while plane.quarantined_bytes():  # until both pieces' sockets have failed
+            assert time.monotonic() < deadline
+
+
+@real
+def test_a_consumer_that_was_never_there() -> None:
+    shape = shape_of_widths(1, [1])
+    window = MooncakeWindow(f"{HOST}:{free_port()}", 1 << 20, 1)
+    with planes_of("mooncake") as (landing, plane):
+        with pytest.raises(WriteError, match="no Mooncake engine answers") as caught:
+            plane.write(window, item_of(shape, 1), shape, [Run(0, 1, 0)], SEED)
+        assert caught.value.quiesced
+        check_moved(landing, plane, [3])
+
+
+@real
+def test_memory_that_is_not_registered_is_not_written_to() -> None:
+    shape = shape_of_widths(1, [64])
+    with planes_of("mooncake") as (landing, plane):
+        assert isinstance(landing.window, MooncakeWindow)
+        other = np.zeros(64, np.uint8)
+        window = MooncakeWindow(landing.window.session, other.ctypes.data, 64)
+        with pytest.raises(WriteError) as caught:
+            plane.write(window, item_of(shape, 1), shape, [Run(0, 1, 0)], SEED)
+        assert not caught.value.quiesced
+        assert not other.any()
+        check_moved(landing, plane, [3])
+
+
+# Mooncake's faults
+
+
+SHAPE = shape_of_widths(90, [1000])  # three pieces
+RUNS = (Run(0, 90, 0),)
+PIECE = STAGING_BYTES // 2
+
+
+def write_all(landing: LandingMemory, plane: WriterPlane, runs: Sequence[Run] = RUNS) -> None:
+    plane.write(landing.window, item_of(SHAPE, 13), SHAPE, runs, SEED)
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("fate", [Fate.FAILS, Fate.IS_REFUSED])
+def test_a_write_that_fails_may_still_arrive(
+    fake: FakeTransferEngine, fate: Fate, failing: int
+) -> None:
+    with faulty(fake) as (landing, plane, clock):
+        fake.fate = lambda index: fate if index == failing else Fate.LANDS
+        with pytest.raises(WriteError) as caught:
+            write_all(landing, plane)
+        assert not caught.value.quiesced
+        # What has failed has ended here, and others do soon; what was refused may have been begun.
+        assert settled(plane) == (PIECE if fate is Fate.IS_REFUSED else 0)
+        fake.fate = lambda index: Fate.LANDS
+        check_moved(landing, plane, [1021, 3])
+        clock.advance(mooncake_writes.QUARANTINE_FACTOR * mooncake_writes.timeout_of(PIECE))
+        assert plane.quarantined_bytes() == 0
+
+
+def settled(plane: WriterPlane) -> int:
+    """What is in quarantine once writes that end have ended."""
+    for _ in range(2):
+        plane.quarantined_bytes()
+    return plane.quarantined_bytes()
+
+
+def test_a_write_that_does_not_end_keeps_its_staging_memory(
+    fake: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_writes, "PIECE_BYTES", PIECE)
+    with faulty(fake, 4 * PIECE) as (landing, plane, clock):
+        fake.fate = lambda index: Fate.HANGS if index == 0 else Fate.LANDS
+        with pytest.raises(WriteError, match="does not end") as caught:
+            write_all(landing, plane)
+        assert not caught.value.quiesced
+        timeout_s = mooncake_writes.timeout_of(PIECE)
+        assert timeout_s <= clock.now < timeout_s + 0.1
+        assert settled(plane) == fake.writes[0].nbytes == PIECE
+        # That no other write uses the memory meanwhile is for the engine to see.
+        for _ in range(20):
+            check_moved(landing, plane, [1021, 3])
+        clock.advance(2 * timeout_s - 1)
+        assert plane.quarantined_bytes() == PIECE
+        clock.advance(1.1)
+        assert plane.quarantined_bytes() == 0
+
+
+def test_quarantine_ends_when_the_write_does(fake: FakeTransferEngine) -> None:
+    with faulty(fake) as (landing, plane, _):
+        fake.fate = lambda index: Fate.HANGS if index == 0 else Fate.LANDS
+        with pytest.raises(WriteError):
+            write_all(landing, plane)
+        assert settled(plane) == PIECE
+        landing.array[:] = 0
+        fake.land(fake.writes[0])  # late, and still what it was to be
+        assert np.array_equal(landing.array[:PIECE], item_of(SHAPE, 13)[0].reshape(-1)[:PIECE])
+        assert plane.quarantined_bytes() == 0
+        check_moved(landing, plane, [1021, 3])
+
+
+def test_with_all_staging_memory_in_quarantine_nothing_is_sent(fake: FakeTransferEngine) -> None:
+    with faulty(fake) as (landing, plane, clock):
+        fake.fate = lambda index: Fate.HANGS
+        with pytest.raises(WriteError, match="does not end"):
+            write_all(landing, plane)
+        assert plane.quarantined_bytes() == STAGING_BYTES
+        num_writes = len(fake.writes)
+        clock.step_s = 1.0
+        with pytest.raises(WriteError, match="65536 of 65536 bytes are in quarantine") as caught:
+            write_all(landing, plane)
+        assert caught.value.quiesced
+        assert len(fake.writes) == num_writes
+        for write in fake.writes:
+            fake.land(write)
+        fake.fate = lambda index: Fate.LANDS
+        check_moved(landing, plane, [1021, 3])
+
+
+def test_eight_writers_share_bounded_staging_memory(fake: FakeTransferEngine) -> None:
+    """Two pieces for eight threads that want three each: nobody waits with a piece in hand."""
+    most = 0
+    submit = fake.transfer_submit_write
+
+    def watched(session: str, source: int, target: int, nbytes: int) -> int:
+        nonlocal most
+        number = submit(session, source, target, nbytes)
+        most = max(most, fake.flying_bytes())
+        return number
+
+    fake.transfer_submit_write = watched  # type: ignore[method-assign]
+    shape = shape_of_widths(800, [1000])
+    planes = item_of(shape, 14)
+    with planes_of("mooncake") as (landing, plane), ThreadPoolExecutor(8) as threads:
+        runs = [Run(i * 100, 100, i * 100_000) for i in range(8)]
+        jobs = [
+            threads.submit(plane.write, landing.window, planes, shape, [run], SEED)
+            for run in runs * 4
+        ]
+        for run, job in zip(itertools.cycle(runs), jobs, strict=False):
+            assert job.result(CHILD_LIMIT_S) == (digest_of(planes, shape, run, SEED),)
+        assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
+        assert len(fake.regions) == 2
+        assert sorted(fake.regions.values()) == [STAGING_BYTES, WINDOW_BYTES]
+    assert 0 < most <= STAGING_BYTES
+
+
+def test_neighbouring_extents_are_one_transfer(fake: FakeTransferEngine) -> None:
+    with faulty(fake) as (landing, plane, _):
+        write_all(landing, plane, [Run(0, 3, 5), Run(3, 2, 3005), Run(5, 1, 9000)])
+        assert [write.nbytes for write in fake.writes] == [5000, 1000]
+
+
+def test_few_transfers_are_under_way_at_a_time(fake: FakeTransferEngine) -> None:
+    """Mooncake queues so many for a peer, and fails what comes after."""
+    shape = shape_of_widths(256, [10])
+    most = 0
+
+    def watch(index: int) -> Fate:
+        nonlocal most
+        most = max(most, sum(not write.is_over for write in fake.writes) + 1)
+        return Fate.LANDS
+
+    fake.fate = watch
+    with faulty(fake) as (landing, plane, _):
+        plane.write(landing.window, item_of(shape, 1), shape, scattered(shape, [1] * 256, 1), SEED)
+        assert len(fake.writes) == 256
+        assert most <= 2 * mooncake_writes.MAX_RANGES
+
+
+def test_a_session_is_asked_for_before_the_first_write_and_after_a_failure(
+    fake: FakeTransferEngine,
+) -> None:
+    with faulty(fake) as (landing, plane, _):
+        for _ in range(3):
+            write_all(landing, plane)
+        assert fake.num_probes == 1
+        fake.fate = lambda index: Fate.FAILS
+        with pytest.raises(WriteError):
+            write_all(landing, plane)
+        fake.is_reachable = False
+        num_writes = len(fake.writes)
+        with pytest.raises(WriteError, match="no Mooncake engine answers") as caught:
+            write_all(landing, plane)
+        assert caught.value.quiesced
+        assert (fake.num_probes, len(fake.writes)) == (2, num_writes)
+
+
+def test_closing_ends_writes_and_keeps_what_they_may_still_touch(
+    fake: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_writes, "CLOSE_WAIT_S", 0.1)
+    fake.fate = lambda index: Fate.HANGS
+    landing = open_landing("mooncake", WINDOW_BYTES, host=HOST)
+    plane = WriterPlane("mooncake", STAGING_BYTES, host=HOST)
+    is_flying = threading.Event()
+    check = fake.transfer_check_status
+
+    def watched(number: int) -> int:
+        is_flying.set()
+        return check(number)
+
+    fake.transfer_check_status = watched  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(write_all, landing, plane)
+        assert is_flying.wait(CHILD_LIMIT_S)
+        plane.close()
+        with pytest.raises(WriteError) as caught:
+            job.result(CHILD_LIMIT_S)
+    assert not caught.value.quiesced
+    landing.close()
+    landing.close()
+    assert not fake.regions
+    for write in fake.writes:
+        fake.land(write)  # from memory, and to memory, that the owner has let go of
+    with pytest.raises(WriteError) as caught:
+        write_all(landing, plane)
+    assert caught.value.quiesced
+
+
+def test_a_closed_window_gives_its_memory_back_but_not_its_addresses(
+    fake: FakeTransferEngine,
+) -> None:
+    landing = open_landing("mooncake", WINDOW_BYTES, host=HOST)
+    window = landing.window
+    assert isinstance(window, MooncakeWindow)
+    landing.array[:] = 7
+    landing.close()
+    del landing
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    first, stop = window.base, window.base + window.nbytes
+    areas = [line.split()[0].split("-") for line in maps]
+    assert any(int(low, 16) <= first and stop <= int(high, 16) for low, high in areas)
+    late = (ctypes.c_uint8 * 2).from_address(first)
+    assert late[0] == 0
+    late[1] = 9
+
+
+@pytest.mark.parametrize(
+    ("host", "session"),
+    [("10.0.0.1", "10.0.0.1:12345"), ("::1", "[::1]:12345"), ("[::1]", "[::1]:12345")],
+)
+def test_a_window_says_where_its_engine_is(
+    fake: FakeTransferEngine, host: str, session: str
+) -> None:
+    landing = open_landing("mooncake", 1, host=host)
+    assert isinstance(landing.window, MooncakeWindow)
+    assert landing.window.session == session
+    landing.close()
+
+
+# Shared memory
+
+
+def windows() -> set[Path]:
+    return set(DIRECTORY.glob(f"{PREFIX}*"))
+
+
+def write_row(plane: WriterPlane, window: SharedWindow) -> tuple[int, ...]:
+    shape = shape_of_widths(1, [3])
+    return plane.write(window, item_of(shape, 1), shape, [Run(0, 1, 0)], SEED)
+
+
+def shared_window(landing: LandingMemory) -> SharedWindow:
+    assert isinstance(landing.window, SharedWindow)
+    return landing.window
+
+
+def test_a_windows_file_is_its_owners_alone_and_goes_with_it() -> None:
+    landing = open_landing("local", 4097, host=HOST)
+    path = Path(shared_window(landing).path)
+    status = path.stat()
+    assert (status.st_mode & 0o777, status.st_size) == (0o600, 4097)
+    assert status.st_blocks * 512 >= 4097
+    assert f"-{os.getpid()}-" in path.name
+    landing.close()
+    landing.close()
+    assert not path.exists()
+
+
+def test_windows_of_the_dead_are_removed_and_of_the_living_are_not() -> None:
+    with consumer("local") as (child, window), consumer("local") as (_, living):
+        child.kill()
+        child.wait()
+        assert Path(window.path).exists()
+        landing = open_landing("local", 1, host=HOST)
+        assert not Path(window.path).exists()
+        assert Path(living.path).exists()
+        second = open_landing("local", 1, host=HOST)
+        assert Path(shared_window(landing).path).exists()
+        second.close()
+        landing.close()
+    shared_files.remove_leftovers()
+    assert Path(living.path) not in windows()
+
+
+def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
+    names = [f"{PREFIX}notes", f"{PREFIX}1-{'0' * 31}", f"{PREFIX}1-{'0' * 32}.old"]
+    link = DIRECTORY / f"{PREFIX}1-{'0' * 32}"
+    pipe = DIRECTORY / f"{PREFIX}2-{'0' * 32}"
+    others = [DIRECTORY / name for name in names]
+    try:
+        for path in others:
+            path.touch()
+        (tmp_path / "file").touch()
+        link.symlink_to(tmp_path / "file")
+        os.mkfifo(pipe)
+        assert shared_files.remove_leftovers() == 0
+        assert all(os.path.lexists(path) for path in (*others, link, pipe, tmp_path / "file"))
+    finally:
+        for path in (*others, link, pipe):
+            path.unlink(missing_ok=True)
+
+
+def test_a_window_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    before = windows()
+    with pytest.raises(ConfigError, match=f"arena_bytes={1 << 60} .* bytes free; lower"):
+        open_landing("local", 1 << 60, host=HOST)
+    assert windows() == before
+
+
+def test_a_window_that_finds_no_room_after_all_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = windows()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        open_landing("local", 4096, host=HOST)
+    assert windows() == before
+
+
+def test_a_window_of_another_host_is_refused() -> None:
+    with planes_of("local") as (landing, plane):
+        window = msgspec.structs.replace(shared_window(landing), host="elsewhere/19/1")
+        with pytest.raises(WriteError, match=r"elsewhere/19/1.*mooncake transport") as caught:
+            write_row(plane, window)
+        assert caught.value.quiesced
+        assert not landing.array.any()
+
+
+def test_a_window_that_is_gone_or_replaced_is_not_written_to() -> None:
+    with planes_of("local") as (landing, plane):
+        window = shared_window(landing)
+        write_row(plane, window)
+        landing.array[:] = 0
+        moved = Path(window.path).rename(DIRECTORY / f"{PREFIX}kept")
+        try:
+            with pytest.raises(WriteError, match="gone") as caught:
+                write_row(plane, window)
+            assert caught.value.quiesced
+            assert not landing.array.any()
+            other = Path(window.path)
+            other.write_bytes(b"\0" * landing.nbytes)
+            write_row(plane, window)
+            assert any(other.read_bytes())
+            assert not landing.array.any()
+        finally:
+            moved.rename(window.path)
+        write_row(plane, window)
+        assert landing.array.any()
+
+
+def test_what_a_peer_calls_a_window_must_be_one(tmp_path: Path) -> None:
+    """A path elsewhere, a link to elsewhere, a pipe, or fewer bytes than it says."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"\0" * 64)
+    elsewhere = tmp_path / f"{PREFIX}1-{'a' * 32}"
+    elsewhere.write_bytes(b"\0" * 64)
+    link = DIRECTORY / f"{PREFIX}1-{'b' * 32}"
+    pipe = DIRECTORY / f"{PREFIX}1-{'c' * 32}"
+    short = DIRECTORY / f"{PREFIX}1-{'d' * 32}"
+    link.symlink_to(victim)
+    os.mkfifo(pipe)
+    short.write_bytes(b"\0" * 63)
+    empty = DIRECTORY / f"{PREFIX}1-{'e' * 32}"
+    empty.touch()
+    dots = f"{DIRECTORY}/../{victim}"
+    plane = WriterPlane("local", 0, host=HOST)
+    try:
+        for path in (
+            victim,
+            elsewhere,
+            link,
+            pipe,
+            short,
+            empty,
+            dots,
+            f"{DIRECTORY}/x",
+            "",
+            "a\0b",
+        ):
+            window = SharedWindow(shared_files.host_identity(), str(path), 64)
+            with pytest.raises(WriteError) as caught:
+                write_row(plane, window)
+            assert caught.value.quiesced
+        assert not any(victim.read_bytes() + elsewhere.read_bytes() + short.read_bytes())
+    finally:
+        plane.close()
+        for path in (link, pipe, short, empty):
+            path.unlink()
+
+
+def mapped_windows() -> int:
+    return Path("/proc/self/maps").read_text().count(str(DIRECTORY / PREFIX))
+
+
+def test_a_producer_keeps_few_windows_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_files, "MAX_MAPPED", 3)
+    plane = WriterPlane("local", 0, host=HOST)
+    landings = [open_landing("local", 4096, host=HOST) for _ in range(6)]
+    before = mapped_windows()
+    for _ in range(2):
+        for landing in landings:
+            landing.array[:] = 0
+            write_row(plane, shared_window(landing))
+            assert landing.array[:3].any()
+    assert mapped_windows() - before == 3
+    plane.close()
+    assert mapped_windows() == before
+    for landing in landings:
+        landing.close()

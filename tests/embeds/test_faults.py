@@ -1,0 +1,309 @@
+"""Processes that are killed, stopped and cut off from each other, and strangers at the port."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+import zmq.auth
+
+from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of
+from tests.embeds.engines import Engine, embeddings, free_ports, wait_for
+from vllm_kvpool.embeds.protocol import (
+    MAX_FRAME_BYTES,
+    Envelope,
+    Forget,
+    Goodbye,
+    Grant,
+    Offer,
+    Role,
+    encode,
+)
+from vllm_kvpool.embeds.rows import Extent, ItemShape
+from vllm_kvpool.embeds.scheduler import RequestView
+from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
+from vllm_kvpool.testing.relay import Relay
+
+ROOT = Path(__file__).parents[2]
+ROW_BYTES = 64 * 4
+WINDOW_BYTES = 16 * ROW_BYTES
+ROWS = 20_000  # more than a thousand rounds
+LONG = 3 * ROWS
+PATIENCE_S = 60.0
+
+
+class Child:
+    """An engine in a process of its own."""
+
+    def __init__(self, role: Role, port: int | None = None) -> None:
+        self.port = port or free_ports(1)[0]
+        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "tests.embeds.engine_child"]
+        self.process = subprocess.Popen(
+            [*command, role.value, str(self.port), str(WINDOW_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.read() == "READY"
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def order(self, verb: str, mm_hash: str = "", rows: int = 0, **more: Any) -> None:
+        assert self.process.stdin is not None
+        frame = msgspec.json.encode(Order(verb, mm_hash, rows, **more))
+        self.process.stdin.write(frame.decode() + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, verb: str, mm_hash: str = "", rows: int = 0, **more: Any) -> Any:
+        self.order(verb, mm_hash, rows, **more)
+        return msgspec.json.decode(self.read())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def windows(self) -> list[Path]:
+        return list(DIRECTORY.glob(f"{PREFIX}{self.process.pid}-*"))
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    """Whatever is started here ends here."""
+    started: list[Child] = []
+    yield started
+    for child in started:
+        child.process.send_signal(signal.SIGCONT) if child.process.poll() is None else None
+        child.kill()
+        for stream in (child.process.stdin, child.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def consumer(**options: object) -> Engine:
+    usual = {"arena_bytes": WINDOW_BYTES, "heartbeat_s": HEARTBEAT_S}
+    return Engine(Role.CONSUMER, **{**usual, **options})
+
+
+def rows_here(engine: Engine) -> float:
+    return engine.counts().get("rows", 0)
+
+
+def assert_nothing_is_lent(engine: Engine) -> None:
+    wait_for(
+        lambda: engine.gauges()["granted_bytes"] == engine.gauges()["landing_bytes"] == 0,
+        lambda: str(engine.gauges()),
+    )
+
+
+def begin(engine: Engine, mm_hash: str, producer: str, rows: int = ROWS) -> RequestView:
+    """A request waits for an item, some rows of which are here when this returns."""
+    view = engine.request(mm_hash, (mm_hash, rows), peers=(producer,))
+    assert not engine.scheduler.ensure(view, 0)
+    wait_for(lambda: "transferring" in engine.stories(mm_hash), lambda: engine.stories(mm_hash))
+    at = rows_here(engine)
+    wait_for(lambda: rows_here(engine) > at + 100)
+    return view
+
+
+def finish(engine: Engine, view: RequestView, seed: int = 0) -> None:
+    """The item comes, with every byte where it belongs."""
+    name = view.request_id
+    wait_for(
+        lambda: engine.scheduler.ensure(view, 0),
+        lambda: engine.stories(name),
+        patience_s=PATIENCE_S,
+    )
+    ((got,),) = engine.get(name)
+    assert torch.equal(got, embeddings(view.features[0].rows, seed=seed))
+
+
+def losses(engine: Engine) -> float:
+    return engine.workers[0]._control.counts["lost_peers"]
+
+
+def test_a_producer_is_killed_in_a_transfer(children: list[Child]) -> None:
+    """Others go on; it is had again from the next process; the window is not lost."""
+    children.append(Child(Role.PRODUCER))
+    first = children[0]
+    with consumer() as engine, Engine(Role.PRODUCER) as other:
+        first.ask("encode", "film", LONG)
+        other.encode("other", embeddings(ROWS, seed=1))
+        view = begin(engine, "film", first.endpoint, LONG)
+        others = begin(engine, "other", other.endpoint)
+        assert "transferring" in engine.stories("film"), "it is over before it can be killed"
+        first.kill()
+        finish(engine, others, seed=1)
+        wait_for(lambda: losses(engine) == 1)
+        assert "suspended" in engine.stories("film")
+        assert not engine.scheduler.ensure(view, 0)
+        assert 0 < engine.gauges()["quarantined_bytes"] < WINDOW_BYTES
+        children.append(Child(Role.PRODUCER, first.port))
+        children[1].ask("encode", "film", LONG)
+        finish(engine, view)
+        assert engine.counts()["resumed_rows"] > 0
+        assert engine.counts()["rows"] == LONG + ROWS, "a row was brought twice"
+        assert_nothing_is_lent(engine)
+
+
+def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
+    """The next process asks again; the killed one's memory is gone with its start."""
+    with Engine(Role.PRODUCER, heartbeat_s=HEARTBEAT_S, waiting_timeout_s=4.0) as producer:
+        producer.encode("film", embeddings(ROWS))
+        children.append(Child(Role.CONSUMER))
+        first = children[0]
+        (window,) = first.windows()
+        first.ask("begin", "film", ROWS, peer=producer.endpoint)
+        wait_for(lambda: producer.counts().get("written_rows", 0) > 100)
+        first.kill()
+        assert producer.counts()["written_rows"] < ROWS
+        assert window.exists()
+        children.append(Child(Role.CONSUMER, first.port))
+        assert not window.exists(), "a killed process's window stays"
+        digest = children[1].ask("receive", "film", ROWS, peer=producer.endpoint)
+        assert digest == digest_of(embeddings(ROWS))
+        wait_for(lambda: producer.gauges()["transfers"] == producer.gauges()["writes"] == 0)
+        wait_for(lambda: producer.gauges()["held_bytes"] == 0)
+
+
+def test_a_producer_that_was_stopped_for_long_writes_over_nothing(children: list[Child]) -> None:
+    """What it was lent stays out of use until it is back and says that it does not use it."""
+    children.append(Child(Role.PRODUCER))
+    stopped = children[0]
+    with consumer() as engine, Engine(Role.PRODUCER) as other:
+        stopped.ask("encode", "film", LONG)
+        view = begin(engine, "film", stopped.endpoint, LONG)
+        for number in (1, 2):
+            other.encode(f"other{number}", embeddings(ROWS, seed=number))
+            others = begin(engine, f"other{number}", other.endpoint)
+            assert "success" not in engine.stories("film"), "it is over before it can be stopped"
+            before = losses(engine)
+            stopped.process.send_signal(signal.SIGSTOP)
+            wait_for(lambda before=before: losses(engine) > before)  # type: ignore[misc]
+            assert engine.gauges()["quarantined_bytes"] > 0
+            finish(engine, others, seed=number)
+            stopped.process.send_signal(signal.SIGCONT)
+        finish(engine, view)
+        assert engine.counts()["resumed_rows"] > 0
+        assert_nothing_is_lent(engine)
+        wait_for(lambda: engine.gauges()["quarantined_bytes"] == 0, lambda: str(engine.gauges()))
+
+
+@pytest.mark.parametrize("outage_s", [0.0, 4 * HEARTBEAT_S], ids=["shorter", "longer"])
+def test_a_link_is_cut_in_a_transfer_and_comes_back(outage_s: float) -> None:
+    """Shorter than anybody notices, or so long that each loses the other."""
+    with (
+        Engine(Role.PRODUCER, heartbeat_s=HEARTBEAT_S) as producer,
+        Relay(producer.ports[0]) as relay,
+        consumer() as engine,
+    ):
+        producer.encode("film", embeddings(ROWS))
+        view = begin(engine, "film", relay.endpoint)
+        relay.cut()
+        if outage_s:
+            wait_for(lambda: losses(engine) == losses(producer) == 1)
+            assert engine.gauges()["quarantined_bytes"] == WINDOW_BYTES
+        cut_at = rows_here(engine)
+        assert cut_at < ROWS, "it was too fast to be cut in the middle"
+        relay.restore()
+        finish(engine, view)
+        assert engine.counts()["rows"] == ROWS, "a row was brought twice"
+        assert producer.counts()["written_rows"] < ROWS * 1.2
+        if outage_s:
+            assert engine.counts()["resumed_rows"] >= cut_at
+            # The producer has come back and said that it writes nothing of what it was lent.
+            wait_for(lambda: engine.gauges()["quarantined_bytes"] == 0)
+
+
+# Keys
+
+
+def keys_in(directory: Path) -> str:
+    directory.mkdir()
+    zmq.auth.create_certificates(directory, "cluster")
+    return str(directory)
+
+
+def pair_with_keys(producers: str, consumers: str) -> tuple[Engine, Engine]:
+    options = {"heartbeat_s": HEARTBEAT_S, "bootstrap_timeout_s": 1.5}
+    return (
+        Engine(Role.PRODUCER, curve_dir=producers, **options),
+        Engine(Role.CONSUMER, curve_dir=consumers, **options),
+    )
+
+
+def test_with_the_clusters_key_items_pass(tmp_path: Path) -> None:
+    keys = keys_in(tmp_path / "keys")
+    producer, engine = pair_with_keys(keys, keys)
+    with producer, engine:
+        producer.encode("image", embeddings(40), to=(engine.endpoint,))
+        ((got,),) = engine.receive("image", 40)
+        assert torch.equal(got, embeddings(40))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, True), (True, False), (False, True)])
+def test_with_another_key_or_none_nothing_passes(tmp_path: Path, ours: bool, theirs: bool) -> None:
+    producer, engine = pair_with_keys(
+        keys_in(tmp_path / "ours") if ours else "", keys_in(tmp_path / "theirs") if theirs else ""
+    )
+    with producer, engine:
+        producer.encode("image", embeddings(40), to=(engine.endpoint,))
+        view = engine.request("r", ("image", 40), peers=(producer.endpoint,), has_media=True)
+        wait_for(lambda: engine.scheduler.ensure(view, 0))
+        assert not engine.scheduler.has("image")
+        for side in (producer, engine):
+            assert not side.workers[0]._control._known
+
+
+# Strangers
+
+
+def test_strangers_at_the_port_disturb_nothing() -> None:
+    with Engine(Role.PRODUCER) as producer, consumer() as engine:
+        control = engine.workers[0]._control
+        producer.encode("film", embeddings(ROWS))
+        view = begin(engine, "film", producer.endpoint)
+        raw = [socket.create_connection(("127.0.0.1", engine.ports[0])) for _ in range(8)]
+        for number, each in enumerate(raw):
+            each.sendall(os.urandom(1000) if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.set(zmq.LINGER, 0)
+        stranger.connect(engine.endpoint)
+        offer = Offer(1, "film", ItemShape(1 << 50, ()), "x")
+        grant = Grant(1, 1, 0, 1, (Extent(0, 1 << 40),))
+        own = producer.workers[0]._control._hello.incarnation
+        foreign = [
+            encode(Envelope(source, target, 1, body))
+            for source in ("stranger", own)
+            for target in ("", "nobody", control._hello.incarnation)
+            for body in (offer, grant, Goodbye(), Forget("film"))
+        ]
+        for frame in (b"", b"\0" * 100, os.urandom(100), b"\x91" * 1000, *foreign):
+            stranger.send(frame)
+        stranger.send_multipart([b"two", b"parts"])
+        wait_for(lambda: control.counts["strays"] >= len(foreign), lambda: str(control.counts))
+        assert control.counts["bad_messages"] >= 4
+        stranger.send(b"\0" * (MAX_FRAME_BYTES + 1))
+        finish(engine, view)
+        assert control.counts["internal_errors"] == 0
+        assert control.counts["lost_peers"] == 0
+        assert engine.workers[0]._thread.is_alive()
+        for each in raw:
+            each.close()
+        stranger.close()
+        context.term()

@@ -1,0 +1,660 @@
+"""Holes of earlier designs for such transfers, by their numbers in the project's reference.
+
+Here: 4 5 8 9 11 12 13 14 21 22 27 29 30 31 32 33 34 35 36 37 40 43 54 57 59 60. Elsewhere:
+
+| hole | test |
+|---|---|
+| 1 25 | test_machines: rounds_of_a_first_grant_of_1024_rows, an_item_passes_through_any_window |
+| 3 | test_states: what_has_ended_stays_so; test_scheduler: what_a_rank_says_after_the_failure... |
+| 6 | test_workers: ranks_of_different_speed...; test_scheduler: ...when_every_rank_has_it |
+| 7 | test_scheduler: a_failure_on_one_rank_frees_the_others |
+| 10 | test_states: consumers_cancels, revoked_grants |
+| 16 | test_session: versions_that_overlap_are_welcome; here: messages_that_have_grown... |
+| 17 | test_faults: garbage at the port |
+| 18 19 20 24 62 | test_rows; test_machines: an_item_passes_through_any_window |
+| 23 49 61 | test_workers: planes_travel_with_their_rows; test_rows: planes_of_a_run... |
+| 28 | test_machines: two_items_of_two_requests_never_hold_what_the_other_needs |
+| 33 | test_machines: a_write_that_lands_late...; test_states: revoked_grants; test_faults |
+| 38 | test_workers: a_producer_is_restarted..., a_consumer_is_restarted... |
+| 42 | test_session: a_silent_peer_is_lost_and_greeted_at_once |
+| 45 | test_credit: producers_take_turns; test_machines: back_pressure... |
+| 46 | test_session: another_fingerprint_is_refused_with_both; test_workers: another_model... |
+| 47 48 | test_states: damaged_rows; test_dataplane: what changes during a drain |
+| 53 | test_workers: ranks_of_different_speed_and_window_get_the_same |
+
+What cannot exist here: a flag for the last chunk (2) and parts to merge (49), since rows land at
+their place and the set of rows says what is missing; a receiver without half of the protocol (15),
+since it is one type of message each with one handler; magic positions and common item sizes (26),
+since planes carry names, dtypes and shapes; sockets and tables of several threads (39 41 58), since
+the control thread owns them (test_layering holds zmq to one file); two rounds of one item in two
+queues (44), since an item is drained by one lane; one offset or index for both sides (50 51 52),
+since a grant names rows and places apart and the consumer chooses both; two counters that drift
+(55 56), since only the consumer numbers grants.
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.embeds.world import World, limits, shape_of
+from vllm_kvpool.embeds import protocol as p
+from vllm_kvpool.embeds import sockets
+from vllm_kvpool.embeds.consumer import Consumer
+from vllm_kvpool.embeds.dataplane import WriterPlane
+from vllm_kvpool.embeds.effects import Send, Write
+from vllm_kvpool.embeds.hands import MovingHands
+from vllm_kvpool.embeds.limits import ProducerLimits
+from vllm_kvpool.embeds.rows import Extent, Run
+from vllm_kvpool.embeds.sockets import Sockets
+from vllm_kvpool.embeds.states import State
+from vllm_kvpool.errors import ProtocolError
+
+
+def pair(**options: object) -> World:
+    """A window of two rows of which each grant takes one; an item of 6 rows is wanted."""
+    senders = options.pop("senders", None) or ProducerLimits(writers=2)
+    bounds = limits(**{"default_allocate_tokens": 1, **options})
+    world = World(1, arena_bytes=8, bounds=bounds, sender_limits=senders)  # type: ignore[arg-type]
+    world.connect_all()
+    world.expect(world.consumers[0], "image")
+    world.push(world.producers[0], "image", "c0")
+    world.produce(world.producers[0], "image", shape_of(6))
+    return world
+
+
+def until(world: World, condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        world.choices()[0]()
+    raise AssertionError("it does not come to that")
+
+
+def ends(world: World) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The links from the producer to the consumer and back."""
+    names = (world.producers[0].name, world.consumers[0].name)
+    return names, names[::-1]
+
+
+def nothing_is_left(world: World) -> None:
+    for consumer in world.consumers:
+        machine = consumer.machine
+        assert machine.gauges()["granted_bytes"] == 0
+        assert machine.gauges()["landing_bytes"] == 0
+        assert not machine._items
+        assert not list(machine._window)
+        assert not machine._by_source
+        assert not machine._active
+        assert not consumer.tensors
+        assert not len(machine._line)
+    for producer in world.producers:
+        assert not producer.machine._transfers
+        assert not producer.machine._by_target
+        assert producer.machine.gauges()["writes"] == 0
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_holes_4_5_a_word_of_an_earlier_round_is_not_of_this_one(rows: int) -> None:
+    """The arena gives the same extents again: their number tells the rounds apart."""
+    world = pair()
+    consumer, producer = world.consumers[0], world.producers[0]
+    to_consumer, _ = ends(world)
+    until(world, lambda: len(producer.writes) == 2)
+    first = producer.writes[0][0]
+    world.end_write(producer, 0)
+    told = next(body for body in world.links[to_consumer] if isinstance(body, p.Wrote))
+    until(world, lambda: consumer.machine.counts["rows"] == rows)
+    again = [
+        each for each in consumer.machine._window if each.extents[0].offset == first.runs[0].offset
+    ]
+    assert all(each.gid != first.gid for each in again)
+    before = consumer.machine.story("image")
+    drains = len(consumer.drains)
+    world.receive(to_consumer, told)
+    assert (consumer.machine.story("image"), len(consumer.drains)) == (before, drains)
+    assert consumer.machine.counts["late_writes"] == 1
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert consumer.machine.counts["rows"] == 6
+
+
+def test_hole_8_a_rank_that_needs_more_rounds_makes_nobody_send_again() -> None:
+    world = World(4, consumers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=2))
+    world.consumers[1].machine = Consumer(1 << 16, limits(default_allocate_tokens=1024))
+    world.consumers[1].arena_bytes = 1 << 16
+    world.consumers[1].window = bytearray(1 << 16)
+    world.connect_all()
+    for consumer in world.consumers:
+        world.expect(consumer, "image")
+    world.push(world.producers[0], "image", "c0", "c1")
+    world.produce(world.producers[0], "image", shape_of(50))
+    world.settle()
+    for consumer, rounds in zip(world.consumers, (50, 1), strict=True):
+        world.assert_item(consumer, "image")
+        assert consumer.machine.counts["rounds"] == rounds
+    assert world.producers[0].machine.counts["written_rows"] == 100
+
+
+def mute_before_an_offer(world: World) -> None:
+    world.cut(next(iter(world.up)))
+
+
+def mute_after_the_offer(world: World) -> None:
+    until(
+        world, lambda: world.consumers[0].machine._items["image"].state is not State.BOOTSTRAPPING
+    )
+    for links in world.links.values():
+        links.clear()
+
+
+def mute_with_a_write_under_way(world: World) -> None:
+    until(world, lambda: len(world.producers[0].writes) == 2)
+
+
+def mute_after_some_rows(world: World) -> None:
+    until(world, lambda: world.consumers[0].machine.counts["rows"] == 3)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_hole_33_a_write_that_may_still_land_keeps_its_place_out_of_use(cancelled: bool) -> None:
+    """Also when the transfer has ended meanwhile, the link is lost and back, and it is asked."""
+    world = pair()
+    consumer, producer = world.consumers[0], world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    if cancelled:
+        world.forget(consumer, "image")
+        until(world, lambda: not any(world.links.values()))
+    else:
+        world.cut(ends(world)[1])
+    world.end_write(producer, 0, "unsure")
+    world.end_write(producer, 0)
+    world.connect_all()
+    for _ in range(5):
+        while any(world.links.values()):
+            world.choices()[0]()
+        world.pass_time(1.0)
+    assert consumer.machine.gauges()["quarantined_bytes"] == 4
+    world.pass_time(world.limits.quarantine_s)
+    assert consumer.machine.gauges()["quarantined_bytes"] == 0
+
+
+def test_hole_33_a_producer_that_is_back_says_that_nothing_is_under_way() -> None:
+    """Else a window of two rows would be out of use for longer than anybody waits."""
+    world = pair(quarantine_s=1000.0)
+    consumer, producer = world.consumers[0], world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    world.cut(ends(world)[1])
+    assert consumer.machine.gauges()["quarantined_bytes"] == 8
+    world.connect_all()
+    while any(world.links.values()):
+        world.deliver(next(key for key, links in world.links.items() if links))
+    assert consumer.machine.gauges()["quarantined_bytes"] == 8, "they are being written"
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert consumer.machine.gauges()["quarantined_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        mute_before_an_offer,
+        mute_after_the_offer,
+        mute_with_a_write_under_way,
+        mute_after_some_rows,
+    ],
+)
+def test_hole_9_no_state_waits_for_ever_on_either_side(moment: Callable[[World], None]) -> None:
+    """From some moment on every message is lost, with the session up: the worst silence there is.
+
+    A write that goes on keeps its source, and the window it goes to is out of use; nothing else.
+    """
+    world = pair()
+    moment(world)
+    consumer, producer = world.consumers[0], world.producers[0]
+
+    def pass_mute(seconds: int) -> None:
+        for _ in range(seconds):
+            while producer.preparing:
+                world.prepare(producer)
+            while consumer.drains:
+                world.drain(consumer)
+            for links in world.links.values():
+                links.clear()
+            world.pass_time(1.0)
+
+    pass_mute(150)
+    assert [news.code for news in consumer.told if news.code] == [p.Code.TIMEOUT]
+    while producer.writes:
+        world.end_write(producer, 0)
+    pass_mute(150)
+    nothing_is_left(world)
+    assert producer.machine.held_bytes == 0
+    assert consumer.machine.gauges()["quarantined_bytes"] == 0
+
+
+@pytest.mark.parametrize("how", ["forgotten", "failed", "withdrawn", "lost"])
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_holes_11_57_whatever_ends_early_leaves_nothing_and_may_begin_anew(
+    how: str, rows: int
+) -> None:
+    world = pair()
+    consumer, producer = world.consumers[0], world.producers[0]
+    until(world, lambda: consumer.machine.counts["rows"] == rows and bool(producer.writes))
+    if how == "forgotten":
+        world.forget(consumer, "image")
+    elif how == "failed":
+        consumer.machine.begin_epoch(world.now)
+    elif how == "withdrawn":
+        producer.machine.begin_epoch(world.now)
+    else:
+        world.cut(ends(world)[1])
+        world.forget(consumer, "image")
+    world.perform()
+    while producer.writes:
+        world.end_write(producer, 0)
+    world.settle()
+    world.pass_time(100.0)
+    if how != "withdrawn":
+        # What was pushed to it and then not wanted is offered, and dropped, as any other push.
+        world.settle()
+    if "image" in consumer.ready:
+        world.pass_time(100.0)
+        world.settle()
+    nothing_is_left(world)
+    if how != "withdrawn":
+        consumer.told.clear()
+    world.expect(consumer, "image")
+    world.produce(producer, "image", shape_of(6))
+    world.settle()
+    world.assert_item(consumer, "image")
+
+
+TO_PRODUCER = (
+    p.Grant(99, 7, 0, 1, (Extent(0, 4),)),
+    p.Revoke(99, 7),
+    p.Cancel(99),
+)
+TO_CONSUMER = (
+    p.NeedGrant(99),
+    p.Wrote(99, 7, 0, 1, (0,)),
+)
+
+
+@pytest.mark.parametrize("body", [*TO_PRODUCER, *TO_CONSUMER], ids=lambda each: type(each).__name__)
+def test_holes_12_13_who_asks_of_an_unknown_transfer_is_answered(body: p.Message) -> None:
+    world = World(1)
+    world.connect_all()
+    to_consumer, to_producer = ends(world)
+    is_producers = body in TO_PRODUCER
+    link = to_producer if is_producers else to_consumer
+    world.receive(link, body)
+    (answer,) = world.links[link[::-1]]
+    assert answer == p.Unknown(99, yours=not is_producers)
+
+
+def test_hole_14_no_memory_at_a_later_round_is_waited_for() -> None:
+    world = pair()
+    consumer, producer = world.consumers[0], world.producers[0]
+    until(world, lambda: consumer.machine.counts["rows"] >= 2)
+    while consumer.machine.gauges()["quarantined_bytes"] < 8:  # all of the window
+        if producer.writes:
+            world.end_write(producer, 0, "unsure")
+        elif world.choices():
+            world.choices()[0]()
+        else:
+            world.pass_time(0.1)
+    rows = int(consumer.machine.counts["rows"])
+    assert rows < 6
+    for _ in range(int(world.limits.quarantine_s) - 5):
+        world.pass_time(1.0)
+        while world.choices():
+            world.choices()[0]()
+        assert f"{rows} of 6 rows" in consumer.machine.story("image")
+    world.land_late()
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert consumer.machine.counts["rows"] == 6
+
+
+def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
+    world = pair(default_allocate_tokens=2)
+    consumer, producer = world.consumers[0], world.producers[0]
+    machine = Consumer(16, limits(default_allocate_tokens=2))
+    shape = shape_of(6)
+    machine.expect(p.Expect("image", 0), 0.0)
+    machine.peer_up("p", frozenset(("at",)), 0.0)
+    machine.offer("p", p.Offer(1, "image", shape, "digest"), 0.0)
+    grants = [each.body for each in machine.take_effects() if getattr(each, "peer", "") == "p"]
+    grant = next(body for body in grants if isinstance(body, p.Grant))
+    assert grant.rows == 2
+    machine.wrote("p", p.Wrote(1, grant.gid, grant.row, 1, (0,)), 0.0)
+    machine.drained(grant.gid, True, 0.0)
+    machine.check()
+    assert machine._items["image"].received.spans == ((grant.row, grant.row + 1),)
+    later = [
+        each.body.row
+        for each in machine.take_effects()
+        if isinstance(getattr(each, "body", None), p.Grant)
+    ]
+    assert later == [grant.row + 1], "it goes on behind the last row that is there"
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert producer.machine.gauges()["transfers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "rows", "digests"),
+    [(0, 0, ()), (0, 3, (1,)), (1, 1, (1,)), (0, 1, ()), (0, 1, (1, 2)), (0, -1, (1,))],
+)
+def test_hole_22_what_says_less_or_more_than_was_granted_is_no_success(
+    row: int, rows: int, digests: tuple[int, ...]
+) -> None:
+    world = pair()
+    consumer, producer = world.consumers[0], world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    write = min((write for write, _ in producer.writes), key=lambda each: each.runs[0].row)
+    world.receive(ends(world)[0], p.Wrote(write.tid, write.gid, row, rows, digests))
+    assert not consumer.drains
+    assert "0 of 6 rows" in consumer.machine.story("image")
+    assert consumer.machine.gauges()["quarantined_bytes"] == 4, "nobody knows what it writes"
+    world.settle()
+    world.assert_item(consumer, "image")
+
+
+def test_hole_27_what_is_known_to_be_short_gets_no_more_than_it_needs() -> None:
+    world = World(1, arena_bytes=1 << 20, bounds=limits(default_allocate_tokens=8192))
+    world.connect_all()
+    consumer = world.consumers[0]
+    world.expect(consumer, "image", rows=256)
+    world.push(world.producers[0], "image", "c0")
+    world.produce(world.producers[0], "image", shape_of(256))
+    most = 0.0
+    while "image" not in consumer.ready:
+        world.step()
+        most = max(most, consumer.machine.gauges()["granted_bytes"])
+    assert most == 256 * 4
+
+
+def test_holes_29_30_the_length_and_what_is_no_row_come_with_the_offer_and_stay() -> None:
+    world = pair()
+    consumer = world.consumers[0]
+    until(world, lambda: consumer.machine.counts["rows"] == 4)
+    consumer.window[:] = b"\x99" * len(consumer.window)  # as the next tenant would
+    item = consumer.machine._items["image"]
+    assert item.aux == b"aux of image"
+    assert item.shape == shape_of(6)
+
+
+def test_hole_31_only_rows_that_have_arrived_count() -> None:
+    world = pair()
+    consumer, producer = world.consumers[0], world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    world.end_write(producer, 0, "failed")  # nothing of it has been written
+    world.end_write(producer, 0)
+    while world.choices():
+        world.choices()[0]()
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert consumer.machine.counts["rows"] == 6
+    assert consumer.machine.counts["failed_writes"] == 1
+
+
+@pytest.mark.parametrize("spans", [((0, 7),), ((-1, 2),), ((3, 3),), ((4, 2),)])
+def test_hole_32_a_producer_believes_no_rows_that_it_does_not_have(
+    spans: tuple[tuple[int, int], ...],
+) -> None:
+    world = pair()
+    producer = world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    (transfer,) = producer.machine._transfers.values()
+    with pytest.raises(ProtocolError):
+        world.receive(ends(world)[1], p.RowsAck(transfer.tid, 1, p.Landing.OK, spans))
+    producer.machine.check()
+    world.settle()
+    world.assert_item(world.consumers[0], "image")
+
+
+BAD_GRANTS = {
+    "behind the item": (6, 1, (Extent(0, 4),)),
+    "before the item": (-1, 1, (Extent(0, 4),)),
+    "no rows": (0, 0, (Extent(0, 4),)),
+    "negative rows": (0, -3, (Extent(0, 4),)),
+    "no extents": (0, 1, ()),
+    "an empty extent": (0, 1, (Extent(0, 0),)),
+    "a negative place": (0, 1, (Extent(-4, 4),)),
+    "behind the window": (0, 1, (Extent(8, 4),)),
+    "over its end": (0, 2, (Extent(4, 8),)),
+    "over each other": (0, 2, (Extent(0, 5), Extent(4, 4))),
+    "too small for a row": (0, 1, (Extent(0, 3),)),
+    "too many extents": (0, 1, tuple(Extent(0, 4) for _ in range(p.MAX_EXTENTS + 1))),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GRANTS)
+def test_hole_34_nothing_is_written_where_it_may_not_be(name: str) -> None:
+    world = pair()
+    producer = world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    writes = list(producer.writes)
+    (transfer,) = producer.machine._transfers.values()
+    to_consumer, to_producer = ends(world)
+    world.links[to_consumer].clear()
+    row, rows, extents = BAD_GRANTS[name]
+    world.receive(to_producer, p.Grant(transfer.tid, 1000, row, rows, extents))
+    assert producer.writes == writes
+    (answer,) = world.links[to_consumer]
+    assert isinstance(answer, p.WriteFailed)
+    assert answer.quiesced
+    world.settle()
+    world.assert_item(world.consumers[0], "image")
+
+
+def test_hole_34_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_are() -> None:
+    world = pair()
+    producer = world.producers[0]
+    until(world, lambda: len(producer.writes) == 2)
+    while producer.writes:
+        world.end_write(producer, 0)
+    (transfer,) = producer.machine._transfers.values()
+    grant = p.Grant(transfer.tid, 1000, 5, 2, (Extent(0, 8),))
+    world.receive(ends(world)[1], grant)
+    ((write, _),) = producer.writes
+    assert write.runs == (Run(5, 1, 0),)
+
+
+def test_hole_35_a_stuck_consumer_does_not_pin_the_encoder() -> None:
+    world = pair(senders=ProducerLimits(retain_bytes=24, writers=2))
+    producer = world.producers[0]
+    until(world, lambda: bool(producer.machine._transfers))
+    assert producer.machine.held_bytes == 24  # more of it would defer encoding
+    for _ in range(130):  # the transfer is given up, then what nobody takes
+        for links in world.links.values():
+            links.clear()
+        world.pass_time(1.0)
+    assert producer.machine.held_bytes == 0
+    assert producer.machine.counts["timeouts"] == 1
+
+
+def test_hole_36_failing_writes_cost_an_item_and_not_the_peer() -> None:
+    world = pair(max_failures=2)
+    consumer, producer = world.consumers[0], world.producers[0]
+    while not consumer.told:
+        if producer.writes:
+            world.end_write(producer, 0, "failed")
+        elif world.choices():
+            world.choices()[0]()
+        else:
+            world.pass_time(0.5)
+    assert consumer.told[0].code is p.Code.WRITE
+    world.expect(consumer, "next", 1)
+    world.push(producer, "next", "c0")
+    world.produce(producer, "next", shape_of(6))
+    world.settle()
+    world.assert_item(consumer, "next")
+
+
+class Reports:
+    """What hands have said."""
+
+    def __init__(self) -> None:
+        self.results: list[object] = []
+
+    def drained(self, gid: int, same: bool) -> None:
+        self.results.append((gid, same))
+
+    def prepared(self, sid: int, digest: str) -> None:
+        self.results.append((sid, digest))
+
+    def written(self, tid: int, gid: int, result: p.Wrote | p.WriteFailed) -> None:
+        self.results.append(result)
+
+
+class BrokenPlane(WriterPlane):
+    """A plane with a bug."""
+
+    def __init__(self) -> None:
+        super().__init__("local", 1, host="")
+
+    def write(self, *_: object) -> tuple[int, ...]:
+        raise ZeroDivisionError("a bug")
+
+
+class BrokenCopy:
+    """A device that has lost what the encoder computed."""
+
+    def wait(self) -> object:
+        raise RuntimeError("the device is gone")
+
+
+def test_hole_37_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
+    reports = Reports()
+    hands = MovingHands(reports, None, BrokenPlane(), writers=1, drainers=0)
+    shape, window = shape_of(1), p.SharedWindow("host", "/dev/shm/none", 8)
+    hands.keep(1, shape, [BrokenCopy()])  # type: ignore[list-item]
+    hands.prepare(1)
+    hands.keep(2, shape, [])
+    hands._sources[2].planes = []
+    for gid in (7, 8):
+        hands.write(Write(5, gid, 2, window, (Run(0, 1, 0),)))
+    hands.close()
+    prepared, *written = reports.results
+    assert prepared == (1, "")
+    assert [(each.gid, each.quiesced) for each in written] == [(7, False), (8, False)]  # type: ignore[attr-defined]
+
+
+def test_hole_40_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "SEND_QUEUE_FRAMES", 100)
+    monkeypatch.setattr(sockets, "LINGER_MS", 10)
+    own = Sockets(None)
+    try:
+        link = own.connect("tcp://127.0.0.1:1")
+        started = time.monotonic()
+        queued = [own.send(link, b"x") for _ in range(300)]
+        assert queued[0]
+        assert not queued[-1], "a full queue is a broken link"
+    finally:
+        own.close()
+    assert time.monotonic() - started < 5
+
+
+def test_hole_43_peers_are_reached_at_ipv6() -> None:
+    one, other = Sockets("tcp://[::1]:*"), Sockets(None)
+    try:
+        link = other.connect(one.endpoint)
+        assert other.send(link, b"hello")
+        frames = []
+        for _ in range(100):
+            frames = frames or one.poll(0.1)
+        assert frames[0].data == b"hello"
+        assert one.send(frames[0].link, b"welcome")
+        back = []
+        for _ in range(100):
+            back = back or other.poll(0.1)
+        assert back[0] == sockets.Frame(link, b"welcome")
+    finally:
+        other.close()
+        one.close()
+
+
+def test_hole_54_what_arrives_twice_counts_once() -> None:
+    world = pair()
+    consumer = world.consumers[0]
+    while "image" not in consumer.ready:
+        for key, links in world.links.items():
+            if links:
+                first = links[0]
+                world.deliver(key)
+                world.receive(key, first)
+        world.choices()[0]()
+    world.assert_item(consumer, "image")
+    world.settle()
+    world.assert_item(consumer, "image")
+    assert consumer.machine.counts["rows"] == 6
+
+
+def test_hole_59_a_source_is_kept_until_the_consumer_has_every_row() -> None:
+    world = pair(senders=ProducerLimits(retain_bytes=1, writers=2))
+    consumer, producer = world.consumers[0], world.producers[0]
+    while consumer.drains or "image" not in consumer.ready:
+        assert producer.sources, "it is gone before the rows are there"
+        world.step()
+    assert producer.sources, "the word of it is still on its way"
+    world.settle()
+    assert not producer.sources
+
+
+def test_hole_60_a_producer_asks_for_a_grant_that_was_lost() -> None:
+    world = pair(repeat_s=1e6)  # the consumer does not say it again by itself
+    consumer, producer = world.consumers[0], world.producers[0]
+    to_consumer, to_producer = ends(world)
+    until(world, lambda: any(isinstance(body, p.Grant) for body in world.links[to_producer]))
+    world.links[to_producer].clear()
+    world.pass_time(1.5)
+    assert p.NeedGrant(1) in world.links[to_consumer] or any(
+        isinstance(body, p.Offer) for body in world.links[to_consumer]
+    )
+    until(world, lambda: bool(producer.writes))
+    world.settle()
+    world.assert_item(consumer, "image")
+
+
+def test_a_request_with_room_for_other_rows_does_not_get_an_item_that_is_here() -> None:
+    """Pushed before anybody asked; the engine would write behind what it has reserved."""
+    world = World(1, arena_bytes=1 << 10)
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    world.push(producer, "image", "c0")
+    world.produce(producer, "image", shape_of(9))
+    until(world, lambda: "image" in consumer.ready)
+    world.expect(consumer, "image", rows=5)
+    news = consumer.told[-1]
+    assert news.code is p.Code.CONFLICT
+    assert "9 rows" in news.text
+    assert not consumer.tensors
+
+
+def test_messages_that_have_grown_are_understood() -> None:
+    """Hole 16: a later release adds fields at the end, and kinds of messages."""
+
+    class Later(msgspec.Struct, tag="need_grant"):
+        tid: int
+        urgency: int = 3
+
+    frame = msgspec.msgpack.encode(["s", "t", 1, Later(5)])
+    assert p.decode(frame).body == p.NeedGrant(5)
+    with pytest.raises(ProtocolError):
+        p.decode(msgspec.msgpack.encode(["s", "t", 1, {"type": "of_tomorrow"}]))
+    with pytest.raises(ProtocolError):
+        p.decode(b"\xff" * 10)
+    with pytest.raises(ProtocolError):
+        p.decode(b"\x91" * 100_000)
+
+
+def test_calling_back_a_grant_without_a_transfer_frees_no_other() -> None:
+    world = pair()
+    producer = world.producers[0]
+    producer.machine.revoke(world.consumers[0].name, p.Revoke(0, 77), world.now)
+    said = [each.body for each in producer.machine.take_effects() if isinstance(each, Send)]
+    assert said == [p.RevokeAck(0, 77, p.Progress.NOT_STARTED)], "`Unknown` would speak for all"

@@ -1,0 +1,244 @@
+"""Both machines against each other: order, chance and misfortune."""
+
+import pytest
+
+from tests.embeds.world import World, content, limits, shape_of
+from vllm_kvpool.embeds.limits import ProducerLimits
+from vllm_kvpool.embeds.protocol import Code
+
+
+def whole(rows: int, row_bytes: int = 4, arena: int = 1 << 20, first: int = 1024) -> World:
+    """One item pushed through a window without a mishap."""
+    world = World(1, arena_bytes=arena, bounds=limits(default_allocate_tokens=first))
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    world.push(producer, "image", "c0")
+    world.produce(producer, "image", shape_of(rows, row_bytes))
+    world.expect(consumer, "image")
+    world.settle()
+    world.assert_item(consumer, "image")
+    return world
+
+
+@pytest.mark.parametrize(("rows", "rounds"), [(500, 1), (1024, 1), (2000, 2), (10_000, 10)])
+def test_rounds_of_a_first_grant_of_1024_rows(rows: int, rounds: int) -> None:
+    world = whole(rows)
+    assert world.consumers[0].machine.counts["rounds"] == rounds
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "arena"),
+    [(50, 4, 12), (1, 7, 7), (97, 13, 13 * 3), (64, 5, 1000), (31, 3, 17), (100, 1, 1)],
+)
+def test_an_item_passes_through_any_window(rows: int, row_bytes: int, arena: int) -> None:
+    whole(rows, row_bytes, arena)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_misfortune_never_gives_wrong_bytes_and_always_ends(seed: int) -> None:
+    world = World(seed, producers=2, consumers=2, arena_bytes=16)
+    world.connect_all()
+    names = [f"item{number}" for number in range(4)]
+    for order, name in enumerate(names):
+        for consumer in world.consumers:
+            world.expect(consumer, name, order)
+    for name in names:
+        for producer in world.producers:
+            world.produce(producer, name, shape_of(5 + len(name) + seed % 3))
+    for _ in range(300):
+        world.step(mishaps=0.25)
+        world.assert_no_wrong_bytes()
+    world.settle()
+    world.assert_no_wrong_bytes()
+    for consumer in world.consumers:
+        failed = {news.mm_hash for news in consumer.told if news.code is not None}
+        for name in names:
+            assert name in consumer.ready or name in failed, consumer.machine.story(name)
+        gauges = consumer.machine.gauges()
+        assert gauges["granted_bytes"] == 0
+    for producer in world.producers:
+        assert producer.machine.gauges()["transfers"] == 0
+        assert producer.machine.gauges()["writes"] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_processes_die_and_start_again(seed: int) -> None:
+    world = World(seed, producers=2, consumers=1, arena_bytes=16)
+    world.connect_all()
+    shape = shape_of(12)
+    world.expect(world.consumers[0], "image")
+    for producer in world.producers:
+        world.produce(producer, "image", shape)
+    for _ in range(6):
+        for _ in range(15):
+            world.step(mishaps=0.1)
+        if world.random.random() < 0.7:
+            number = world.random.randrange(2)
+            world.restart_producer(number)
+            world.connect_all()
+            world.produce(world.producers[number], "image", shape)
+        else:
+            world.restart_consumer(0)
+            world.connect_all()
+            world.expect(world.consumers[0], "image")
+        world.assert_no_wrong_bytes()
+    if not world.consumers[0].ready:
+        world.expect(world.consumers[0], "image")
+    world.settle()
+    world.assert_item(world.consumers[0], "image")
+
+
+def test_a_cut_link_goes_on_at_the_last_acknowledged_row() -> None:
+    world = World(3, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    world.push(producer, "video", "c0")
+    world.expect(consumer, "video")
+    world.produce(producer, "video", shape_of(40))
+    while consumer.machine.counts["rows"] < 20:
+        world.step()
+    world.cut((consumer.name, producer.name))
+    world.pass_time(3.0)
+    world.settle()
+    world.assert_item(consumer, "video")
+    assert consumer.machine.counts["rows"] == 40
+    assert consumer.machine.counts["resumed_rows"] >= 20
+
+
+def test_an_item_too_large_for_ever_is_refused_at_once_with_the_numbers() -> None:
+    world = World(1, bounds=limits(max_item_bytes=100))
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    world.expect(consumer, "film")
+    world.produce(producer, "film", shape_of(26))
+    for _ in range(12):
+        for choice in world.choices()[:1]:
+            choice()
+    (news,) = consumer.told
+    assert news.code is Code.TOO_LARGE
+    assert "26 rows of 4 bytes are 104 bytes" in news.text
+    assert "max_item_bytes is 100" in news.text
+
+
+def test_two_items_of_two_requests_never_hold_what_the_other_needs() -> None:
+    # Each request has two items of 40 bytes, and there is memory for two items in all.
+    bounds = limits(max_landing_bytes=80, default_allocate_tokens=2)
+    world = World(5, producers=2, arena_bytes=8, bounds=bounds)
+    world.connect_all()
+    consumer = world.consumers[0]
+    for name, order in (("a1", 0), ("b1", 1), ("b2", 1), ("a2", 0)):
+        world.expect(consumer, name, order)
+    for name in ("b1", "a1", "b2", "a2"):
+        world.produce(world.producers[name[0] == "b"], name, shape_of(10))
+    for _ in range(2000):
+        world.step()
+        if {"a1", "a2"} <= consumer.ready:
+            break
+    assert {"a1", "a2"} <= consumer.ready, "the oldest request does not get on"
+    assert consumer.most_bytes <= 80 + 40
+    for name in ("a1", "a2"):
+        world.assert_item(consumer, name)
+        consumer.machine.taken(name, world.now)
+        world.perform()
+    world.settle()
+    for name in ("b1", "b2"):
+        world.assert_item(consumer, name)
+
+
+def test_a_write_that_lands_late_harms_nobody() -> None:
+    world = World(2, arena_bytes=8, bounds=limits(default_allocate_tokens=2))
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    for name in ("one", "two"):
+        world.push(producer, name, "c0")
+        world.produce(producer, name, shape_of(2))
+    for order, name in enumerate(("one", "two")):
+        world.expect(consumer, name, order)
+    while not producer.writes:
+        world.step()
+    world.end_write(producer, 0, "unsure")
+    while not consumer.machine.gauges()["quarantined_bytes"]:
+        world.step()
+    world.land_late()
+    world.pass_time(world.limits.quarantine_s + 1)
+    world.settle()
+    for name in ("one", "two"):
+        world.assert_item(consumer, name)
+
+
+def test_back_pressure_keeps_everything_and_bounds_memory() -> None:
+    bounds = limits(max_landing_bytes=64, default_allocate_tokens=4)
+    world = World(7, producers=4, arena_bytes=16, bounds=bounds)
+    world.connect_all()
+    consumer = world.consumers[0]
+    names = [f"{producer}-{number}" for producer in range(4) for number in range(10)]
+    for name in names:
+        producer = world.producers[int(name[0])]
+        world.push(producer, name, "c0")
+        world.produce(producer, name, shape_of(8))
+    seen: set[str] = set()
+    for order, name in enumerate(names):
+        world.expect(consumer, name, order)
+        while name not in consumer.ready:
+            world.step()
+        assert consumer.tensors[name] == content(name, shape_of(8))
+        consumer.machine.taken(name, world.now)
+        world.perform()
+        seen.add(name)
+    assert seen == set(names)
+    assert consumer.most_bytes <= 64 + 32
+    assert consumer.machine.counts["refused"] == 0
+
+
+def test_one_transfer_for_many_offers() -> None:
+    world = World(9, producers=3, arena_bytes=16)
+    world.connect_all()
+    consumer = world.consumers[0]
+    for producer in world.producers:
+        world.push(producer, "logo", "c0")
+        world.produce(producer, "logo", shape_of(9))
+    world.expect(consumer, "logo")
+    world.settle()
+    world.assert_item(consumer, "logo")
+    assert consumer.machine.counts["rows"] == 9
+    assert consumer.machine.counts["deduplicated"] == 2
+    assert all(each.machine.gauges()["transfers"] == 0 for each in world.producers)
+
+
+def test_another_producer_with_other_bytes_starts_anew() -> None:
+    world = World(11, producers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
+    world.salt = {world.producers[1].name: "other"}
+    world.connect_all()
+    consumer = world.consumers[0]
+    world.expect(consumer, "image")
+    world.push(world.producers[0], "image", "c0")
+    world.produce(world.producers[0], "image", shape_of(20))
+    while consumer.machine.counts["rows"] < 5:
+        world.step()
+    world.push(world.producers[1], "image", "c0")
+    world.produce(world.producers[1], "image", shape_of(20))
+    for _ in range(6):
+        world.step()
+    first = world.producers[0]
+    world.restart_producer(0)
+    world.settle()
+    assert first.name not in {key[1] for key in world.up}
+    world.assert_item(consumer, "image", "other")
+
+
+def test_new_weights_make_old_items_stale() -> None:
+    world = World(13, arena_bytes=16, sender_limits=ProducerLimits())
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    world.produce(producer, "image", shape_of(9))
+    while producer.preparing:
+        world.step()
+    producer.machine.begin_epoch(world.now)
+    consumer.machine.begin_epoch(world.now)
+    world.perform()
+    assert not producer.sources
+    world.expect(consumer, "image")
+    world.salt[producer.name] = "new"
+    world.produce(producer, "image", shape_of(9))
+    world.settle()
+    world.assert_item(consumer, "image", "new")

@@ -1,0 +1,166 @@
+"""Rows: sets of them against sets of numbers, and where they go in extents of any size."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.embeds.rows import DTYPE_BYTES, Extent, Intervals, ItemShape, Plane, Run, runs_of
+from vllm_kvpool.errors import ProtocolError
+
+MOST = 40
+spans = st.tuples(st.integers(0, MOST), st.integers(0, MOST))
+sets = st.lists(spans, max_size=12)
+
+
+def built(parts: list[tuple[int, int]]) -> tuple[Intervals, set[int]]:
+    rows, numbers = Intervals(), set[int]()
+    for first, end in parts:
+        rows = rows.with_rows(first, end)
+        numbers |= set(range(first, end))
+    return rows, numbers
+
+
+def numbers_of(parts: "tuple[tuple[int, int], ...] | list[tuple[int, int]]") -> set[int]:
+    return {number for first, end in parts for number in range(first, end)}
+
+
+@given(sets)
+def test_rows_are_a_set(parts: list[tuple[int, int]]) -> None:
+    rows, numbers = built(parts)
+    assert numbers_of(rows.spans) == numbers
+    assert len(rows) == len(numbers)
+    for (_, end), (first, _) in pairwise(rows.spans):
+        assert end < first, "spans touch"
+    assert all(first < end for first, end in rows.spans)
+
+
+@given(sets, st.randoms())
+def test_order_and_repetition_do_not_matter(
+    parts: list[tuple[int, int]], rng: random.Random
+) -> None:
+    again = [*parts, *parts]
+    rng.shuffle(again)
+    assert built(again)[0] == built(parts)[0]
+
+
+@given(sets, st.integers(0, MOST))
+def test_gaps_are_what_is_missing(parts: list[tuple[int, int]], rows: int) -> None:
+    here, numbers = built(parts)
+    gaps = list(here.gaps(rows))
+    assert numbers_of(gaps) == set(range(rows)) - numbers
+    assert gaps == sorted(gaps)
+    assert all(first < end for first, end in gaps)
+
+
+@given(sets, spans)
+def test_holds_is_inclusion(parts: list[tuple[int, int]], span: tuple[int, int]) -> None:
+    here, numbers = built(parts)
+    first, end = span
+    if first < end:
+        assert here.holds(first, end) == (set(range(first, end)) <= numbers)
+
+
+@given(sets)
+def test_what_a_peer_sends_is_the_set_that_it_has(parts: list[tuple[int, int]]) -> None:
+    here, _ = built(parts)
+    assert Intervals.checked(here.spans, MOST) == here
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (3, 3), (5, 4), (0, 11), (10, 11), (1 << 60, 1 << 61)])
+def test_what_cannot_be_rows_of_an_item_is_refused(span: tuple[int, int]) -> None:
+    with pytest.raises(ProtocolError, match="of an item of 10"):
+        Intervals.checked([(0, 1), span], 10)
+
+
+extents = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=8)
+
+
+def laid(pieces: list[tuple[int, int]]) -> list[Extent]:
+    """Extents behind one another with gaps, last first: order is not that of their offsets."""
+    found, at = [], 0
+    for gap, nbytes in pieces:
+        found.append(Extent(at + gap, nbytes))
+        at += gap + nbytes
+    return found[::-1]
+
+
+@given(st.integers(0, 10_000), st.integers(-5, 50), extents, st.integers(1, 17))
+def test_whole_rows_fill_extents_in_order(
+    row: int, rows: int, pieces: list[tuple[int, int]], row_bytes: int
+) -> None:
+    places = laid(pieces)
+    runs, fitting = runs_of(row, rows, places, row_bytes)
+    room = sum(extent.nbytes // row_bytes for extent in places)
+    assert fitting == max(0, min(rows, room))
+    assert [number for run in runs for number in range(run.row, run.row + run.rows)] == list(
+        range(row, row + fitting)
+    )
+    for run in runs:
+        assert run.rows > 0
+        end = run.offset + run.rows * row_bytes
+        assert any(each.offset == run.offset and end <= each.end for each in places)
+    used = sorted((run.offset, run.offset + run.rows * row_bytes) for run in runs)
+    assert all(low[1] <= high[0] for low, high in pairwise(used))
+
+
+@given(st.integers(1, 50), extents, st.integers(1, 17))
+def test_asking_for_fewer_rows_takes_the_beginning(
+    rows: int, pieces: list[tuple[int, int]], row_bytes: int
+) -> None:
+    """A producer that writes less than it was granted finds the same places."""
+    places = laid(pieces)
+    most, fitting = runs_of(0, rows, places, row_bytes)
+    for fewer in range(fitting + 1):
+        runs, found = runs_of(0, fewer, places, row_bytes)
+        assert found == fewer
+        for mine, theirs in zip(runs, most, strict=False):
+            assert (mine.row, mine.offset) == (theirs.row, theirs.offset)
+            assert mine.rows <= theirs.rows
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 6), st.integers(0, 99))
+def test_planes_of_a_run_lie_one_behind_the_other(
+    widths: list[int], rows: int, offset: int
+) -> None:
+    planes = tuple(Plane(f"p{n}", "uint8", (width,)) for n, width in enumerate(widths))
+    shape = ItemShape(100, planes)
+    at = offset
+    for (plane, start, nbytes), width in zip(
+        Run(3, rows, offset).planes(shape), widths, strict=True
+    ):
+        assert (start, nbytes) == (at, rows * width)
+        assert plane.row_bytes == width
+        at += nbytes
+    assert at - offset == rows * shape.row_bytes
+    assert shape.nbytes == 100 * sum(widths)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
+def test_a_row_has_the_bytes_of_its_dtype(dtype: str) -> None:
+    size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    assert Plane("p", dtype, (3, 5)).row_bytes == 15 * size
+
+
+PLANE = Plane("p", "uint8", (1,))
+IMPOSSIBLE = {
+    "no rows": ItemShape(0, (PLANE,)),
+    "fewer than none": ItemShape(-1, (PLANE,)),
+    "more than any": ItemShape((1 << 40) + 1, (PLANE,)),
+    "no planes": ItemShape(1, ()),
+    "too many planes": ItemShape(1, tuple(Plane(f"p{n}", "uint8", (1,)) for n in range(17))),
+    "one name twice": ItemShape(1, (PLANE, PLANE)),
+    "unknown dtype": ItemShape(1, (Plane("p", "complex64", (1,)),)),
+    "an empty row": ItemShape(1, (Plane("p", "uint8", (4, 0)),)),
+    "a negative row": ItemShape(1, (Plane("p", "uint8", (-4, -4)),)),
+    "a giant row": ItemShape(1, (Plane("p", "uint8", (1 << 31,)),)),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_shape_that_no_tensors_have_is_refused(name: str) -> None:
+    with pytest.raises(ProtocolError):
+        IMPOSSIBLE[name].check()

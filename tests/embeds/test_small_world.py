@@ -1,0 +1,278 @@
+"""A small world in all orders: every message, write and drain at every moment it can happen.
+
+A producer or two, one consumer, rows of one byte, a window of one or two. All interleavings are
+walked, once for each state that differs, with so many mishaps at any moment.
+Steps without a mishap never lead in a circle, so each state ends in one where nothing more is
+under way; from each of those the good case, in which time passes, has to bring the item whole, or
+word that it cannot be had, and to leave nothing behind.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from tests.embeds.world import World, limits, shape_of
+from vllm_kvpool.embeds.arena import Arena
+from vllm_kvpool.embeds.consumer import Consumer
+from vllm_kvpool.embeds.credit import Landing, Line, RecentRows
+from vllm_kvpool.embeds.lending import Lending
+from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
+from vllm_kvpool.embeds.producer import Producer
+
+MOST_STATES = 60_000
+PATIENCE_S = 300
+
+
+class Budget(NamedTuple):
+    """How many mishaps are still to come."""
+
+    lose: int = 0
+    double: int = 0
+    write: int = 0
+    cut: int = 0
+    forget: int = 0
+    expect: int = 0
+
+
+Step = Callable[[World], None]
+_LEFT_OUT = {
+    "counts",
+    "_on_end",
+    "random",
+    "log",
+    "limits",
+    "sender_limits",
+    "_limits",
+    "most_bytes",
+}
+
+
+def frozen(value: Any) -> Any:
+    """Two worlds in the same state are equal."""
+    if value is None or isinstance(value, str | bytes | int | float | Enum | ConsumerLimits):
+        return value
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, msgspec.Struct):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((frozen(key), frozen(each)) for key, each in value.items())
+    if isinstance(value, set | frozenset):
+        return frozenset(frozen(each) for each in value)
+    if isinstance(value, list | tuple | deque):
+        return tuple(frozen(each) for each in value)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+    else:
+        assert isinstance(
+            value, World | Consumer | Producer | Lending | Arena | Line | Landing | RecentRows
+        )
+        names = sorted(vars(value))
+    return tuple(frozen(getattr(value, name)) for name in names if name not in _LEFT_OUT)
+
+
+def good_steps(world: World) -> Iterator[Step]:
+    """What can happen without a mishap."""
+    for key, links in world.links.items():
+        if links:
+            yield lambda at, key=key: at.deliver(key)  # type: ignore[misc]
+    for who, producer in enumerate(world.producers):
+        if producer.preparing:
+            yield lambda at, who=who: at.prepare(at.producers[who])  # type: ignore[misc]
+        for number in range(len(producer.writes)):
+            yield lambda at, who=who, number=number: at.end_write(at.producers[who], number)  # type: ignore[misc]
+    if world.consumers[0].drains:
+        yield lambda at: at.drain(at.consumers[0])
+    if len(world.up) < len(world.producers):
+        yield World.connect_all
+
+
+def double(world: World, key: tuple[str, str]) -> None:
+    world.links[key].append(world.links[key][0])
+
+
+def bad_steps(world: World, left: Budget) -> Iterator[tuple[Step, Budget]]:
+    """What else can."""
+    for key, links in world.links.items():
+        if links and left.lose:
+            yield (
+                lambda at, key=key: at.links[key].popleft(),  # type: ignore[misc]
+                left._replace(lose=left.lose - 1),
+            )
+        if links and left.double:
+            yield (
+                lambda at, key=key: double(at, key),  # type: ignore[misc]
+                left._replace(double=left.double - 1),
+            )
+    for who, producer in enumerate(world.producers if left.write else ()):
+        for number in range(len(producer.writes)):
+            for how in ("failed", "unsure", "damaged"):
+                yield (
+                    lambda at, who=who, number=number, how=how: at.end_write(  # type: ignore[misc]
+                        at.producers[who], number, how
+                    ),
+                    left._replace(write=left.write - 1),
+                )
+    for key in sorted(world.up) if left.cut else ():
+        yield lambda at, key=key: at.cut(key), left._replace(cut=left.cut - 1)  # type: ignore[misc]
+    if left.forget:
+        yield (
+            lambda at: at.forget(at.consumers[0], "i"),
+            left._replace(forget=left.forget - 1),
+        )
+    if left.expect:
+        yield lambda at: at.expect(at.consumers[0], "i"), left._replace(expect=left.expect - 1)
+    if world.late:
+        yield World.land_late, left
+
+
+def after(packed: bytes, step: Step) -> World:
+    world: World = pickle.loads(packed)
+    step(world)
+    world.assert_no_wrong_bytes()
+    return world
+
+
+def comes_to_its_end(world: World, is_asked: bool) -> None:
+    """The good case, from a moment on at which nothing is under way."""
+    (consumer,) = world.consumers
+    world.land_late()
+    for _ in range(PATIENCE_S):
+        told = [news for news in consumer.told if news.code is not None]
+        if "i" in consumer.ready:
+            world.assert_item(consumer, "i")
+            break
+        if told or not is_asked:
+            break
+        while (step := next(good_steps(world), None)) is not None:
+            step(world)
+        world.pass_time(1.0)
+    else:
+        raise AssertionError(f"it does not come to an end: {consumer.machine.story('i')}")
+    if "i" in consumer.ready:
+        consumer.machine.taken("i", world.now)
+    for _ in range(PATIENCE_S):
+        while (step := next(good_steps(world), None)) is not None:
+            step(world)
+        transfers = [tid for each in world.producers for tid in each.machine._transfers]
+        if not (transfers or consumer.machine._items or list(consumer.machine._window)):
+            return
+        world.pass_time(1.0)
+    raise AssertionError(f"something is left: {consumer.machine.story('i')}")
+
+
+def walk(first: World, budget: Budget) -> tuple[int, int]:
+    """All states; how many there were, and in how many of them nothing was under way."""
+    seen: dict[Any, bool] = {}  # whether all that follows has been walked
+    path: list[tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]] = []
+    quiet = 0
+
+    def enter(world: World, left: Budget) -> tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]:
+        nonlocal quiet
+        key = (frozen(world), left)
+        packed = pickle.dumps(world)
+        good = list(good_steps(world))
+        if not good:
+            quiet += 1
+            is_asked = any(item.asked for item in world.consumers[0].machine._items.values())
+            comes_to_its_end(pickle.loads(packed), is_asked)
+        bad = list(bad_steps(world, left))
+
+        def following() -> Iterator[tuple[Any, bytes, Budget, bool]]:
+            for step in good:
+                yield after(packed, step), packed, left, True
+            for step, rest in bad:
+                yield after(packed, step), packed, rest, False
+
+        seen[key] = False
+        return key, following()
+
+    path.append(enter(first, budget))
+    while path:
+        key, following = path[-1]
+        found = next(following, None)
+        if found is None:
+            seen[key] = True
+            path.pop()
+            continue
+        world, _, left, is_good = found
+        next_key = (frozen(world), left)
+        if next_key in seen:
+            assert seen[next_key] or not is_good, "it goes round in a circle"
+            continue
+        assert len(seen) < MOST_STATES, "this world is not small"
+        path.append(enter(world, left))
+    return len(seen), quiet
+
+
+def begun(
+    rows: int,
+    window: int,
+    *,
+    pushed: bool = True,
+    asked: bool = True,
+    known: bool = False,
+    producers: int = 1,
+) -> World:
+    """An item on its way; if the size of a row is `known`, rows are granted with the wish."""
+    bounds = limits(default_allocate_tokens=1, repeat_s=0.5, backoff_s=0.1)
+    senders = ProducerLimits(writers=1, repeat_s=0.5)
+    world = World(0, producers=producers, arena_bytes=window, bounds=bounds, sender_limits=senders)
+    world.connect_all()
+    if known:
+        for number, producer in enumerate(world.producers):
+            world.expect(world.consumers[0], f"known{number}")
+            world.produce(producer, f"known{number}", shape_of(1, 1))
+            while (step := next(good_steps(world), None)) is not None:
+                step(world)
+            world.consumers[0].machine.taken(f"known{number}", world.now)
+            world.perform()
+    if asked:
+        world.expect(world.consumers[0], "i")
+    for producer in world.producers:
+        if pushed:
+            world.push(producer, "i", "c0")
+        world.produce(producer, "i", shape_of(rows, 1))
+    return world
+
+
+WANTED = {"pushed": False}
+EARLY = {"pushed": False, "known": True}
+CASES = {
+    "no mishap": (begun(3, 2), Budget()),
+    "lost": (begun(2, 1), Budget(lose=1)),
+    "lost, wanted and not pushed": (begun(2, 2, **WANTED), Budget(lose=1)),
+    "doubled": (begun(2, 2, **WANTED), Budget(double=1)),
+    "lost and doubled": (begun(2, 1, **WANTED), Budget(lose=1, double=1)),
+    "a write fails": (begun(3, 2, **WANTED), Budget(write=1)),
+    "a write fails and a word is lost": (begun(2, 1, **WANTED), Budget(lose=1, write=1)),
+    "cut": (begun(3, 1, **WANTED), Budget(cut=1)),
+    "cut in a push": (begun(2, 1), Budget(cut=1)),
+    "cut with a write that fails": (begun(2, 1), Budget(cut=1, write=1)),
+    "forgotten": (begun(2, 2), Budget(forget=1)),
+    "forgotten and wanted again": (begun(2, 1, **WANTED), Budget(forget=1, expect=1)),
+    "forgotten and a word is lost": (begun(2, 1, **WANTED), Budget(forget=1, lose=1)),
+    "granted early and a word is lost": (begun(2, 2, **EARLY), Budget(lose=1)),
+    "granted early and doubled": (begun(2, 2, **EARLY), Budget(double=1)),
+    "granted early and cut": (begun(1, 2, **EARLY), Budget(cut=1)),
+    "granted early and forgotten": (begun(1, 2, **EARLY), Budget(forget=1, expect=1)),
+    "granted early and a write fails": (begun(2, 2, **EARLY), Budget(write=1)),
+    "two producers": (begun(2, 1, producers=2, **WANTED), Budget()),
+    "two producers and a word is lost": (begun(2, 1, producers=2, **WANTED), Budget(lose=1)),
+    "two producers, granted early": (begun(1, 1, producers=2, **EARLY), Budget(lose=1)),
+    "pushed before it is asked for": (begun(2, 1, asked=False), Budget(expect=1, double=1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_order_ends_well(name: str) -> None:
+    world, budget = CASES[name]
+    states, quiet = walk(world, budget)
+    assert states > 20
+    assert quiet

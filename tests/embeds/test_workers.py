@@ -1,0 +1,232 @@
+"""Workers, sockets, windows and threads as they are, between engines without models."""
+
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.embeds.engines import Engine, embeddings, free_ports, wait_for
+from vllm_kvpool.config import EmbedsConfig, Transport
+from vllm_kvpool.embeds.links import WorkerLinks
+from vllm_kvpool.embeds.protocol import Role
+
+ROW_BYTES = 64 * 4
+
+
+@pytest.fixture(params=[Transport.LOCAL, Transport.MOONCAKE], ids=lambda each: each.value)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """A producer and a consumer whose window holds three rows."""
+    options = {"transport": request.param, "arena_bytes": 3 * ROW_BYTES}
+    with Engine(Role.PRODUCER, **options) as producer, Engine(Role.CONSUMER, **options) as consumer:
+        yield producer, consumer
+
+
+def test_an_item_is_pushed_through_a_window_of_three_rows(pair: tuple[Engine, Engine]) -> None:
+    producer, consumer = pair
+    sent = embeddings(50)
+    producer.encode("image", sent, to=(consumer.endpoint,))
+    ((got,),) = consumer.receive("image", 50)
+    assert torch.equal(got, sent)
+    assert consumer.counts()["rounds"] >= 17
+
+
+def test_an_item_is_wanted_from_a_named_encoder(pair: tuple[Engine, Engine]) -> None:
+    producer, consumer = pair
+    sent = embeddings(10)
+    producer.encode("image", sent)
+    ((got,),) = consumer.receive("image", 10, peers=(producer.endpoint,))
+    assert torch.equal(got, sent)
+
+
+def test_a_request_may_come_before_its_item(pair: tuple[Engine, Engine]) -> None:
+    producer, consumer = pair
+    view = consumer.request("early", ("image", 10), peers=(producer.endpoint,))
+    assert not consumer.scheduler.ensure(view, 0)
+    producer.encode("image", embeddings(10))
+    wait_for(lambda: consumer.scheduler.ensure(view, 0))
+    ((got,),) = consumer.get("image")
+    assert torch.equal(got, embeddings(10))
+
+
+def test_ranks_of_different_speed_and_window_get_the_same() -> None:
+    windows = [6 * ROW_BYTES, 7 * ROW_BYTES, ROW_BYTES, 1 << 20]
+    configs = [
+        EmbedsConfig(transport=Transport.LOCAL, arena_bytes=each, heartbeat_s=0.3)
+        for each in windows
+    ]
+    with (
+        Engine(Role.PRODUCER) as producer,
+        Engine(Role.CONSUMER, ranks=4, configs=configs) as consumer,
+    ):
+        sent = embeddings(40)
+        producer.encode("image", sent, to=(consumer.endpoint,))
+        for (got,) in consumer.receive("image", 40):
+            assert torch.equal(got, sent)
+        rounds = [consumer.counts(rank)["rounds"] for rank in range(4)]
+        assert rounds[2] > rounds[0] > rounds[3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_width_and_dtype_are_the_producers_to_say(dtype: torch.dtype) -> None:
+    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+        sent = (embeddings(9, 37) * 100).to(dtype)
+        producer.encode("image", sent, to=(consumer.endpoint,))
+        ((got,),) = consumer.receive("image", 9)
+        assert got.dtype is dtype
+        assert torch.equal(got, sent)
+
+
+def test_planes_travel_with_their_rows() -> None:
+    with (
+        Engine(Role.PRODUCER) as producer,
+        Engine(Role.CONSUMER, arena_bytes=5 * (64 * 4 + 3 * 8 + 128 * 2)) as consumer,
+    ):
+        sent = embeddings(33)
+        positions = torch.arange(99).reshape(3, 33).T.contiguous()
+        deep = embeddings(33, 128, seed=2).bfloat16()
+        view = producer.request("encode", ("image", 33), consumers=(consumer.endpoint,))
+        assert producer.scheduler.ensure(view, 0)
+        aux = {"mrope_positions": positions, "deepstack": deep}
+        producer.workers[0].produced("image", sent, 0, aux)
+        ((main, got_positions, got_deep),) = consumer.receive("image", 33)
+        assert torch.equal(main, sent)
+        assert torch.equal(got_positions, positions)
+        assert torch.equal(got_deep, deep)
+
+
+def test_the_same_image_for_many_requests_travels_once() -> None:
+    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+        views = [consumer.request(f"r{number}", ("logo", 20)) for number in range(8)]
+        assert not any(consumer.scheduler.ensure(view, 0) for view in views)
+        consumer.scheduler.finished(views[3])
+        producer.encode("logo", embeddings(20), to=(consumer.endpoint,))
+        for number, view in enumerate(views):
+            if number != 3:
+                wait_for(lambda view=view: consumer.scheduler.ensure(view, 0))  # type: ignore[misc]
+        assert consumer.counts()["rows"] == 20
+
+
+def test_a_consumer_is_restarted_and_asks_again() -> None:
+    with Engine(Role.PRODUCER) as producer:
+        consumer = Engine(Role.CONSUMER)
+        producer.encode("image", embeddings(30), to=(consumer.endpoint,))
+        consumer.receive("image", 30)
+        ports = consumer.ports
+        consumer.close()
+        with Engine(Role.CONSUMER, ports=ports) as again:
+            ((got,),) = again.receive("image", 30, peers=(producer.endpoint,))
+            assert torch.equal(got, embeddings(30))
+
+
+def test_a_producer_is_restarted_and_encodes_again() -> None:
+    with Engine(Role.CONSUMER) as consumer:
+        producer = Engine(Role.PRODUCER)
+        endpoint, ports = producer.endpoint, producer.ports
+        view = consumer.request("waits", ("image", 30), peers=(endpoint,))
+        assert not consumer.scheduler.ensure(view, 0)
+        producer.close()
+        with Engine(Role.PRODUCER, ports=ports) as again:
+            again.encode("image", embeddings(30))
+            wait_for(lambda: consumer.scheduler.ensure(view, 0))
+            ((got,),) = consumer.get("image")
+            assert torch.equal(got, embeddings(30))
+
+
+def test_another_model_is_refused_and_the_request_goes_on_without() -> None:
+    with (
+        Engine(Role.PRODUCER, fingerprint="one") as producer,
+        Engine(Role.CONSUMER, fingerprint="two", bootstrap_timeout_s=1.0) as consumer,
+    ):
+        producer.encode("image", embeddings(5), to=(consumer.endpoint,))
+        with_media = consumer.request("media", ("image", 5), has_media=True)
+        wait_for(lambda: consumer.scheduler.ensure(with_media, 0))
+        assert not consumer.scheduler.has("image")
+        without = consumer.request("none", ("image", 5))
+        wait_for(
+            lambda: (
+                not consumer.scheduler.ensure(without, 0)
+                and "none" in consumer.scheduler.take_unavailable()
+            )
+        )
+
+
+def test_new_weights_on_both_sides_send_new_items() -> None:
+    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+        producer.encode("image", embeddings(8), to=(consumer.endpoint,))
+        consumer.receive("image", 8)
+        for engine in (producer, consumer):
+            engine.scheduler.weights_changed("version 2")
+        new = embeddings(8, seed=9)
+        producer.encode("image", new, to=(consumer.endpoint,))
+        ((got,),) = consumer.receive("image", 8, "after")
+        assert torch.equal(got, new)
+
+
+def test_a_scheduler_that_has_not_looked_for_long_still_has_its_workers() -> None:
+    now = [0.0]
+    with Engine(Role.CONSUMER) as engine:
+        links = WorkerLinks((engine.endpoint,), f"engine{engine.ports[0]}", clock=lambda: now[0])
+        wait_for(lambda: links.poll() is not None and links.are_up)
+        now[0] += 3600.0
+        links.poll()
+        assert links.are_up
+        links.close()
+
+
+def test_an_item_that_is_taken_and_let_go_of_is_kept_by_nobody() -> None:
+    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+        producer.encode("image", embeddings(30), to=(consumer.endpoint,))
+        ((got,),) = consumer.receive("image", 30)
+        is_gone = threading.Event()
+        weakref.finalize(got, is_gone.set)
+        del got
+        wait_for(is_gone.is_set)
+
+
+def test_back_pressure_defers_the_encoder() -> None:
+    with (
+        Engine(Role.PRODUCER, retain_bytes=20 * ROW_BYTES) as producer,
+        Engine(Role.CONSUMER) as consumer,
+    ):
+        for number in range(3):
+            producer.encode(f"image{number}", embeddings(10, seed=number))
+        view = producer.request("late", ("image9", 10))
+        wait_for(lambda: not producer.scheduler.ensure(view, 0))
+        for number in range(3):
+            peers = (producer.endpoint,)
+            ((got,),) = consumer.receive(f"image{number}", 10, peers=peers)
+            assert torch.equal(got, embeddings(10, seed=number))
+        wait_for(lambda: producer.scheduler.ensure(view, 0))
+
+
+def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None:
+    (port, other), both = free_ports(2), Role.BOTH
+    endpoints = [f"tcp://127.0.0.1:{each}" for each in (port, other)]
+    with (
+        Engine(both, ports=[port], peers=(endpoints[1],)) as first,
+        Engine(both, ports=[other], peers=(endpoints[0],)) as second,
+    ):
+        unheard = second.request("alone", ("new", 4), has_media=True, is_sent=False)
+        wait_for(lambda: second.scheduler.ensure(unheard, 0))
+        assert not second.scheduler.has("new"), "it encodes what nobody has"
+        first.workers[0].produced("image", embeddings(12), 0)
+        wait_for(lambda: first.workers[0]._producer.gauges()["held_bytes"] > 0)  # type: ignore[union-attr]
+        ((got,),) = second.receive("image", 12, has_media=True, is_sent=False)
+        assert torch.equal(got, embeddings(12))
+        second.workers[0].produced("sound", embeddings(7, seed=3), 0)
+        wait_for(lambda: second.workers[0]._producer.gauges()["held_bytes"] > 0)  # type: ignore[union-attr]
+        ((got,),) = first.receive("sound", 7, has_media=True, is_sent=False)
+        assert torch.equal(got, embeddings(7, seed=3))
+
+
+def test_counters_of_the_last_moment_are_written(tmp_path: Path) -> None:
+    stats = str(tmp_path / "stats")
+    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER, stats_file=stats) as consumer:
+        producer.encode("image", embeddings(9), to=(consumer.endpoint,))
+        consumer.receive("image", 9)
+    written = json.loads((tmp_path / "stats.ec.worker.0").read_text())
+    assert written["kvpool_ec_events{side=consumer,event=rows}"] == 9

@@ -1,0 +1,490 @@
+"""Both machines in one world: real bytes, a network that loses, doubles and reorders, a clock.
+
+Nothing runs by itself. `step` lets one thing happen, chosen by a random generator: a message
+arrives, a write or a drain ends, time passes, a link is cut, a process dies. `settle` lets all that
+is under way come to its end, with nothing lost any more.
+"""
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvpool.embeds import protocol as p
+from vllm_kvpool.embeds.consumer import Consumer
+from vllm_kvpool.embeds.effects import (
+    Allocate,
+    Connect,
+    Discard,
+    Drain,
+    Effect,
+    Prepare,
+    Ready,
+    Release,
+    Send,
+    Tell,
+    Write,
+)
+from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
+from vllm_kvpool.embeds.producer import Producer
+from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
+
+SETTLE_STEPS = 50_000
+QUARANTINE_S = 20.0  # shorter than anybody's patience: these windows are in quarantine as a whole
+
+
+def limits(**options: Any) -> ConsumerLimits:
+    """Bounds of a small consumer."""
+    return ConsumerLimits(**{"quarantine_s": QUARANTINE_S, **options})
+
+
+def shape_of(rows: int, row_bytes: int = 4) -> ItemShape:
+    """An item of so many rows: embeddings and, beside them, one byte of positions a row."""
+    if row_bytes == 1:
+        return ItemShape(rows, (Plane("embeddings", "uint8", (1,)),))
+    planes = (Plane("embeddings", "uint8", (row_bytes - 1,)), Plane("positions", "uint8", (1,)))
+    return ItemShape(rows, planes)
+
+
+def content(mm_hash: str, shape: ItemShape, salt: str = "") -> list[bytes]:
+    """What an item's planes hold: every row and every plane differs from all others."""
+    planes = []
+    for plane in shape.planes:
+        rows = (f"{mm_hash}{salt}{plane.name}{row}".encode() for row in range(shape.rows))
+        planes.append(
+            b"".join(hashlib.shake_128(row).digest(plane.row_bytes) for row in rows)
+        )  # fmt: skip
+    return planes
+
+
+def digest(planes: list[bytes | bytearray], shape: ItemShape, run: Run, gid: int) -> int:
+    """Of a run's rows, as an item's planes have them."""
+    hasher = hashlib.blake2b(str(gid).encode(), digest_size=8)
+    for plane, rows in zip(shape.planes, planes, strict=True):
+        hasher.update(rows[run.row * plane.row_bytes : (run.row + run.rows) * plane.row_bytes])
+    return int.from_bytes(hasher.digest(), "little")
+
+
+@dataclass
+class ConsumerNode:
+    """A consumer with its window and its tensors."""
+
+    name: str
+    arena_bytes: int
+    machine: Consumer
+    window: bytearray
+    tensors: dict[str, list[bytearray]] = field(default_factory=dict)
+    shapes: dict[str, ItemShape] = field(default_factory=dict)
+    drains: deque[tuple[Drain, list[bytearray], ItemShape]] = field(default_factory=deque)
+    ready: set[str] = field(default_factory=set)
+    told: list[p.ItemNews] = field(default_factory=list)
+    most_bytes: int = 0
+
+
+@dataclass
+class ProducerNode:
+    """A producer with its sources."""
+
+    name: str
+    machine: Producer
+    sources: dict[int, tuple[ItemShape, list[bytes], str]] = field(default_factory=dict)
+    preparing: deque[int] = field(default_factory=deque)
+    writes: list[tuple[Write, int]] = field(default_factory=list)  # and attempts
+
+
+class World:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        producers: int = 1,
+        consumers: int = 1,
+        arena_bytes: int = 12,
+        bounds: ConsumerLimits | None = None,
+        sender_limits: ProducerLimits | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.limits = bounds or limits(default_allocate_tokens=3)
+        self.sender_limits = sender_limits or ProducerLimits(writers=2)
+        self._arena_bytes = arena_bytes
+        self._lives = 0
+        self.consumers = [self._consumer(f"c{each}") for each in range(consumers)]
+        self.producers = [self._producer(f"p{each}") for each in range(producers)]
+        self.links: dict[tuple[str, str], deque[p.Message]] = {}
+        self.up: set[tuple[str, str]] = set()  # consumer's and producer's incarnation
+        self.late: list[tuple[bytearray, int, bytes]] = []  # what timed-out writes still bring
+        self.salt: dict[str, str] = {}
+        self.log: list[str] = []
+
+    def _consumer(self, name: str) -> ConsumerNode:
+        self._lives += 1
+        machine = Consumer(self._arena_bytes, self.limits)
+        window = bytearray(self._arena_bytes)
+        return ConsumerNode(f"{name}.{self._lives}", self._arena_bytes, machine, window)
+
+    def _producer(self, name: str) -> ProducerNode:
+        self._lives += 1
+        return ProducerNode(f"{name}.{self._lives}", Producer(self.sender_limits))
+
+    # What happens from outside
+
+    def connect(self, consumer: ConsumerNode, producer: ProducerNode) -> None:
+        """A session comes up."""
+        key = (consumer.name, producer.name)
+        if key in self.up:
+            return
+        self.up.add(key)
+        self.links[key] = deque()
+        self.links[key[::-1]] = deque()
+        window = p.SharedWindow("host", consumer.name, consumer.arena_bytes)
+        consumer_at = consumer.name.split(".")[0]
+        producer_at = producer.name.split(".")[0]
+        producer.machine.peer_up(
+            consumer.name, window, frozenset((consumer_at,)), (consumer_at,), self.now
+        )
+        consumer.machine.peer_up(producer.name, frozenset((producer_at,)), self.now)
+        self.perform()
+
+    def connect_all(self) -> None:
+        """Every consumer and every producer."""
+        for consumer in self.consumers:
+            for producer in self.producers:
+                self.connect(consumer, producer)
+
+    def cut(self, key: tuple[str, str], *, quiet: bool = False) -> None:
+        """A session is lost, with all that is on its way."""
+        self.up.discard(key)
+        self.links.pop(key, None)
+        self.links.pop(key[::-1], None)
+        for consumer in self.consumers:
+            if consumer.name == key[0]:
+                consumer.machine.peer_lost(key[1], self.now, quiet=quiet)
+        for producer in self.producers:
+            if producer.name == key[1]:
+                producer.machine.peer_lost(key[0], self.now)
+        self.perform()
+
+    def restart_producer(self, number: int) -> None:
+        """Its process is killed, what it wrote last may still land; another one starts."""
+        old = self.producers[number]
+        for write, _ in old.writes:
+            self._strand(old, write)
+        for key in [key for key in self.up if key[1] == old.name]:
+            self.cut(key)
+        self.producers[number] = self._producer(old.name.split(".")[0])
+
+    def restart_consumer(self, number: int) -> None:
+        """Its process is killed with all it had; another one starts."""
+        old = self.consumers[number]
+        for key in [key for key in self.up if key[0] == old.name]:
+            self.cut(key)
+        self.consumers[number] = self._consumer(old.name.split(".")[0])
+
+    def produce(self, producer: ProducerNode, mm_hash: str, shape: ItemShape) -> None:
+        """An item has been encoded."""
+        sid = producer.machine.produced(mm_hash, shape, b"aux of " + mm_hash.encode(), self.now)
+        if sid:
+            salt = self.salt.get(producer.name, "")
+            planes = content(mm_hash, shape, salt)
+            name = hashlib.blake2b(b"".join(planes), digest_size=8).hexdigest()
+            producer.sources[sid] = (shape, planes, name)
+        self.perform()
+
+    def push(self, producer: ProducerNode, mm_hash: str, *consumers: str) -> None:
+        """A request names the consumers."""
+        producer.machine.push(p.Push(mm_hash, consumers), self.now)
+        self.perform()
+
+    def expect(self, consumer: ConsumerNode, mm_hash: str, order: int = 0, rows: int = 0) -> None:
+        """A request waits."""
+        consumer.machine.expect(p.Expect(mm_hash, order, rows=rows), self.now)
+        self.perform()
+
+    def forget(self, consumer: ConsumerNode, mm_hash: str) -> None:
+        """It does not any more."""
+        consumer.machine.forget(mm_hash, self.now)
+        self.perform()
+
+    def pass_time(self, seconds: float) -> None:
+        """The clock goes on and everybody looks at it."""
+        self.now += seconds
+        for consumer in self.consumers:
+            consumer.machine.tick(self.now)
+        for producer in self.producers:
+            producer.machine.tick(self.now)
+        self.perform()
+
+    # What the machines want done
+
+    def perform(self) -> None:
+        """Take all effects and check both machines."""
+        for consumer in self.consumers:
+            for effect in consumer.machine.take_effects():
+                self._perform_consumers(consumer, effect)
+            consumer.machine.check()
+            taken = consumer.machine.gauges()["landing_bytes"]
+            consumer.most_bytes = max(consumer.most_bytes, int(taken))
+        for producer in self.producers:
+            for effect in producer.machine.take_effects():
+                self._perform_producers(producer, effect)
+            producer.machine.check()
+
+    def _send(self, source: str, effect: Send) -> None:
+        key = (source, effect.peer)
+        # All that is said must survive the wire.
+        frame = p.encode(p.Envelope(source, effect.peer, 0, effect.body))
+        if key in self.links:
+            self.links[key].append(p.decode(frame).body)
+
+    def _perform_consumers(self, node: ConsumerNode, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(node.name, effect)
+            case Allocate(mm_hash, shape):
+                assert mm_hash not in node.tensors, "allocated twice"
+                node.tensors[mm_hash] = [
+                    bytearray(b"\xee" * (shape.rows * plane.row_bytes)) for plane in shape.planes
+                ]
+                node.shapes[mm_hash] = shape
+            case Drain(_, mm_hash):
+                node.drains.append((effect, node.tensors[mm_hash], node.shapes[mm_hash]))
+            case Ready(mm_hash):
+                node.ready.add(mm_hash)
+            case Discard(mm_hash):
+                del node.tensors[mm_hash]
+                node.ready.discard(mm_hash)
+            case Tell(news):
+                if isinstance(news, p.ItemNews):
+                    node.told.append(news)
+            case Connect():
+                pass
+            case _:
+                raise AssertionError(effect)
+
+    def _perform_producers(self, node: ProducerNode, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(node.name, effect)
+            case Prepare(sid):
+                node.preparing.append(sid)
+            case Write():
+                assert effect.sid in node.sources, "a released source is written"
+                node.writes.append((effect, 0))
+            case Release(sid):
+                del node.sources[sid]
+                assert all(write.sid != sid for write, _ in node.writes)
+            case Connect():
+                pass
+            case _:
+                raise AssertionError(effect)
+
+    # What happens inside
+
+    def deliver(self, key: tuple[str, str]) -> None:
+        """The next message of a link arrives."""
+        body = self.links[key].popleft()
+        self.receive(key, body)
+
+    def receive(self, key: tuple[str, str], body: p.Message) -> None:
+        """A message arrives."""
+        source, target = key
+        for consumer in self.consumers:
+            if consumer.name == target:
+                _TO_CONSUMER[type(body)](consumer.machine)(source, body, self.now)
+        for producer in self.producers:
+            if producer.name == target:
+                _TO_PRODUCER[type(body)](producer.machine)(source, body, self.now)
+        self.perform()
+
+    def prepare(self, node: ProducerNode) -> None:
+        """A source is in host memory."""
+        sid = node.preparing.popleft()
+        node.machine.prepared(sid, node.sources[sid][2], self.now)
+        self.perform()
+
+    def end_write(self, node: ProducerNode, at: int, how: str = "ok") -> None:
+        """A write ends: `ok`, `failed`, `unsure` (it lands later), `damaged`."""
+        write, _ = node.writes.pop(at)
+        shape, planes, _ = node.sources[write.sid]
+        result: p.Wrote | p.WriteFailed
+        if how in ("ok", "damaged"):
+            self._land(node, write, damage=how == "damaged")
+            digests = tuple(digest(list(planes), shape, run, write.gid) for run in write.runs)
+            rows = sum(run.rows for run in write.runs)
+            result = p.Wrote(write.tid, write.gid, write.runs[0].row, rows, digests)
+        else:
+            if how == "unsure":
+                self._strand(node, write)
+            result = p.WriteFailed(write.tid, write.gid, how == "failed", how)
+        node.machine.written(write.tid, write.gid, result, self.now)
+        self.perform()
+
+    def _window_of(self, write: Write) -> bytearray | None:
+        assert isinstance(write.window, p.SharedWindow)
+        for consumer in self.consumers:
+            if consumer.name == write.window.path:
+                return consumer.window
+        return None
+
+    def _pieces(self, node: ProducerNode, write: Write) -> list[tuple[int, bytes]]:
+        shape, planes, _ = node.sources[write.sid]
+        pieces = []
+        for run in write.runs:
+            for (plane, offset, nbytes), rows in zip(run.planes(shape), planes, strict=True):
+                first = run.row * plane.row_bytes
+                pieces.append((offset, rows[first : first + nbytes]))
+        return pieces
+
+    def _land(self, node: ProducerNode, write: Write, *, damage: bool = False) -> None:
+        window = self._window_of(write)
+        for offset, data in self._pieces(node, write) if window is not None else ():
+            assert window is not None
+            window[offset : offset + len(data)] = data
+        if damage and window is not None:
+            window[write.runs[-1].offset] ^= 0x40
+
+    def _strand(self, node: ProducerNode, write: Write) -> None:
+        """A write that nobody knows the end of: it lands within the quarantine."""
+        window = self._window_of(write)
+        if window is not None:
+            self.late.extend((window, offset, data) for offset, data in self._pieces(node, write))
+
+    def land_late(self) -> None:
+        """What was stranded arrives."""
+        for window, offset, data in self.late:
+            window[offset : offset + len(data)] = data
+        self.late.clear()
+
+    def drain(self, node: ConsumerNode) -> None:
+        """The next drain is performed: copied first, then compared."""
+        effect, planes, shape = node.drains.popleft()
+        for run in effect.runs:
+            for (plane, offset, nbytes), rows in zip(run.planes(shape), planes, strict=True):
+                first = run.row * plane.row_bytes
+                rows[first : first + nbytes] = node.window[offset : offset + nbytes]
+        same = effect.digests == tuple(
+            digest(list(planes), shape, run, effect.gid) for run in effect.runs
+        )
+        node.machine.drained(effect.gid, same, self.now)
+        self.perform()
+
+    # Chance
+
+    def choices(self) -> list[Callable[[], None]]:
+        """Everything that can happen next without anything going wrong."""
+        result: list[Callable[[], None]] = []
+        for key, queue in self.links.items():
+            if queue:
+                result.append(lambda key=key: self.deliver(key))  # type: ignore[misc]
+        for producer in self.producers:
+            if producer.preparing:
+                result.append(lambda node=producer: self.prepare(node))  # type: ignore[misc]
+            for at in range(len(producer.writes)):
+                result.append(  # noqa: PERF401
+                    lambda node=producer, at=at: self.end_write(node, at)  # type: ignore[misc]
+                )
+        for consumer in self.consumers:
+            if consumer.drains:
+                result.append(  # noqa: PERF401
+                    lambda node=consumer: self.drain(node)  # type: ignore[misc]
+                )
+        return result
+
+    def mishap(self) -> None:
+        """One thing goes wrong."""
+        rng = self.random
+        queues = [key for key, queue in self.links.items() if queue]
+        writers = [node for node in self.producers if node.writes]
+        kind = rng.choice(("lose", "double", "swap", "write", "cut", "late", "time", "time"))
+        if kind in ("lose", "double", "swap") and queues:
+            queue = self.links[rng.choice(queues)]
+            if kind == "lose":
+                queue.popleft()
+            elif kind == "double":
+                queue.append(queue[0])
+            else:
+                queue.rotate(1)
+        elif kind == "write" and writers:
+            node = rng.choice(writers)
+            how = rng.choice(("failed", "unsure", "damaged"))
+            self.end_write(node, rng.randrange(len(node.writes)), how)
+        elif kind == "cut" and self.up:
+            self.cut(rng.choice(sorted(self.up)))
+        elif kind == "late":
+            self.land_late()
+        else:
+            self.pass_time(rng.choice((0.1, 1.5, 10.0)))
+
+    def step(self, mishaps: float = 0.0) -> None:
+        """One thing happens."""
+        choices = self.choices()
+        if self.random.random() < mishaps or not choices:
+            self.mishap()
+        else:
+            self.random.choice(choices)()
+        if self.random.random() < 0.1:
+            self.connect_all()
+
+    def settle(self) -> None:
+        """Nothing goes wrong any more, and everything comes to its end."""
+        self.land_late()
+        self.connect_all()
+        idle = 0
+        for _ in range(SETTLE_STEPS):
+            choices = self.choices()
+            if choices:
+                self.random.choice(choices)()
+                idle = 0
+            elif idle > 100:
+                return
+            else:
+                idle += 1
+                self.connect_all()
+                self.pass_time(1.5)
+        raise AssertionError("it does not come to an end")
+
+    # What is to be true
+
+    def assert_item(self, consumer: ConsumerNode, mm_hash: str, salt: str = "") -> None:
+        """An item is there, with every byte where it belongs."""
+        assert mm_hash in consumer.ready, consumer.machine.story(mm_hash)
+        shape = consumer.shapes[mm_hash]
+        assert consumer.tensors[mm_hash] == content(mm_hash, shape, salt)
+
+    def assert_no_wrong_bytes(self) -> None:
+        """Whatever is said to be there is there."""
+        salts = {"", *self.salt.values()}
+        for consumer in self.consumers:
+            for mm_hash in consumer.ready:
+                shape = consumer.shapes[mm_hash]
+                assert any(
+                    consumer.tensors[mm_hash] == content(mm_hash, shape, salt) for salt in salts
+                ), f"{mm_hash}: wrong bytes"
+
+
+_TO_CONSUMER: dict[type, Callable[[Consumer], Callable[..., None]]] = {
+    p.Offer: lambda machine: machine.offer,
+    p.WantAck: lambda machine: machine.want_ack,
+    p.Wrote: lambda machine: machine.wrote,
+    p.WriteFailed: lambda machine: machine.write_failed,
+    p.RevokeAck: lambda machine: machine.revoke_ack,
+    p.CancelAck: lambda machine: machine.cancel_ack,
+    p.Withdraw: lambda machine: machine.withdraw,
+    p.Unknown: lambda machine: machine.unknown,
+    p.NeedGrant: lambda machine: machine.need_grant,
+}
+_TO_PRODUCER: dict[type, Callable[[Producer], Callable[..., None]]] = {
+    p.Want: lambda machine: machine.want,
+    p.OfferAck: lambda machine: machine.offer_ack,
+    p.Grant: lambda machine: machine.grant,
+    p.Revoke: lambda machine: machine.revoke,
+    p.RowsAck: lambda machine: machine.rows_ack,
+    p.Complete: lambda machine: machine.complete,
+    p.Cancel: lambda machine: machine.cancel,
+    p.Unknown: lambda machine: machine.unknown,
+}

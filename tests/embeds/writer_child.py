@@ -1,0 +1,50 @@
+"""A producer in a process of its own: reads writes as JSON lines, answers with their digests.
+
+python -m tests.embeds.writer_child TRANSPORT STAGING_BYTES
+"""
+
+import sys
+
+import msgspec
+
+from vllm_kvpool.embeds.dataplane import WriteError, WriterPlane
+from vllm_kvpool.embeds.protocol import Window
+from vllm_kvpool.embeds.rows import ItemShape, Run
+
+from .items import item_of
+
+
+class Order(msgspec.Struct):
+    """One write of the item that `item_seed` makes."""
+
+    window: Window
+    shape: ItemShape
+    item_seed: int
+    runs: list[tuple[int, int, int]]
+    seed: int
+
+
+class Answer(msgspec.Struct):
+    """`error` unless it has been written."""
+
+    digests: tuple[int, ...] = ()
+    error: str = ""
+    quiesced: bool = True
+
+
+def main() -> None:
+    plane = WriterPlane(sys.argv[1], int(sys.argv[2]), host="127.0.0.1")
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=Order)
+        planes = item_of(order.shape, order.item_seed)
+        runs = [Run(*run) for run in order.runs]
+        try:
+            answer = Answer(plane.write(order.window, planes, order.shape, runs, order.seed))
+        except WriteError as error:
+            answer = Answer((), str(error), error.quiesced)
+        print("ANSWER", msgspec.json.encode(answer).decode(), flush=True)
+    plane.close()
+
+
+if __name__ == "__main__":
+    main()

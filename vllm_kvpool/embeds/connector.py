@@ -1,0 +1,239 @@
+"""vLLM's entry for embeddings: chooses a side by role and forwards. No logic of its own.
+
+The scheduler's process holds an `EmbedsScheduler`, every worker that sends or receives an
+`EmbedsWorker` from the moment its model is loaded. All hooks are called by the process's main loop
+thread. Step metadata only says which items are loaded in that step: some runners drop it in
+steps without tokens, and nothing else depends on it.
+"""
+
+import atexit
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+from vllm_kvpool.adapt import ascend, epochs
+from vllm_kvpool.adapt import embeds as adapt
+from vllm_kvpool.adapt.embeds_stats import EmbedsProm, EmbedsStats
+from vllm_kvpool.config import EmbedsConfig, read_embeds_config
+from vllm_kvpool.embeds.links import WorkerLinks
+from vllm_kvpool.embeds.params import read_delivery
+from vllm_kvpool.embeds.protocol import Role
+from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView, StepMeta
+from vllm_kvpool.embeds.sockets import read_keys
+from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.plugin import register
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.002  # what an engine with nothing to compute may wait for an item
+
+
+@dataclass
+class KVPoolECMetadata(ECConnectorMetadata):
+    """A step's word on its way to the workers."""
+
+    step: StepMeta
+
+
+class KVPoolECConnector(ECConnectorBase):
+    """Embeddings of any size from encoders to language engines. See docs/embeddings.md."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
+        ascend.share_engine()
+        self._endpoints = adapt.endpoints_of(vllm_config, self._config)
+        self._base = adapt.base_fingerprint(vllm_config, self._config)
+        self._scheduler_side: EmbedsScheduler | None = None
+        self._worker_side: EmbedsWorker | None = None
+        self._views: dict[str, RequestView] = {}
+        self._closed = False
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler_side = self._make_scheduler()
+            epochs.install()
+            epochs.watch(self._scheduler_side, vllm_config.model_config)
+            epochs.watch_encoder_cache(self._scheduler_side)
+            self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
+        atexit.register(self.shutdown)
+
+    def _make_scheduler(self) -> EmbedsScheduler:
+        # An encoder's output is the same on all of its ranks: one sends.
+        local = self._endpoints.local if self.is_consumer else self._endpoints.local[:1]
+        keys = read_keys(self._config.curve_dir)
+        return EmbedsScheduler(
+            WorkerLinks(local, self._engine_id, keys),
+            is_producer=self.is_producer,
+            is_consumer=self.is_consumer,
+            has_peers=bool(self._config.peers),
+            fingerprint=partial(adapt.fingerprint_in, self._base),
+            retain_bytes=self._config.nbytes("retain_bytes"),
+            max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            own_endpoint=self._endpoints.advertised[0],
+        )
+
+    @property
+    def _engine_id(self) -> str:
+        transfer = self._vllm_config.ec_transfer_config
+        assert transfer is not None
+        return str(transfer.engine_id)
+
+    # Worker side
+
+    def start_worker_services(self) -> None:
+        """The model is loaded: open the window and the sockets."""
+        assert self.role is ECConnectorRole.WORKER
+        role = _ROLES[self.is_producer, self.is_consumer]
+        place = Place(
+            role,
+            self._engine_id,
+            self._base,
+            adapt.tp_rank(self._vllm_config),
+            self._endpoints.listen,
+            self._endpoints.advertised,
+            self._endpoints.host,
+        )
+        takes_part = place.sends or place.receives
+        if adapt.is_first_stage(self._vllm_config) and takes_part and self._worker_side is None:
+            self._worker_side = EmbedsWorker(self._config, place)
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        """A step begins: what is in the engine's cache already is sent on, if somebody waits."""
+        encoder_cache = kwargs.get("encoder_cache")
+        if self._worker_side is not None and encoder_cache:
+            self._worker_side.cached(encoder_cache, self._step().epoch)
+
+    def save_caches(
+        self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
+    ) -> None:
+        """The encoder has computed an item."""
+        if self._worker_side is not None and self.is_producer:
+            self._worker_side.produced(mm_hash, encoder_cache[mm_hash], self._step().epoch)
+
+    def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
+        """Put the step's items, which are here whole, into the engine's cache."""
+        if self._worker_side is None:
+            return
+        for load in self._step().loads:
+            tensors = self._worker_side.take(load.name)
+            if tensors is None:
+                raise RuntimeError(f"kvpool: {load.name} was said to be here and is not")
+            encoder_cache[load.mm_hash] = adapt.on_device(tensors[0], self._vllm_config)
+
+    def _step(self) -> StepMeta:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVPoolECMetadata)
+        return metadata.step
+
+    # Scheduler side
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether an item can be loaded in this step."""
+        return self.is_consumer and self._side.has(identifier)
+
+    def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
+        """Whether a request's items allow it to be scheduled; never waits."""
+        return self._side.ensure(self._view(request), num_computed_tokens)
+
+    def update_state_after_alloc(self, request: "Request", index: int) -> None:
+        """The engine's cache has room for an item of this step."""
+        self._side.allocated(request.mm_features[index].identifier)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
+        """The step's word for the workers."""
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        freed = scheduler_output.free_encoder_mm_hashes
+        return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests whose items can neither be had nor encoded here."""
+        return self._side.take_unavailable()
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Never delays anything: vLLM would not free it for us."""
+        view = self._view(request)
+        self._side.finished(view)
+        self._views.pop(request.request_id, None)
+        if not self.is_producer or not view.features:
+            return False, None
+        endpoint, ids = self._side.own_endpoint, view.delivery.transfer_ids
+        return False, adapt.answer_of(request, self._resolver, endpoint, ids)
+
+    def get_ec_connector_stats(self) -> EmbedsStats | None:
+        """What has been counted since the last call; the workers' numbers come to the scheduler."""
+        if self._scheduler_side is None:
+            return None
+        numbers = self._scheduler_side.take_numbers()
+        return EmbedsStats(numbers) if numbers else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EmbedsStats:
+        """The statistics object of `data`, in the process that logs."""
+        return EmbedsStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> EmbedsProm:
+        """The Prometheus metrics, in the process that serves them."""
+        return EmbedsProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _view(self, request: "Request") -> RequestView:
+        view = self._views.get(request.request_id)
+        if view is None or len(view.features) != len(request.mm_features):
+            features = tuple(Feature(*each) for each in adapt.features_of(request, self._resolver))
+            names = [feature.mm_hash for feature in features]
+            delivery = read_delivery(adapt.transfer_params(request), names)
+            view = RequestView(request.request_id, features, delivery)
+            self._views[request.request_id] = view
+        return view
+
+    @property
+    def _side(self) -> EmbedsScheduler:
+        assert self._scheduler_side is not None
+        return self._scheduler_side
+
+    # Both sides
+
+    def shutdown(self) -> None:
+        """End everything within a bounded time; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.shutdown)
+        if self._worker_side is not None:
+            self._worker_side.close()
+        if self._scheduler_side is not None:
+            if self._config.stats_file:
+                rank = self._vllm_config.parallel_config.data_parallel_rank
+                path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
+                write_stats(path, self._scheduler_side.tally.snapshot())
+            self._scheduler_side.close()
+
+
+_ROLES = {
+    (True, False): Role.PRODUCER,
+    (False, True): Role.CONSUMER,
+    (True, True): Role.BOTH,
+}
+
+register()  # for engines that name this module instead of the plugin

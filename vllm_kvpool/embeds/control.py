@@ -1,0 +1,535 @@
+"""The control thread's loop: sockets, sessions, both machines, and what their effects ask for.
+
+Owner of all sockets, of `Consumer`, `Producer` and every `Session`. Inbox: frames, and calls that
+other threads post. It decides nothing that a machine can decide and moves no rows: hands do that.
+"""
+
+import logging
+import queue
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from vllm_kvpool.embeds.consumer import Consumer
+from vllm_kvpool.embeds.effects import (
+    Allocate,
+    Connect,
+    Discard,
+    Drain,
+    Effect,
+    Prepare,
+    Ready,
+    Release,
+    Send,
+    Tell,
+    Write,
+)
+from vllm_kvpool.embeds.producer import Producer
+from vllm_kvpool.embeds.protocol import (
+    Cancel,
+    CancelAck,
+    Complete,
+    Envelope,
+    Epoch,
+    Expect,
+    Forget,
+    Goodbye,
+    Grant,
+    Heartbeat,
+    Held,
+    Hello,
+    HelloReject,
+    ItemNews,
+    Message,
+    NeedGrant,
+    Numbers,
+    Offer,
+    OfferAck,
+    Push,
+    Revoke,
+    RevokeAck,
+    Role,
+    RowsAck,
+    Taken,
+    Unknown,
+    Want,
+    WantAck,
+    Withdraw,
+    WriteFailed,
+    Wrote,
+    decode,
+    encode,
+)
+from vllm_kvpool.embeds.rows import ItemShape
+from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
+from vllm_kvpool.embeds.sockets import Frame, Link, Sockets
+from vllm_kvpool.embeds.states import IllegalEvent
+from vllm_kvpool.errors import ConfigError, ProtocolError
+from vllm_kvpool.metrics import Tally
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+NUMBERS_EVERY_S = 1.0
+MISSING_EVERY_S = 0.01  # a step of the model asks once; with many wishes a look takes its time
+MAX_LINKS = 16_384
+IDLE_LINK_S = 300.0  # a connection without a session is forgotten after so long
+FINISH_S = 1.0
+
+Call = Callable[[float], None]
+
+
+class Hands(Protocol):
+    """Who moves rows. None of these blocks; each that ends in a report posts it."""
+
+    def allocate(self, mm_hash: str, shape: ItemShape) -> None: ...
+    def discard(self, mm_hash: str) -> None: ...
+    def ready(self, mm_hash: str) -> None: ...
+    def drain(self, work: Drain) -> None: ...
+    def prepare(self, sid: int) -> None: ...
+    def write(self, work: Write) -> None: ...
+    def release(self, sid: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Known:
+    """An incarnation that is there, by any of these links."""
+
+    hello: Hello
+    links: dict[Link, None] = field(default_factory=dict)
+    endpoints: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Place:
+    """A session and since when its connection is of no use."""
+
+    session: Session
+    is_configured: bool
+    idle_since: float
+
+
+class Control:
+    """See the module docstring. `post`, `wake` and `stop` may be called by any thread."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        sockets: Sockets,
+        rhythm: Rhythm,
+        hands: Hands,
+        *,
+        consumer: Consumer | None,
+        producer: Producer | None,
+        peers: Iterable[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hello = hello
+        self._sockets = sockets
+        self._rhythm = rhythm
+        self._hands = hands
+        self._consumer = consumer
+        self._producer = producer
+        self._peers = tuple(peers)
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._places: dict[Link, Place] = {}
+        self._known: dict[str, Known] = {}
+        self._schedulers: set[Link] = set()
+        self._seq = 0
+        self._held = 0
+        self._next_tick = self._next_numbers = 0.0
+        self._next_missing = float("inf")
+        self._last_missing = 0.0
+        self._told: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._stopping = False
+        self._early: list[tuple[int, Call]] = []  # of epochs that have not begun here yet
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.tally = Tally()
+        self.missing: frozenset[str] = frozenset()
+        """Items that consumers wait for and that are not here; read by any thread."""
+
+    def post(self, call: Call) -> None:
+        """Have something done on the control thread, before any frame that comes later."""
+        self._inbox.put(call)
+        self._sockets.wake()
+
+    def stop(self) -> None:
+        """End the loop."""
+        self.post(self._stop)
+
+    def _stop(self, now: float) -> None:
+        self._stopping = True
+
+    def _finish(self) -> None:
+        """Let writes end, for a bounded time; only then nothing of this process is in flight."""
+        deadline = self._clock() + FINISH_S
+        while self._writes and self._clock() < deadline:
+            self.turn(self._timeout())
+        self._tell_numbers()  # the last ones
+        if not self._writes:
+            self._say_goodbye()
+
+    @property
+    def _writes(self) -> float:
+        return self._producer.gauges()["writes"] if self._producer is not None else 0
+
+    # The loop
+
+    def run(self) -> None:
+        """Until `stop`. Nothing that a peer sends ends it."""
+        now = self._clock()
+        for endpoint in self._peers:
+            self._connect(endpoint, now, is_configured=True)
+        while not self._stopping:
+            self.turn(self._timeout())
+        self._finish()
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for something, and do all that is due."""
+        frames = self._sockets.poll(timeout_s)
+        now = self._clock()
+        # What threads have posted happened before what peers have heard of it and answer.
+        for _ in range(self._inbox.qsize()):
+            self._guarded(self._inbox.get_nowait(), now)
+        for frame in frames:
+            self._guarded(lambda at, frame=frame: self._receive(frame, at), now)  # type: ignore[misc]
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._guarded(self._tick, now)
+        self._perform(now)
+        if now >= self._next_missing:
+            self._find_missing(now)
+
+    def _timeout(self) -> float:
+        return max(0.001, min(self._next_tick, self._next_missing) - self._clock())
+
+    def _guarded(self, call: Call, now: float) -> None:
+        """A bug that one message shows costs that message."""
+        try:
+            call(now)
+        except ProtocolError as error:
+            self.counts["bad_messages"] += 1
+            logger.warning("kvpool: a peer has sent what cannot be: %s", error)
+        except (IllegalEvent, AssertionError, LookupError):
+            self.counts["internal_errors"] += 1
+            logger.exception("kvpool: an embedding message could not be handled")
+
+    def _tick(self, now: float) -> None:
+        for link, place in list(self._places.items()):
+            place.session.tick(now)
+            self._act(link, now)
+            if place.session.is_up:
+                place.idle_since = now
+            elif not place.is_configured and now - place.idle_since > IDLE_LINK_S:
+                self._forget_link(link)
+        if self._consumer is not None:
+            self._consumer.tick(now)
+        if self._producer is not None:
+            self._producer.tick(now)
+            self._find_missing(now)
+        if now >= self._next_numbers:
+            self._next_numbers = now + NUMBERS_EVERY_S
+            self._tell_numbers()
+
+    # What is to be done
+
+    def _perform(self, now: float) -> None:
+        if self._consumer is not None:
+            for effect in self._consumer.take_effects():
+                self._do(effect, now)
+        if self._producer is not None:
+            effects = self._producer.take_effects()
+            for effect in effects:
+                self._do(effect, now)
+            if effects:
+                self._next_missing = self._last_missing + MISSING_EVERY_S
+                self._tell_held()
+
+    def _find_missing(self, now: float) -> None:
+        assert self._producer is not None
+        self.missing = frozenset(self._producer.missing())
+        self._last_missing, self._next_missing = now, float("inf")
+
+    def _do(self, effect: Effect, now: float) -> None:
+        match effect:
+            case Send(peer, body):
+                self._send_to(peer, body)
+            case Allocate(mm_hash, shape):
+                self._hands.allocate(mm_hash, shape)
+            case Drain():
+                self._hands.drain(effect)
+            case Write():
+                self._hands.write(effect)
+            case Prepare(sid):
+                self._hands.prepare(sid)
+            case Release(sid):
+                self._hands.release(sid)
+            case Ready(mm_hash):
+                self._hands.ready(mm_hash)
+            case Discard(mm_hash):
+                self._hands.discard(mm_hash)
+            case Tell(news):
+                if isinstance(news, ItemNews):
+                    news = msgspec.structs.replace(news, epoch=self._hello.epoch)
+                self._tell(news)
+            case Connect(endpoint):
+                self._connect(endpoint, now)
+
+    def _connect(self, endpoint: str, now: float, *, is_configured: bool = False) -> None:
+        if Link(endpoint) in self._places or endpoint in self._hello.endpoints:
+            return
+        if len(self._places) >= MAX_LINKS:
+            self.counts["too_many_links"] += 1
+            return
+        try:
+            link = self._sockets.connect(endpoint)
+        except ConfigError as error:
+            self.counts["bad_endpoints"] += 1
+            logger.warning("kvpool: %s", error)
+            return
+        session = Session(self._hello, self._rhythm, active=True, now=now)
+        self._places[link] = Place(session, is_configured, now)
+        session.tick(now)
+        self._act(link, now)
+
+    def _send_to(self, incarnation: str, body: Message) -> None:
+        known = self._known.get(incarnation)
+        if known is not None:
+            self._send(next(iter(known.links)), body, incarnation)
+
+    def _send(self, link: Link, body: Message, target: str) -> None:
+        self._seq += 1
+        frame = encode(Envelope(self._hello.incarnation, target, self._seq, body))
+        place = self._places.get(link)
+        if self._sockets.send(link, frame):
+            if place is not None:
+                place.session.said(self._clock())
+        elif place is not None:
+            self.counts["broken_links"] += 1
+            place.session.lost()
+
+    def _tell(self, body: ItemNews | Taken | Held | Numbers) -> None:
+        for link in tuple(self._schedulers):
+            self._send(link, body, "")
+
+    def _tell_held(self) -> None:
+        assert self._producer is not None
+        held = self._producer.held_bytes
+        if held != self._held:
+            self._held = held
+            self._tell(Held(held))
+
+    def _tell_numbers(self) -> None:
+        sides: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
+            "channel": (self.counts, {})
+        }
+        for side, machine in (("consumer", self._consumer), ("producer", self._producer)):
+            if machine is not None:
+                sides[side] = (machine.counts, machine.gauges())
+        for side, (counts, levels) in sides.items():
+            for event, value in counts.items():
+                growth = value - self._told[side, event]
+                if growth:
+                    self.tally.add("kvpool_ec_events", growth, side=side, event=event)
+                    self._told[side, event] = value
+            for level, value in levels.items():
+                self.tally.set("kvpool_ec_levels", value, side=side, level=level)
+        states = Counter(place.session.state for place in self._places.values())
+        for state in SessionState:
+            self.tally.set("kvpool_ec_peers", states[state], state=state.value)
+        changes = self.tally.take_changes()
+        if changes:
+            self._tell(Numbers(changes))
+
+    # What arrives
+
+    def _receive(self, frame: Frame, now: float) -> None:
+        envelope = decode(frame.data)
+        body, link = envelope.body, frame.link
+        place = self._places.get(link)
+        if place is None:
+            place = self._welcome(link, now)
+            if place is None:
+                return
+        session = place.session
+        mine = envelope.target in ("", self._hello.incarnation)
+        if isinstance(body, Hello):
+            session.hello(body, now)
+        elif isinstance(body, HelloReject):
+            if session.rejected(body, now):
+                where = link.endpoint or "of another process"
+                logger.warning("kvpool: the peer %s refuses: %s", where, body.text)
+        elif not mine or session.peer is None or session.peer.incarnation != envelope.source:
+            # Meant for who was here before, or from who has forgotten us: greet anew.
+            self.counts["strays"] += 1
+            self._send(link, self._hello, "")
+        elif not session.is_up:
+            return
+        elif session.peer.role is Role.SCHEDULER:
+            self._from_scheduler(body, now)
+        else:
+            session.heard(now)
+            self._from_peer(envelope.source, session, body, now)
+        self._act(link, now)
+
+    def _welcome(self, link: Link, now: float) -> Place | None:
+        """A connection that was made to us."""
+        if len(self._places) >= MAX_LINKS:
+            self.counts["too_many_links"] += 1
+            return None
+        session = Session(self._hello, self._rhythm, active=False, now=now)
+        place = self._places[link] = Place(session, is_configured=False, idle_since=now)
+        return place
+
+    def _from_peer(self, source: str, session: Session, body: Message, now: float) -> None:
+        if isinstance(body, Goodbye):
+            session.goodbye()
+        elif not isinstance(body, Heartbeat):
+            on_consumer, on_producer = _OF_CONSUMER.get(type(body)), _OF_PRODUCER.get(type(body))
+            if isinstance(body, Unknown):
+                on_consumer, on_producer = (
+                    (None, on_producer) if body.yours else (on_consumer, None)
+                )
+            if on_consumer is not None and self._consumer is not None:
+                on_consumer(self._consumer, source, body, now)
+            if on_producer is not None and self._producer is not None:
+                on_producer(self._producer, source, body, now)
+
+    def _from_scheduler(self, body: Message, now: float) -> None:
+        match body:
+            case Expect() if self._consumer is not None:
+                self._consumer.expect(body, now)
+            case Forget(mm_hash) if self._consumer is not None:
+                self._consumer.forget(mm_hash, now)
+            case Push() if self._producer is not None:
+                self._producer.push(body, now)
+            case Epoch(number, fingerprint):
+                self.begin_epoch(number, fingerprint, now)
+            case _:
+                pass
+
+    def begin_epoch(self, number: int, fingerprint: str, now: float) -> None:
+        """The weights are others now; sessions go on with those who have them too."""
+        if number <= self._hello.epoch:
+            return
+        if self._consumer is not None:
+            self._consumer.begin_epoch(now)
+        if self._producer is not None:
+            self._producer.begin_epoch(now)
+        self._perform(now)  # what is stale is withdrawn while there still is a session
+        self._hello = msgspec.structs.replace(self._hello, fingerprint=fingerprint, epoch=number)
+        for link, place in list(self._places.items()):
+            place.session.introduce(self._hello)
+            self._act(link, now)
+        early, self._early = self._early, []
+        for epoch, call in early:
+            if epoch > number:
+                self._early.append((epoch, call))
+            else:
+                call(now)
+
+    def when_epoch(self, epoch: int, call: Call) -> None:
+        """Have something done once this epoch has begun. On the control thread."""
+        self._early.append((epoch, call))
+
+    @property
+    def epoch(self) -> int:
+        """Of the weights; read by the control thread."""
+        return self._hello.epoch
+
+    # What sessions want
+
+    def _act(self, link: Link, now: float) -> None:
+        place = self._places.get(link)
+        if place is None:
+            return
+        for action in place.session.take_actions():
+            match action:
+                case Say(body):
+                    peer = place.session.peer
+                    self._send(link, body, peer.incarnation if peer is not None else "")
+                case Up(hello):
+                    self._up(link, hello, now)
+                case Lost(incarnation, quiet):
+                    self._lost(link, incarnation, now, quiet=quiet)
+
+    def _up(self, link: Link, hello: Hello, now: float) -> None:
+        if hello.role is Role.SCHEDULER:
+            self._schedulers.add(link)
+            self._held = -1
+            return
+        known = self._known.setdefault(hello.incarnation, Known(hello))
+        known.hello = hello
+        known.links[link] = None
+        reached = {each.endpoint for each in known.links if each.endpoint}
+        if hello.rank < len(hello.endpoints):
+            reached.add(hello.endpoints[hello.rank])
+        known.endpoints = frozenset(reached)
+        if self._consumer is not None and hello.role in (Role.PRODUCER, Role.BOTH):
+            self._consumer.peer_up(hello.incarnation, known.endpoints, now)
+        if self._producer is not None and hello.role in (Role.CONSUMER, Role.BOTH):
+            self._producer.peer_up(
+                hello.incarnation, hello.window, known.endpoints, hello.endpoints, now
+            )
+
+    def _lost(self, link: Link, incarnation: str, now: float, *, quiet: bool) -> None:
+        self._schedulers.discard(link)
+        known = self._known.get(incarnation)
+        if known is not None:
+            known.links.pop(link, None)
+            if not known.links:
+                del self._known[incarnation]
+                self.counts["lost_peers"] += 1
+                if self._consumer is not None:
+                    self._consumer.peer_lost(incarnation, now, quiet=quiet)
+                if self._producer is not None:
+                    self._producer.peer_lost(incarnation, now)
+        place = self._places.get(link)
+        if place is not None and place.session.state is SessionState.INCOMPATIBLE:
+            return  # the connection stands: whoever changes says so
+        if link.endpoint:
+            # What is queued for who was there is not for who comes next.
+            self._sockets.disconnect(link)
+            self._sockets.connect(link.endpoint)
+        else:
+            self._places.pop(link, None)
+
+    def _forget_link(self, link: Link) -> None:
+        del self._places[link]
+        self._schedulers.discard(link)
+        if link.endpoint:
+            self._sockets.disconnect(link)
+
+    def _say_goodbye(self) -> None:
+        for incarnation, known in self._known.items():
+            for link in known.links:
+                self._send(link, Goodbye(), incarnation)
+
+
+Handler = Callable[..., None]
+_OF_CONSUMER: dict[type, Handler] = {
+    Offer: Consumer.offer,
+    WantAck: Consumer.want_ack,
+    Wrote: Consumer.wrote,
+    WriteFailed: Consumer.write_failed,
+    RevokeAck: Consumer.revoke_ack,
+    CancelAck: Consumer.cancel_ack,
+    Withdraw: Consumer.withdraw,
+    Unknown: Consumer.unknown,
+    NeedGrant: Consumer.need_grant,
+}
+_OF_PRODUCER: dict[type, Handler] = {
+    Want: Producer.want,
+    OfferAck: Producer.offer_ack,
+    Grant: Producer.grant,
+    Revoke: Producer.revoke,
+    RowsAck: Producer.rows_ack,
+    Complete: Producer.complete,
+    Cancel: Producer.cancel,
+    Unknown: Producer.unknown,
+}

@@ -1,0 +1,192 @@
+"""How rows get from a producer into a consumer's landing window, and out of it.
+
+The consumer opens one window and says where it is; producers write runs of rows into the extents
+of it that they were granted, and say each run's digest; the consumer drains the runs into items of
+its own, and compares. Nothing here knows grants, peers or items' names, and nothing starts threads:
+writes and drains run, and block, in the caller's.
+
+Transports: `mooncake`, its transfer engine over any of its protocols, and `local`, memory that
+processes of one host share. A plane writes to windows of its own transport only.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vllm_kvpool.config import set_where_unset
+from vllm_kvpool.embeds.host_memory import HostMemory, MemorySource, from_host
+from vllm_kvpool.embeds.mooncake_writes import MooncakeWriter
+from vllm_kvpool.embeds.protocol import MooncakeWindow, SharedWindow, Window
+from vllm_kvpool.embeds.rows import ItemShape, Run
+from vllm_kvpool.embeds.run_bytes import Bytes, digest_of, drain, item_digest
+from vllm_kvpool.embeds.shared_files import SharedLanding, SharedWriter
+from vllm_kvpool.embeds.writes import Write, WriteError
+from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.store.mooncake_engine import (
+    NativeEngine,
+    SharedEngine,
+    environment_of,
+    session_of,
+    shared_engine,
+)
+
+__all__ = [
+    "LOCAL",
+    "MOONCAKE",
+    "LandingMemory",
+    "WriteError",
+    "WriterPlane",
+    "digest_of",
+    "drain",
+    "item_digest",
+    "open_landing",
+]
+
+MOONCAKE = "mooncake"
+LOCAL = "local"
+TRANSPORTS = (MOONCAKE, LOCAL)
+
+
+class LandingMemory(Protocol):
+    """A consumer's window, whose bytes producers may write at any time."""
+
+    nbytes: int
+    array: Bytes
+    """The window, uint8 of shape [nbytes]; not to be used after `close`."""
+
+    @property
+    def window(self) -> Window:
+        """What producers are told."""
+
+    def close(self) -> None:
+        """Nobody can begin to write to it any more. Again does nothing."""
+
+
+class MooncakeLanding:
+    """A window that Mooncake's engine of this process receives for."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        native: NativeEngine,
+        nbytes: int,
+        host: str,
+        source: MemorySource,
+    ) -> None:
+        self._engine = engine
+        self._memory: HostMemory | None = HostMemory(nbytes, source)
+        buffer = self._memory.buffer
+        engine.register(buffer.address, nbytes)
+        self.nbytes = nbytes
+        self.array = self._memory.array
+        self.window = MooncakeWindow(session_of(host, native), buffer.address, nbytes)
+
+    def close(self) -> None:
+        """Unregister the memory and give it back; its addresses stay."""
+        if self._memory is not None:
+            self._engine.unregister(self._memory.buffer.address)
+            self._memory.retire()
+            self._memory = None
+
+
+def open_landing(
+    transport: str,
+    nbytes: int,
+    *,
+    host: str,
+    protocol: str = "tcp",
+    device: str = "",
+    memory_from: MemorySource = from_host,
+) -> LandingMemory:
+    """A landing window of `nbytes`.
+
+    `host` is the address at which producers reach this process. Over a device's protocol the
+    calling thread must have entered the device, and `memory_from` is its `host_memory`. ConfigError
+    for what cannot work, StoreError if the network refuses.
+    """
+    if nbytes < 1:
+        raise ConfigError(f"arena_bytes={nbytes} must be at least one byte")
+    if _checked(transport) == LOCAL:
+        return SharedLanding(nbytes)
+    engine, native = _opened(host, protocol, device)
+    return MooncakeLanding(engine, native, nbytes, host, memory_from)
+
+
+class WriterPlane:
+    """Writes rows into consumers' windows. Any thread may write, and several do at a time.
+
+    Over Mooncake rows go through `staging_bytes` of registered memory, and no more, however many
+    threads write.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        staging_bytes: int,
+        *,
+        host: str,
+        protocol: str = "tcp",
+        device: str = "",
+        memory_from: MemorySource = from_host,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._mooncake: MooncakeWriter | None = None
+        self._shared: SharedWriter | None = None
+        if _checked(transport) == LOCAL:
+            self._shared = SharedWriter()
+            return
+        engine, native = _opened(host, protocol, device)
+        self._mooncake = MooncakeWriter(
+            engine, native, staging_bytes, memory_from=memory_from, clock=clock, sleep=sleep
+        )
+
+    def write(
+        self,
+        window: Window,
+        planes: Sequence[Bytes],
+        shape: ItemShape,
+        runs: Sequence[Run],
+        seed: int,
+    ) -> tuple[int, ...]:
+        """Write runs of an item; when it returns they lie in the window. A digest for each.
+
+        `planes` are uint8 arrays of shape [rows, row_bytes], C-contiguous, of the whole item; any
+        CPU memory, which stays as it is meanwhile. WriteError.
+        """
+        write = Write(planes, shape, runs, seed)
+        write.check(window.nbytes)
+        if not runs:
+            return ()
+        if isinstance(window, MooncakeWindow) and self._mooncake is not None:
+            return self._mooncake.write(window, write)
+        if isinstance(window, SharedWindow) and self._shared is not None:
+            return self._shared.write(window, write)
+        own = MOONCAKE if self._mooncake is not None else LOCAL
+        raise WriteError(
+            f"the window is of another transport than {own}, this side's; set the same one on both",
+            quiesced=True,
+        )
+
+    def quarantined_bytes(self) -> int:
+        """Staging memory that transfers which do not end may still read."""
+        return 0 if self._mooncake is None else self._mooncake.staging.quarantined_bytes()
+
+    def close(self) -> None:
+        """End writes that go on with a WriteError; called once, and no write may follow."""
+        if self._mooncake is not None:
+            self._mooncake.close()
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _checked(transport: str) -> str:
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport={transport!r}: {nearest(transport, TRANSPORTS)}")
+    return transport
+
+
+def _opened(host: str, protocol: str, device: str) -> tuple[SharedEngine, NativeEngine]:
+    set_where_unset(environment_of(protocol))
+    engine = shared_engine(protocol)
+    return engine, engine.open(host, device)

@@ -1,0 +1,172 @@
+"""Rows of an item and the bytes they take (pure).
+
+An item is a number of rows; a row is one position of the encoder's output. Its planes (the
+embedding itself, and whatever belongs to the same positions: M-RoPE positions, further layers) are
+moved together, row for row, so they never disagree about how far a transfer has come.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_kvpool.errors import ProtocolError
+
+MAX_PLANES = 16
+MAX_ROWS = 1 << 40
+MAX_ROW_BYTES = 1 << 30
+DTYPE_BYTES = {
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+"""What a plane may hold; torch's names."""
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One tensor of an item, of shape [rows, *row_shape]."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        nbytes = DTYPE_BYTES[self.dtype]
+        for size in self.row_shape:
+            nbytes *= size
+        return nbytes
+
+
+class ItemShape(msgspec.Struct, frozen=True):
+    """How many rows an item has, and what is in a row."""
+
+    rows: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all planes."""
+        return sum(plane.row_bytes for plane in self.planes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item."""
+        return self.rows * self.row_bytes
+
+    def check(self) -> None:
+        """ProtocolError for what no tensors could have; a peer has sent it."""
+        if not 0 < self.rows <= MAX_ROWS:
+            raise ProtocolError(f"an item of {self.rows} rows")
+        if not 0 < len(self.planes) <= MAX_PLANES:
+            raise ProtocolError(f"an item of {len(self.planes)} planes; 1 to {MAX_PLANES} will do")
+        if len({plane.name for plane in self.planes}) < len(self.planes):
+            raise ProtocolError("two planes of an item have the same name")
+        for plane in self.planes:
+            if plane.dtype not in DTYPE_BYTES:
+                raise ProtocolError(f"plane {plane.name!r} has the unknown dtype {plane.dtype!r}")
+            if min(plane.row_shape, default=1) < 1 or plane.row_bytes > MAX_ROW_BYTES:
+                raise ProtocolError(f"plane {plane.name!r} has rows of shape {plane.row_shape}")
+
+
+class Extent(msgspec.Struct, frozen=True, order=True):
+    """Bytes [offset, offset + nbytes) of a landing window."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [row, row + rows) of an item, in one extent, plane after plane."""
+
+    row: int
+    rows: int
+    offset: int
+
+    def planes(self, shape: ItemShape) -> Iterator[tuple[Plane, int, int]]:
+        """Each plane with where its rows begin in the window, and their bytes."""
+        offset = self.offset
+        for plane in shape.planes:
+            nbytes = self.rows * plane.row_bytes
+            yield plane, offset, nbytes
+            offset += nbytes
+
+
+def runs_of(
+    row: int, rows: int, extents: Sequence[Extent], row_bytes: int
+) -> tuple[tuple[Run, ...], int]:
+    """Where rows from `row` on go, at most `rows` of them, and how many find room.
+
+    Each extent takes as many whole rows as fit: no row is cut. Both sides of a transfer use this,
+    so that a grant needs to name extents only.
+    """
+    runs = []
+    first, left = row, rows
+    for extent in extents:
+        fit = min(left, extent.nbytes // row_bytes)
+        if fit > 0:
+            runs.append(Run(first, fit, extent.offset))
+            first, left = first + fit, left - fit
+    return tuple(runs), first - row
+
+
+Span = tuple[int, int]
+"""Rows [first, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """A set of rows, as disjoint spans in order that do not touch. Adding twice changes nothing."""
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def checked(cls, spans: Sequence[Sequence[int]], rows: int) -> "Intervals":
+        """What a peer has sent of an item of so many rows; ProtocolError if it cannot be."""
+        result = cls()
+        for span in spans:
+            first, end = span
+            if not 0 <= first < end <= rows:
+                raise ProtocolError(f"rows [{first}, {end}) of an item of {rows}")
+            result = result.with_rows(first, end)
+        return result
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return sum(end - first for first, end in self.spans)
+
+    def with_rows(self, first: int, end: int) -> "Intervals":
+        """The set and rows [first, end)."""
+        if first >= end:
+            return self
+        low = bisect_left(self.spans, first, key=lambda span: span[1])
+        high = bisect_right(self.spans, end, key=lambda span: span[0])
+        touched = self.spans[low:high]
+        if touched:
+            first, end = min(first, touched[0][0]), max(end, touched[-1][1])
+        return Intervals((*self.spans[:low], (first, end), *self.spans[high:]))
+
+    def gaps(self, rows: int) -> Iterator[Span]:
+        """What is missing of [0, rows), in order."""
+        at = 0
+        for first, end in self.spans:
+            if first >= rows:
+                break
+            if at < first:
+                yield at, first
+            at = end
+        if at < rows:
+            yield at, rows
+
+    def holds(self, first: int, end: int) -> bool:
+        """Whether all rows of [first, end) are in it."""
+        return any(low <= first and end <= high for low, high in self.spans)

@@ -1,0 +1,444 @@
+"""A scheduler's side of the embedding connector: which items requests wait for, and are there.
+
+For each item a request is PENDING, READY or FAILED; windows, rounds and rows stay with the workers.
+An item is ready when every rank has said so, of the same bytes; it is pinned from then on until it
+is loaded or no request waits for it, since the engine is not asked twice.
+
+Everything runs on the scheduler's thread. Requests come as `RequestView`s, workers as `Links`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from vllm_kvpool.embeds.params import Delivery
+from vllm_kvpool.embeds.protocol import (
+    Code,
+    Epoch,
+    Expect,
+    Forget,
+    Held,
+    ItemNews,
+    Message,
+    Numbers,
+    Push,
+    Taken,
+)
+from vllm_kvpool.metrics import Tally, merge_samples
+
+logger = logging.getLogger(__name__)
+
+MAX_OFFERED = 1 << 16
+ASK_ONLY_S = 0.25
+LOADING_S = 30.0  # a step that has not been run by then will not be
+ALONE_S = 30.0  # the workers of one machine answer within milliseconds
+
+
+class Feature(NamedTuple):
+    """One item of a request, at [start, end) of its prompt."""
+
+    mm_hash: str
+    start: int
+    end: int
+    rows: int
+    has_media: bool
+    """Whether this engine could encode it."""
+
+
+class RequestView(NamedTuple):
+    """What is to be known of a request."""
+
+    request_id: str
+    features: tuple[Feature, ...]
+    delivery: Delivery
+
+
+class Load(NamedTuple):
+    """An item that the workers put into the engine's encoder cache."""
+
+    mm_hash: str
+    """The engine's name of it."""
+    name: str
+    """The producer's."""
+
+
+@dataclass(frozen=True)
+class StepMeta:
+    """What a step's workers are told."""
+
+    epoch: int = 0
+    loads: tuple[Load, ...] = ()
+
+
+class Said(Protocol):
+    """One word of a worker."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def body(self) -> Message | None: ...
+
+
+class Links(Protocol):
+    """The engine's workers."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def are_up(self) -> bool: ...
+    def send(self, body: Message, rank: int | None = None) -> None: ...
+    def poll(self, timeout_s: float = 0.0) -> Sequence[Said]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Wanted:
+    """An item that requests wait for."""
+
+    mm_hash: str
+    name: str
+    expect: Expect
+    requests: dict[str, None] = field(default_factory=dict)
+    ready: dict[int, str] = field(default_factory=dict)  # rank -> digest
+    failure: tuple[Code, str] | None = None
+
+
+class EmbedsScheduler:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        links: Links,
+        *,
+        is_producer: bool,
+        is_consumer: bool,
+        has_peers: bool,
+        fingerprint: Callable[[str], str],
+        retain_bytes: int,
+        max_step_tokens: int,
+        own_endpoint: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links = links
+        self._is_producer = is_producer
+        self._is_consumer = is_consumer
+        self._has_peers = has_peers
+        self._fingerprint = fingerprint
+        self._retain_bytes = retain_bytes
+        self._max_step_tokens = max_step_tokens
+        self._clock = clock
+        self.own_endpoint = own_endpoint
+        self._wanted: dict[str, Wanted] = {}
+        self._by_name: dict[str, str] = {}
+        self._loading: dict[str, tuple[set[int], float]] = {}  # ranks to take it, and until when
+        self._offered: dict[str, None] = {}
+        self._resident: set[str] = set()  # in the engine's encoder cache, as far as it has told us
+        self._local: dict[str, set[str]] = {}  # request -> items that it has encoded here
+        self._pushed: dict[str, dict[str, Push]] = {}  # request -> what it had sent on
+        self._orders: dict[str, int] = {}
+        self._next_order = 0
+        self._loads: list[Load] = []
+        self._allocated: set[str] = set()  # in this step
+        self._unavailable: set[str] = set()
+        self._held = 0
+        self._is_holding = False
+        self._alone_since: float | None = None
+        self._is_told = False
+        self._epoch = 0
+        self._epoch_told = Epoch(0, "")
+        self.tally = Tally()
+        self._from_workers: dict[str, float] = {}
+
+    # What the engine asks
+
+    def ensure(self, request: RequestView, num_computed_tokens: int) -> bool:
+        """Whether the request may be scheduled, as far as its items go."""
+        self._hear()
+        if self._links.are_up:
+            self._alone_since = None
+        elif not self._is_alone():
+            return False  # what is said now would be lost
+        ahead = [
+            feature
+            for feature in request.features
+            if num_computed_tokens < feature.end
+            and feature.start <= num_computed_tokens + self._max_step_tokens
+        ]
+        may_go = True
+        if self._is_consumer:
+            for feature in ahead:
+                may_go &= self._is_there(request, feature)
+        if self._is_producer:
+            may_go &= self._may_encode(request, ahead)
+        return may_go
+
+    def _is_alone(self) -> bool:
+        """Whether the workers have not answered for so long that requests go on without them."""
+        now = self._clock()
+        if self._alone_since is None:
+            self._alone_since = now
+        is_alone = now - self._alone_since > ALONE_S
+        if is_alone and not self._is_told:
+            self._is_told = True
+            logger.error(
+                "kvpool: the engine's workers do not answer at their control ports: embeddings are "
+                "encoded here; check that nothing else listens there"
+            )
+        return is_alone
+
+    def _is_there(self, request: RequestView, feature: Feature) -> bool:
+        mm_hash, request_id = feature.mm_hash, request.request_id
+        if mm_hash in self._resident or mm_hash in self._local.get(request_id, ()):
+            return True
+        wanted = self._wanted.get(mm_hash)
+        if wanted is None and not self._may_come(request, feature):
+            self._local.setdefault(request_id, set()).add(mm_hash)
+            return True
+        if self._is_loading(request.delivery.name_of(mm_hash)):
+            return False  # asked for now, it would be promised once more and be gone
+        if wanted is None or request_id not in wanted.requests:
+            wanted = self._want(request, feature)
+        if not self._links.are_up:
+            wanted.failure = Code.UNREACHABLE, "the engine's workers do not answer"
+        if wanted.failure is not None:
+            return self._without(request_id, feature, wanted)
+        return self._is_ready(wanted)
+
+    def _may_come(self, request: RequestView, feature: Feature) -> bool:
+        delivery = request.delivery
+        return (
+            self._has_peers
+            or delivery.is_sent
+            or delivery.name_of(feature.mm_hash) in (self._offered)
+        )
+
+    def _want(self, request: RequestView, feature: Feature) -> Wanted:
+        order = self._orders.setdefault(request.request_id, self._next_order)
+        self._next_order = max(self._next_order, order + 1)
+        name = request.delivery.name_of(feature.mm_hash)
+        if self._by_name.get(name, feature.mm_hash) != feature.mm_hash:
+            name = feature.mm_hash  # an encoder's name is one item's at a time
+        peers = request.delivery.peers_of(feature.mm_hash)
+        # Who encodes itself only asks whether somebody has done so already.
+        asks_only = self._is_producer and not request.delivery.is_sent
+        patience_s = ASK_ONLY_S if asks_only else 0.0
+        is_pushed = request.delivery.is_pushed
+        expect = Expect(name, order, peers, feature.rows, patience_s, is_pushed)
+        wanted = self._wanted.get(feature.mm_hash)
+        if wanted is None:
+            wanted = self._wanted[feature.mm_hash] = Wanted(feature.mm_hash, name, expect)
+            self._by_name[name] = feature.mm_hash
+            self._offered.pop(name, None)
+        wanted.requests[request.request_id] = None
+        if wanted.failure is None:
+            self._links.send(expect)
+        return wanted
+
+    def _without(self, request_id: str, feature: Feature, wanted: Wanted) -> bool:
+        """An item cannot be had: encode it here, or give the request up."""
+        assert wanted.failure is not None
+        code, text = wanted.failure
+        del wanted.requests[request_id]
+        if not wanted.requests:
+            self._drop(wanted)
+        if feature.has_media:
+            self._local.setdefault(request_id, set()).add(feature.mm_hash)
+            self._count("local_encodes")
+            logger.warning(
+                "kvpool: %s is encoded here, it cannot be had (%s: %s)",
+                feature.mm_hash,
+                code.value,
+                text,
+            )
+            return True
+        self._unavailable.add(request_id)
+        self._count("failed_requests")
+        logger.error(
+            "kvpool: request %s fails: %s cannot be had (%s: %s) and its media are not here",
+            request_id,
+            feature.mm_hash,
+            code.value,
+            text,
+        )
+        return False
+
+    def _is_ready(self, wanted: Wanted) -> bool:
+        return wanted.failure is None and len(wanted.ready) == self._links.num_ranks
+
+    def _may_encode(self, request: RequestView, ahead: Iterable[Feature]) -> bool:
+        """Have a request's items sent on; False while consumers are to take others first."""
+        pushed = self._pushed.setdefault(request.request_id, {})
+        encodes = False
+        for feature in ahead:
+            encodes |= feature.mm_hash not in self._resident
+            if feature.mm_hash not in pushed and request.delivery.consumers:
+                push = pushed[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
+                self._links.send(push)
+        is_full = encodes and self._held > self._retain_bytes
+        if is_full and not self._is_holding:
+            self._count("deferred_encodes")
+        self._is_holding = is_full
+        return not is_full
+
+    def has(self, mm_hash: str) -> bool:
+        """Whether an item can be loaded; then it can be, until it is or no request waits for it."""
+        if mm_hash in self._resident:
+            # The engine asks only for what it does not have: its cache was emptied.
+            self._resident.discard(mm_hash)
+        wanted = self._wanted.get(mm_hash)
+        return wanted is not None and self._is_ready(wanted)
+
+    def allocated(self, mm_hash: str) -> None:
+        """The engine has made room for an item: it is loaded in this step, or encoded."""
+        self._resident.add(mm_hash)
+        self._allocated.add(mm_hash)
+        wanted = self._wanted.get(mm_hash)
+        if wanted is not None and self._is_ready(wanted):
+            self._loads.append(Load(mm_hash, wanted.name))
+            ranks = set(range(self._links.num_ranks))
+            self._loading[wanted.name] = (ranks, self._clock() + LOADING_S)
+            self._count("loaded_items")
+            self._forget(wanted)
+
+    def plan(self, freed: Iterable[str], *, is_idle: bool, idle_wait_s: float) -> StepMeta:
+        """The step's word for the workers; `freed` has left the engine's cache.
+
+        Where nothing runs, waits a little for what requests wait for.
+        """
+        for mm_hash in freed:
+            if mm_hash not in self._allocated:
+                self._resident.discard(mm_hash)
+        self._allocated.clear()
+        loads, self._loads = tuple(self._loads), []
+        if is_idle and self.is_waiting:
+            self._hear(idle_wait_s)
+        return StepMeta(self._epoch, loads)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for the workers."""
+        return bool(self._wanted) or self._is_holding or not self._links.are_up
+
+    def finished(self, request: RequestView) -> None:
+        """A request has ended, however."""
+        for feature in request.features:
+            wanted = self._wanted.get(feature.mm_hash)
+            if wanted is not None:
+                wanted.requests.pop(request.request_id, None)
+                if not wanted.requests:
+                    self._links.send(Forget(wanted.name))
+                    self._drop(wanted)
+        for kept in (self._local, self._pushed, self._orders):
+            kept.pop(request.request_id, None)
+        self._unavailable.discard(request.request_id)
+
+    def take_unavailable(self) -> set[str]:
+        """Requests that cannot get what they need."""
+        taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    def weights_changed(self, epoch: str) -> None:
+        """The weights are others now: what was encoded before is of no use."""
+        self._epoch += 1
+        self._epoch_told = Epoch(self._epoch, self._fingerprint(epoch))
+        self._links.send(self._epoch_told)
+        self._offered.clear()
+        for wanted in self._wanted.values():
+            wanted.ready.clear()
+            wanted.failure = None
+            self._links.send(wanted.expect)
+
+    def encoder_cache_was_reset(self) -> None:
+        """The engine has emptied its encoder cache."""
+        self._resident.clear()
+
+    def close(self) -> None:
+        """End the connections to the workers."""
+        self._links.close()
+
+    # What workers say
+
+    def _hear(self, timeout_s: float = 0.0) -> None:
+        for rank, body in ((said.rank, said.body) for said in self._links.poll(timeout_s)):
+            match body:
+                case None:
+                    self._say_all(rank)
+                case ItemNews():
+                    self._note(rank, body)
+                case Taken(name):
+                    self._loaded(rank, name)
+                case Held(nbytes):
+                    self._held = nbytes
+                case Numbers(samples):
+                    merge_samples(self._from_workers, samples)
+                case _:
+                    pass
+
+    def _loaded(self, rank: int, name: str) -> None:
+        ranks, _ = self._loading.get(name, (set(), 0.0))
+        ranks.discard(rank)
+        if not ranks:
+            self._loading.pop(name, None)
+
+    def _is_loading(self, name: str) -> bool:
+        _, until = self._loading.get(name, (set(), 0.0))
+        return self._clock() < until
+
+    def _say_all(self, rank: int) -> None:
+        """A worker knows of nothing."""
+        for name in tuple(self._loading):
+            self._loaded(rank, name)
+        if self._epoch:
+            self._links.send(self._epoch_told, rank)
+        for wanted in self._wanted.values():
+            wanted.ready.pop(rank, None)
+            if wanted.failure is None:  # of a failed item the workers were told to forget it
+                self._links.send(wanted.expect, rank)
+        for pushes in self._pushed.values():
+            for push in pushes.values():
+                self._links.send(push, rank)
+
+    def _note(self, rank: int, news: ItemNews) -> None:
+        if news.epoch != self._epoch:
+            return
+        mm_hash = self._by_name.get(news.mm_hash)
+        if news.offered and mm_hash is None:
+            self._offered[news.mm_hash] = None
+            while len(self._offered) > MAX_OFFERED:
+                del self._offered[next(iter(self._offered))]
+        elif mm_hash is None:
+            self._offered.pop(news.mm_hash, None)
+        elif news.code is not None:
+            self._fail(self._wanted[mm_hash], news.code, news.text)
+        elif not news.offered:
+            wanted = self._wanted[mm_hash]
+            wanted.ready[rank] = news.digest
+            if len(set(wanted.ready.values())) > 1:
+                text = "the ranks of this engine have got different bytes"
+                self._fail(wanted, Code.CONFLICT, text)
+
+    def _fail(self, wanted: Wanted, code: Code, text: str) -> None:
+        wanted.failure = (code, text)
+        self._count("failed_items")
+        self._links.send(Forget(wanted.name))  # the other ranks may still wait, or have it
+
+    def _forget(self, wanted: Wanted) -> None:
+        """It is loaded: whoever else waits for it finds it in the engine's cache."""
+        self._drop(wanted)
+
+    def _drop(self, wanted: Wanted) -> None:
+        self._wanted.pop(wanted.mm_hash, None)
+        self._by_name.pop(wanted.name, None)
+
+    # Numbers
+
+    def _count(self, event: str) -> None:
+        self.tally.add("kvpool_ec_events", 1, side="scheduler", event=event)
+
+    def take_numbers(self) -> dict[str, float]:
+        """What has been counted here and by the workers since the last call."""
+        numbers, self._from_workers = self._from_workers, {}
+        merge_samples(numbers, self.tally.take_changes())
+        return numbers

@@ -1,0 +1,221 @@
+"""Every socket of a process's control channel. Owned by one thread; others may only call `wake`.
+
+One ROUTER that peers connect to, one DEALER for each peer we connect to. A link names where a frame
+came from or goes to: an endpoint of ours, or the identity of a connection made to us. With a
+directory of CURVE keys both ends prove that they hold the cluster's key, and frames are encrypted.
+"""
+
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_kvpool.embeds.protocol import MAX_FRAME_BYTES
+from vllm_kvpool.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SEND_QUEUE_FRAMES = 20_000  # of a connection; beyond it counts as broken
+FRAMES_AT_ONCE = 512  # read from one socket before others have their turn
+LINGER_MS = 300  # for the last words of a process
+RECONNECT_MS = 100
+LONGEST_RECONNECT_MS = 2_000
+KEY_NAME = "cluster"
+CURVE_DOMAIN = "*"
+
+
+class Link(NamedTuple):
+    """An endpoint that we connect to, or the identity of a connection to us."""
+
+    endpoint: str = ""
+    identity: bytes = b""
+
+
+class Frame(NamedTuple):
+    """What has arrived."""
+
+    link: Link
+    data: bytes
+
+
+class Keys(NamedTuple):
+    """The cluster's CURVE keys."""
+
+    public: bytes
+    secret: bytes
+    directory: str
+
+
+def read_keys(directory: str) -> Keys | None:
+    """The keys in `{directory}/cluster.key_secret`; None for no directory.
+
+    ConfigError if there are none, with how to make them.
+    """
+    if not directory:
+        return None
+    path = Path(directory) / f"{KEY_NAME}.key_secret"
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"curve_dir: {path} cannot be read ({error}); make one key for the cluster with "
+            f"python -c \"import zmq.auth; zmq.auth.create_certificates('{directory}', "
+            f"'{KEY_NAME}')\" and copy the directory to every engine"
+        ) from None
+    if secret is None:
+        raise ConfigError(f"curve_dir: {path} holds no secret key")
+    return Keys(public, secret, directory)
+
+
+class Sockets:
+    """See the module docstring. ConfigError if `listen` cannot be bound."""
+
+    def __init__(self, listen: str | None, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65_536)
+        self._keys = keys
+        self._poller = zmq.Poller()
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._by_socket: dict[zmq.Socket[bytes], str] = {}
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+        self._authenticator = self._authenticate() if keys is not None and listen else None
+        self._router: zmq.Socket[bytes] | None = None
+        self.endpoint = ""
+        try:
+            if listen is not None:
+                self._bind(listen)
+        except Exception:
+            self.close()
+            raise
+
+    def _authenticate(self) -> ThreadAuthenticator:
+        """Answer who may connect; libzmq asks on a socket that the library's own thread owns."""
+        assert self._keys is not None
+        authenticator = ThreadAuthenticator(self._context)
+        authenticator.start()
+        authenticator.configure_curve(domain=CURVE_DOMAIN, location=self._keys.directory)
+        return authenticator
+
+    def _bind(self, listen: str) -> None:
+        router = self._context.socket(zmq.ROUTER)
+        self._router = router
+        self._set_common(router, listen)
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        router.set(zmq.ROUTER_HANDOVER, 1)
+        if self._keys is not None:
+            router.curve_server = True
+            router.curve_publickey, router.curve_secretkey = self._keys[:2]
+        try:
+            router.bind(listen)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"listen: {listen} cannot be bound ({error}); every rank of every engine of a host "
+                "needs a port of its own: set listen, or ec_port, to a free range"
+            ) from None
+        self.endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._poller.register(router, zmq.POLLIN)
+
+    def _set_common(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        socket.set(zmq.LINGER, LINGER_MS)
+        socket.set(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        socket.set(zmq.RCVHWM, SEND_QUEUE_FRAMES)
+        socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if "[" in endpoint:
+            socket.set(zmq.IPV6, 1)
+
+    def connect(self, endpoint: str) -> Link:
+        """A link to an endpoint; the same if there is one. ConfigError if it is no endpoint."""
+        if endpoint not in self._dealers:
+            dealer = self._context.socket(zmq.DEALER)
+            self._set_common(dealer, endpoint)
+            dealer.set(zmq.ROUTING_ID, b"k" + secrets.token_bytes(8))
+            dealer.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+            dealer.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
+            if self._keys is not None:
+                dealer.curve_publickey, dealer.curve_secretkey = self._keys[:2]
+                dealer.curve_serverkey = self._keys.public
+            try:
+                dealer.connect(endpoint)
+            except zmq.ZMQError as error:
+                dealer.close(linger=0)
+                raise ConfigError(f"{endpoint!r} cannot be connected to: {error}") from None
+            self._dealers[endpoint] = dealer
+            self._by_socket[dealer] = endpoint
+            self._poller.register(dealer, zmq.POLLIN)
+        return Link(endpoint=endpoint)
+
+    def disconnect(self, link: Link) -> None:
+        """Forget a link of ours and everything queued for it."""
+        dealer = self._dealers.pop(link.endpoint, None)
+        if dealer is not None:
+            self._poller.unregister(dealer)
+            del self._by_socket[dealer]
+            dealer.close(linger=0)
+
+    def send(self, link: Link, data: bytes) -> bool:
+        """Queue a frame; False if the connection is broken. Does not block."""
+        try:
+            if link.endpoint:
+                dealer = self._dealers.get(link.endpoint)
+                if dealer is None:
+                    return False
+                dealer.send(data, zmq.NOBLOCK)
+            else:
+                assert self._router is not None
+                self._router.send_multipart((link.identity, data), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def poll(self, timeout_s: float) -> list[Frame]:
+        """What has arrived; waits until something has, `wake` is called or the time is over."""
+        frames: list[Frame] = []
+        for socket, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
+            if socket is self._router:
+                self._read_router(frames)
+            elif socket == self._wakeup:
+                os.eventfd_read(self._wakeup)
+            else:
+                self._read_dealer(socket, frames)
+        return frames
+
+    def _read_router(self, frames: list[Frame]) -> None:
+        assert self._router is not None
+        for _ in range(FRAMES_AT_ONCE):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                frames.append(Frame(Link(identity=parts[0]), parts[1]))
+
+    def _read_dealer(self, socket: "zmq.Socket[bytes]", frames: list[Frame]) -> None:
+        link = Link(endpoint=self._by_socket[socket])
+        for _ in range(FRAMES_AT_ONCE):
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 1:
+                frames.append(Frame(link, parts[0]))
+
+    def wake(self) -> None:
+        """End a `poll`, now or the next one. Any thread."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Send what is queued, for a bounded time, and end."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        for dealer in self._dealers.values():
+            dealer.close()
+        if self._router is not None:
+            self._router.close()
+        self._context.term()
+        os.close(self._wakeup)
