@@ -202,8 +202,16 @@ class Child:
 
     def call(self, name: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """The method's result. DidNotFinish if it does not come in time; the child then ends."""
+        self.begin(name, *args)
+        return self.finish(timeout_s)
+
+    def begin(self, name: str, *args: Any) -> None:
+        """Have a method called; `finish` comes next."""
         self.wait_ready()
         self._connection.send((name, args))
+
+    def finish(self, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """The result of what was begun; as `call`."""
         return self._receive(timeout_s)
 
     def _receive(self, timeout_s: float) -> Any:

@@ -1,0 +1,290 @@
+"""Embeddings from encoders to a language engine, over loopback, between processes.
+
+    python benchmarks/bench_embeds.py --json embeds.json
+
+Everything but the model and the engine is real: workers, control ports, windows, digests. Each
+figure is a median of runs in which all its sides took turns, from "the encoder's output is there,
+and who gets it is known" to "the tensor can be used".
+
+* `window`: a large item through a window of an eighth of its size, and in one grant;
+* `rounds`: what a round costs, where bytes do not matter: all rows in one grant, two rounds in
+  flight, and one after the other;
+* `many`: 1,000 items in flight from four encoders, and one large item from one of them; with the
+  consumer's memory against what its configuration allows;
+* `in-tree`: the worker of vLLM's Mooncake connector on host memory, its specs given and its events
+  read as its scheduler does; with Mooncake's pool of connections, which it does not ask for, too.
+"""
+
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+from typing import Any
+
+from benchmarks.common import Child, Result, Target, children, interleaved, run_script
+from benchmarks.embeds_sides import (
+    HOST,
+    Batch,
+    InTreeReceiver,
+    InTreeSender,
+    Received,
+    Receiver,
+    Sender,
+)
+
+MIB = 1 << 20
+TRANSPORTS = ("mooncake", "local")
+REPEATS, QUICK_REPEATS = 9, 2
+LIMIT_S = 60.0
+GRACE_S = 5.0
+
+WINDOW_MIB = (64, 256)
+WINDOW_ROW_BYTES = 8 << 10
+WINDOW_PARTS = 8
+MIN_WINDOW_RATIO = 0.85
+
+ROUNDS = 128
+ROUND_ROW_BYTES = 64
+MAX_ROUND_MS = 1.0
+
+ENCODERS = 4
+MANY_ITEMS, MANY_ROWS, MANY_ROW_BYTES = 1000, 256, 2 << 10
+MANY_ARENA_MIB = MANY_LANDING_MIB = 64
+STREAM_MIB = 256
+MANY_REPEATS = 3
+MIN_MANY_RATIO = 0.7
+
+INTREE_POOL_MIB = 512
+INTREE_BATCHES = ((1, 1), (1, 16), (1, 64), (200, 1))  # items, MiB
+MIN_INTREE_RATIO = 1.0
+
+_names = count()
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who sends, and who receives."""
+
+    senders: tuple[Child, ...]
+    receiver: Child
+    endpoint: str
+
+    def run(self, batch: Batch) -> tuple[float, Received]:
+        """The seconds that a batch takes, split among the senders."""
+        parts = [
+            Batch(f"{next(_names)}", batch.items // len(self.senders), batch.rows, batch.row_bytes)
+            for _ in self.senders
+        ]
+        for sender, part in zip(self.senders, parts, strict=True):
+            sender.call("prepare", part)
+        self.receiver.begin("receive", parts, LIMIT_S)
+        for sender, part in zip(self.senders, parts, strict=True):
+            sender.begin("send", part, self.endpoint)
+        start = min(sender.finish() for sender in self.senders)
+        received: Received = self.receiver.finish(LIMIT_S + GRACE_S)
+        return received.at - start, received
+
+    def seconds(self, batch: Batch) -> float:
+        return self.run(batch)[0]
+
+    def check(self, batch: Batch) -> None:
+        """The bytes of an item arrive as they were; warms up."""
+        for sender in self.senders:
+            named = Batch(f"{next(_names)}", 1, batch.rows, batch.row_bytes)
+            digest = sender.call("prepare", named)
+            self.receiver.begin("digest", named, LIMIT_S)
+            sender.call("send", named, self.endpoint)
+            arrived = self.receiver.finish(LIMIT_S + GRACE_S)
+            assert arrived == digest, "other bytes arrive than were sent"
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens at now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+class Sides:
+    """Child processes, ended together."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def start(self, make: Callable[..., Any], *args: Any) -> tuple[Child, str]:
+        """A child and the endpoint that it listens at."""
+        (port,) = free_ports(1)
+        child = Child(make, port, *args)
+        self._children.append(child)
+        return child, f"tcp://{HOST}:{port}"
+
+    def __enter__(self) -> "Sides":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with children(*self._children):
+            pass
+
+
+def medians(sides: Mapping[str, Side], batch: Batch, repeats: int) -> dict[str, float]:
+    """Seconds of each side, in turn, after a first batch that warms up."""
+    for side in sides.values():
+        side.check(batch)
+        side.run(batch)
+    actions = {name: lambda side=side: side.seconds(batch) for name, side in sides.items()}
+    return {name: median(each) for name, each in interleaved(actions, repeats).items()}
+
+
+def measure_window(transport: str, quick: bool, result: Result) -> None:
+    repeats = QUICK_REPEATS if quick else REPEATS
+    for mib in WINDOW_MIB[: 1 if quick else None]:
+        batch = Batch("", 1, mib * MIB // WINDOW_ROW_BYTES, WINDOW_ROW_BYTES)
+        whole = {"arena_bytes": 2 * batch.nbytes, "default_allocate_tokens": batch.rows}
+        part = {"arena_bytes": batch.nbytes // WINDOW_PARTS}
+        with Sides() as started:
+            sender, _ = started.start(Sender, transport, {})
+            sides = {
+                name: Side((sender,), *started.start(Receiver, transport, options))
+                for name, options in (("one grant", whole), ("an eighth", part))
+            }
+            spent = medians(sides, batch, repeats)
+            rounds = {name: side.receiver.call("rounds") for name, side in sides.items()}
+        for name, each in spent.items():
+            result.rows.append(
+                {
+                    "what": "window",
+                    "transport": transport,
+                    "side": name,
+                    "mib": mib,
+                    "ms": each * 1e3,
+                    "gbs": batch.nbytes / each / 1e9,
+                    "rounds": rounds[name] / (repeats + 2),
+                }
+            )
+        result.targets.append(
+            Target(
+                f"{transport}, {mib} MiB through a window of 1/{WINDOW_PARTS} over one grant",
+                spent["one grant"] / spent["an eighth"],
+                MIN_WINDOW_RATIO,
+                True,
+            )
+        )
+
+
+def measure_rounds(transport: str, quick: bool, result: Result) -> None:
+    batch = Batch("", 1, ROUNDS, ROUND_ROW_BYTES)
+    options: dict[str, dict[str, Any]] = {
+        "one round": {},
+        "two in flight": {"default_allocate_tokens": 1},
+        "one after the other": {"arena_bytes": ROUND_ROW_BYTES},
+    }
+    with Sides() as started:
+        sender, _ = started.start(Sender, transport, {})
+        sides = {
+            name: Side((sender,), *started.start(Receiver, transport, each))
+            for name, each in options.items()
+        }
+        spent = medians(sides, batch, QUICK_REPEATS if quick else REPEATS)
+    least = spent["one round"]
+    for name, each in spent.items():
+        row = {"what": "rounds", "transport": transport, "side": name, "ms": each * 1e3}
+        result.rows.append(row)
+        if name != "one round":
+            row["ms_a_round"] = cost = (each - least) / (ROUNDS - 1) * 1e3
+            what = f"{transport}, one extra round, {name}"
+            result.targets.append(Target(what, cost, MAX_ROUND_MS, False, "ms"))
+
+
+def measure_many(transport: str, quick: bool, result: Result) -> None:
+    options = {
+        "arena_bytes": MANY_ARENA_MIB * MIB,
+        "max_landing_bytes": MANY_LANDING_MIB * MIB,
+    }
+    many = Batch("", MANY_ITEMS, MANY_ROWS, MANY_ROW_BYTES)
+    stream = Batch("", 1, STREAM_MIB * MIB // MANY_ROW_BYTES, MANY_ROW_BYTES)
+    with Sides() as started:
+        receiver, endpoint = started.start(Receiver, transport, options)
+        senders = tuple(started.start(Sender, transport, {})[0] for _ in range(ENCODERS))
+        single = Side(senders[:1], receiver, endpoint)
+        all_at_once = Side(senders, receiver, endpoint)
+        all_at_once.check(Batch("", 1, MANY_ROWS, MANY_ROW_BYTES))
+        single.run(stream)
+        rates: dict[str, list[float]] = {"single stream": [], "many": []}
+        peaks: list[Received] = []
+        for _ in range(QUICK_REPEATS if quick else MANY_REPEATS):
+            rates["single stream"].append(stream.nbytes / single.seconds(stream))
+            seconds, received = all_at_once.run(many)
+            rates["many"].append(many.nbytes / seconds)
+            peaks.append(received)
+    for name, each in rates.items():
+        result.rows.append(
+            {"what": "many", "transport": transport, "side": name, "gbs": median(each) / 1e9}
+        )
+    ratio = median(rates["many"]) / median(rates["single stream"])
+    label = f"{transport}, {MANY_ITEMS} items of {MANY_ROWS} rows from {ENCODERS} encoders"
+    result.targets.append(Target(f"{label} over one stream", ratio, MIN_MANY_RATIO, True))
+    landing = max(each.peak_landing_bytes for each in peaks) / (MANY_LANDING_MIB * MIB)
+    growth = max(each.rss_growth_bytes for each in peaks)
+    growth_ratio = growth / ((MANY_LANDING_MIB + MANY_ARENA_MIB) * MIB)
+    result.targets += [
+        Target(f"{label}: landing memory over max_landing_bytes", landing, 1.0, False),
+        Target(f"{label}: growth over max_landing_bytes + arena_bytes", growth_ratio, 1.0, False),
+    ]
+
+
+def measure_intree(transport: str, quick: bool, result: Result) -> None:
+    pool_bytes = INTREE_POOL_MIB * MIB
+    with Sides() as started:
+        sides = {"kvpool": _pair(started, Sender, Receiver, transport, {})}
+        for name, is_pooled in (("in-tree", False), ("in-tree, connections kept", True)):
+            sides[name] = _pair(started, InTreeSender, InTreeReceiver, pool_bytes, is_pooled)
+        for items, mib in INTREE_BATCHES:
+            batch = Batch("", items, mib * MIB // WINDOW_ROW_BYTES, WINDOW_ROW_BYTES)
+            spent = medians(sides, batch, QUICK_REPEATS if quick else REPEATS)
+            label = f"{items} x {mib} MiB"
+            for name, each in spent.items():
+                result.rows.append(
+                    {
+                        "what": "in-tree",
+                        "transport": transport,
+                        "side": name,
+                        "items": items,
+                        "mib": mib,
+                        "ms": each * 1e3,
+                        "gbs": batch.nbytes / each / 1e9,
+                    }
+                )
+                if name != "kvpool":
+                    ratio = each / spent["kvpool"]
+                    what = f"{label} over {name}"
+                    result.targets.append(Target(what, ratio, MIN_INTREE_RATIO, True))
+
+
+def _pair(started: Sides, sender: type, receiver: type, *args: Any) -> Side:
+    sends, _ = started.start(sender, *args)
+    return Side((sends,), *started.start(receiver, *args))
+
+
+def measure(quick: bool) -> Result:
+    result = Result()
+    for transport in TRANSPORTS[: 1 if quick else None]:
+        measure_window(transport, quick, result)
+        measure_rounds(transport, quick, result)
+        measure_many(transport, quick, result)
+    measure_intree("mooncake", quick, result)
+    result.notes += [
+        "times include the digests of all that is written, and of a sample of the item, which the "
+        "in-tree connector does without; it hands out its receive buffer itself, of a fixed size, "
+        "where ours copies rows out of the window into memory of the item's own",
+        f"in-tree: a registered buffer of {INTREE_POOL_MIB} MiB on each side, which all items fit "
+        "into",
+    ]
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)
