@@ -6,10 +6,16 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.ec_transfer.ec_connector.utils import (
-    PlaceholderMetadataResolver,
-    collect_ec_item_metadata,
-)
+try:
+    from vllm.distributed.ec_transfer.ec_connector.utils import (
+        PlaceholderMetadataResolver,
+        collect_ec_item_metadata,
+    )
+except ImportError as error:
+    raise ImportError(
+        "KVPoolECConnector needs vLLM 0.32 or newer: before, vLLM cannot be told that a request's "
+        "embeddings are not to be had, nor when the model is loaded; KVPoolConnector works"
+    ) from error
 
 from vllm_kvpool.adapt.namespace import weights_identity
 from vllm_kvpool.config import EmbedsConfig
@@ -134,6 +140,11 @@ def fingerprint_in(base: str, epoch: str) -> str:
     if not epoch:
         return base
     return hashlib.blake2b(f"{base}/{epoch}".encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:
+    """What of an item's data only says where it belongs, by modality."""
+    return PlaceholderMetadataResolver(vllm_config.model_config)
 
 
 def features_of(

@@ -18,7 +18,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
     ECConnectorRole,
 )
-from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from vllm_kvpool.adapt import ascend, epochs
 from vllm_kvpool.adapt import embeds as adapt
@@ -69,7 +68,7 @@ class KVPoolECConnector(ECConnectorBase):
             epochs.install()
             epochs.watch(self._scheduler_side, vllm_config.model_config)
             epochs.watch_encoder_cache(self._scheduler_side)
-            self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
+            self._resolver = adapt.metadata_resolver(vllm_config)
         atexit.register(self.shutdown)
 
     def _make_scheduler(self) -> EmbedsScheduler:
