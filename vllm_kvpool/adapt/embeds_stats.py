@@ -9,28 +9,12 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorStats,
 )
 
-from vllm_kvpool.adapt.stats import TableProm
-from vllm_kvpool.metrics import merge_samples, summarize
+from vllm_kvpool.adapt.stats import TableProm, TableStats
 
 
 @dataclass
-class EmbedsStats(ECConnectorStats):
+class EmbedsStats(TableStats, ECConnectorStats):
     """`data` is sample name -> value, as of the KV connector."""
-
-    def reset(self) -> None:
-        self.data: dict[str, float] = {}
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-    def aggregate(self, other: ECConnectorStats) -> "EmbedsStats":
-        """Another interval's numbers join these."""
-        merge_samples(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """For the log line; to the microsecond."""
-        return {name: round(value, 6) for name, value in summarize(self.data).items()}
 
 
 class EmbedsProm(TableProm, ECConnectorPromMetrics):

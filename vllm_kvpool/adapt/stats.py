@@ -6,7 +6,7 @@ Everything here runs on the thread of vLLM's stat loggers, once per step.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -30,23 +30,18 @@ from vllm_kvpool.metrics import (
 REPLAYS_PER_STEP = 1000  # about 2 ms; a step has tens of batches
 
 
-@dataclass
-class KVPoolStats(KVConnectorStats):
-    """`data` is sample name -> value; counters and buckets hold growth since the last report."""
+class TableStats:
+    """What statistics of both connectors do with their samples; vLLM's class comes after it."""
 
-    @classmethod
-    def since_last(cls, tally: Tally) -> "KVPoolStats | None":
-        """What a side's tally has to report, or None."""
-        changes = tally.take_changes()
-        return cls(changes) if changes else None
+    data: dict[str, float]
 
     def reset(self) -> None:
-        self.data: dict[str, float] = {}
+        self.data = {}
 
     def is_empty(self) -> bool:
         return not self.data
 
-    def aggregate(self, other: KVConnectorStats) -> "KVPoolStats":
+    def aggregate(self, other: Any) -> Self:
         """Another rank's or interval's numbers join these."""
         merge_samples(self.data, other.data)
         return self
@@ -54,6 +49,17 @@ class KVPoolStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """For the log line; to the microsecond."""
         return {name: round(value, 6) for name, value in summarize(self.data).items()}
+
+
+@dataclass
+class KVPoolStats(TableStats, KVConnectorStats):
+    """`data` is sample name -> value; counters and buckets hold growth since the last report."""
+
+    @classmethod
+    def since_last(cls, tally: Tally) -> "KVPoolStats | None":
+        """What a side's tally has to report, or None."""
+        changes = tally.take_changes()
+        return cls(changes) if changes else None
 
 
 @dataclass(slots=True)

@@ -364,7 +364,7 @@ class Consumer:
     def _add_rows(self, item: Item, granted: Granted, now: float) -> None:
         assert item.shape is not None
         item.received = item.received.with_rows(granted.row, granted.row + granted.rows)
-        item.since, item.failures, item.rounds = now, 0, item.rounds + 1
+        item.since, item.failures = now, 0
         self.counts["rounds"] += 1
         self.counts["rows"] += granted.rows
         self.counts["bytes"] += granted.rows * item.shape.row_bytes

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -214,8 +214,3 @@ class MovingHands:
             self._plane.close()
         if self._landing is not None:
             self._landing.close()
-
-
-def planes_by_name(shape: ItemShape, tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
-    """An item's tensors under their planes' names."""
-    return {plane.name: tensor for plane, tensor in zip(shape.planes, tensors, strict=True)}

@@ -37,7 +37,6 @@ class Item:
     retry_at: float = float("-inf")
     failures: int = 0  # since rows last arrived
     corrupt: int = 0
-    rounds: int = 0
 
     @property
     def asked(self) -> bool:

@@ -18,9 +18,7 @@ from vllm_kvpool.errors import ProtocolError
 VERSION: Final = 1
 OLDEST_VERSION: Final = 1
 MAX_FRAME_BYTES = 8 << 20
-MAX_AUX_BYTES = 1 << 20
 MAX_EXTENTS = 256  # of a grant
-MAX_NAME_CHARS = 512
 
 
 class Role(Enum):
