@@ -5,6 +5,7 @@
 #   PYTHON=python3.12            the interpreter to use (3.11 to 3.13)
 #   TORCH_INDEX=URL              where the CPU build of torch comes from
 #   VLLM_VERSION=0.27.1          another release of vLLM than the pinned one
+#   NO_BROWSER=1                 do without Chromium; the tests of the router's page then fail
 #
 # For Debian 12, Ubuntu 22.04 and later, as root or not. Never asks, never removes the environment.
 set -euo pipefail
@@ -25,6 +26,11 @@ declare -A PACKAGE_OF=(
     [libibverbs.so.1]=libibverbs1
     [librdmacm.so.1]=librdmacm1
     [libcurl.so.4]=libcurl4
+)
+# Program the tests run -> Debian package that has it.
+declare -A PACKAGE_OF_PROGRAM=(
+    [chromium]=chromium
+    [chromedriver]=chromium-driver
 )
 
 say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
@@ -61,10 +67,14 @@ fingerprint() {
 
 missing_packages() {
     # ldconfig is not in the PATH of everyone.
-    local known library
+    local known library program
     known=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p)
     for library in "${!PACKAGE_OF[@]}"; do
         grep -q "$library " <<<"$known" || echo "${PACKAGE_OF[$library]}"
+    done
+    [[ -z ${NO_BROWSER:-} ]] || return 0
+    for program in "${!PACKAGE_OF_PROGRAM[@]}"; do
+        command -v "$program" >/dev/null || echo "${PACKAGE_OF_PROGRAM[$program]}"
     done
 }
 
@@ -77,7 +87,7 @@ apt() {
     fi
     command -v apt-get >/dev/null || return 1
     step "refreshing the list of Debian packages" "10 s" "${as_root[@]}" apt-get update -q || true
-    step "installing $*" "10 s" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    step "installing $*" "30 s" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
         apt-get install -y -q --no-install-recommends "$@"
 }
 
@@ -145,7 +155,7 @@ main() {
     if ((${#missing[@]})); then
         apt "${missing[@]}" || true
         mapfile -t missing < <(missing_packages)
-        ((${#missing[@]} == 0)) || die "missing Debian packages: ${missing[*]} (sudo apt-get install ${missing[*]})"
+        ((${#missing[@]} == 0)) || die "missing Debian packages: ${missing[*]} (sudo apt-get install ${missing[*]}; NO_BROWSER=1 does without Chromium)"
     fi
     make_venv
     install_torch

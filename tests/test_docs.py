@@ -8,6 +8,7 @@ from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vllm_kvpool.config import (
@@ -19,6 +20,11 @@ from vllm_kvpool.config import (
     read_embeds_config,
 )
 from vllm_kvpool.metrics import METRICS
+from vllm_kvpool.router.admin import ROUTES
+from vllm_kvpool.router.config import SECTIONS
+from vllm_kvpool.router.config import load_config as load_router_config
+from vllm_kvpool.router.settings import controller_of, launch_hosts
+from vllm_kvpool.router.telemetry import PREFIX, ROUTER_METRICS
 from vllm_kvpool.store.tiers import parse_tiers
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +70,40 @@ def test_every_metric_is_documented() -> None:
         [f"`{m.name}`", m.kind.value, ", ".join(m.labels), m.help] for m in METRICS.values()
     ]
     assert table("metrics.md", 4) == expected
+
+
+def test_every_metric_of_the_router_is_documented() -> None:
+    expected = [
+        [f"`{PREFIX}{m.name}`", m.kind.value, ", ".join(m.labels), m.help]
+        for m in ROUTER_METRICS.values()
+    ]
+    assert table("router_admin.md", 4) == expected
+
+
+def test_every_route_of_the_admin_address_is_documented() -> None:
+    expected = [[f"`{method} {path}`", meaning] for (method, path), meaning in ROUTES.items()]
+    assert table("router_admin.md", 2) == expected
+
+
+def test_every_option_of_the_router_is_documented_with_its_default() -> None:
+    expected = []
+    for name, section in SECTIONS.items():
+        head = f"[[{name}]]" if name in ("replicas", "hosts") else f"[{name}]"
+        for field in msgspec.structs.fields(section):
+            given = field.default
+            if given is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+                given = field.default_factory()
+            default = "needed" if field.required else f"`{json.dumps(given)}`"
+            if field.name == "command" and name == "launch":
+                default = "`vllm serve …`"
+            expected.append([f"`{head}`", f"`{field.name}`", default])
+    assert [row[:3] for row in table("router.md", 4)] == expected
+
+
+def test_the_example_of_the_router_is_accepted() -> None:
+    config = load_router_config(ROOT / "configs" / "router.toml")
+    controller_of(config)
+    assert launch_hosts(config) == {}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.stem)

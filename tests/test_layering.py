@@ -39,7 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "embeds": {"adapt", "config", "plugin", "errors", "metrics", "sizes", "staging", "store"},
     "connector": {"adapt", "config", "keys", "plugin", "pool"},
     "plugin": set(),
-    "testing": {"config", "connector", "errors", "keys", "staging", "store"},
+    "router": {"config", "errors", "metrics", "sizes"},
+    "cli": {"errors", "router"},
+    "testing": {"config", "connector", "errors", "keys", "router", "staging", "store"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -68,8 +70,18 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *("transfer/handdown.py", "transfer/lane_thread.py"),
         *("transfer/executor.py", "transfer/trace.py", "testing/"),
     ),
-    "asyncio": ("store/s3.py", "store/s3_call.py"),
-    "os.environ": ("config.py",),
+    "asyncio": (
+        *("store/s3.py", "store/s3_call.py", "testing/"),
+        *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
+        *("router/launcher.py", "router/admin.py", "router/exchange.py", "router/load.py"),
+        *("router/clients.py", "router/spelling.py"),
+    ),
+    "aiohttp": (
+        *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
+        *("router/admin.py", "router/exchange.py", "router/load.py", "router/clients.py"),
+        *("testing/",),
+    ),
+    "os.environ": ("config.py", "router/config.py", "testing/"),
     "os.getenv": ("config.py",),
 }
 

@@ -30,8 +30,11 @@ CALLS = frozenset(
 # Not in what an engine runs; servers of the tests are child processes, with sockets.
 ONLY_IN_TESTING = frozenset({"subprocess", "socketserver", "http", "zmq", "multiprocessing"})
 SERVING = frozenset({"bind", "accept", "create_server", "start_server", "start_unix_server"})
+STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec"})
 MAY_IMPORT_SOCKET = "store/mooncake.py"  # it looks whether a master answers
+MAY_START = "router/launcher.py"  # engines, by commands of the configuration
 MAY_LISTEN = "embeds/sockets.py"  # with zmq; what arrives is decoded by type
+# The router listens through aiohttp, which only its own files import (tests/test_layering.py).
 
 
 def dotted(node: ast.AST) -> str:
@@ -76,8 +79,10 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{path}:{line}: {name}")
     for line, name in called(tree):
         may_serve = for_tests or path == MAY_LISTEN
-        serves = not may_serve and name.rpartition(".")[2] in SERVING
-        if name in CALLS or name in ("shell=", "allow_pickle=") or serves:
+        last = name.rpartition(".")[2]
+        starts = last in STARTING and path != MAY_START and not for_tests
+        serves = not may_serve and last in SERVING
+        if name in CALLS or name in ("shell=", "allow_pickle=") or serves or starts:
             found.append(f"{path}:{line}: {name}")
     return found
 

@@ -1,0 +1,131 @@
+"""A client that reads a stream, and a router's loop that has one engine die after another."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from vllm_kvpool.router.splice import Splice
+from vllm_kvpool.router.sse import Events, frame
+from vllm_kvpool.router.steps import Detokenize, EngineLost, Finish, Refusal, Step
+
+Stream = Callable[[str, bytes], list[bytes]]
+"""What an engine streams for a path and a body."""
+
+
+@dataclass
+class Transcript:
+    """All that a client can see of an answer, however it is cut into chunks."""
+
+    heads: set[tuple[Any, ...]] = field(default_factory=set)
+    texts: dict[str, str] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    ends: list[tuple[str, Any]] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    """The last."""
+    counts: list[int] = field(default_factory=list, compare=False)
+    """Tokens of the answer, chunk by chunk, where that is asked for."""
+    error: dict[str, Any] | None = None
+    num_done: int = 0
+
+
+def transcript(payloads: Sequence[bytes]) -> Transcript:
+    """Fails where no server would write such a stream."""
+    seen = Transcript()
+    times: set[int] = set()
+    for payload in payloads:
+        assert not seen.num_done, payloads
+        if payload == b"[DONE]":
+            seen.num_done += 1
+            continue
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            seen.error = chunk["error"]
+            continue
+        seen.heads.add(tuple(chunk[name] for name in ("id", "object", "model")))
+        times.add(chunk["created"])
+        _see_usage(seen, chunk.get("usage"))
+        seen.prompt_ids += chunk.get("prompt_token_ids") or []
+        assert len(chunk["choices"]) <= 1
+        for choice in chunk["choices"]:
+            assert not seen.ends, payloads
+            assert choice["index"] == 0
+            _see_choice(seen, choice)
+    assert len(times) <= 1, payloads
+    return seen
+
+
+def _see_usage(seen: Transcript, usage: dict[str, Any] | None) -> None:
+    if usage is None:
+        return
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    if seen.usage is not None:
+        assert usage["prompt_tokens"] == seen.usage["prompt_tokens"]
+    seen.counts.append(usage["completion_tokens"])
+    seen.usage = usage
+
+
+def _see_choice(seen: Transcript, choice: dict[str, Any]) -> None:
+    delta = choice.get("delta", {})
+    if delta.get("role"):
+        seen.roles.append(delta["role"])
+    pieces = {"text": choice.get("text"), **delta}
+    for name in ("text", "reasoning", "content"):
+        if text := pieces.get(name):
+            seen.texts[name] = seen.texts.get(name, "") + text
+            if seen.order[-1:] != [name]:
+                seen.order.append(name)
+    seen.prompt_ids += choice.get("prompt_token_ids") or []
+    seen.ids += choice.get("token_ids") or []
+    for name, values in (choice.get("logprobs") or {}).items():
+        seen.logprobs.setdefault(name, []).extend(values)
+    if choice["finish_reason"]:
+        seen.ends.append((choice["finish_reason"], choice.get("stop_reason")))
+
+
+@dataclass
+class Router:
+    """Feeds `splice` from engines that die, the n-th after `cuts[n]` bytes; then none does."""
+
+    splice: Splice
+    engine: Stream
+    cuts: Sequence[int] = ()
+    detokenize: Callable[[bytes], str | None] = lambda body: None
+    told: list[bytes] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def run(self, path: str, body: bytes) -> list[bytes]:
+        """All that the client is sent."""
+        cuts = list(self.cuts)
+        while True:
+            wire = b"".join(map(frame, self.engine(path, body)))
+            if self._feed(wire[: cuts.pop(0)] if cuts else wire):
+                return self.told
+            step = self.splice.lost()
+            self.steps.append(step)
+            while isinstance(step, Detokenize):
+                step = self.splice.spelled(self.detokenize(step.body))
+                self.steps.append(step)
+            if isinstance(step, Finish | Refusal):
+                assert self.splice.ended
+                return [*self.told, *step.payloads]
+            path, body = step.path, step.body
+
+    def _feed(self, wire: bytes) -> bool:
+        try:
+            for payload in Events().feed(wire):
+                self.told += self.splice.feed(payload)
+        except EngineLost:
+            return False
+        return self.splice.ended
+
+
+def chunk_ends(payloads: Sequence[bytes]) -> list[int]:
+    """Bytes of the stream before its first, second, ... event, but not of all of it."""
+    ends = list(accumulate((len(frame(each)) for each in payloads), initial=0))
+    return ends[:-1]

@@ -1,0 +1,383 @@
+"""The admin address as clients see it: real requests to the real application."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from aiohttp import ClientResponse
+from aiohttp.test_utils import TestClient, TestServer
+from yarl import URL
+
+from tests.router.scenes import HOST, Scene, busy_scene
+from vllm_kvpool.router.admin import HEADERS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
+from vllm_kvpool.router.events import (
+    Added,
+    DecodeBegan,
+    DecodeEnded,
+    Drain,
+    Mode,
+    Outcome,
+    Remove,
+    SetMode,
+    SetRole,
+    Spawn,
+)
+from vllm_kvpool.router.requests import RequestId
+from vllm_kvpool.router.states import ReplicaId, Role
+from vllm_kvpool.router.telemetry import Telemetry
+
+TOKEN = "s3cret"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def with_client(scene: Scene, use: Callable[[TestClient], Awaitable[None]]) -> None:
+    """Serve the admin address of a scene, and use it."""
+
+    async def serve() -> None:
+        telemetry = Telemetry(scene.controller, clock=scene.clock)
+        admin = Admin(
+            scene.controller, scene.post, telemetry, TOKEN, hosts=["router.test"], clock=scene.clock
+        )
+        async with TestClient(TestServer(admin.app())) as client:
+            await use(client)
+
+    asyncio.run(serve())
+
+
+async def ask(client: TestClient, method: str, path: str, **given: Any) -> tuple[int, Any]:
+    """Status and answer of a request with the token."""
+    async with client.request(method, path, headers=BEARER, **given) as response:
+        assert response.content_type == "application/json"
+        return response.status, await response.json()
+
+
+def test_nothing_but_the_page_is_answered_without_the_token() -> None:
+    scene = busy_scene()
+    before = len(scene.events)
+    paths = [(method, path.replace("{id}", "d1")) for method, path in ROUTES if path != "/"]
+
+    async def use(client: TestClient) -> None:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+            for method, path in [*paths, ("GET", "/nothing"), ("HEAD", "/"), ("POST", "/")]:
+                async with client.request(method, path, headers=headers) as response:
+                    assert (response.status, path) == (401, path)
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    assert method == "HEAD" or "token" in (await response.json())["error"]
+        for path in PAGE:
+            async with client.get(path) as response:
+                assert response.status == 200
+
+    with_client(scene, use)
+    assert len(scene.events) == before, "nothing has been posted"
+
+
+def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
+    async def use(client: TestClient) -> None:
+        async def check(response: ClientResponse) -> None:
+            assert HEADERS.items() <= dict(response.headers).items()
+
+        for path, headers in (("/", {}), ("/state", BEARER), ("/state", {}), ("/no", BEARER)):
+            async with client.get(path, headers=headers) as response:
+                await check(response)
+
+    with_client(Scene(), use)
+    policy = HEADERS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "router.test:8001"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "router.test", "Origin": "http://router.test"}, 200),
+    ],
+)
+def test_requests_meant_for_another_host_or_of_another_page_are_refused(
+    headers: dict[str, str], status: int
+) -> None:
+    async def use(client: TestClient) -> None:
+        for path in ("/", "/state"):
+            async with client.get(path, headers=BEARER | headers) as response:
+                assert response.status == status
+
+    with_client(Scene(), use)
+
+
+def test_state_replicas_and_metrics_can_be_read() -> None:
+    async def use(client: TestClient) -> None:
+        status, state = await ask(client, "GET", "/state")
+        assert status == 200
+        assert [each["id"] for each in state["replicas"]] == ["p0", "p1", "d0", "d1", "d2"]
+        assert state["replicas"][2]["state"] == "decode"
+        assert await ask(client, "GET", "/replicas") == (200, {"replicas": state["replicas"]})
+        async with client.get("/metrics", headers=BEARER) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert 'kvpool_router_replicas{state="prefill"} 2.0' in await response.text()
+
+    with_client(busy_scene(), use)
+
+
+def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
+    scene = Scene(hosts=(HOST,), mode=Mode.AUTOMATIC)
+    scene.serving("p0", Role.PREFILL)
+    scene.tick()
+    before = len(scene.events)
+
+    async def use(client: TestClient) -> None:
+        status, plan = await ask(client, "GET", "/plan")
+        assert (status, plan["mode"], plan["at"]) == (200, "automatic", scene.now)
+        assert plan["prefill"] == {"have": 1, "wanted": 1}
+        assert "prefill: 1 replicas, wanted 1" in plan["why"]
+
+    with_client(scene, use)
+    assert len(scene.events) == before
+
+
+def test_an_engine_is_added_and_loaded() -> None:
+    scene = busy_scene()
+
+    async def use(client: TestClient) -> None:
+        body = {"url": "http://10.0.0.8:8000", "role": "prefill"}
+        assert await ask(client, "POST", "/replicas", json=body) == (
+            202,
+            {
+                "id": "10.0.0.8:8000",
+                "state": "loading_prefill",
+                "role": "prefill",
+                "follows": "loading, then prefill",
+            },
+        )
+        status, answer = await ask(client, "POST", "/replicas", json=body)
+        assert status == 409
+        assert "is there already" in answer["error"]
+
+    with_client(scene, use)
+    assert isinstance(scene.events[-1], Added)
+
+
+def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_none() -> None:
+    scene = busy_scene()
+
+    async def use(client: TestClient) -> None:
+        body = {"role": "decode", "host": "h1"}
+        assert await ask(client, "POST", "/replicas/spawn", json=body) == (
+            202,
+            {
+                "id": "h1-8100",
+                "state": "loading_decode",
+                "role": "decode",
+                "follows": "loading, then decode",
+            },
+        )
+        status, answer = await ask(client, "POST", "/replicas/spawn", json={"role": "prefill"})
+        assert (status, answer["id"]) == (202, "h1-8101")
+        status, answer = await ask(client, "POST", "/replicas/spawn", json=body)
+        assert (status, answer) == (
+            409,
+            {"error": "no room on h1; see [[hosts]] max_replicas"},
+        )
+
+    with_client(scene, use)
+    spawned = [each for each in scene.events if isinstance(each, Spawn)]
+    assert spawned[:2] == [Spawn(Role.DECODE, "h1"), Spawn(Role.PREFILL, "")]
+
+
+def test_a_replica_is_drained_given_a_role_and_removed() -> None:
+    scene = busy_scene()
+
+    async def use(client: TestClient) -> None:
+        status, answer = await ask(client, "POST", "/replicas/p1/drain")
+        assert (status, answer["state"]) == (202, "shutting_prefill")
+        assert answer["follows"] == "draining: 2 prompts to end first"
+        status, answer = await ask(client, "POST", "/replicas/p1/role", json={"role": "prefill"})
+        assert (status, answer["follows"]) == (202, "serving prefill")
+        status, answer = await ask(client, "DELETE", "/replicas/d0")
+        assert (status, answer["follows"]) == (202, "draining: 1 answer to end first, then removed")
+        ended = DecodeEnded(
+            request_id=RequestId("r0"), replica=ReplicaId("d0"), outcome=Outcome.OK, output_tokens=3
+        )
+        scene.step(ended)
+        status, answer = await ask(client, "DELETE", "/replicas/d0")
+        assert status == 404
+        assert answer == {"error": "no replica 'd0'; known are: p0, p1, d1, d2"}
+
+    with_client(scene, use)
+    assert [each for each in scene.events if isinstance(each, Drain | SetRole | Remove)] == [
+        Drain(ReplicaId("p1")),
+        SetRole(ReplicaId("p1"), Role.PREFILL),
+        Remove(ReplicaId("d0")),
+    ]
+
+
+def test_an_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
+    scene = busy_scene()
+
+    async def use(client: TestClient) -> None:
+        status, answer = await ask(client, "DELETE", "/replicas/d1")
+        assert (status, answer) == (
+            202,
+            {"id": "d1", "state": None, "role": None, "follows": "removed"},
+        )
+
+    with_client(scene, use)
+
+
+def test_the_last_one_of_a_role_needs_force() -> None:
+    scene = Scene()
+    scene.serving("p0", Role.PREFILL)
+    scene.serving("d0", Role.DECODE)
+
+    async def use(client: TestClient) -> None:
+        for method, path, body in (
+            ("DELETE", "/replicas/d0", None),
+            ("POST", "/replicas/d0/drain", None),
+            ("POST", "/replicas/d0/role", {"role": "prefill"}),
+            ("DELETE", "/replicas/d0?force=0", None),
+            ("POST", "/instances/remove", {"type": "decode", "instances": "10.0.0.1:8001"}),
+        ):
+            status, answer = await ask(client, method, path, json=body)
+            assert (status, path) == (409, path)
+            assert "nobody else serves decode" in answer["error"]
+        status, answer = await ask(client, "DELETE", "/replicas/d0?force=true")
+        assert (status, answer["follows"]) == (202, "removed")
+
+    with_client(scene, use)
+
+
+@pytest.mark.parametrize("name", ["http://10.0.0.1:8000", "a/b", "[::1]:8000", "50%", "a+b", "ü?#"])
+def test_an_id_may_have_any_signs(name: str) -> None:
+    scene = Scene()
+    for each in (name, "other"):
+        scene.serving(each, Role.DECODE)
+
+    async def use(client: TestClient) -> None:
+        path = URL(f"/replicas/{quote(name, safe='')}", encoded=True)
+        status, answer = await ask(client, "DELETE", path)
+        assert (status, answer["id"]) == (202, name)
+
+    with_client(scene, use)
+
+
+def test_the_mode_of_the_planner_is_changed() -> None:
+    scene = Scene()
+
+    async def use(client: TestClient) -> None:
+        body = {"mode": "automatic"}
+        assert await ask(client, "POST", "/planner/mode", json=body) == (200, body)
+        status, answer = await ask(client, "POST", "/planner/mode", json={"mode": "on"})
+        assert status == 400
+        assert "choose 'manual'" in answer["error"]
+
+    with_client(scene, use)
+    assert scene.events == [SetMode(Mode.AUTOMATIC)]
+
+
+def test_instances_come_and_go_as_with_the_proxy_of_vllm_ascend() -> None:
+    scene = busy_scene()
+    decode = ["10.0.0.1:8002", "10.0.0.1:8003"]
+
+    async def use(client: TestClient) -> None:
+        body: dict[str, Any] = {"type": "prefill", "instances": ["10.0.0.7:1", "10.0.0.1:8000"]}
+        assert await ask(client, "POST", "/instances/add", json=body) == (
+            200,
+            {
+                "message": "Instances ['10.0.0.7:1'] are waiting to be added.",
+                "current_prefill_instances": ["10.0.0.1:8000", "10.0.0.1:8001"],
+                "current_decode_instances": decode,
+            },
+        )
+        status, answer = await ask(client, "POST", "/instances/add", json=body)
+        assert (status, answer["message"]) == (200, "Nothing to add.")
+        body = {"type": "decode", "instances": "10.0.0.1:8003"}
+        assert await ask(client, "POST", "/instances/remove", json=body) == (
+            200,
+            {
+                "message": "Instances ['10.0.0.1:8003'] are isolated and waiting to be removed.",
+                "current_prefill_instances": ["10.0.0.1:8000", "10.0.0.1:8001"],
+                "current_decode_instances": ["10.0.0.1:8002"],
+            },
+        )
+
+    with_client(scene, use)
+    assert "d1" not in scene.controller.desk.fleet
+
+
+def test_what_is_not_there_says_what_is() -> None:
+    async def use(client: TestClient) -> None:
+        status, answer = await ask(client, "GET", "/nothing")
+        assert status == 404
+        assert "no '/nothing' here; there are /, /instances/add, " in answer["error"]
+        status, answer = await ask(client, "GET", "/replicas/p0/drain")
+        assert (status, answer) == (
+            405,
+            {"error": "GET is not for /replicas/p0/drain; use POST"},
+        )
+
+    with_client(Scene(), use)
+
+
+def test_a_body_that_is_too_large_is_not_read() -> None:
+    async def use(client: TestClient) -> None:
+        status, answer = await ask(client, "POST", "/replicas", data=b" " * (MAX_BODY_BYTES + 1))
+        assert status == 413
+        assert str(MAX_BODY_BYTES) in answer["error"]
+
+    with_client(Scene(), use)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_kvpool.router.admin.READ_TIMEOUT_S", 0.05)
+
+    async def use(client: TestClient) -> None:
+        reader, writer = await asyncio.open_connection(client.host, client.port)
+        head = f"POST /replicas HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        writer.write(head.encode() + b"Content-Length: 10\r\n\r\n{")
+        async with asyncio.timeout(10):
+            assert b" 408 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    with_client(Scene(), use)
+
+
+def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(client: TestClient) -> None:
+        await ask(client, "POST", "/replicas/d1/drain")
+
+    with caplog.at_level("INFO", logger="vllm_kvpool.router.admin"):
+        with_client(busy_scene(), use)
+    assert "an administrator asks: Drain(replica='d1')" in caplog.text
+    assert TOKEN not in caplog.text
+
+
+def test_first_tokens_show_up_in_the_state_at_once() -> None:
+    scene = busy_scene()
+
+    async def use(client: TestClient) -> None:
+        _, before = await ask(client, "GET", "/state")
+        scene.prefilled("r1")
+        scene.step(DecodeBegan(RequestId("r1")))
+        _, after = await ask(client, "GET", "/state")
+        assert after["ttft"]["requests"] == before["ttft"]["requests"] + 1
+
+    with_client(scene, use)
+
+
+def test_a_body_is_read_as_json_whatever_type_curl_gives_it() -> None:
+    async def use(client: TestClient) -> None:
+        headers = BEARER | {"Content-Type": "application/x-www-form-urlencoded"}
+        path, sent = "/replicas/p0/role", b'{"role": "decode"}'
+        async with client.post(path, headers=headers, data=sent) as response:
+            follows = (await response.json())["follows"]
+        assert follows == "draining: 1 prompt to end first, then decode"
+
+    with_client(busy_scene(), use)

@@ -1,0 +1,270 @@
+"""Bodies of clients: what is read of them, and what engines are sent."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.router.bodies import (
+    MAX_PREFIX_SPANS,
+    MEDIA_TOKENS,
+    PREFIX_SPAN_BYTES,
+    BadRequest,
+    ClientRequest,
+    Kind,
+    parse_request,
+)
+
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Say"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say"}]}
+
+
+def request(body: dict[str, Any], **more: Any) -> ClientRequest:
+    kind = Kind.CHAT if "messages" in body else Kind.COMPLETION
+    return parse_request(kind, json.dumps({**body, **more}).encode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "param", "says"),
+    [
+        (Kind.CHAT, b"", None, "JSON"),
+        (Kind.CHAT, b"{", None, "JSON"),
+        (Kind.CHAT, b"[]", None, "JSON object"),
+        (Kind.CHAT, b'{"model":"\xff"}', None, "JSON"),
+        (Kind.CHAT, b'{"model":"\\q"}', None, "JSON"),
+        (Kind.CHAT, b'{"model":' + b"[" * 100_000, None, "nested"),
+        (Kind.CHAT, b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nested"),
+        (Kind.CHAT, b'{"messages":[]}', "model", "/v1/models"),
+        (Kind.CHAT, b'{"model":7,"messages":[]}', "model", "/v1/models"),
+        (Kind.CHAT, b'{"model":"","messages":[]}', "model", "/v1/models"),
+        (Kind.CHAT, b'{"model":"m"}', "messages", "list"),
+        (Kind.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"stream":"yes"}', "stream", "true or false"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"n":"2"}', "n", "whole number"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"n":true}', "n", "whole number"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"max_tokens":1.5}', "max_tokens", "whole"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"n":1e999}', None, "JSON"),
+        (
+            *(Kind.CHAT, b'{"model":"m","messages":[],"kv_transfer_params":[]}'),
+            *("kv_transfer_params", "object"),
+        ),
+        (Kind.COMPLETION, b'{"model":"m"}', "prompt", "token ids"),
+        (Kind.COMPLETION, b'{"model":"m","prompt":null}', "prompt", "token ids"),
+        (Kind.COMPLETION, b'{"model":"m","prompt":{}}', "prompt", "token ids"),
+        (Kind.COMPLETION, b'{"model":"m","prompt":5}', "prompt", "token ids"),
+    ],
+)
+def test_what_no_engine_could_be_asked(
+    kind: Kind, raw: bytes, param: str | None, says: str
+) -> None:
+    with pytest.raises(BadRequest, match=says) as caught:
+        parse_request(kind, raw)
+    error = json.loads(caught.value.body())["error"]
+    assert error == {
+        **{"message": str(caught.value), "type": "BadRequestError"},
+        **{"param": param, "code": 400},
+    }
+
+
+@given(st.sampled_from(Kind), st.binary(max_size=60))
+def test_any_bytes_are_a_request_or_a_bad_one(kind: Kind, raw: bytes) -> None:
+    for body in (raw, b'{"model":"m","prompt":"p","messages":[],' + raw + b"}"):
+        with suppress(BadRequest):
+            parse_request(kind, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "expected"),
+    [
+        (COMPLETION, {}, {"max_output_tokens": 16, "n": 1, "stream": False, "priority": 0}),
+        (COMPLETION, {"max_tokens": None}, {"max_output_tokens": 16}),
+        (COMPLETION, {"max_tokens": 0, "n": 3}, {"max_output_tokens": 0, "n": 3}),
+        (CHAT, {}, {"max_output_tokens": None, "num_prompts": 1, "prompt_ids": None}),
+        (CHAT, {"max_tokens": 5, "stream": True}, {"max_output_tokens": 5, "stream": True}),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, {"max_output_tokens": 6}),
+        (CHAT, {"priority": -2, "n": None}, {"priority": -2, "n": 1}),
+        (COMPLETION, {"prompt": ["a", "b"]}, {"num_prompts": 2, "prompt_ids": None}),
+        (COMPLETION, {"prompt": [[1, 2], [3]]}, {"num_prompts": 2, "prompt_ids": None}),
+        (COMPLETION, {"prompt": None, "prompt_embeds": "xx"}, {"num_prompts": 0}),
+    ],
+)
+def test_what_is_read(body: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]) -> None:
+    read = request(body, **more)
+    assert {name: getattr(read, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "expected"),
+    [
+        (COMPLETION, {}, 5 / 2),
+        (COMPLETION, {"prompt": [7, 8, 9]}, 3),
+        (COMPLETION, {"prompt": [[7, 8, 9, 10]]}, 4),
+        (COMPLETION, {"prompt": []}, 0),
+        (COMPLETION, {"prompt": ["a" * 398]}, 200),
+        (CHAT, {"messages": ["x" * 196]}, 100),
+        (CHAT, {"messages": ["x" * 196], "tools": ["y" * 196]}, 200),
+        (CHAT, {"messages": ["data:image/png;base64," + "A" * 9000]}, MEDIA_TOKENS + 9),
+    ],
+)
+def test_how_long_the_prompt_is(
+    body: dict[str, Any], more: dict[str, Any], expected: float
+) -> None:
+    assert abs(request(body, **more).prompt_tokens(0.5) - expected) <= 1
+
+
+def conversation(*texts: str, **more: Any) -> ClientRequest:
+    return request(
+        {"model": "m", "messages": [{"role": "user", "content": t} for t in texts]}, **more
+    )
+
+
+def test_a_conversation_that_goes_on_has_the_prefix_of_the_one_before() -> None:
+    short, longer = conversation("a" * 5000), conversation("a" * 5000, "b" * 3000)
+    assert len(short.prefix) == 4
+    assert longer.prefix[:4] == short.prefix
+    assert len(longer.prefix) == 7
+    assert len(set(longer.prefix)) == 7
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"model": "other"}, {"cache_salt": "x"}, {"tools": [1]}, {"chat_template_kwargs": {"a": 1}}],
+)
+def test_what_shapes_the_beginning_of_a_prompt_is_in_all_its_hashes(more: dict[str, Any]) -> None:
+    one, other = conversation("a" * 5000), conversation("a" * 5000, **more)
+    assert not set(one.prefix) & set(other.prefix)
+    assert conversation("a" * 5000, temperature=1).prefix == one.prefix
+
+
+def test_the_hashes_of_a_prompt_are_bounded_and_say_how_many_tokens_they_are_of() -> None:
+    assert len(conversation("a" * 1_000_000).prefix) == MAX_PREFIX_SPANS
+    assert conversation("a" * 100).prefix == ()
+    assert conversation("a" * 5000).prefix_tokens(0.25) == PREFIX_SPAN_BYTES // 4
+    ids = request(COMPLETION, prompt=[123] * 4096)
+    assert ids.prefix_tokens(0.25) == pytest.approx(PREFIX_SPAN_BYTES / len("123, "), abs=1)
+    assert len(ids.prefix) == 4096 * 5 // PREFIX_SPAN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, True),
+        ({"kv_transfer_params": {"kvpool": {"save": True}}}, True),
+        ({"kv_transfer_params": {"kvpool": {"save": False}}}, False),
+        ({"kv_transfer_params": {"kvpool": {"load": False}}}, False),
+        ({"kv_transfer_params": {"kvpool": "nonsense"}}, True),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, False),
+        ({"kv_transfer_params": None}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"echo": True}, False),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": ["a"], "n": 2}, True),
+        ({"use_beam_search": True}, False),
+        ({"truncate_prompt_tokens": -1}, False),
+        ({"truncate_prompt_tokens": 5}, True),
+    ],
+)
+def test_whom_a_prefill_elsewhere_can_serve(more: dict[str, Any], expected: bool) -> None:
+    assert request(COMPLETION, **more).wants_handoff is expected
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, True),
+        ({"stream": False}, False),
+        ({"n": 2}, False),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": ["a"]}, True),
+        ({"echo": True}, False),
+        ({"prompt_embeds": "x"}, False),
+    ],
+)
+def test_whose_tokens_can_be_tracked(more: dict[str, Any], expected: bool) -> None:
+    assert request(COMPLETION, **{"stream": True, **more}).trackable is expected
+    if "prompt" not in more and "prompt_embeds" not in more:
+        chat = request(CHAT, **{"stream": True, **more})
+        assert chat.trackable is (expected or "echo" in more)
+
+
+SAMPLING = {
+    **{"n": 3, "best_of": 4, "stream": True, "stream_options": {"include_usage": True}},
+    **{"logprobs": 2, "prompt_logprobs": 1, "echo": True, "min_tokens": 9, "stop": ["x"]},
+    **{"stop_token_ids": [1], "seed": 1, "top_p": 0.5, "bad_words": ["y"], "max_tokens": 99},
+    **{"presence_penalty": 1, "structured_outputs": {"regex": "a"}, "temperature": 1.5},
+    **{"use_beam_search": True, "return_token_ids": True, "ignore_eos": True},
+}
+PREFILL = {"max_tokens": 1, "temperature": 0, "stream": False}
+
+
+def test_a_prefill_of_a_completion_keeps_what_shapes_its_prompt() -> None:
+    shapes = {
+        **{"suffix": "!", "add_special_tokens": False, "truncate_prompt_tokens": 3},
+        **{"cache_salt": "s", "priority": 2, "request_id": "7", "user": "u", "unknown": [1]},
+        **{"kv_transfer_params": {"kvpool": {"save": True, "tokens": 5}}},
+    }
+    more = {**SAMPLING, **shapes, "response_format": {"type": "json_object"}}
+    assert json.loads(request(COMPLETION, **more).prefill_body()) == COMPLETION | shapes | PREFILL
+
+
+def test_a_prefill_of_a_chat_keeps_what_shapes_its_prompt() -> None:
+    shapes = {
+        **{"tools": [{"type": "function"}], "tool_choice": "required", "documents": [{}]},
+        **{"chat_template": "x", "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low"},
+        **{"add_generation_prompt": False, "continue_final_message": True},
+        **{"response_format": {"type": "json_object"}, "mm_processor_kwargs": {"b": 2}},
+    }
+    sampling = {**SAMPLING, "top_logprobs": 3, "parallel_tool_calls": False}
+    body = request(CHAT, **sampling, **shapes, max_completion_tokens=50).prefill_body()
+    assert json.loads(body) == CHAT | shapes | PREFILL | {"max_completion_tokens": 1}
+
+
+def test_a_prefill_of_token_ids_may_be_of_the_first_alone() -> None:
+    ids = request(COMPLETION, prompt=[5, 6, 7, 8])
+    assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5, 6, 7]
+    assert json.loads(ids.prefill_body())["prompt"] == [5, 6, 7, 8]
+
+
+def test_a_body_that_needs_no_change_is_sent_as_it_came() -> None:
+    raw = b'{ "messages" : [ ],\n"model":"m", "x":1.50, "x":2, "stream":true }'
+    assert parse_request(Kind.CHAT, raw).whole_body() is raw
+    asks = b'{"messages":[],"model":"m","stream":true,"return_token_ids":true}'
+    assert parse_request(Kind.CHAT, asks).whole_body(track=True) is asks
+
+
+def test_values_are_not_written_anew() -> None:
+    raw = b'{"messages":[ {"content":"\\u00e9 \xc3\xa9","n":1.50} ],"model":"m","stream":true}'
+    body = parse_request(Kind.CHAT, raw).whole_body(track=True)
+    assert body == raw[:-1] + b',"return_token_ids":true}'
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, {"kvpool": {"expect_tokens": 512, "expect_timeout_ms": 900}}),
+        ({}, {"kvpool": {"expect_tokens": 512, "expect_timeout_ms": 900}}),
+        (
+            {"kvpool": {"save": True}, "other": 1},
+            {
+                **{"kvpool": {"expect_tokens": 512, "expect_timeout_ms": 900, "save": True}},
+                "other": 1,
+            },
+        ),
+        (
+            {"kvpool": {"expect_tokens": 7}},
+            {"kvpool": {"expect_tokens": 7, "expect_timeout_ms": 900}},
+        ),
+    ],
+)
+def test_what_is_awaited_is_added_to_the_clients_wishes(params: Any, expected: Any) -> None:
+    asked = request(CHAT, kv_transfer_params=params)
+    body = json.loads(asked.whole_body(512, 900))
+    assert body == CHAT | {"kv_transfer_params": expected}
+
+
+def test_how_long_to_await_is_the_engines_unless_said() -> None:
+    body = json.loads(request(CHAT).whole_body(512))
+    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512}}

@@ -1,0 +1,271 @@
+"""How many replicas a load asks for: each equation by hand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.capacity import (
+    MANY,
+    Band,
+    Counts,
+    Equation,
+    PlanInputs,
+    Utilisation,
+    equations,
+)
+from vllm_kvpool.router.rates import Rates
+from vllm_kvpool.router.states import Role
+
+TARGET_S = 2.0
+NOTHING = PlanInputs(
+    now=0.0,
+    metrics_age_s=0.0,
+    prefill=Counts(1),
+    decode=Counts(1),
+    used_blocks=0,
+    blocks_per_replica=1000,  # 16,000 tokens
+    block_tokens=16,
+    waiting_tokens=0.0,
+    prompt_tokens_per_s=0.0,
+    outgoing_tokens=0.0,
+    incoming_tokens=0.0,
+    handoff_tokens_per_s=0.0,
+    rates=Rates(prefill_tokens_per_s=10_000.0, transfer_tokens_per_s=20_000.0),
+)
+BANDS = Utilisation(prefill=Band(0.4, 0.8), decode=Band(0.45, 0.8), handoff=Band(0.2, 0.8))
+MEMORY, TAKING, GIVING, COMPUTING = range(4)
+
+
+def numbers(inputs: PlanInputs, which: int) -> tuple[float, int, int, int]:
+    term = equations(inputs, BANDS, TARGET_S)[which]
+    return pytest.approx(term.demand), term.least, term.target, term.most  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("used_blocks", "on_the_way", "expected"),
+    [
+        # blocks / (1000 blocks / replica); least at 0.8, target at 0.625, most at 0.45
+        (0, (0, 0), (0.0, 0, 0, 0)),
+        (400, (0, 0), (0.4, 1, 1, 1)),
+        (800, (0, 0), (0.8, 1, 2, 2)),
+        (801, (0, 0), (0.801, 2, 2, 2)),
+        (2400, (0, 0), (2.4, 3, 4, 6)),
+        # 16,000 tokens are 1000 blocks that will be needed
+        (2400, (8000, 8000), (3.4, 5, 6, 8)),
+    ],
+)
+def test_decode_memory_is_blocks_by_blocks_of_a_replica(
+    used_blocks: int, on_the_way: tuple[int, int], expected: tuple[float, int, int, int]
+) -> None:
+    outgoing, incoming = on_the_way
+    load = replace(
+        NOTHING, used_blocks=used_blocks, outgoing_tokens=outgoing, incoming_tokens=incoming
+    )
+    assert numbers(load, MEMORY) == expected
+
+
+@pytest.mark.parametrize(
+    ("flow", "incoming", "expected"),
+    [
+        # (tokens/s + tokens / 2 s) / (20,000 tokens/s of a replica); at 0.8, 0.5, 0.2
+        (0, 0, (0.0, 0, 0, 0)),
+        (10_000, 0, (0.5, 1, 1, 3)),
+        (0, 40_000, (1.0, 2, 2, 5)),
+        (10_000, 40_000, (1.5, 2, 3, 8)),
+    ],
+)
+def test_taking_over_is_tokens_by_second_by_those_of_a_decode_replica(
+    flow: float, incoming: float, expected: tuple[float, int, int, int]
+) -> None:
+    load = replace(NOTHING, handoff_tokens_per_s=flow, incoming_tokens=incoming)
+    assert numbers(load, TAKING) == expected
+
+
+@pytest.mark.parametrize(
+    ("outgoing", "expected"),
+    [
+        # tokens / 2 s / (20,000 tokens/s of a replica); prefill has bounds of its own: 0.8, 0.2
+        (0, (0.0, 0, 0, 0)),
+        (40_000, (1.0, 2, 2, 5)),
+        (100_000, (2.5, 4, 5, 13)),
+    ],
+)
+def test_handing_over_counts_what_is_not_durable_yet(
+    outgoing: float, expected: tuple[float, int, int, int]
+) -> None:
+    assert numbers(replace(NOTHING, outgoing_tokens=outgoing), GIVING) == expected
+
+
+@pytest.mark.parametrize(
+    ("flow", "waiting", "expected"),
+    [
+        # (tokens/s + tokens / 2 s) / (10,000 tokens/s of a replica); at 0.8, 0.6, 0.4
+        (0, 0, (0.0, 0, 0, 0)),
+        (8_000, 0, (0.8, 1, 2, 2)),
+        (0, 20_000, (1.0, 2, 2, 3)),
+        (16_000, 20_000, (2.6, 4, 5, 7)),
+    ],
+)
+def test_prefill_is_tokens_by_second_by_those_of_a_prefill_replica(
+    flow: float, waiting: float, expected: tuple[float, int, int, int]
+) -> None:
+    load = replace(NOTHING, prompt_tokens_per_s=flow, waiting_tokens=waiting)
+    assert numbers(load, COMPUTING) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_a_demand_does_not_depend_on_the_replicas_there_are(prefill: int, decode: int) -> None:
+    """Rates are those of one replica: folded with their number, the result would be a ratio."""
+    load = replace(
+        NOTHING, handoff_tokens_per_s=3e3, incoming_tokens=2e3, outgoing_tokens=1e3, used_blocks=500
+    )
+    there = replace(load, prefill=Counts(prefill), decode=Counts(decode))
+    assert equations(there, BANDS, TARGET_S) == equations(load, BANDS, TARGET_S)
+
+
+def test_what_waits_while_decode_is_short_does_not_count_for_prefill() -> None:
+    load = replace(NOTHING, prompt_tokens_per_s=8_000.0, waiting_tokens=1e6)
+    assert numbers(load, COMPUTING)[1] > 1
+    for short in (
+        replace(load, used_blocks=900),
+        replace(load, incoming_tokens=64_000),
+        replace(load, decode=Counts(0, loading=3), used_blocks=500),  # those are not there yet
+    ):
+        assert numbers(short, COMPUTING) == (0.8, 1, 2, 2)
+        assert "while decode is short" in equations(short, BANDS, TARGET_S)[COMPUTING].why
+
+
+def test_a_backlog_of_migration_never_counts_for_prefill() -> None:
+    load = replace(NOTHING, incoming_tokens=1e9)
+    assert numbers(load, GIVING)[1] == 0
+    assert numbers(load, COMPUTING)[1] == 0
+
+
+def test_the_words_hold_the_numbers_and_their_units() -> None:
+    load = replace(NOTHING, prompt_tokens_per_s=16_000.0, waiting_tokens=20_000.0)
+    assert equations(load, BANDS, TARGET_S)[COMPUTING].why == (
+        "prefill: (16000 tokens/s + 20000 tokens in 2 s) / 10000 tokens/s of a replica = "
+        "2.60 replicas; 4 at 80%, 5 at 60%, 7 at 40%"
+    )
+
+
+loads = st.builds(
+    lambda used, *tokens: replace(
+        NOTHING,
+        used_blocks=used,
+        **dict(
+            zip(
+                (
+                    *("waiting_tokens", "prompt_tokens_per_s", "outgoing_tokens"),
+                    *("incoming_tokens", "handoff_tokens_per_s"),
+                ),
+                tokens,
+                strict=True,
+            )
+        ),
+    ),
+    st.integers(0, 100_000),
+    *[st.floats(0.0, 1e6)] * 5,
+)
+
+
+@settings(deadline=None)
+@given(loads, st.sampled_from([2.0**-10, 0.5, 3.0, 1000.0]))
+def test_another_unit_of_tokens_changes_nothing(load: PlanInputs, unit: float) -> None:
+    rates = load.rates
+    other = replace(
+        load,
+        block_tokens=load.block_tokens * unit,  # type: ignore[arg-type]
+        waiting_tokens=load.waiting_tokens * unit,
+        prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
+        outgoing_tokens=load.outgoing_tokens * unit,
+        incoming_tokens=load.incoming_tokens * unit,
+        handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
+        rates=replace(
+            rates,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s * unit,
+            transfer_tokens_per_s=rates.transfer_tokens_per_s * unit,
+        ),
+    )
+    for one, two in zip(
+        equations(load, BANDS, TARGET_S), equations(other, BANDS, TARGET_S), strict=True
+    ):
+        assert two.demand == pytest.approx(one.demand)
+
+
+@settings(deadline=None)
+@given(loads, st.sampled_from([0.001, 0.25, 60.0]))
+def test_another_unit_of_time_changes_nothing(load: PlanInputs, unit: float) -> None:
+    rates = load.rates
+    other = replace(
+        load,
+        prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
+        handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
+        rates=replace(
+            rates,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s * unit,
+            transfer_tokens_per_s=rates.transfer_tokens_per_s * unit,
+        ),
+    )
+    for one, two in zip(
+        equations(load, BANDS, TARGET_S), equations(other, BANDS, TARGET_S / unit), strict=True
+    ):
+        assert two.demand == pytest.approx(one.demand)
+
+
+@settings(deadline=None)
+@given(loads, st.integers(2, 5))
+def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> None:
+    """What is a number of replicas grows with the load, whatever the replicas there are."""
+    more = replace(
+        load,
+        decode=Counts(MANY),  # never short
+        used_blocks=load.used_blocks * times,
+        waiting_tokens=load.waiting_tokens * times,
+        prompt_tokens_per_s=load.prompt_tokens_per_s * times,
+        outgoing_tokens=load.outgoing_tokens * times,
+        incoming_tokens=load.incoming_tokens * times,
+        handoff_tokens_per_s=load.handoff_tokens_per_s * times,
+    )
+    for one, two in zip(
+        equations(replace(load, decode=Counts(MANY)), BANDS, TARGET_S),
+        equations(more, BANDS, TARGET_S),
+        strict=True,
+    ):
+        assert two.demand == pytest.approx(one.demand * times)
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 1e12), st.sampled_from([BANDS.prefill, BANDS.decode, BANDS.handoff]))
+def test_least_target_and_most_stand_in_this_order(demand: float, band: Band) -> None:
+    term = Equation("a demand", Role.DECODE, demand, band, "")
+    assert 0 <= term.least <= term.target <= term.most <= MANY
+
+
+@pytest.mark.parametrize("demand", [0.3 * 10, 0.1 * 3 * 10, 3.0 + 1e-12])
+def test_a_rounding_error_costs_no_replica(demand: float) -> None:
+    assert Equation("a demand", Role.DECODE, demand, Band(0.5, 1.0), "").least == 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.8), (0.8, 0.8), (0.9, 0.8), (0.5, 1.1)])
+def test_a_band_that_cannot_be_is_refused(low: float, high: float) -> None:
+    with pytest.raises(ConfigError, match="low < high"):
+        Band(low, high)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"blocks_per_replica": 0}, "blocks_per_replica"),
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"rates": Rates(prefill_tokens_per_s=0.0)}, "prefill_tokens_per_s"),
+        ({"rates": Rates(transfer_tokens_per_s=float("nan"))}, "transfer_tokens_per_s"),
+    ],
+)
+def test_what_is_missing_is_named(wrong: dict[str, object], name: str) -> None:
+    assert NOTHING.missing() == []
+    assert replace(NOTHING, **wrong).missing() == [name]  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.commands import (
+    DEFAULT_ENGINE_COMMAND,
+    ENGINE_PLACEHOLDERS,
+    HOST_PLACEHOLDERS,
+    CommandTemplate,
+    LaunchHost,
+    LaunchSpec,
+    Weights,
+    WeightSource,
+    check_launch,
+    read_template,
+    weight_arguments,
+)
+
+HERE = LaunchHost(name="here")
+SSH = read_template("hosts.command", ["ssh", "{host}", "{command}"], HOST_PLACEHOLDERS)
+DOCKER = read_template("hosts.command", ["docker", "exec", "c1", "{command...}"], HOST_PLACEHOLDERS)
+ARGUMENTS = st.lists(
+    st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12),
+    min_size=1,
+    max_size=6,
+)
+
+
+def spec(**changes: object) -> LaunchSpec:
+    return LaunchSpec(
+        **{  # type: ignore[arg-type]
+            "replica_id": "r1",
+            "host": HERE,
+            "port": 8001,
+            "role": "prefill",
+            "model": "org/model",
+            "log_path": Path("r1.log"),
+            **changes,
+        }
+    )
+
+
+def test_the_default_command_starts_vllm_with_the_pool_and_time_to_drain() -> None:
+    command = spec(extra=("--max-model-len", "512"), stop_timeout_s=45.0).command()
+    assert command == (
+        *("vllm", "serve", "org/model", "--host", "127.0.0.1", "--port", "8001"),
+        *("--shutdown-timeout", "35"),
+        *("--kv-transfer-config", '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'),
+        *("--max-model-len", "512"),
+    )
+    read_template("launch.command", DEFAULT_ENGINE_COMMAND, ENGINE_PLACEHOLDERS)
+
+
+@pytest.mark.parametrize(("stop_s", "shutdown_s"), [(60.0, 50), (10.5, 0), (0.0, 0), (11.9, 1)])
+def test_an_engine_keeps_some_of_its_time_to_stop_for_its_exit(
+    stop_s: float, shutdown_s: int
+) -> None:
+    assert spec(stop_timeout_s=stop_s).shutdown_timeout_s == shutdown_s
+
+
+def test_values_are_put_in_wherever_they_stand_and_json_is_left_alone() -> None:
+    template = read_template(
+        "launch.command",
+        ["{model}:{port}", "--x={role}", '{"a":{},"b":{"c":1}}', "{extra...}", "{ not a name }"],
+        ENGINE_PLACEHOLDERS,
+    )
+    assert spec(template=template, extra=("y", "z w")).command() == (
+        *("org/model:8001", "--x=prefill", '{"a":{},"b":{"c":1}}', "y", "z w", "{ not a name }"),
+    )
+
+
+def test_what_is_put_in_is_not_read_again() -> None:
+    template = read_template("launch.command", ["{model}", "{port}"], ENGINE_PLACEHOLDERS)
+    assert spec(template=template, model="{role}").command() == ("{role}", "8001")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["vllm", "{modle}", "{port}"], r"unknown \{modle\}; did you mean 'model'"),
+        (["vllm", "--port={prot}"], r"did you mean 'port'"),
+        (["vllm", "{kv-transfer-config}", "{port}"], "did you mean 'kv_transfer_config'"),
+        (["vllm", "{extra}", "{port}"], r"did you mean 'extra...'"),
+        (["vllm", "{0}", "{port}"], r"unknown \{0\}; known are: extra"),
+        (["vllm", "x{extra...}", "{port}"], r"must be one of its own, not a part of 'x\{extra"),
+        (["vllm", "serve"], r"\{port\} is missing"),
+        ([], "is a list of arguments"),
+        (["vllm", 3, "{port}"], "is a list of arguments"),
+    ],
+)
+def test_mistakes_in_a_template_are_named(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"launch.command: .*{said}"):
+        read_template("launch.command", arguments, ENGINE_PLACEHOLDERS)
+
+
+def test_a_host_that_would_not_run_the_command_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\{command\} or \{command...\} is missing"):
+        read_template("hosts.command", ["ssh", "{host}"], HOST_PLACEHOLDERS)
+
+
+@given(ARGUMENTS)
+def test_a_shell_at_the_other_end_of_ssh_finds_the_same_arguments(arguments: list[str]) -> None:
+    host = LaunchHost(name="far", address="10.0.0.2", prefix=SSH)
+    *before, joined = host.command(arguments)
+    assert before == ["ssh", "10.0.0.2"]
+    assert shlex.split(joined) == arguments
+    assert LaunchHost(name="box", prefix=DOCKER).command(arguments) == (
+        *("docker", "exec", "c1"),
+        *arguments,
+    )
+    assert HERE.command(arguments) == tuple(arguments)
+
+
+def test_what_ssh_is_given_passes_a_real_shell() -> None:
+    arguments = ["printf", "%s|", "a b", "$HOME", '{"k":"it\'s"}', "`x`", "", "back\\slash", "*"]
+    joined = LaunchHost(name="far", prefix=SSH).command(arguments)[-1]
+    printed = subprocess.run(["sh", "-c", joined], capture_output=True, text=True, check=True)
+    assert printed.stdout.split("|")[:-1] == arguments[2:]
+
+
+def test_an_environment_goes_with_the_command() -> None:
+    command = spec(environment={"A": "1 2", "B": ""}, template=CommandTemplate(("x",))).command()
+    assert command == ("env", "A=1 2", "B=", "x")
+
+
+PEER = Weights(
+    source=WeightSource.PEER,
+    listen_port=20000,
+    num_ranks=2,
+    peers=(("10.0.0.1", 19000), ("10.0.0.2", 19500)),
+)
+
+
+def test_a_peer_is_asked_rank_by_rank_and_its_own_weights_are_given_on() -> None:
+    *flags, options = weight_arguments(PEER, "org/model")
+    assert flags == ["--load-format", "netloader", "--model-loader-extra-config"]
+    assert json.loads(options) == {
+        "MODEL": "org/model",
+        "LISTEN_PORT": 20000,
+        "SOURCE": [
+            {"device_id": 0, "sources": ["10.0.0.1:19000", "10.0.0.2:19500"]},
+            {"device_id": 1, "sources": ["10.0.0.1:19001", "10.0.0.2:19501"]},
+        ],
+    }
+
+
+def test_the_first_of_its_kind_has_no_peer_to_ask() -> None:
+    options = weight_arguments(Weights(source=WeightSource.PEER), "m")[-1]
+    assert json.loads(options) == {"MODEL": "m"}
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        (WeightSource.DISK, ()),
+        (WeightSource.HOST_MEMORY, ("--safetensors-load-strategy", "prefetch")),
+        (WeightSource.PRELOAD, ("--load-format", "ipc_cache")),
+    ],
+)
+def test_other_sources_of_weights(source: WeightSource, arguments: tuple[str, ...]) -> None:
+    assert weight_arguments(Weights(source=source), "m") == arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"extra": ("x",)}, "extra arguments are lost"),
+        ({"weights": Weights(source=WeightSource.PRELOAD)}, "'preload' of host 'here' is lost"),
+        (
+            {
+                "weights": Weights(listen_port=65534, num_ranks=2),
+                "template": CommandTemplate(DEFAULT_ENGINE_COMMAND),
+            },
+            "ports 65534 to 65535 for weights",
+        ),
+        (
+            {
+                "weights": Weights(listen_port=80),
+                "template": CommandTemplate(DEFAULT_ENGINE_COMMAND),
+            },
+            "ports 80 to 80 for weights",
+        ),
+    ],
+)
+def test_configuration_that_would_not_reach_the_engine_is_named(
+    changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_launch(spec(**{"template": CommandTemplate(("vllm", "{port}")), **changes}))
+
+
+def test_configuration_that_reaches_the_engine_is_accepted() -> None:
+    check_launch(spec(weights=PEER, extra=("x",)))
+    check_launch(spec(template=CommandTemplate(("vllm", "{port}"))))
+
+
+ACCEPTED = """
+import json, sys
+from typing import get_args
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import LoadFormats
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+for line in json.loads(sys.argv[1]):
+    arguments = parser.parse_args(line)
+    print(arguments.load_format in get_args(LoadFormats), arguments.safetensors_load_strategy)
+"""
+
+
+@pytest.mark.slow
+def test_vllm_takes_the_arguments() -> None:
+    sources = {
+        Weights(): "True None",
+        Weights(source=WeightSource.HOST_MEMORY): "True prefetch",
+        Weights(source=WeightSource.PRELOAD): "True None",
+        PEER: "False None",  # of a plugin: vLLM itself does not know it, and passes it on
+    }
+    lines = json.dumps([weight_arguments(weights, "m") for weights in sources])
+    done = subprocess.run(
+        [sys.executable, "-c", ACCEPTED, lines],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-len(sources) :] == list(sources.values()), done.stderr

@@ -1,0 +1,230 @@
+"""Configuration: what is taken, and what each mistake is answered."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import (
+    MAX_REPLICAS,
+    FrontConfig,
+    RouterConfig,
+    load_config,
+    read_config,
+    replica_ids,
+)
+
+ENGINE = '[[replicas]]\nurl = "http://a:1"\nrole = "decode"\n'
+HOST = '[launch]\nmodel = "m"\n[[hosts]]\nname = "big"\n'
+
+# A file, and what its error names: the place, and what to do.
+MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "empty": ("", ("[[replicas]]", "[[hosts]]")),
+    "no TOML": ("[front", ("not TOML",)),
+    "not UTF-8": ("\udcff", ("not TOML",)),
+    "unknown section": (f"[frunt]\n{ENGINE}", ("'frunt'", "did you mean 'front'")),
+    "unknown name": (f"[front]\nlistn = 'a:1'\n{ENGINE}", ("[front]", "did you mean 'listen'")),
+    "unknown name of a replica": (
+        ENGINE + "prot = 1\n",
+        ("[[replicas]] number 1", "'prot'", "did you mean"),
+    ),
+    "wrong type": (
+        f"[front]\nmax_body_bytes = '5'\n{ENGINE}",
+        ("[front] max_body_bytes", "Expected `int`", "`str`"),
+    ),
+    "wrong type in a list": (
+        '[[replicas]]\nurl = 5\nrole = "decode"\n',
+        ("[[replicas]] number 1 url", "Expected `str`"),
+    ),
+    "truth for a number": (f"[front]\nmax_wait_s = true\n{ENGINE}", ("[front] max_wait_s",)),
+    "unknown role": (
+        '[[replicas]]\nurl = "http://a:1"\nrole = "decoder"\n',
+        ("[[replicas]] number 1 role", "choose one of prefill, decode, both"),
+    ),
+    "unknown mode": (
+        f"[planner]\nmode = 'auto'\n{ENGINE}",
+        ("[planner] mode", "manual, dry_run, automatic"),
+    ),
+    "no url": ('[[replicas]]\nrole = "decode"\n', ("[[replicas]] number 1", "`url`")),
+    "one bracket": ('[replicas]\nurl = "http://a:1"\nrole = "decode"\n', ("write [[replicas]]",)),
+    "two brackets": (f"[[front]]\nlisten = 'a:1'\n{ENGINE}", ("write [front]",)),
+    "no section": (f"front = 5\n{ENGINE}", ("write [front]",)),
+    "url without scheme": (
+        '[[replicas]]\nurl = "a:1"\nrole = "decode"\n',
+        ("number 1", "http://host:port"),
+    ),
+    "url with port 0": (
+        '[[replicas]]\nurl = "http://a:0"\nrole = "decode"\n',
+        ("http://host:port",),
+    ),
+    "url with a large port": (
+        '[[replicas]]\nurl = "http://a:70000"\nrole = "decode"\n',
+        ("http://host:port",),
+    ),
+    "url with a query": (
+        '[[replicas]]\nurl = "http://a:1/?x=1"\nrole = "decode"\n',
+        ("http://host:port",),
+    ),
+    "one engine twice": (
+        ENGINE + '[[replicas]]\nurl = "http://A:1/"\nrole = "prefill"\n',
+        ("number 2", "twice", "take one out"),
+    ),
+    "one id twice": (
+        '[[replicas]]\nid = "x"\nurl = "http://a:1"\nrole = "decode"\n'
+        '[[replicas]]\nid = "x"\nurl = "http://a:2"\nrole = "decode"\n',
+        ("number 2", "'x'", "twice"),
+    ),
+    "an id that another one gets": (
+        '[[replicas]]\nid = "replica-2"\nurl = "http://a:1"\nrole = "decode"\n'
+        '[[replicas]]\nurl = "http://a:2"\nrole = "decode"\n',
+        ("number 2", "'replica-2'", "twice"),
+    ),
+    "an id of an engine to be started": (
+        '[[replicas]]\nid = "big-8100"\nurl = "http://a:1"\nrole = "decode"\n' + HOST,
+        ("number 1", "'big-8100'"),
+    ),
+    "an id of two words": (
+        '[[replicas]]\nid = "my engine"\nurl = "http://a:1"\nrole = "decode"\n',
+        ("'my engine'", "letters"),
+    ),
+    "no port to listen at": (f"[front]\nlisten = 'localhost'\n{ENGINE}", ("[front]", "host:port")),
+    "a large port": (f"[admin]\nlisten = 'localhost:99999'\n{ENGINE}", ("[admin]", "host:port")),
+    "one address for both": (
+        f"[front]\nlisten = '127.0.0.1:8001'\n{ENGINE}",
+        ("[front] and [admin]", "another"),
+    ),
+    "no time": (f"[front]\nread_timeout_s = 0\n{ENGINE}", ("[front] read_timeout_s", "choose")),
+    "negative": (f"[flow]\nmax_attempts = -1\n{ENGINE}", ("[flow] max_attempts", "choose 1 or")),
+    "years": (f"[health]\ntimeout_s = 1e9\n{ENGINE}", ("[health] timeout_s", "at most 86400")),
+    "endless": (f"[front]\nmax_wait_s = inf\n{ENGINE}", ("[front] max_wait_s", "at most")),
+    "no number": (f"[front]\nmax_wait_s = nan\n{ENGINE}", ("[front] max_wait_s", "choose")),
+    "a share above one": (f"[flow]\nheadroom = 95.0\n{ENGINE}", ("[flow] headroom", "share")),
+    "locks that never end": (
+        f"[overload]\nlock_at = 0.7\nrelease_at = 0.8\n{ENGINE}",
+        ("[overload] release_at", "below lock_at"),
+    ),
+    "bodies and a body": (
+        f"[front]\nmax_bodies_bytes = 1000\n{ENGINE}",
+        ("max_bodies_bytes is below max_body_bytes",),
+    ),
+    "quarantines that shrink": (
+        f"[health]\nquarantine_s = 700\n{ENGINE}",
+        ("max_quarantine_s is below quarantine_s",),
+    ),
+    "less than none": (
+        f"[planner]\nmin_prefill = 3\nmax_prefill = 2\n{ENGINE}",
+        ("[planner] min_prefill is above max_prefill",),
+    ),
+    "fewer than at least": (
+        f"[planner]\nmin_prefill = 2\nmin_decode = 2\nmax_total = 3\n{ENGINE}",
+        ("[planner] max_total",),
+    ),
+    "two tokens": (f"[admin]\ntoken = 'a'\ntoken_file = 'b'\n{ENGINE}", ("[admin]", "choose one")),
+    "no variable": (f'api_key = "${{NO_SUCH}}"\n{ENGINE}', ("api_key", "NO_SUCH", "set it")),
+    "no variable deep inside": (
+        '[[replicas]]\nurl = "http://${NO_SUCH}:1"\nrole = "decode"\n',
+        ("replicas", "NO_SUCH"),
+    ),
+    "hosts without a model": ('[[hosts]]\nname = "big"\n', ("[launch] model", "name the model")),
+    "more engines than room": (
+        HOST.replace('model = "m"', 'model = "m"\nprefill = 2'),
+        ("wants 2", "room for 1"),
+    ),
+    "engines without a host": (f"[launch]\ndecode = 1\nmodel = 'm'\n{ENGINE}", ("room for 0",)),
+    "one host twice": (HOST + '[[hosts]]\nname = "big"\n', ("'big'", "twice")),
+    "hosts in each other's way": (
+        HOST + 'max_replicas = 5\n[[hosts]]\nname = "small"\nfirst_port = 8104\n',
+        ("'small'", "8104", "'big'", "move first_port"),
+    ),
+    "ports beyond the last": (HOST + "first_port = 65535\nmax_replicas = 2\n", ("'big'", "ports")),
+    "no room at all": (HOST + "max_replicas = 0\n", ("'big'", "max_replicas")),
+    "a host of two words": (HOST.replace('"big"', '"big one"'), ("'big one'", "name")),
+    "unknown source": (
+        HOST + 'weight_source = "tape"\n',
+        ("[[hosts]] number 1 weight_source", "disk, host_memory, preload, peer"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, words = MISTAKES[mistake]
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    path = tmp_path / "router.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    said = str(caught.value)
+    assert said.startswith(str(path))
+    for word in words:
+        assert word in said, said
+    assert "$." not in said, "the words of the file, not of a parser"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_defaults_will_do(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(ENGINE)
+    config = load_config(path)
+    assert config.front == FrontConfig()
+    assert replica_ids(config) == ["replica-1"]
+
+
+def test_every_default_passes_its_own_checks() -> None:
+    def whole(section: Any) -> dict[str, Any]:
+        return {name: getattr(section, name) for name in section.__struct_fields__}
+
+    given = RouterConfig()
+    sections = ("front", "admin", "planner", "overload", "flow", "health", "launch")
+    raw = {name: whole(getattr(given, name)) for name in sections}
+    for name, section in raw.items():
+        raw[name] = {key: list(v) if isinstance(v, tuple) else v for key, v in section.items()}
+    raw["replicas"] = [{"url": "https://a.example:443/engine", "role": "both"}]  # type: ignore[assignment]
+    config = read_config(raw)
+    for name in sections:
+        assert getattr(config, name) == getattr(given, name)
+
+
+def test_variables_stand_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_OF", "engine")
+    monkeypatch.setenv("KEY", "${HOST_OF}")
+    config = read_config(
+        {
+            "api_key": "a-${KEY}-b",
+            "replicas": [{"url": "http://${HOST_OF}-0:1", "role": "prefill"}],
+            "hosts": [{"name": "h", "env": {"A": "$HOST_OF ${HOST_OF}"}}],
+            "launch": {"model": "m", "args": ["--x=${HOST_OF}"]},
+        }
+    )
+    assert config.api_key == "a-${HOST_OF}-b", "what is put in is not looked at again"
+    assert config.replicas[0].url == "http://engine-0:1"
+    assert config.hosts[0].env == {"A": "$HOST_OF engine"}
+    assert config.launch.args == ("--x=engine",)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://a:1", "https://a", "http://[::1]:80", "http://a:1/base/", "http://10.0.0.1:8000"],
+)
+def test_urls(url: str) -> None:
+    assert read_config({"replicas": [{"url": url, "role": "decode"}]}).replicas[0].url == url
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:8000", ":8000", "[::]:8000", "localhost:0"])
+def test_addresses(listen: str) -> None:
+    raw = {"front": {"listen": listen}, "replicas": [{"url": "http://a:1", "role": "decode"}]}
+    assert read_config(raw).front.listen == listen
+
+
+def test_fleets_are_bounded() -> None:
+    many = [{"url": f"http://a:{port}", "role": "decode"} for port in range(1, MAX_REPLICAS + 2)]
+    assert len(read_config({"replicas": many[:-1]}).replicas) == MAX_REPLICAS
+    with pytest.raises(ConfigError, match="more than 1024"):
+        read_config({"replicas": many})

@@ -1,0 +1,170 @@
+"""The controller as a whole: time, what cannot be, and its own check."""
+
+from collections.abc import Callable
+
+import pytest
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.controller import MAX_SLEEP_S, Controller
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import (
+    Added,
+    Load,
+    Outcome,
+    Prefill,
+    Refuse,
+    Spawn,
+    Tick,
+)
+from vllm_kvpool.router.placement import Budgets
+from vllm_kvpool.router.requests import Phase, RequestId
+from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.states import Role
+from vllm_kvpool.testing.router_steps import Steps, spec
+
+P, D = Role.PREFILL, Role.DECODE
+NEW = "n-1"
+
+
+def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
+    return Steps(
+        Settings(budgets=Budgets(prefill_requests=1), **more),  # type: ignore[arg-type]
+        scaling=ScalingSettings(
+            mode=mode, hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),)
+        ),
+        shed=ShedLimits(ttft_target_s=1e6, max_queued_requests=10_000),
+    )
+
+
+# Time
+
+
+def test_time_does_not_go_back() -> None:
+    steps = cluster()
+    steps.tick(5.0)
+    with pytest.raises(AssertionError):
+        steps.controller.step(Tick(), 4.0)
+
+
+def test_something_is_looked_at_once_a_second() -> None:
+    steps = cluster()
+    steps.tick(0.25)
+    assert steps.controller.next_due() == pytest.approx(0.25 + MAX_SLEEP_S)
+
+
+def due(steps: Steps) -> float:
+    """Seconds until something is due; the plan is out of the way."""
+    steps.controller.scaling._due = steps.now + 1000.0
+    return steps.controller.next_due() - steps.now
+
+
+def test_a_deadline_is_due() -> None:
+    steps = cluster()
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("r", deadline=5.0)
+    steps.tick(4.6)
+    assert due(steps) == pytest.approx(0.4)
+    assert [type(each) for each in steps.tick(0.4)] == [Refuse]
+
+
+def test_a_pause_of_who_refuses_is_due() -> None:
+    steps = cluster()
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("r")
+    steps.prefilled("r", "p", Outcome.BUSY)
+    steps.tick(0.7)
+    assert due(steps) == pytest.approx(0.3)
+    assert steps.tick(due(steps)) == [Prefill("r", "p")]
+
+
+def test_a_pause_of_who_failed_is_due() -> None:
+    steps = cluster()
+    steps.serve("x", D)
+    steps.failed("x")
+    steps.tick(0.7)
+    assert due(steps) == pytest.approx(0.3)
+    assert steps.tick(due(steps)) == [Load("x", D)]
+
+
+def test_the_end_of_a_drain_is_due() -> None:
+    steps = cluster(drain_timeout_s=10.0)
+    steps.serve("x", D)
+    steps.ask("r")
+    steps.drain("x")
+    steps.serve("y", D)
+    steps.tick(9.7)
+    assert due(steps) == pytest.approx(0.3)
+    assert len(steps.tick(due(steps))) == 1
+    assert due(steps) == MAX_SLEEP_S  # not again and again
+
+
+def test_a_plan_is_due() -> None:
+    steps = cluster()
+    steps.tick(0.2)
+    steps.controller.scaling._due = 0.5
+    assert steps.controller.next_due() == 0.5
+
+
+def test_locks_are_not_looked_at_for_each_of_many_events_but_soon() -> None:
+    steps = cluster()
+    steps.fleet(decode="d e")
+    steps.tick(1.0)
+    steps.measure("d", used=950)
+    assert steps.controller.desk.locked == frozenset()
+    steps.tick(0.05)
+    assert steps.controller.desk.locked == {"d"}
+    assert (steps.count("locks"), steps.count("releases")) == (1, 0)
+    steps.drain("d")
+    assert steps.controller.desk.locked == frozenset()
+    assert (steps.count("locks"), steps.count("releases")) == (1, 1)
+
+
+# What people ask for and cannot have
+
+
+def test_what_cannot_be_changes_nothing() -> None:
+    steps = cluster()
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("r")
+    for event in (Spawn(P, "nowhere"), Added(spec=spec("p"), role=D)):
+        with pytest.raises(ConfigError):
+            steps.step(event)
+        steps.controller.check()
+    assert steps.prefilled("r", "p") != []
+
+
+def test_a_request_of_one_id_is_there_once() -> None:
+    steps = cluster()
+    steps.serve("d", D)
+    steps.ask("r", 20)
+    with pytest.raises(AssertionError):
+        steps.ask("r", 20)
+
+
+# The check itself
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda c: c.desk.requests.pop(RequestId("q")),
+        lambda c: c.desk.queue.remove(RequestId("q")),
+        lambda c: setattr(c.desk.requests[RequestId("q")], "phase", Phase.HANDING),
+        lambda c: c.desk.migration.append(c.desk.requests[RequestId("q")], None),
+        lambda c: setattr(c.desk, "locked", frozenset({"nobody"})),
+        lambda c: c.desk.fleet[spec("p").replica_id].prefills.clear(),
+        lambda c: c.desk.deadlines.set(RequestId("first"), 7.0),
+        lambda c: setattr(c.desk.fleet[spec("d").replica_id], "waits_for", P),
+    ],
+)
+def test_what_does_not_hold_is_noticed(spoil: Callable[[Controller], object]) -> None:
+    steps = cluster()
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("q")
+    steps.controller.check()
+    spoil(steps.controller)
+    with pytest.raises(AssertionError):
+        steps.controller.check()

@@ -1,0 +1,319 @@
+"""Every edge of a replica and every turn of a request, by events alone."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import (
+    Added,
+    Outcome,
+    Spawn,
+)
+from vllm_kvpool.router.placement import Budgets
+from vllm_kvpool.router.requests import PHASES, Phase, Request, Turn
+from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.states import EDGES, Cause, Role, State
+from vllm_kvpool.testing.router_steps import Steps, spec
+
+P, D = Role.PREFILL, Role.DECODE
+NEW = "n-1"
+
+
+def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
+    return Steps(
+        Settings(budgets=Budgets(prefill_requests=1), **more),  # type: ignore[arg-type]
+        scaling=ScalingSettings(
+            mode=mode, hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),)
+        ),
+        shed=ShedLimits(ttft_target_s=1e6, max_queued_requests=10_000),
+    )
+
+
+# Each brings a replica into a state, and says which.
+
+
+def inactive(steps: Steps) -> str:
+    steps.step(Added(spec=spec("x")))
+    return "x"
+
+
+def loading(role: Role) -> Callable[[Steps], str]:
+    def reach(steps: Steps) -> str:
+        steps.step(Added(spec=spec("x"), role=role))
+        return "x"
+
+    return reach
+
+
+def new(steps: Steps) -> str:
+    steps.fleet(prefill="p", decode="d")
+    steps.step(Spawn(P))
+    return NEW
+
+
+def refractory(steps: Steps) -> str:
+    new(steps)
+    for name in ("first", "r", "s"):
+        steps.ask(name)
+    steps.loaded(NEW)
+    return NEW
+
+
+def serving(role: Role) -> Callable[[Steps], str]:
+    def reach(steps: Steps) -> str:
+        steps.serve("x", role)
+        return "x"
+
+    return reach
+
+
+def old(steps: Steps) -> str:
+    new(steps)
+    return "p"
+
+
+def standby(steps: Steps) -> str:
+    steps.serve("x", P)
+    steps.drain("x")
+    return "x"
+
+
+def warming(role: Role) -> Callable[[Steps], str]:
+    def reach(steps: Steps) -> str:
+        steps.set_role(standby(steps), role)
+        return "x"
+
+    return reach
+
+
+def computing(steps: Steps) -> str:
+    steps.fleet(prefill="x", decode="d")
+    steps.ask("r")
+    return "x"
+
+
+def mutating(steps: Steps) -> str:
+    steps.set_role(computing(steps), D)
+    return "x"
+
+
+def shutting_prefill(steps: Steps) -> str:
+    steps.drain(computing(steps))
+    return "x"
+
+
+def shutting_decode(steps: Steps) -> str:
+    steps.serve("x", D)
+    steps.ask("r")
+    steps.drain("x")
+    return "x"
+
+
+def failed(steps: Steps) -> str:
+    steps.serve("x", D)
+    steps.failed("x")
+    return "x"
+
+
+def quarantined(steps: Steps) -> str:
+    failed(steps)
+    while steps.state("x") is not State.QUARANTINED:
+        steps.tick()
+        steps.failed("x")
+    return "x"
+
+
+REACH: dict[State, Callable[[Steps], str]] = {
+    State.INACTIVE: inactive,
+    State.LOADING_PREFILL: loading(P),
+    State.LOADING_DECODE: loading(D),
+    State.NEW_PREFILL: new,
+    State.REFRACTORY_PREFILL: refractory,
+    State.PREFILL: serving(P),
+    State.OLD_PREFILL: old,
+    State.AUS_PREFILL: warming(P),
+    State.DECODE: serving(D),
+    State.AUS_DECODE: warming(D),
+    State.MUTATING_TO_DECODE: mutating,
+    State.SHUTTING_PREFILL: shutting_prefill,
+    State.SHUTTING_DECODE: shutting_decode,
+    State.SHUTTING_NULL: standby,
+    State.FAILED: failed,
+    State.QUARANTINED: quarantined,
+}
+
+
+def idle_decoder(steps: Steps) -> None:
+    steps.controller.scaling.settings = ScalingSettings(mode=Mode.AUTOMATIC)
+    steps.serve("p", P)
+    steps.serve("y", D)
+    for _ in range(100):
+        steps.tick()
+        for name in ("p", "x", "y"):
+            steps.measure(name)
+
+
+S, C = State, Cause
+CAUSES: dict[tuple[State, Cause], Callable[[Steps], object]] = {
+    (S.INACTIVE, C.LOAD_PREFILL): lambda s: s.set_role("x", P),
+    (S.INACTIVE, C.LOAD_DECODE): lambda s: s.set_role("x", D),
+    (S.INACTIVE, C.TAKE_OVER): lambda s: (s.serve("p", P), s.step(Spawn(P))),
+    (S.LOADING_PREFILL, C.LOADED): lambda s: s.loaded("x"),
+    (S.LOADING_PREFILL, C.GIVE_UP): lambda s: s.drain("x"),
+    (S.LOADING_DECODE, C.LOADED): lambda s: s.loaded("x"),
+    (S.LOADING_DECODE, C.GIVE_UP): lambda s: s.drain("x"),
+    (S.NEW_PREFILL, C.LOADED): lambda s: s.loaded(NEW),
+    (S.NEW_PREFILL, C.GIVE_UP): lambda s: s.set_role(NEW, D),
+    (S.REFRACTORY_PREFILL, C.RELAYED): lambda s: s.prefilled("r", NEW),
+    (S.PREFILL, C.PAIR): lambda s: s.step(Spawn(P)),
+    (S.OLD_PREFILL, C.UNPAIR): lambda s: s.drain(NEW),
+    (S.PREFILL, C.MUTATE): lambda s: s.set_role("x", D),
+    (S.MUTATING_TO_DECODE, C.FLUSHED): lambda s: s.prefilled("r", "x"),
+    (S.PREFILL, C.DEACTIVATE): lambda s: s.drain("x"),
+    (S.SHUTTING_PREFILL, C.REVIVE): lambda s: s.set_role("x", P),
+    (S.SHUTTING_PREFILL, C.DRAINED): lambda s: s.prefilled("r", "x"),
+    (S.DECODE, C.DEACTIVATE): lambda s: s.drain("x"),
+    (S.DECODE, C.IDLE): idle_decoder,
+    (S.SHUTTING_DECODE, C.REVIVE): lambda s: s.set_role("x", D),
+    (S.SHUTTING_DECODE, C.DRAINED): lambda s: s.decoded("r", "x"),
+    (S.SHUTTING_NULL, C.USE_PREFILL): lambda s: s.set_role("x", P),
+    (S.SHUTTING_NULL, C.USE_DECODE): lambda s: s.set_role("x", D),
+    (S.SHUTTING_NULL, C.EXPIRE): lambda s: s.remove("x"),
+    (S.AUS_PREFILL, C.READY): lambda s: s.warmed("x"),
+    (S.AUS_DECODE, C.READY): lambda s: s.warmed("x"),
+    (S.FAILED, C.QUARANTINE): lambda s: quarantined_again(s),
+    (S.FAILED, C.RESET): lambda s: s.tick(1.0),
+    (S.QUARANTINED, C.RESET): lambda s: s.tick(60.0),
+}
+
+
+def quarantined_again(steps: Steps) -> None:
+    while steps.state("x") is not State.QUARANTINED:
+        steps.tick()
+        steps.failed("x")
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_is_reached(state: State) -> None:
+    steps = cluster()
+    assert steps.state(REACH[state](steps)) is state
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"), EDGES, ids=[f"{state.value}-{cause.value}" for state, cause in EDGES]
+)
+def test_every_edge_is_followed(state: State, cause: Cause) -> None:
+    steps = cluster()
+    name = REACH[state](steps)
+    fleet = steps.controller.desk.fleet
+    before = fleet.counts[state, cause]
+    if cause is Cause.FAIL:
+        steps.failed(name)
+    else:
+        CAUSES[state, cause](steps)
+    assert fleet.counts[state, cause] > before
+    assert set(fleet.counts) <= set(EDGES)
+
+
+# Requests
+
+
+def record_turns(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, Turn]]:
+    seen: Counter[tuple[Phase, Turn]] = Counter()
+    follow = Request.turn
+
+    def turn(request: Request, turn: Turn, now: float) -> None:
+        seen[request.phase, turn] += 1
+        follow(request, turn, now)
+
+    monkeypatch.setattr(Request, "turn", turn)
+    return seen
+
+
+def bound(steps: Steps) -> None:
+    new(steps)
+    steps.ask("first")
+    steps.ask("r", deadline=5.0)
+    assert steps.phase("r") is Phase.BOUND
+
+
+def queued(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("r", deadline=5.0)
+    assert steps.phase("r") is Phase.QUEUED
+
+
+def prefilling(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("r", deadline=5.0)
+    assert steps.phase("r") is Phase.PREFILLING
+
+
+def handing(steps: Steps) -> None:
+    steps.serve("p", P)
+    steps.serve("d", D, blocks=100)
+    steps.ask("first", 16 * 80, hands_over=False)
+    steps.ask("r", deadline=5.0)
+    steps.prefilled("r", "p")
+    assert steps.phase("r") is Phase.HANDING
+
+
+def decoding(steps: Steps) -> None:
+    prefilling(steps)
+    steps.prefilled("r", "p")
+    assert steps.phase("r") is Phase.DECODING
+
+
+H, T = Phase, Turn
+TURNS: dict[tuple[Phase, Turn], tuple[Callable[[Steps], None], Callable[[Steps], object]]] = {
+    (H.QUEUED, T.BIND): (queued, lambda s: s.step(Spawn(P))),
+    (H.QUEUED, T.PREFILL): (queued, lambda s: s.prefilled("first", "p")),
+    (H.QUEUED, T.HAND): (queued, lambda s: s.failed("p")),
+    (H.QUEUED, T.REFUSE): (queued, lambda s: s.tick(5.0)),
+    (H.QUEUED, T.CANCEL): (queued, lambda s: s.cancel("r")),
+    (H.BOUND, T.PREFILL): (bound, lambda s: s.loaded(NEW)),
+    (H.BOUND, T.UNBIND): (bound, lambda s: s.failed(NEW)),
+    (H.BOUND, T.REFUSE): (bound, lambda s: s.tick(5.0)),
+    (H.BOUND, T.CANCEL): (bound, lambda s: s.cancel("r")),
+    (H.PREFILLING, T.HAND): (prefilling, lambda s: s.prefilled("r", "p")),
+    (H.PREFILLING, T.REQUEUE): (prefilling, lambda s: s.prefilled("r", "p", Outcome.BUSY)),
+    (H.PREFILLING, T.REFUSE): (prefilling, lambda s: fail_all(s)),
+    (H.PREFILLING, T.CANCEL): (prefilling, lambda s: s.cancel("r")),
+    (H.HANDING, T.DECODE): (handing, lambda s: s.decoded("first", "d")),
+    (H.HANDING, T.REFUSE): (handing, lambda s: s.tick(5.0)),
+    (H.HANDING, T.CANCEL): (handing, lambda s: s.cancel("r")),
+    (H.DECODING, T.HAND): (decoding, lambda s: s.decoded("r", "d", Outcome.FAILED)),
+    (H.DECODING, T.FINISH): (decoding, lambda s: s.decoded("r", "d")),
+    (H.DECODING, T.REFUSE): (decoding, lambda s: fail_all(s)),
+    (H.DECODING, T.CANCEL): (decoding, lambda s: s.cancel("r")),
+}
+
+
+def fail_all(steps: Steps) -> None:
+    while (phase := steps.phase("r")) is not None:
+        if phase is Phase.PREFILLING:
+            steps.prefilled("r", steps.place("r"), Outcome.FAILED)
+        else:
+            steps.decoded("r", steps.place("r"), Outcome.FAILED)
+
+
+def test_every_turn_has_its_story() -> None:
+    assert set(TURNS) == set(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("phase", "turn"), PHASES, ids=[f"{phase.value}-{turn.value}" for phase, turn in PHASES]
+)
+def test_every_turn_is_taken(phase: Phase, turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_turns(monkeypatch)
+    steps = cluster()
+    reach, cause = TURNS[phase, turn]
+    reach(steps)
+    before = seen[phase, turn]
+    cause(steps)
+    assert seen[phase, turn] > before
+    assert set(seen) <= set(PHASES)

@@ -1,0 +1,334 @@
+"""Calls to engines: what breaks, and as what it is known."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.router.engines import (
+    EngineBroke,
+    EngineLost,
+    Engines,
+    EngineUnreached,
+    finish,
+    read_sample,
+)
+from vllm_kvpool.router.events import Sample
+from vllm_kvpool.testing.router_rig import FAST, run
+from vllm_kvpool.testing.scripted_engine import ScriptedEngine
+from vllm_kvpool.testing.scripted_pool import ScriptedPool
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+@asynccontextmanager
+async def calls(**timeouts: float) -> AsyncIterator[Engines]:
+    given = {"connect_timeout_s": 1.0, "silence_timeout_s": 0.2, "answer_timeout_s": 0.5}
+    engines = Engines(**{**given, **timeouts}, api_key="key")  # type: ignore[arg-type]
+    engines.start()
+    try:
+        yield engines
+    finally:
+        await engines.close()
+
+
+@asynccontextmanager
+async def server(
+    *answers: bytes | None, stays: bool = False
+) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Gives each request its answer, and ends the connection (None: without one)."""
+    asked: list[bytes] = []
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while left:
+                asked.append(await reader.readuntil(b"\r\n\r\n"))
+                answer = left.pop(0)
+                if answer is None:
+                    break
+                writer.write(answer)
+                await writer.drain()
+                if stays:
+                    await asyncio.sleep(5)
+                if b"Content-Length" not in answer:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", asked
+    finally:
+        listening.close()
+
+
+async def take(engines: Engines, url: str) -> None:
+    """Read a stream to its end."""
+    async with engines.open(url, b"{}", {}) as response:
+        async for _ in response.content.iter_any():
+            pass
+
+
+BROKEN: dict[str, tuple[bytes | None, bool, type[EngineLost]]] = {
+    "no answer": (None, False, EngineBroke),
+    "silence": (b"", True, EngineBroke),
+    "half a head": (b"HTTP/1.1 200 OK\r\nContent-", False, EngineBroke),
+    "half a body": (HEAD + b"Content-Length: 9\r\n\r\nhalf", False, EngineBroke),
+    "half a chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n9\r\nhalf", False, EngineBroke),
+    "silence in the body": (HEAD + b"Content-Length: 9\r\n\r\nhalf", True, EngineBroke),
+    "TLS": (b"\x16\x03\x01\x02\x00", True, EngineLost),
+    "no HTTP": (b"hello there\r\n\r\n", True, EngineLost),
+    "huge head": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", True, EngineLost),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_breaks(name: str, streams: bool) -> None:
+    answer, stays, kind = BROKEN[name]
+
+    async def main() -> None:
+        async with calls() as engines, server(answer, answer, stays=stays) as (url, _):
+            with pytest.raises(EngineLost) as caught:
+                await (take(engines, url) if streams else engines.post(url, b"{}"))
+            assert type(caught.value) is kind, caught.value
+
+    run(main)
+
+
+def test_nobody_listens() -> None:
+    async def main() -> None:
+        async with calls() as engines:
+            async with server() as (url, _):
+                pass
+            with pytest.raises(EngineUnreached) as caught:
+                await engines.post(url, b"")
+            assert caught.value.is_refused
+            with pytest.raises(EngineUnreached) as caught:
+                await engines.get("http://name.invalid:1", 1.0)
+            assert not caught.value.is_refused
+
+    run(main)
+
+
+def test_a_connection_that_was_just_closed_is_tried_once_more() -> None:
+    async def main() -> None:
+        fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        async with calls() as engines:
+            async with server(None, fine) as (url, asked):
+                assert (await engines.post(url, b"{}")).body == b"ok"
+                assert len(asked) == 2
+            async with server(None, None, fine) as (url, asked):
+                with pytest.raises(EngineBroke):
+                    await engines.post(url, b"{}")
+                assert len(asked) == 2
+
+    run(main)
+
+
+def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
+    """The second try is refused; the first one may have been the end of the engine."""
+
+    async def main() -> None:
+        async with calls() as engines:
+            listening: list[asyncio.Server] = []
+
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.readuntil(b"\r\n\r\n")
+                listening[0].close()
+                writer.close()
+
+            listening.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+            port = listening[0].sockets[0].getsockname()[1]
+            with pytest.raises(EngineBroke):
+                await engines.post(f"http://127.0.0.1:{port}", b"{}")
+
+    run(main)
+
+
+def test_a_redirection_is_not_followed() -> None:
+    async def main() -> None:
+        away = b"HTTP/1.1 307 Go\r\nLocation: http://name.invalid/\r\nContent-Length: 0\r\n\r\n"
+        async with calls() as engines, server(away) as (url, _):
+            assert (await engines.post(url, b"{}")).status == 307
+
+    run(main)
+
+
+def test_keys_and_bodies() -> None:
+    async def main() -> None:
+        fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        async with calls() as engines:
+            async with server(fine) as (url, asked):
+                await engines.post(url, b"")
+                assert b"Authorization: Bearer key" in asked[0]
+                assert b"Content-Type: application/json" in asked[0]
+            async with server(fine) as (url, asked):
+                await engines.post(url, b"{}", {"X": "y"})
+                assert b"Authorization" not in asked[0], "clients bring their own"
+                for name in (b"User-Agent", b"Accept-Encoding", b"Content-Type"):
+                    assert name not in asked[0]
+            async with server(fine) as (url, asked):
+                await engines.get(url, 1.0)
+                assert b"Authorization: Bearer key" in asked[0]
+
+    run(main)
+
+
+def test_an_answer_beyond_all_bounds() -> None:
+    async def main() -> None:
+        large = b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
+        async with calls() as engines, server(large, large) as (url, _):
+            assert len((await engines.get(url, 1.0, most_bytes=5000)).body) == 5000
+            with pytest.raises(EngineLost, match="more than 4999 bytes"):
+                await engines.get(url, 1.0, most_bytes=4999)
+
+    run(main)
+
+
+def test_a_large_body_is_sent() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(FAST)
+        async with calls() as engines:
+            url = await engine.start()
+            body = b'{"model":"scripted","prompt":"x","user":"%b"}' % (b"x" * (3 << 20))
+            headers = {"Content-Type": "application/json"}
+            answer = await engines.post(f"{url}/v1/completions", body, headers)
+            assert answer.status == 200
+            await engine.stop()
+
+    run(main)
+
+
+def test_a_connection_is_used_again_after_a_stream() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(FAST)
+        async with calls() as engines:
+            url = await engine.start()
+            body = b'{"model":"scripted","prompt":"x","stream":true}'
+            headers = {"Content-Type": "application/json"}
+            ports = set()
+            for _ in range(5):
+                path = f"{url}/v1/completions"
+                async with engines.open(path, body, headers) as response:
+                    assert response.connection is not None
+                    assert response.connection.transport is not None
+                    ports.add(response.connection.transport.get_extra_info("sockname"))
+                    async for data in response.content.iter_any():
+                        if data.endswith(b"data: [DONE]\n\n"):
+                            await finish(response)
+            assert len(ports) == 1
+            await engine.stop()
+
+    run(main)
+
+
+def test_the_callers_own_errors_are_not_the_engines() -> None:
+    async def main() -> None:
+        fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        async with calls() as engines, server(fine) as (url, _):
+            with pytest.raises(KeyError):
+                async with engines.open(url, b"", {}):
+                    raise KeyError
+
+    run(main)
+
+
+# Metrics
+
+TEXT = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 99.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1e+06
+vllm:prompt_tokens_created{engine="0",model_name="m"} 1.7e+09
+vllm:generation_tokens_total{engine="0",model_name="a \\"b\\" {c}"} 5.0
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="100"} 1.0
+vllm:kvpool_bytes_total{direction="save",store="s"} 7.0
+vllm:kvpool_bytes_total{direction="load",store="s"} 9.0
+vllm:kvpool_bytes_total{direction="sideways",store="s"} 1.0
+vllm:kvpool_tier_up{tier="host"} 0.0
+vllm:kvpool_tier_up{tier="remote"} 1.0
+python_gc_objects_collected_total{generation="0"} 1.0
+"""
+
+
+def test_what_metrics_say() -> None:
+    assert read_sample(TEXT) == Sample(
+        **{"running": 7, "waiting": 2, "used_blocks": 100, "total_blocks": 200, "block_size": 16},
+        **{"prompt_tokens": 1e6, "generated_tokens": 5.0, "bytes_in": 9.0, "bytes_out": 7.0},
+        pool_is_up=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tiers", "is_up"),
+    [
+        ({}, True),
+        ({"host": 0}, True),
+        ({"host": 1, "remote": 0}, False),
+        ({"one": 0, "two": 1}, True),
+        ({"one": 0, "two": 0}, False),
+    ],
+)
+def test_whether_the_pool_is_up(tiers: dict[str, int], is_up: bool) -> None:
+    lines = [f'vllm:kvpool_tier_up{{tier="{name}"}} {up}' for name, up in tiers.items()]
+    assert read_sample("\n".join(lines)).pool_is_up is is_up
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html><body>no</body></html>",
+        "vllm:num_requests_running{ 3",
+        "vllm:num_requests_running three",
+        "vllm:num_requests_running NaN",
+        "vllm:num_requests_running +Inf",
+        'vllm:kv_cache_usage_perc NaN\nvllm:cache_config_info{num_gpu_blocks="5"} 1',
+        "vllm:prompt_tokens_total NaN",
+        '{"json": true}',
+    ],
+)
+def test_metrics_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(EngineLost, match="/metrics"):
+        read_sample(text)
+
+
+def test_metrics_of_something_else_say_nothing() -> None:
+    assert read_sample("python_info 1.0\n") == Sample()
+    assert read_sample("") == Sample()
+
+
+def test_metrics_of_a_scripted_engine() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(FAST, ScriptedPool())
+        async with calls() as engines:
+            url = await engine.start()
+            sample = await engines.sample(url, 1.0)
+            assert sample.total_blocks == FAST.kv_blocks
+            assert sample.block_size == FAST.block_size
+            assert sample.pool_is_up
+            assert engine.pool is not None
+            engine.pool.up = False
+            assert not (await engines.sample(url, 1.0)).pool_is_up
+            await engine.stop()
+            with pytest.raises(EngineUnreached):
+                await engines.sample(url, 1.0)
+
+    run(main)
+
+
+def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
+    assert read_sample('vllm:e2e_seconds_bucket{le="0.1 1.0\n' + TEXT) == read_sample(TEXT)

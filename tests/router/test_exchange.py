@@ -1,0 +1,365 @@
+"""What clients get through the router is what the engine gives; prompts are handed over."""
+
+import asyncio
+import re
+import socket
+from typing import Any
+
+import msgspec
+
+from vllm_kvpool.router.requests import Phase
+from vllm_kvpool.router.states import State
+from vllm_kvpool.testing.router_rig import CHAT, COMPLETIONS, Reply, RouterRig, run
+from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
+
+LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
+SHORT = "hello world"
+KEYED = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="secret")
+
+Body = dict[str, Any]
+
+
+def chat(text: str) -> Body:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+BODIES: dict[str, tuple[str, Body]] = {
+    "short": (COMPLETIONS, {"prompt": SHORT}),
+    "long": (COMPLETIONS, {"prompt": LONG}),
+    "ids": (COMPLETIONS, {"prompt": list(range(300, 1900))}),
+    "several prompts": (COMPLETIONS, {"prompt": [SHORT, LONG]}),
+    "several choices": (COMPLETIONS, {"prompt": LONG, "n": 2}),
+    "echo": (COMPLETIONS, {"prompt": LONG, "echo": True}),
+    "token ids": (COMPLETIONS, {"prompt": LONG, "return_token_ids": True}),
+    "stop": (COMPLETIONS, {"prompt": LONG, "max_tokens": 200, "stop": ["ba", "ke"]}),
+    "stop kept": (
+        COMPLETIONS,
+        {"prompt": LONG, "max_tokens": 200, "stop": ["ba"], "include_stop_str_in_output": True},
+    ),
+    "one token": (COMPLETIONS, {"prompt": LONG, "max_tokens": 1}),
+    "default length": (COMPLETIONS, {"prompt": LONG, "max_tokens": None}),
+    "wishes of its own": (
+        COMPLETIONS,
+        {"prompt": LONG, "kv_transfer_params": {"kvpool": {"save": False}, "other": 1}},
+    ),
+    "unknown field": (COMPLETIONS, {"prompt": LONG, "something": {"new": [1, 2]}}),
+    "chat": (CHAT, chat(LONG)),
+    "short chat": (CHAT, chat(SHORT)),
+    "chat token ids": (CHAT, {**chat(LONG), "return_token_ids": True}),
+    "chat choices": (CHAT, {**chat(LONG), "n": 2}),
+    "chat stop": (CHAT, {**chat(LONG), "max_tokens": 200, "stop": "ra"}),
+    "seeded": (COMPLETIONS, {"prompt": LONG, "temperature": 1.0, "seed": 7}),
+}
+USAGE = {"stream_options": {"include_usage": True}}
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+BAD: dict[str, tuple[str, Body, int]] = {
+    "negative length": (COMPLETIONS, {"prompt": LONG, "max_tokens": -1}, 400),
+    "too long": (COMPLETIONS, {"prompt": LONG * 8}, 400),
+    "cold": (COMPLETIONS, {"prompt": LONG, "temperature": -2}, 400),
+    "empty": (COMPLETIONS, {"prompt": ""}, 400),
+    "options without stream": (COMPLETIONS, {"prompt": LONG, "stream_options": {}}, 400),
+    "unknown model": (COMPLETIONS, {"prompt": LONG, "model": "other"}, 404),
+    "unknown model in chat": (CHAT, {**chat(LONG), "model": "other"}, 404),
+}
+
+_TRANSFER = re.compile(rb'"kv_transfer_params":(null|\{"kvpool":\{[^}]*\}\})')
+
+
+def said(reply: Reply) -> list[bytes]:
+    """What an engine says of the pool differs from one that has none."""
+    return [_TRANSFER.sub(b"", each) for each in reply.plain()]
+
+
+def assert_same(through: Reply, direct: Reply, what: str) -> None:
+    assert through.status == direct.status, what
+    assert said(through) == said(direct), what
+    dated = {name.lower(): each for name, each in through.headers.items() if name != "Date"}
+    assert dated == {
+        name.lower(): each for name, each in direct.headers.items() if name != "Date"
+    } | {name: dated[name] for name in ("content-length",) if name in dated}, what
+    assert len(through.headers.getall("Date")) == 1, what
+
+
+def test_answers_and_streams_are_those_of_the_engine() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            for name, (path, body) in BODIES.items():
+                for more in ({}, {"stream": True}, {"stream": True, **USAGE}):
+                    through = await rig.complete({**body, **more}, path)
+                    direct = await rig.complete({**body, **more}, path, at=rig.reference)
+                    assert direct.status == 200, (name, direct.body)
+                    assert_same(through, direct, f"{name} {more}")
+            for path, body in (BODIES["long"], BODIES["chat"]):
+                through = await rig.stream({**body, **CONTINUOUS}, path)
+                direct = await rig.stream({**body, **CONTINUOUS}, path, at=rig.reference)
+                assert_same(through, direct, "continuous usage")
+
+    run(main)
+
+
+def test_errors_are_those_of_the_engine() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            for name, (path, body, status) in BAD.items():
+                for more in ({}, {"stream": True}):
+                    if "stream_options" in body and more:
+                        continue
+                    through = await rig.complete({**body, **more}, path)
+                    direct = await rig.complete({**body, **more}, path, at=rig.reference)
+                    assert direct.status == status, (name, direct.body)
+                    assert_same(through, direct, f"{name} {more}")
+            assert "given_up" not in rig.counts
+            assert "resumed" not in rig.counts
+
+    run(main)
+
+
+def test_a_model_that_no_engine_lists_costs_no_prefill() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            before = rig.engines[0].counts.received[COMPLETIONS]
+            reply = await rig.complete({"prompt": LONG, "model": "other"})
+            assert reply.status == 404
+            assert rig.engines[0].counts.received[COMPLETIONS] == before
+            assert rig.engines[1].counts.received[COMPLETIONS] == before + 1
+
+    run(main)
+
+
+def test_keys_are_passed_on_and_judged_by_the_engine() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1, spec=KEYED, more={"api_key": "secret"}) as rig:
+            good = {"Authorization": "Bearer secret"}
+            for headers in ({}, {"Authorization": "Bearer wrong"}, good):
+                through = await rig.complete({"prompt": LONG}, headers=headers)
+                direct = await rig.complete({"prompt": LONG}, headers=headers, at=rig.reference)
+                assert direct.status == (200 if headers is good else 401)
+                assert_same(through, direct, str(headers))
+                url = f"{rig.url}/v1/models"
+                async with rig.session.get(url, headers=headers) as models:
+                    assert models.status == direct.status
+            assert rig.engines[0].counts.asked["max_tokens"] == 1, "it has computed a prompt"
+
+    run(main)
+
+
+def test_headers_go_on_but_for_those_of_the_connection() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            headers = {
+                **{"X-Request-Id": "mine", "X-Tenant": "blue", "User-Agent": "it"},
+                **{"Connection": "X-Secret", "X-Secret": "1", "Accept-Encoding": "gzip"},
+            }
+            for more in ({}, {"stream": True}):
+                reply = await rig.complete({"prompt": LONG, **more}, headers=headers)
+                assert reply.chunks[0]["id"] == "cmpl-mine"
+                assert reply.headers["Server"] == "uvicorn"
+                got = rig.engines[1].counts.last_headers
+                assert got["x-request-id"] == "mine"
+                assert got["x-tenant"] == "blue"
+                assert got["user-agent"] == "it"
+                assert "accept-encoding" not in got
+                assert "x-secret" not in got
+                assert got["host"] in rig.engines[1].url
+
+    run(main)
+
+
+def test_every_request_has_an_id() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            ids = [(await rig.complete({"prompt": SHORT})).chunks[0]["id"] for _ in range(3)]
+            assert len(set(ids)) == 3
+            assert rig.engines[1].counts.last_headers["x-request-id"] == ids[-1].removeprefix(
+                "cmpl-"
+            )
+
+    run(main)
+
+
+# Hand-over
+
+
+def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            prefill, decode = rig.engines
+            before = prefill.counts.received[COMPLETIONS]
+            reply = await rig.stream(
+                {
+                    **{"prompt": LONG, "stop": ["zzz"], "seed": 3, **USAGE},
+                    "kv_transfer_params": {"kvpool": {"expect_timeout_ms": 77}},
+                }
+            )
+            assert reply.is_done
+            assert prefill.counts.received[COMPLETIONS] == before + 1
+            asked = prefill.counts.asked
+            assert asked["max_tokens"] == 1
+            assert asked["stream"] is False
+            assert asked["prompt"] == LONG
+            assert asked["kv_transfer_params"] == {"kvpool": {"expect_timeout_ms": 77}}
+            assert "stop" not in asked
+            assert prefill.counts.last_headers["x-request-id"].endswith("-prefill")
+            params = decode.counts.asked["kv_transfer_params"]
+            assert reply.usage is not None
+            chunks = reply.usage["prompt_tokens"] // rig.spec.chunk_tokens
+            assert chunks > 3
+            assert params["kvpool"]["expect_tokens"] == chunks * rig.spec.chunk_tokens
+            assert params["kvpool"]["expect_timeout_ms"] == 77, "the client's own wish stays"
+            core = decode.core
+            assert core is not None
+            assert core.batch.counts.pool_hit_tokens == params["kvpool"]["expect_tokens"]
+
+    run(main)
+
+
+def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            before = rig.engines[0].counts.received[COMPLETIONS]
+            await rig.complete({"prompt": SHORT})
+            assert rig.engines[0].counts.received[COMPLETIONS] == before
+            assert "kv_transfer_params" not in rig.engines[1].counts.asked
+            for _ in range(3):
+                await rig.complete({"prompt": LONG})
+            assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
+
+    run(main)
+
+
+def test_a_prompt_of_ids_may_be_computed_in_two_parts() -> None:
+    async def main() -> None:
+        body = {"prompt": list(range(300, 2900)), "max_tokens": 20}
+        async with RouterRig(2, 1, config={"flow": {"split_tokens": 1000}}) as rig:
+            before = sum(each.counts.received[COMPLETIONS] for each in rig.engines[:2])
+            reply = await rig.stream(body)
+            direct = await rig.stream(body, at=rig.reference)
+            assert reply.text == direct.text
+            assert sum(each.counts.received[COMPLETIONS] for each in rig.engines[:2]) == before + 2
+            wished = rig.engines[2].counts.asked["kv_transfer_params"]["kvpool"]
+            assert wished["expect_tokens"] == 2600 // 256 * 256
+
+    run(main)
+
+
+def test_what_is_learned_makes_estimates_exact() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1, config={"flow": {"hands_over": False}}) as rig:
+            rates = rig.router.controller.desk.rates
+            for number in range(12):
+                body = {"prompt": f"{number} {LONG}", "stream": number % 2 == 0}
+                reply = await rig.complete({**body, **({**USAGE} if number % 2 == 0 else {})})
+                assert reply.usage is not None
+            exact = reply.usage["prompt_tokens"] / (len(LONG) + 3)
+            assert abs(rates.snapshot().tokens_per_byte - exact) < 0.02 * exact
+
+    run(main)
+
+
+# Clients that go
+
+
+async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> None:
+    """A client asks, and goes when its request is there; engine `at` has it in hand then."""
+    desk = rig.router.controller.desk
+    known = set(desk.requests)
+    aborted = rig.engines[at].counts.aborted if at is not None else 0
+    task = asyncio.ensure_future(rig.complete(body))
+    await rig.until(lambda: set(desk.requests) - known, "it has arrived")
+    (name,) = set(desk.requests) - known
+    await rig.until(lambda: desk.requests[name].phase is phase, f"it is {phase}")
+    if at is not None:
+        await rig.until(lambda: rig.engines[at].board.faults() == [], "its engine has it")
+    task.cancel()
+    await rig.until(lambda: name not in desk.requests, "the controller has forgotten it")
+    await rig.until(lambda: rig.router.num_exchanges == len(known), "no exchange is left")
+    if at is not None:
+        await rig.until(lambda: rig.engines[at].counts.aborted == aborted + 1, "it is aborted")
+    rig.router.controller.check()
+
+
+def test_a_client_that_goes_while_its_prompt_is_computed() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            for stream in (True, False):
+                rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
+                await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.PREFILLING, 0)
+            assert rig.counts["cancelled"] == 2
+            assert (await rig.complete({"prompt": LONG})).status == 200
+
+    run(main)
+
+
+def test_a_client_that_goes_before_its_first_token() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            for kind in (FaultKind.STALL, FaultKind.HANG):
+                for stream in (True, False):
+                    rig.fail(1, kind, times=1)
+                    await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.DECODING, 1)
+            assert rig.counts["cancelled"] == 4
+
+    run(main)
+
+
+def test_a_client_that_goes_while_it_waits() -> None:
+    async def main() -> None:
+        config = {"flow": {"prefill_requests": 1, "decode_requests": 1}}
+        async with RouterRig(1, 1, config=config) as rig:
+            rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
+            first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
+            await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
+            await _gone(rig, {"prompt": "two" + LONG, "stream": True}, Phase.QUEUED, None)
+            first.cancel()
+            await rig.check_idle()
+            rig.fail(1, FaultKind.STALL, after_tokens=0, times=1)
+            first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
+            await rig.until(lambda: not rig.engines[1].board.faults(), "the first is decoded")
+            await _gone(rig, {"prompt": "two" + LONG, "stream": True}, Phase.HANDING, None)
+            first.cancel()
+
+    run(main)
+
+
+def test_a_client_that_goes_in_mid_stream() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            for path, body in ((COMPLETIONS, {"prompt": LONG}), (CHAT, chat(LONG))):
+                asked = rig.body({**body, "stream": True, "max_tokens": 4000})
+                aborted = rig.engines[1].counts.aborted
+                got = await rig.session.post(rig.url + path, json=asked)
+                await got.content.readany()
+                assert rig.holders() == [1]
+                got.close()
+                await rig.until(lambda: rig.engines[1].counts.aborted == aborted + 1, "aborted")  # noqa: B023
+                await rig.until(lambda: not rig.holders(), "its engine is idle")
+                assert rig.engines[1].counts.tokens < 3000
+            assert rig.counts["cancelled"] == 2
+            assert "resumed" not in rig.counts
+
+    run(main)
+
+
+def test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blamed() -> None:
+    async def main() -> None:
+        spec = ScriptedSpec(step_base_s=0.0005, max_model_len=60_000)
+        config = {"front": {"client_timeout_s": 0.3}}
+        async with RouterRig(1, 1, spec=spec, config=config) as rig:
+            asked = {"prompt": SHORT, "stream": True, "max_tokens": 50_000, "n": 32}
+            data = msgspec.json.encode(rig.body(asked))
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", rig.router.front_port))
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+            )
+            await rig.until(rig.holders, "its engine has it")
+            await rig.until(lambda: not rig.holders(), "it is let go")
+            assert rig.counts["cancelled"] == 1
+            assert "resumed" not in rig.counts
+            assert rig.state(1) is State.DECODE
+            client.close()
+
+    run(main)

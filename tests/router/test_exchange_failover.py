@@ -1,0 +1,558 @@
+"""Engines fail in every way they can; clients get one whole and true answer, or a clean error."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from multidict import CIMultiDict
+
+from vllm_kvpool.router.bodies import Kind, parse_request
+from vllm_kvpool.router.clients import Client
+from vllm_kvpool.router.engines import Engines
+from vllm_kvpool.router.events import (
+    Cancelled,
+    Decode,
+    DecodeEnded,
+    Event,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+)
+from vllm_kvpool.router.exchange import Exchange, Wiring
+from vllm_kvpool.router.requests import RequestId
+from vllm_kvpool.router.states import ReplicaId, State
+from vllm_kvpool.testing.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
+from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
+
+LONG = "hello world " * 400
+Body = dict[str, Any]
+
+SLOW = ScriptedSpec(step_base_s=0.002, put_s=0.005)
+STREAM: Body = {"prompt": LONG, "max_tokens": 60, "return_token_ids": True, "stream": True}
+CHAT_STREAM: Body = {
+    **{"messages": [{"role": "user", "content": LONG}], "max_tokens": 60},
+    **{"return_token_ids": True, "stream": True},
+}
+HIDDEN: Body = {
+    **{"prompt": LONG, "max_tokens": 60, "stream": True},
+    "stream_options": {"include_usage": True},
+}
+WHOLE: Body = {"prompt": LONG, "max_tokens": 60, "return_token_ids": True}
+TALKS = {
+    "stream": (COMPLETIONS, STREAM),
+    "chat": (CHAT, CHAT_STREAM),
+    "ids hidden": (COMPLETIONS, HIDDEN),
+    "whole": (COMPLETIONS, WHOLE),
+    "short": (COMPLETIONS, {**STREAM, "prompt": "hello"}),
+}
+
+K = FaultKind
+FAULTS: dict[str, Body] = {
+    "die at once": {"kind": K.DIE, "after_tokens": 0},
+    "die at first token": {"kind": K.DIE, "after_tokens": 1},
+    "die in the middle": {"kind": K.DIE, "after_tokens": 23},
+    "die at the last token": {"kind": K.DIE, "after_tokens": 60},
+    "cut at once": {"kind": K.CUT, "after_tokens": 0},
+    "cut in the middle": {"kind": K.CUT, "after_tokens": 31},
+    "stall at once": {"kind": K.STALL, "after_tokens": 0},
+    "stall in the middle": {"kind": K.STALL, "after_tokens": 17},
+    "hang before headers": {"kind": K.HANG},
+    "no end": {"kind": K.NO_DONE},
+    "no end in the middle": {"kind": K.NO_DONE, "after_tokens": 9},
+    "broken JSON": {"kind": K.BROKEN_JSON, "after_tokens": 12},
+    "error in the stream": {"kind": K.ERROR, "after_tokens": 12},
+    "error at once": {"kind": K.ERROR, "after_tokens": 0},
+    "500": {"kind": K.STATUS, "status": 500},
+    "502 in HTML": {"kind": K.STATUS, "status": 502},
+    "200 in HTML": {"kind": K.STATUS, "status": 200},
+    "busy": {"kind": K.BUSY},
+    "429": {"kind": K.STATUS, "status": 429},
+    "no HTTP": {"kind": K.NOT_HTTP},
+}
+FEW = ("ids hidden", "short")
+SOME = ("die in the middle", "stall in the middle", "no end", "500")
+IMPATIENT = {
+    "front": {"engine_timeout_s": 0.15, "answer_timeout_s": 0.3},
+    "flow": {"max_lost": 4},
+}
+
+
+def assert_whole(reply: Reply, direct: Reply, what: str = "") -> None:
+    """What the client has is what one engine alone would have said."""
+    assert reply.status == direct.status == 200, (what, reply.body)
+    assert reply.error is None, (what, reply.error)
+    assert reply.text == direct.text, what
+    assert reply.token_ids == direct.token_ids, what
+    assert reply.finish_reason == direct.finish_reason, what
+    assert reply.usage == direct.usage, what
+    assert reply.is_done == direct.is_done, what
+    ids = {chunk["id"] for chunk in reply.chunks}
+    assert len(ids) == 1, what
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_whatever_happens_to_one_decode_engine(talk: str) -> None:
+    path, body = TALKS[talk]
+
+    async def main() -> None:
+        async with RouterRig(1, 2, config=IMPATIENT) as rig:
+            direct = await rig.complete(body, path, at=rig.reference)
+            for name, fault in FAULTS.items():
+                if (name == "no end" and talk == "whole") or (talk in FEW and name not in SOME):
+                    continue
+                for number in (1, 2):
+                    rig.fail(number, **{**fault, "times": 1})
+                reply = await rig.complete(body, path)
+                hit = [not each.board.faults() for each in rig.engines[1:]]
+                assert any(hit), name
+                # Of two, both may have had it.
+                assert_whole(reply, direct, name)
+                for number in (1, 2):
+                    rig.restart(number)
+                await rig.serving()
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_whatever_happens_to_a_prefill_engine(path: str) -> None:
+    async def main() -> None:
+        async with RouterRig(2, 1, config=IMPATIENT) as rig:
+            for name, fault in FAULTS.items():
+                if fault.get("after_tokens", 0) > 1 or name in ("no end", "429"):
+                    continue
+                prompt = f"{name} {LONG}"
+                body = {
+                    **(STREAM if path == COMPLETIONS else CHAT_STREAM),
+                    **({"prompt": prompt} if path == COMPLETIONS else {}),
+                }
+                if path == CHAT:
+                    body["messages"] = [{"role": "user", "content": prompt}]
+                direct = await rig.complete(body, path, at=rig.reference)
+                for number in (0, 1):
+                    rig.fail(number, **{**fault, "times": 1})
+                reply = await rig.complete(body, path)
+                assert any(not each.board.faults() for each in rig.engines[:2]), name
+                assert_whole(reply, direct, name)
+                for number in (0, 1):
+                    rig.restart(number)
+                await rig.serving()
+
+    run(main)
+
+
+def test_a_prefill_engine_that_dies_after_its_answer() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1, config={"front": {"expect_timeout_ms": 200}}) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            # The answer comes before the last chunks are in the pool, and they never will be.
+            rig.pool.up = True
+            asked = asyncio.ensure_future(rig.complete(STREAM))
+            counts = rig.router.controller.desk
+            await rig.until(lambda: counts.handed_tokens > 0, "its prompt is computed")
+            rig.kill(0)
+            assert_whole(await asked, direct)
+
+    run(main)
+
+
+def test_a_stream_whose_engines_die_one_after_the_other() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 3) as rig:
+            for path, body in (TALKS["stream"], TALKS["chat"], TALKS["ids hidden"]):
+                direct = await rig.complete(body, path, at=rig.reference)
+                for number in (1, 2, 3):
+                    rig.fail(number, K.DIE, after_tokens=15, seconds=0.3, times=1)
+                reply = await rig.complete(body, path)
+                assert_whole(reply, direct)
+                assert sum(each.counts.deaths for each in rig.engines) >= 3
+                for number in (1, 2, 3):
+                    rig.restart(number)
+                await rig.serving()
+
+    run(main)
+
+
+def test_many_streams_while_engines_die_at_random_and_come_back() -> None:
+    async def main() -> None:
+        rolled = random.Random(5)
+        config = {
+            "flow": {"max_attempts": 8, "max_lost": 8},
+            "overload": {"ttft_target_s": 60.0},
+        }
+        async with RouterRig(2, 4, spec=SLOW, config=config) as rig:
+            prompts = [f"{number} {LONG}" for number in range(24)]
+            bodies = [
+                {
+                    **{"prompt": prompt, "max_tokens": rolled.randrange(20, 150)},
+                    **{"return_token_ids": True, "stream": number % 4 != 0},
+                }
+                for number, prompt in enumerate(prompts)
+            ]
+            direct = await asyncio.gather(
+                *(rig.complete(each, at=rig.reference) for each in bodies)
+            )
+            asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
+            while not all(each.done() for each in asked):
+                await asyncio.sleep(0.1)
+                number = rolled.randrange(6)
+                kind = rolled.choice([K.DIE, K.DIE, K.CUT])
+                rig.fail(number, kind, after_tokens=rolled.randrange(100), seconds=0.15, times=1)
+            for number in range(6):
+                rig.restart(number)
+            for each, known in zip(asked, direct, strict=True):
+                assert_whole(await each, known)
+            assert rig.counts["resumed"] > 0, rig.describe()
+
+    run(main)
+
+
+# What cannot go on
+
+HOPELESS: dict[str, Body] = {
+    "sampled with a penalty": {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5},
+    "two choices": {"n": 2},
+    "two prompts": {"prompt": [LONG, "hello"]},
+}
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_a_stream_that_cannot_go_on_ends_with_an_error(name: str) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            body = {**STREAM, **HOPELESS[name]}
+            for number in (1, 2):
+                rig.fail(number, K.DIE, after_tokens=20, times=1)
+            reply = await rig.complete(body)
+            assert reply.status == 200
+            assert reply.error is not None
+            assert reply.error["code"] == 500
+            assert "cannot be continued" in reply.error["message"] or "counts" in str(reply.error)
+            assert reply.payloads[-1] == DONE
+            assert rig.counts["hopeless"] == 1
+            # What is answered in one piece is asked for again.
+            for number in (1, 2):
+                rig.restart(number)
+            await rig.serving()
+            rig.fail(1, K.DIE, after_tokens=20, times=1)
+            assert (await rig.complete({**body, "stream": False})).status == 200
+
+    run(main)
+
+
+def test_a_sampled_stream_goes_on_without_a_token_lost_or_doubled() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            for path, body in (TALKS["stream"], TALKS["chat"]):
+                for number in (1, 2):
+                    rig.fail(number, K.CUT, after_tokens=20, times=1)
+                reply = await rig.complete({**body, "temperature": 1.0, "seed": 11}, path)
+                assert reply.is_done
+                assert reply.error is None
+                assert len(reply.token_ids) == 60
+                assert reply.finish_reason == "length"
+
+    run(main)
+
+
+def test_what_all_engines_say_of_their_failure_reaches_the_client() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            error = '{"error":{"message":"out of luck","type":"InternalServerError","code":500}}'
+            for number in (1, 2):
+                rig.fail(number, K.STATUS, status=500, body=error, content_type="application/json")
+            for body in (WHOLE, STREAM):
+                reply = await rig.complete(body)
+                assert reply.status == 500
+                assert reply.body.decode() == error
+            assert rig.counts["given_up"] == 2
+            assert [rig.state(number) for number in (1, 2)] == [State.DECODE] * 2
+
+    run(main)
+
+
+def test_rubbish_of_all_engines_is_a_bad_gateway() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            for kind in (K.NOT_HTTP, K.STATUS):
+                for number in (1, 2):
+                    rig.fail(number, kind, status=200)
+                for body in (WHOLE, STREAM):
+                    reply = await rig.complete(body)
+                    assert reply.status == 502, reply
+                    assert reply.error is not None
+                    assert reply.error["code"] == 502
+                    assert int(reply.headers["Retry-After"]) >= 1
+                for number in (1, 2):
+                    rig.restart(number)
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_ends_every_engine_it_reaches_ends_two(stream: bool) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 5) as rig:
+            for number in range(6):
+                rig.fail(number, K.DIE, after_tokens=0, request_id="poison")
+            asked = {"prompt": LONG, "max_tokens": 50, "return_token_ids": True, "stream": True}
+            direct = await rig.complete(asked, at=rig.reference)
+            others = [asyncio.ensure_future(rig.complete(asked)) for _ in range(10)]
+            poison = {"prompt": "hello", "stream": stream}
+            reply = await rig.complete(poison, headers={"X-Request-Id": "poison"})
+            assert reply.status == 502
+            assert sum(each.counts.deaths for each in rig.engines) == 2
+            for each in others:
+                assert_whole(await each, direct)
+
+    run(main)
+
+
+def test_a_prompt_that_ends_every_prefill_engine_ends_two() -> None:
+    async def main() -> None:
+        async with RouterRig(4, 1) as rig:
+            for number in range(4):
+                rig.fail(number, K.DIE, after_tokens=0, request_id="poison-prefill")
+            reply = await rig.complete(STREAM, headers={"X-Request-Id": "poison"})
+            assert reply.status == 502
+            assert sum(each.counts.deaths for each in rig.engines) == 2
+
+    run(main)
+
+
+def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
+    async def main() -> None:
+        config = {"health": {"metrics_every_s": 60.0, "health_every_s": 60.0}}
+        async with RouterRig(1, 6, config=config) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            for number in range(1, 6):
+                rig.kill(number)  # and nobody has told the router
+            assert_whole(await rig.complete(STREAM), direct)
+
+    run(main)
+
+
+def test_a_connection_that_the_engine_has_just_closed_is_no_failure() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            direct = await rig.complete(WHOLE, at=rig.reference)
+            rig.fail(0, K.CUT, after_tokens=0, times=1)
+            assert_whole(await rig.complete(WHOLE), direct)
+            assert "resumed" not in rig.counts
+
+    run(main)
+
+
+# Engines with bad manners
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def piece(*payloads: bytes) -> bytes:
+    """Events in one chunk of HTTP."""
+    data = b"".join(b"data: %b\n\n" % each for each in payloads)
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@asynccontextmanager
+async def player(*said: bytes, closes: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
+    """Answers each request with the same bytes; how many connections there were."""
+    connections: list[int] = []
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(0)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                for each in said:
+                    writer.write(each)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+                if closes:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(play, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+    finally:
+        server.close()
+
+
+def test_what_came_just_before_the_failure_is_not_lost() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 2) as rig:
+            for body in (STREAM, HIDDEN):
+                tracked = await rig.complete({**body, "return_token_ids": True}, at=rig.reference)
+                direct = await rig.complete(body, at=rig.reference)
+                begin = piece(*tracked.payloads[:7], b'{"broken')
+                async with player(HEAD, begin, closes=True) as (url, connections):
+                    for number in (0, 1):
+                        rig.divert(number, url)
+                    asked = asyncio.ensure_future(rig.complete(body))
+                    await rig.until(lambda: connections, "one has failed")
+                    for number in (0, 1):
+                        rig.divert(number)
+                    assert_whole(await asked, direct)
+            assert rig.counts["resumed"] >= 2
+
+    run(main)
+
+
+REJECTION = (
+    b"HTTP/1.1 422 No\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+    b'{"detail":"no"}'
+)
+
+
+def test_a_rejection_after_a_failure_is_passed_on() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 2) as rig:
+            for body in (WHOLE, STREAM):
+                async with (
+                    player(HEAD, closes=True) as (broken, connections),
+                    player(REJECTION) as (rejecting, _),
+                ):
+                    for number in (0, 1):
+                        rig.divert(number, broken)
+                    asked = asyncio.ensure_future(rig.complete(body))
+                    await rig.until(lambda: connections, "one has failed")
+                    for number in (0, 1):
+                        rig.divert(number, rejecting)
+                    reply = await asked
+                    assert (reply.status, reply.body) == (422, b'{"detail":"no"}')
+                    assert rig.counts["resumed"] > 0
+                    assert "given_up" not in rig.counts
+                    for number in (0, 1):
+                        rig.divert(number)
+
+    run(main)
+
+
+def test_an_engine_that_speaks_after_its_end_is_heard_no_longer() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            async with player(HEAD, piece(*direct.payloads, b'{"more":1}'), END) as (url, _):
+                rig.divert(0, url)
+                assert_whole(await rig.complete(STREAM), direct)
+                rig.divert(0)
+
+    run(main)
+
+
+def test_an_engine_that_does_not_end_its_stream_holds_up_nobody() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            async with player(HEAD, piece(*direct.payloads)) as (url, _):
+                rig.divert(0, url)
+                began = time.monotonic()
+                for _ in range(3):
+                    assert_whole(await rig.complete(STREAM), direct)
+                assert time.monotonic() - began < 2.0
+                rig.divert(0)
+
+    run(main)
+
+
+def test_connections_to_engines_are_used_again() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            async with player(HEAD, piece(*direct.payloads), END) as (url, connections):
+                rig.divert(0, url)
+                for _ in range(5):
+                    assert_whole(await rig.complete(STREAM), direct)
+                assert len(connections) == 1
+                rig.divert(0)
+
+    run(main)
+
+
+def test_an_event_without_end_is_no_event() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            flood = b"%x\r\n%b\r\n" % (65 << 20, b"x" * (65 << 20))
+            async with player(HEAD, flood, closes=True) as (url, _):
+                rig.divert(0, url)
+                assert (await rig.complete(STREAM)).status == 502
+                rig.divert(0)
+
+    run(main)
+
+
+# Decisions that come late
+
+ONE = RequestId("1")
+
+
+def _exchange(told: list[Event]) -> Exchange:
+    """Without a client, and with engines that cannot be called."""
+    request = parse_request(Kind.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
+    engines = Engines(
+        connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=""
+    )
+    wiring = Wiring(
+        engines=engines,
+        post=told.append,
+        url_of=lambda replica: "http://127.0.0.1:9",
+        learn=lambda tokens, size: None,
+        others=lambda replica: [],
+        expect_timeout_ms=1,
+        prefill_timeout_s=1.0,
+    )
+    client = Client(None, 1.0)  # type: ignore[arg-type]
+    return Exchange(ONE, request, CIMultiDict({"X-Request-Id": "1"}), client, wiring)
+
+
+def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
+    """The replica has failed between the decision and its performance."""
+
+    async def main() -> None:
+        for call, ended in (
+            (Prefill(ONE, ReplicaId("r")), PrefillEnded),
+            (Decode(ONE, ReplicaId("r"), 0), DecodeEnded),
+        ):
+            told: list[Event] = []
+            exchange = _exchange(told)
+            exchange.give(call)
+            exchange.abort()
+            task = asyncio.ensure_future(exchange.run())
+            while not told:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            first, last = told
+            assert isinstance(first, ended)
+            assert first.outcome is Outcome.LOST
+            assert last == Cancelled(ONE)
+
+    run(main)
+
+
+def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> None:
+    async def main() -> None:
+        told: list[Event] = []
+        exchange = _exchange(told)
+        task = asyncio.ensure_future(exchange.run())
+        await asyncio.sleep(0)
+        exchange.give(Decode(ONE, ReplicaId("r"), 0))
+        task.cancel()
+        await asyncio.wait([task])
+        assert told == [
+            Cancelled(ONE),
+            DecodeEnded(request_id=ONE, replica=ReplicaId("r"), outcome=Outcome.CANCELLED),
+        ]
+
+    run(main)

@@ -1,0 +1,68 @@
+"""The table of docs/router_failover.md says what the code does."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.router.bodies import Kind, parse_request
+from vllm_kvpool.router.recovery import Manner
+from vllm_kvpool.router.splice import Splice
+from vllm_kvpool.router.steps import Detokenize, Refusal, Resume
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "router_failover.md"
+KINDS = {"completion": [Kind.COMPLETION], "chat": [Kind.CHAT], "both": list(Kind)}
+TEXT = "abcdef"
+WORDS = {Manner.RESUME: "resumed", Manner.REPLAY: "begun again"}
+
+
+def rows() -> list[tuple[Kind, str, str, str]]:
+    found = []
+    for line in DOCUMENT.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 5 and cells[0].startswith("`{"):
+            found += [(kind, cells[0].strip("`"), *cells[2:4]) for kind in KINDS[cells[1]]]
+    assert len(found) > 30
+    return found
+
+
+def chunk(kind: Kind, text: str, token: int) -> bytes:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": None, "token_ids": [token]}
+    if kind is Kind.CHAT:
+        choice |= {"delta": {"content": text}}
+    else:
+        choice |= {"text": text}
+    choice["logprobs"] = {"text_offset": [token], "tokens": [text], "content": [{"token": text}]}
+    return json.dumps({"id": "1", "choices": [choice], "prompt_token_ids": [7]}).encode()
+
+
+def outcome(kind: Kind, fields: dict[str, Any], temperature: float) -> str:
+    body: dict[str, Any] = {"model": "m", "stream": True, "temperature": temperature}
+    body |= {"prompt": "p"} if kind is Kind.COMPLETION else {"messages": []}
+    request = parse_request(kind, json.dumps(body | fields).encode())
+    splice = Splice(request, tracked=request.trackable)
+    for token, text in enumerate(TEXT):
+        splice.feed(chunk(kind, text, token))
+    step = splice.lost()
+    while isinstance(step, Detokenize):
+        withheld = "c" * splice.answer.withheld_chars
+        step = splice.spelled(TEXT + withheld)
+    if isinstance(step, Refusal):
+        return "error"
+    assert isinstance(step, Resume)
+    return WORDS[step.manner]
+
+
+@pytest.mark.parametrize(("kind", "fields", "greedy", "sampled"), rows())
+def test_the_table(kind: Kind, fields: str, greedy: str, sampled: str) -> None:
+    read = json.loads(fields)
+    assert (outcome(kind, read, 0), outcome(kind, read, 0.8)) == (greedy, sampled)
+
+
+def test_named_bounds_exist() -> None:
+    import vllm_kvpool.router.splice as splice
+
+    for name in re.findall(r"`(MAX_[A-Z_]+)`", DOCUMENT.read_text()):
+        assert name in vars(splice)

@@ -1,0 +1,205 @@
+"""Replicas, and the only place where they change their state."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_kvpool.router.events import Sample
+from vllm_kvpool.router.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Stay, Transition
+from vllm_kvpool.router.requests import Request, RequestId
+from vllm_kvpool.router.states import (
+    EDGES,
+    HAS_BOUND,
+    TAKES_DECODE,
+    TAKES_PREFILL,
+    Cause,
+    IllegalEdge,
+    ReplicaId,
+    Role,
+    State,
+)
+from vllm_kvpool.testing.router_steps import ask, spec
+
+GROUPS = [TAKES_PREFILL, TAKES_DECODE, HAS_BOUND, frozenset({State.INACTIVE, State.FAILED})]
+
+
+def replica_in(state: State) -> tuple[Fleet, Replica]:
+    fleet = Fleet()
+    replica = fleet.add(spec("x"), 1.0)
+    replica.state = state
+    return fleet, replica
+
+
+@pytest.mark.parametrize(("before", "cause"), EDGES)
+def test_a_move_follows_its_edge_and_is_kept(before: State, cause: Cause) -> None:
+    fleet, replica = replica_in(before)
+    fleet.move(replica, cause, "because", 5.0)
+    after = EDGES[before, cause]
+    assert (replica.state, replica.since) == (after, 5.0)
+    assert list(fleet.transitions) == [
+        Transition(5.0, ReplicaId("x"), before, cause, after, "because")
+    ]
+    assert fleet.counts == {(before, cause): 1}
+    assert fleet.in_states(frozenset({after})) == (replica,)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("cause", Cause)
+def test_an_illegal_move_changes_nothing(state: State, cause: Cause) -> None:
+    if (state, cause) in EDGES:
+        return
+    fleet, replica = replica_in(state)
+    with pytest.raises(IllegalEdge):
+        fleet.move(replica, cause, "because", 5.0)
+    assert (replica.state, replica.since, replica.role) == (state, 1.0, Role.PREFILL)
+    assert not fleet.transitions
+    assert not fleet.counts
+
+
+def test_a_replica_remembers_what_it_was_last_wanted_for() -> None:
+    fleet, replica = replica_in(State.INACTIVE)
+    fleet.move(replica, Cause.LOAD_DECODE, "", 1.0)
+    fleet.move(replica, Cause.FAIL, "", 2.0)
+    fleet.move(replica, Cause.RESET, "", 3.0)
+    assert replica.role is Role.DECODE
+
+
+def test_old_transitions_are_forgotten() -> None:
+    fleet, replica = replica_in(State.INACTIVE)
+    for _ in range(MAX_KEPT_TRANSITIONS):
+        fleet.move(replica, Cause.LOAD_DECODE, "", 1.0)
+        fleet.move(replica, Cause.GIVE_UP, "", 1.0)
+    assert len(fleet.transitions) == MAX_KEPT_TRANSITIONS
+    assert fleet.counts[State.INACTIVE, Cause.LOAD_DECODE] == MAX_KEPT_TRANSITIONS
+
+
+class Crowd(RuleBasedStateMachine):
+    """Replicas come, go and move; who is in which state is always known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.number = 0
+
+    @rule()
+    def add(self) -> None:
+        self.number += 1
+        self.fleet.add(spec(f"x{self.number}"), 0.0)
+
+    @precondition(lambda self: len(self.fleet))
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(list(self.fleet)))
+        causes = [cause for state, cause in EDGES if state is replica.state]
+        self.fleet.move(replica, data.draw(st.sampled_from(causes)), "", 0.0)
+
+    @precondition(lambda self: len(self.fleet))
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(list(self.fleet)))
+        self.fleet.forget(replica.replica_id)
+        assert replica.replica_id not in self.fleet
+        assert self.fleet.get(replica.replica_id) is None
+
+    @invariant()
+    def agrees(self) -> None:
+        for group in GROUPS:
+            assert list(self.fleet.in_states(group)) == [r for r in self.fleet if r.state in group]
+        assert self.fleet.prefillers() == self.fleet.in_states(TAKES_PREFILL)
+        assert self.fleet.decoders() == self.fleet.in_states(TAKES_DECODE)
+
+
+TestCrowd = Crowd.TestCase
+TestCrowd.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+class Work(RuleBasedStateMachine):
+    """What a replica has been given is counted exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replica = Replica(spec("x"), state=State.PREFILL)
+        self.flowing: set[RequestId] = set()
+        self.number = 0
+
+    def name(self) -> RequestId:
+        self.number += 1
+        return RequestId(f"r{self.number}")
+
+    @rule(tokens=st.integers(1, 5000))
+    def prefill(self, tokens: int) -> None:
+        self.replica.begin_prefill(self.name(), tokens)
+
+    @rule(blocks=st.integers(1, 500), is_handed=st.booleans())
+    def stay(self, blocks: int, is_handed: bool) -> None:
+        self.replica.begin_stay(self.name(), Stay(blocks, is_handed))
+
+    @precondition(lambda self: self.replica.prefills)
+    @rule(data=st.data())
+    def end_prefill(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.replica.prefills)))
+        tokens = self.replica.prefills[request_id]
+        assert self.replica.end_prefill(request_id) == tokens
+
+    @precondition(lambda self: self.replica.stays)
+    @rule(data=st.data(), ends=st.booleans())
+    def go_on(self, data: st.DataObject, ends: bool) -> None:
+        request_id = data.draw(st.sampled_from(list(self.replica.stays)))
+        if ends:
+            assert self.replica.end_stay(request_id).is_flowing == (request_id in self.flowing)
+        else:
+            self.replica.flows(request_id)
+            self.flowing.add(request_id)
+
+    @invariant()
+    def agrees(self) -> None:
+        replica = self.replica
+        replica.check()
+        assert replica.has_work == bool(replica.prefills or replica.stays)
+        assert replica.num_starting == len(replica.stays.keys() - self.flowing)
+
+
+TestWork = Work.TestCase
+TestWork.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+def test_bound_requests_stand_in_their_order() -> None:
+    replica = Replica(spec("x"), state=State.NEW_PREFILL)
+    made = [Request(ask(f"r{n}", priority=p), 0.0, n) for n, p in enumerate((0, 1, -1, 0))]
+    for request in made:
+        replica.assign(request)
+    assert replica.bound == [made[2], made[0], made[3], made[1]]
+    replica.check()
+
+
+@pytest.mark.parametrize(("said", "committed", "used"), [(0, 0, 0), (70, 50, 70), (20, 50, 50)])
+def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, used: int) -> None:
+    replica = Replica(spec("x"), state=State.DECODE, sample=Sample(used_blocks=said))
+    replica.begin_stay(RequestId("r"), Stay(committed, is_handed=False))
+    assert replica.used_blocks == used
+
+
+def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:
+    replica = Replica(spec("x"), sample=Sample(used_blocks=70, total_blocks=100), sampled_at=1.0)
+    replica.prefixes.add((1, 2))
+    replica.forget_engine()
+    assert (replica.used_blocks, replica.sample.total_blocks, replica.sampled_at) == (0, 100, None)
+    assert len(replica.prefixes) == 0
+
+
+@pytest.mark.parametrize("state", [State.INACTIVE, State.SHUTTING_NULL, State.LOADING_DECODE])
+def test_work_where_there_can_be_none_is_noticed(state: State) -> None:
+    replica = Replica(spec("x"), state=state)
+    replica.check()
+    replica.begin_prefill(RequestId("r"), 10)
+    with pytest.raises(AssertionError):
+        replica.check()
+
+
+def test_a_replica_with_work_is_not_forgotten() -> None:
+    fleet, replica = replica_in(State.PREFILL)
+    replica.begin_prefill(RequestId("r"), 10)
+    with pytest.raises(AssertionError):
+        fleet.forget(replica.replica_id)
+    assert replica.replica_id in fleet

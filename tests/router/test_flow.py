@@ -1,0 +1,255 @@
+"""What happens to a request: let in, computed, handed over, decoded, and how long it waits."""
+
+import pytest
+
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import Abort, Decode, Outcome, Prefill, Refuse
+from vllm_kvpool.router.flow import HANDED_GRACE_S
+from vllm_kvpool.router.placement import Budgets
+from vllm_kvpool.router.requests import Phase
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.testing.router_steps import Steps
+
+FAILED = Outcome.FAILED
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+def refused(actions: list[object]) -> list[tuple[str, int]]:
+    return [(each.request_id, each.status) for each in actions if isinstance(each, Refuse)]
+
+
+# The way of a request
+
+
+def test_a_prompt_is_computed_handed_over_and_decoded(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    assert steps.ask("r") == [Prefill("r", "p")]
+    assert steps.prefilled("r", "p", saved=992) == [Decode("r", "d", expect_tokens=992)]
+    assert steps.began("r") == []
+    assert steps.decoded("r", "d") == []
+    assert steps.phase("r") is None
+    assert (steps.count("arrived"), steps.count("served")) == (1, 1)
+
+
+def test_a_short_prompt_is_decoded_at_once(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    assert steps.ask("r", 100) == [Decode("r", "d", 0)]
+
+
+def test_a_prompt_that_the_pool_has_is_decoded_at_once(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    known = {"prefix": (1, 2, 3), "prefix_tokens": 256}
+    assert steps.ask("a", 800, **known) == [Prefill("a", "p")]
+    steps.prefilled("a", "p")
+    steps.began("a")
+    assert steps.ask("b", 800, **known) == [Decode("b", "d", 0)]
+
+
+def test_a_request_that_cannot_be_handed_over_is_decoded_at_once(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    assert steps.ask("r", hands_over=False) == [Decode("r", "d", 0)]
+
+
+def test_the_first_token_counts_once(steps: Steps) -> None:
+    steps.fleet(decode="d e")
+    [call] = steps.ask("r", 20)
+    steps.now += 2.0
+    steps.began("r")
+    steps.began("r")
+    [_, again] = steps.decoded("r", call.replica, FAILED)
+    steps.now += 2.0
+    steps.began("r")
+    assert list(steps.controller.desk.waits) == [2.0]
+    assert steps.replica(again.replica).num_starting == 0
+
+
+# In two parts
+
+
+@pytest.fixture
+def split() -> Steps:
+    steps = Steps(Settings(split_tokens=1000))
+    steps.fleet(prefill="a b", decode="d")
+    return steps
+
+
+def test_a_prompt_in_two_parts_is_computed_one_after_the_other(split: Steps) -> None:
+    assert split.ask("r", 1000, split_at=512) == [Prefill("r", "a", stop_token=512)]
+    assert split.prefilled("r", "a", saved=512) == [Prefill("r", "a", stop_token=0)]
+    assert split.prefilled("r", "a", saved=992) == [Decode("r", "d", 992)]
+    split.began("r")
+    split.decoded("r", "d")
+    assert split.phase("r") is None
+
+
+def test_the_second_part_goes_to_whoever_is_free(split: Steps) -> None:
+    split.ask("r", 1000, split_at=512)
+    assert split.ask("other", 900) == [Prefill("other", "b")]
+    assert split.ask("more", 300) == [Prefill("more", "a")]
+    split.prefilled("other", "b")
+    assert split.prefilled("r", "a") == [Prefill("r", "b")]
+
+
+@pytest.mark.parametrize(("tokens", "split_at"), [(999, 512), (1000, 0), (1000, 1000)])
+def test_a_prompt_that_is_short_or_cannot_be_cut_is_computed_whole(
+    split: Steps, tokens: int, split_at: int
+) -> None:
+    assert split.ask("r", tokens, split_at=split_at) == [Prefill("r", "a", stop_token=0)]
+
+
+def test_both_parts_wait_in_the_migration_queue_until_a_decoder_has_room() -> None:
+    steps = Steps(Settings(split_tokens=1000, budgets=Budgets(decode_requests=1)))
+    steps.fleet(prefill="a", decode="d")
+    steps.ask("first", 100)
+    steps.ask("r", 1000, split_at=512)
+    steps.prefilled("r", "a")
+    assert steps.prefilled("r", "a") == []
+    assert steps.phase("r") is Phase.HANDING
+    assert steps.decoded("first", "d") == [Decode("r", "d", 0)]
+
+
+def test_the_parts_of_a_prompt_count_as_one_prompt(split: Steps) -> None:
+    split.ask("r", 1000, split_at=512)
+    assert split.replica("a").prefill_tokens == 512
+    split.prefilled("r", "a")
+    assert split.replica("a").prefill_tokens == 488
+    split.prefilled("r", "a")
+    assert split.controller.desk.handed_tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("outcome", "phase"),
+    [
+        (Outcome.FAILED, Phase.PREFILLING),
+        (Outcome.BUSY, Phase.PREFILLING),
+        (Outcome.REJECTED, Phase.DECODING),
+    ],
+)
+def test_a_second_part_that_fails_leaves_nothing_behind(
+    split: Steps, outcome: Outcome, phase: Phase
+) -> None:
+    split.ask("r", 1000, split_at=512)
+    split.prefilled("r", "a")
+    again = split.prefilled("r", "a", outcome)
+    assert split.phase("r") is phase
+    if phase is Phase.PREFILLING:  # from its beginning
+        assert Prefill("r", "b", stop_token=512) in again
+    assert len(split.controller.desk.migration) == 0
+
+
+def test_a_second_part_is_decoded_whole_when_nobody_can_compute_it(split: Steps) -> None:
+    split.remove("b")
+    split.ask("r", 1000, split_at=512)
+    split.drain("a")
+    assert split.prefilled("r", "a", saved=512) == [Decode("r", "d", 512)]
+
+
+def test_a_cancelled_second_part_leaves_nothing_behind(split: Steps) -> None:
+    split.ask("r", 1000, split_at=512)
+    split.prefilled("r", "a")
+    assert split.cancel("r") == [Abort("r")]
+    split.prefilled("r", "a", Outcome.CANCELLED)
+    assert len(split.controller.desk.migration) == 0
+
+
+# Waiting
+
+
+def test_a_request_that_waits_in_the_queue_is_refused_at_its_deadline() -> None:
+    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("r", deadline=30.0)
+    steps.ask("patient")
+    assert steps.phase("r") is Phase.QUEUED
+    assert steps.tick(29.9) == []
+    assert refused(steps.tick(0.1)) == [("r", 503)]
+    assert steps.count("late") == 1
+    assert steps.prefilled("first", "p")[0] == Prefill("patient", "p")
+
+
+def test_a_request_that_waits_for_a_decoder_is_refused_at_its_deadline() -> None:
+    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first", 20)
+    steps.ask("r", deadline=30.0)
+    steps.prefilled("r", "p")
+    assert steps.phase("r") is Phase.HANDING
+    assert refused(steps.tick(30.0)) == [("r", 503)]
+
+
+def test_a_prompt_that_is_computed_may_still_find_a_decoder_after_its_deadline() -> None:
+    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first", 20)
+    steps.ask("r", deadline=30.0)
+    steps.now = 40.0
+    assert steps.prefilled("r", "p") == []
+    assert steps.tick(HANDED_GRACE_S - 0.1) == []
+    assert steps.decoded("first", "d") == [Decode("r", "d", 0)]
+
+
+def test_what_is_being_computed_has_no_deadline(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("r", deadline=30.0)
+    assert steps.tick(100.0) == []
+    assert steps.prefilled("r", "p") == [Decode("r", "d", 0)]
+    assert steps.tick(100.0) == []
+
+
+def test_an_answer_that_has_stopped_is_given_up_in_the_end() -> None:
+    steps = Steps(Settings(resume_within_s=60.0, retry_pause_s=1000.0))
+    steps.fleet(decode="d")
+    steps.ask("r", 20, deadline=1.0)
+    steps.began("r")
+    steps.failed("d")
+    steps.decoded("r", "d", Outcome.CANCELLED)
+    assert steps.phase("r") is Phase.HANDING
+    assert steps.tick(59.9) == []
+    assert refused(steps.tick(0.1)) == [("r", 503)]
+
+
+# Who is let in
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+    steps = Steps(shed=ShedLimits(ttft_target_s=1.0))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("large", 9_000)
+    [refuse] = steps.ask("r", 9_000)
+    assert isinstance(refuse, Refuse)
+    assert (refuse.status, refuse.retry_after_s >= 1) == (429, True)
+    assert (steps.phase("r"), steps.count("shed")) == (None, 1)
+
+
+def test_without_a_replica_everything_is_refused(steps: Steps) -> None:
+    assert refused(steps.ask("r")) == [("r", 503)]
+
+
+def test_a_full_queue_refuses() -> None:
+    steps = Steps(
+        Settings(budgets=Budgets(prefill_requests=1)),
+        shed=ShedLimits(ttft_target_s=1000.0, max_queued_requests=5, reserve=0.0),
+    )
+    steps.fleet(prefill="p", decode="d")
+    for number in range(6):
+        assert refused(steps.ask(f"r{number}")) == []
+    assert refused(steps.ask("r6")) == [("r6", 429)]
+
+
+def test_what_the_pool_has_does_not_ask_for_prefill_replicas(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    desk = steps.controller.desk
+    known = {"prefix": (1, 2, 3), "prefix_tokens": 256}
+    steps.ask("a", 2000, **known)
+    assert desk.asked_tokens == 2000
+    steps.prefilled("a", "p")
+    steps.began("a")
+    steps.ask("b", 2000, **known)
+    assert desk.asked_tokens == 2000 + (2000 - 768)
+    steps.ask("c", 100)
+    assert desk.asked_tokens == 2000 + (2000 - 768)

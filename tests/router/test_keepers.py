@@ -1,0 +1,57 @@
+import os
+import subprocess
+from pathlib import Path
+
+from vllm_kvpool.router.keepers import LOG_BYTES, end_keeper, keeper_lives, log_text
+from vllm_kvpool.router.ledger import EngineRecord
+from vllm_kvpool.router.processes import BOOT_ID_PATH, Process, parse_stat
+
+
+def record(pid: int | None, log_path: str = "none.log") -> EngineRecord:
+    """Of an engine whose keeper is a process of this machine."""
+    keeper = None
+    if pid is not None:
+        stat = parse_stat(Path(f"/proc/{pid}/stat").read_text())
+        keeper = Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)
+    return EngineRecord(
+        replica_id="r1",
+        host="here",
+        port=1,
+        role="decode",
+        launch_id="x",
+        log_path=log_path,
+        stop_timeout_s=1.0,
+        kill_timeout_s=1.0,
+        keeper=keeper,
+    )
+
+
+def test_a_keeper_is_ended_once() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        keeper = record(process.pid)
+        assert keeper_lives(keeper)
+        end_keeper(keeper)
+        assert process.wait(10) == -9
+    assert not keeper_lives(keeper)
+    end_keeper(keeper)
+    assert not keeper_lives(record(None))
+
+
+def test_an_orphan_that_the_router_was_left_with_is_reaped() -> None:
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        keeper = record(process.pid)
+        assert not keeper_lives(keeper)
+        assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_only_the_ends_of_a_log_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "r1.log"
+    path.write_bytes(b"a" * LOG_BYTES + b"\xff" + b"z" * LOG_BYTES)
+    entry = record(None, str(path))
+    assert log_text(entry) == "a" * LOG_BYTES
+    assert log_text(entry, from_end=True) == "z" * LOG_BYTES
+    path.write_bytes(b"\xffb")
+    assert log_text(entry, from_end=True) == "\ufffdb"
+    path.unlink()
+    assert log_text(entry) == ""

@@ -1,0 +1,584 @@
+"""The launcher with real, small processes in the place of engines."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllm_kvpool.router import launcher as launcher_module
+from vllm_kvpool.router.commands import (
+    HOST_PLACEHOLDERS,
+    CommandTemplate,
+    LaunchHost,
+    LaunchSpec,
+    read_template,
+)
+from vllm_kvpool.router.launcher import Launcher
+from vllm_kvpool.router.launches import Adopted, End, Exited, LauncherEvent, Started, StopFailed
+from vllm_kvpool.router.ledger import EngineRecord, Ledger
+from vllm_kvpool.router.processes import Process
+from vllm_kvpool.testing.server_process import free_port
+
+BOUND_S = 20.0
+HERE = LaunchHost(name="here")
+
+# Answers /health, and on SIGTERM ends a slow request before it exits, as vLLM does.
+SERVER = """
+import http.server, signal, sys, threading, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/slow":
+            print("slow begins", flush=True)
+            time.sleep(0.5)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"done")
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+server.daemon_threads = False
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+print("ready", flush=True)
+server.serve_forever()
+server.server_close()
+print("drained", flush=True)
+"""
+# A leader with a child, both deaf to SIGTERM.
+DEAF = "trap '' TERM; sleep 300 & echo deaf; wait; wait"
+QUIET = "echo up; exec sleep 300"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def session(pid: int) -> list[int]:
+    """The live processes of the session that a process leads."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, sid, *_ = path.read_text().rpartition(") ")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(sid) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+# What ssh does, as far as it matters: it hands one string to a shell in a session of its own, with
+# which it shares no fate. The file `down` stands for a network that is away, for so long.
+SSH = """\
+if [ -e {root}/down ]; then sleep "$(cat {root}/down)"; echo no route; exit 255; fi
+[ "$1" = far ] || exit 9; shift
+setsid --wait sh -c "$*"
+"""
+
+
+class Bench:
+    """A launcher on files of its own, and what it has reported."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.events: list[LauncherEvent] = []
+        self.down = root / "down"
+        script = root / "ssh.sh"
+        script.write_text(SSH.format(root=root))
+        prefix = read_template("x", ["sh", str(script), "{host}", "{command}"], HOST_PLACEHOLDERS)
+        self.far = LaunchHost(name="far", address="far", prefix=prefix)
+        self.launcher = self.another()
+
+    def another(self) -> Launcher:
+        self.launcher = Launcher(
+            {"here": HERE, "far": self.far},
+            Ledger(self.root / "engines.json"),
+            self.events.append,
+        )
+        return self.launcher
+
+    def spec(self, *command: str, replica_id: str = "r1", **changes: object) -> LaunchSpec:
+        return LaunchSpec(
+            **{  # type: ignore[arg-type]
+                "replica_id": replica_id,
+                "host": HERE,
+                "port": 8001,
+                "role": "decode",
+                "model": "m",
+                "log_path": self.root / "logs" / f"{replica_id}.log",
+                "template": CommandTemplate(command),
+                "stop_timeout_s": 10.0,
+                "kill_timeout_s": 5.0,
+                **changes,
+            }
+        )
+
+    async def until(self, kind: type, count: int = 1) -> LauncherEvent:
+        """The event of this kind, once there are so many."""
+        async with asyncio.timeout(BOUND_S):
+            while len(found := [e for e in self.events if isinstance(e, kind)]) < count:
+                await asyncio.sleep(0.01)
+        return found[-1]
+
+    async def started(self, spec: LaunchSpec) -> int:
+        self.launcher.start(spec)
+        event = await self.until(Started)
+        assert isinstance(event, Started)
+        return event.pid
+
+    async def said(self, words: str, replica_id: str = "r1") -> None:
+        """Wait until an engine has printed something."""
+        async with asyncio.timeout(BOUND_S):
+            while words not in (self.root / "logs" / f"{replica_id}.log").read_text():
+                await asyncio.sleep(0.01)
+
+    def ledger(self) -> dict[str, object]:
+        content = msgspec.json.decode((self.root / "engines.json").read_bytes())
+        return {engine["replica_id"]: engine for engine in content["engines"]}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(launcher_module, "WATCH_POLL_S", 0.01)
+    monkeypatch.setattr(launcher_module, "LOST_POLL_S", 0.05)
+    bench = Bench(tmp_path)
+    yield bench
+    for record in bench.launcher._ledger.records.values():
+        for process in (record.engine, record.keeper):
+            for pid in session(process.pid) if process else []:
+                os.kill(pid, signal.SIGKILL)
+    bench.launcher._ledger.close()
+
+
+def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 3 * BOUND_S))
+
+
+def test_an_engine_is_started_drained_and_stopped(bench: Bench) -> None:
+    port = free_port()
+    assert port
+
+    async def story() -> None:
+        pid = await bench.started(bench.spec(sys.executable, "-c", SERVER, "{port}", port=port))
+        await bench.said("ready")
+        assert is_alive(pid)
+        assert os.getsid(pid) == pid != os.getsid(0)
+        assert bench.ledger()["r1"]["port"] == port
+        slow = asyncio.create_task(
+            asyncio.to_thread(
+                lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/slow", timeout=9).read()
+            )
+        )
+        await bench.said("slow begins")
+        bench.launcher.stop("r1")
+        assert await slow == b"done"
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code, ended.why) == (End.STOPPED, 0, "exit code 0")
+        assert ended.log_lines[0] == "ready"
+        assert ended.log_lines[-1] == "drained"
+        assert bench.ledger() == {}
+        assert bench.launcher.replica_ids == ()
+        assert len(bench.events) == 2
+
+    run(story)
+
+
+def test_an_engine_that_does_not_drain_is_killed_with_all_it_has_started(bench: Bench) -> None:
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", DEAF))
+        await bench.said("deaf")
+        assert len(session(pid)) == 2
+        begun = time.monotonic()
+        bench.launcher.stop("r1", drain_s=0.2)
+        ended = await bench.until(Exited)
+        assert time.monotonic() - begun >= 0.2
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code, ended.why) == (End.KILLED, 137, "ended by SIGKILL")
+        assert session(pid) == []
+
+    run(story)
+
+
+def test_an_engine_that_exits_is_reported_with_its_last_words(bench: Bench) -> None:
+    async def story() -> None:
+        bench.launcher.start(
+            bench.spec("sh", "-c", "for i in $(seq 50); do echo line $i; done; exit 3")
+        )
+        ended = await bench.until(Exited)
+        assert ended == Exited(
+            replica_id="r1",
+            end=End.BY_ITSELF,
+            code=3,
+            why="exit code 3",
+            log_lines=tuple(f"line {i}" for i in range(31, 51)),
+        )
+        assert bench.ledger() == {}
+
+    run(story)
+
+
+def test_what_a_crashed_engine_leaves_behind_is_ended(bench: Bench) -> None:
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", "sleep 300 & echo up; wait"))
+        await bench.said("up")
+        left = [other for other in session(pid) if other != pid]
+        os.kill(pid, signal.SIGKILL)
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code) == (End.BY_ITSELF, 137)
+        assert len(left) == 1
+        assert not is_alive(left[0])
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(("no-such-program",), 127), (("/etc/passwd",), 126)]
+)
+def test_a_program_that_cannot_be_run_is_an_exit(
+    bench: Bench, command: tuple[str, ...], code: int
+) -> None:
+    async def story() -> None:
+        bench.launcher.start(bench.spec(*command))
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert ended.code == code
+        assert command[0] in ended.log_lines[-1]
+
+    run(story)
+
+
+def test_a_log_that_cannot_be_written_is_no_start(bench: Bench) -> None:
+    (bench.root / "logs").write_text("a file")
+
+    async def story() -> None:
+        bench.launcher.start(bench.spec("true"))
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code, ended.log_lines) == (End.NOT_STARTED, None, ())
+        assert "logs" in ended.why
+        assert bench.events == [ended]
+
+    run(story)
+
+
+def test_the_log_before_is_kept_and_nobody_else_reads_it(bench: Bench) -> None:
+    async def story() -> None:
+        for words in ("first", "second", "third"):
+            bench.launcher.start(bench.spec("echo", words))
+            await bench.until(Exited, {"first": 1, "second": 2, "third": 3}[words])
+
+    run(story)
+    logs = bench.root / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == ["r1.log", "r1.log.1"]
+    assert "second" in (logs / "r1.log.1").read_text()
+    assert "third" in (logs / "r1.log").read_text()
+    assert (logs / "r1.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_engines_run_on_without_the_router_and_are_found_again(bench: Bench) -> None:
+    async def first() -> None:
+        await bench.started(bench.spec("sh", "-c", QUIET))
+        bench.launcher.set_role("r1", "prefill")
+        await bench.launcher.close()
+
+    async def second() -> None:
+        bench.another()
+        (adopted,) = await bench.launcher.adopt()
+        assert adopted == Adopted(
+            replica_id="r1", host="here", port=8001, role="prefill", pid=adopted.pid
+        )
+        assert is_alive(adopted.pid)
+        assert bench.launcher.ports("here") == {8001}
+        assert await bench.launcher.adopt() == ()
+        bench.launcher.stop("r1")
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code) == (End.STOPPED, 143)
+
+    run(first)
+    run(second)
+
+
+ROUTER = """
+import asyncio, sys
+from pathlib import Path
+from tests.router.test_launcher import QUIET, Bench
+
+async def story():
+    bench = Bench(Path(sys.argv[1]))
+    await bench.started(bench.spec("sh", "-c", QUIET))
+    print("up", flush=True)
+    await asyncio.sleep(300)
+
+asyncio.run(story())
+"""
+
+
+def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
+    bench.launcher._ledger.close()
+    with subprocess.Popen(
+        [sys.executable, "-c", ROUTER, str(bench.root)], stdout=subprocess.PIPE
+    ) as router:
+        assert router.stdout
+        assert router.stdout.readline() == b"up\n"
+        router.kill()
+    assert router.returncode == -9
+
+    async def story() -> None:
+        (adopted,) = await bench.another().adopt()
+        assert is_alive(adopted.pid)
+        os.kill(adopted.pid, signal.SIGUSR1)
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.why) == (End.BY_ITSELF, "ended by SIGUSR1")
+
+    run(story)
+
+
+def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench: Bench) -> None:
+    async def first() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", QUIET))
+        await bench.launcher.close()
+        os.kill(pid, signal.SIGKILL)
+
+    async def second() -> None:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        record = bench.another()._ledger.records["r1"]
+        # As if the pid of another engine had been given to this very process.
+        namesake = Process(boot_id, os.getpid(), 1)
+        bench.launcher._ledger.put(
+            msgspec.structs.replace(record, replica_id="r2", engine=namesake, keeper=namesake)
+        )
+        assert await bench.launcher.adopt() == ()
+        assert bench.ledger() == {}
+        assert is_alive(os.getpid())
+
+    run(first)
+    run(second)
+
+
+def test_a_router_that_died_while_an_engine_began_finds_it(bench: Bench) -> None:
+    async def first() -> None:
+        await bench.started(bench.spec("sh", "-c", QUIET))
+        await bench.launcher.close()
+
+    async def second() -> None:
+        record = bench.another()._ledger.records["r1"]
+        bench.launcher._ledger.put(msgspec.structs.replace(record, engine=None, keeper=None))
+        (adopted,) = await bench.launcher.adopt()
+        assert is_alive(adopted.pid)
+        bench.launcher.stop("r1")
+        await bench.until(Exited)
+
+    run(first)
+    run(second)
+
+
+def test_a_record_without_a_process_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "ADOPT_TIMEOUT_S", 0.1)
+    record = EngineRecord(
+        replica_id="r1",
+        host="here",
+        port=1,
+        role="decode",
+        launch_id="x",
+        log_path=str(bench.root / "none.log"),
+        stop_timeout_s=1.0,
+        kill_timeout_s=1.0,
+    )
+    bench.launcher._ledger.put(record)
+    bench.launcher._ledger.put(msgspec.structs.replace(record, replica_id="r2", host="no more"))
+
+    async def story() -> None:
+        assert await bench.launcher.adopt() == ()
+        assert list(bench.ledger()) == ["r2"], "an unknown host may be known again tomorrow"
+
+    run(story)
+
+
+def test_a_stop_that_comes_early_late_or_twice(bench: Bench) -> None:
+    async def story() -> None:
+        bench.launcher.stop("r1")
+        bench.launcher.start(bench.spec("sh", "-c", QUIET))
+        bench.launcher.stop("r1")
+        bench.launcher.stop("r1")
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert ended.end is End.STOPPED
+        bench.launcher.stop("r1")
+        assert [type(event) for event in bench.events] == [Started, Exited]
+
+    run(story)
+
+
+def test_all_are_stopped_at_once(bench: Bench) -> None:
+    async def story() -> None:
+        for number in range(4):
+            name = f"r{number}"
+            bench.launcher.start(bench.spec("sh", "-c", DEAF, replica_id=name, port=number))
+        await bench.until(Started, 4)
+        for number in range(4):
+            await bench.said("deaf", f"r{number}")
+        assert bench.launcher.ports("here") == {0, 1, 2, 3}
+        begun = time.monotonic()
+        await bench.launcher.stop_all(drain_s=0.5)
+        assert time.monotonic() - begun < 4 * 0.5 + 2
+        ended = [event for event in bench.events if isinstance(event, Exited)]
+        assert [event.end for event in ended] == [End.KILLED] * 4
+        assert bench.launcher.replica_ids == ()
+
+    run(story)
+
+
+def test_an_engine_elsewhere_is_started_and_stopped_through_its_prefix(bench: Bench) -> None:
+    async def story() -> None:
+        words = """it's "$HOME" `x` {"a":1}"""
+        script = 'echo "$1 $2"; exec sleep 300'
+        pid = await bench.started(
+            bench.spec("sh", "-c", script, "x", words, host=bench.far, environment={"K": "a b"})
+        )
+        await bench.said(words)
+        assert b"K=a b" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        bench.launcher.stop("r1")
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code) == (End.STOPPED, 143)
+
+    run(story)
+
+
+def test_a_prefix_without_a_shell(bench: Bench) -> None:
+    prefix = ["sh", "-c", '"$@"', "docker", "{command...}"]
+    box = LaunchHost(name="box", prefix=read_template("x", prefix, HOST_PLACEHOLDERS))
+
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", DEAF, host=box))
+        await bench.said("deaf")
+        bench.launcher.stop("r1", drain_s=0.1)
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert ended.end is End.KILLED
+        assert session(pid) == []
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+@pytest.mark.parametrize("keeper_dies", [False, True])
+def test_a_connection_that_ends_is_no_end_of_the_engine(
+    bench: Bench, is_adopted: bool, keeper_dies: bool
+) -> None:
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", QUIET, host=bench.far))
+        keeper = bench.launcher._ledger.records["r1"].keeper
+        assert keeper
+        if is_adopted:
+            await bench.launcher.close()
+        for other in session(keeper.pid):
+            if keeper_dies or other != keeper.pid:
+                os.kill(other, signal.SIGKILL)
+        if is_adopted:
+            (adopted,) = await bench.another().adopt()
+            assert adopted.pid == pid
+        await asyncio.sleep(0.3)  # many times LOST_POLL_S
+        assert [type(event) for event in bench.events] == [Started]
+        os.kill(pid, signal.SIGTERM)
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.why) == (End.BY_ITSELF, "exit code unknown")
+
+    run(story)
+
+
+def test_a_host_that_cannot_be_reached_starts_nothing(bench: Bench) -> None:
+    bench.down.write_text("0")
+
+    async def story() -> None:
+        bench.launcher.start(bench.spec("sh", "-c", QUIET, host=bench.far))
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.code) == (End.NOT_STARTED, 255)
+        assert ended.why == "host 'far' has started nothing"
+        assert ended.log_lines == ("no route",)
+
+    run(story)
+
+
+def test_a_host_that_does_not_answer_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "IDENTITY_TIMEOUT_S", 0.3)
+    bench.down.write_text("300")
+
+    async def story() -> None:
+        bench.launcher.start(bench.spec("sh", "-c", QUIET, host=bench.far))
+        async with asyncio.timeout(BOUND_S):
+            while not (keeper := bench.launcher._ledger.records["r1"].keeper):
+                await asyncio.sleep(0.01)
+        assert session(keeper.pid) != []
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.why) == (
+            End.NOT_STARTED,
+            "host 'far' has started nothing within 0.3 s",
+        )
+        assert session(keeper.pid) == []
+
+    run(story)
+
+
+@pytest.mark.parametrize("seconds", ["0", "300"])
+def test_what_cannot_be_stopped_is_said_and_can_be_stopped_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", 0.3)
+
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", QUIET, host=bench.far, kill_timeout_s=0.2))
+        bench.down.write_text(seconds)
+        bench.launcher.stop("r1", drain_s=0.1)
+        failed = await bench.until(StopFailed)
+        assert failed == StopFailed("r1", "host 'far' does not answer")
+        assert is_alive(pid)
+        assert list(bench.ledger()) == ["r1"]
+        bench.down.unlink()
+        bench.launcher.stop("r1")
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert ended.end is End.STOPPED
+        assert [type(event) for event in bench.events] == [Started, StopFailed, Exited]
+
+    run(story)
+
+
+def test_a_bug_of_ours_is_a_report_and_loses_no_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Launcher, "_await_end", broken)
+
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", QUIET))
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.why) == (End.UNWATCHED, "RuntimeError: a bug")
+        assert is_alive(pid)
+        assert list(bench.ledger()) == ["r1"]
+
+    run(story)
+    assert "the launcher has failed" in caplog.text

@@ -1,0 +1,290 @@
+"""By which means a plan is carried out."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.router.means import Means, Step, choose_means, expired_standby, spared
+from vllm_kvpool.router.planner import Plan, Wanted
+from vllm_kvpool.router.standings import (
+    MAX_HOSTS,
+    SERVING,
+    Host,
+    Row,
+    Standing,
+    Standings,
+    WarmHosts,
+    Weights,
+    WeightSource,
+)
+from vllm_kvpool.router.states import ReplicaId, Role
+
+NOW = 1000.0
+P, D = Role.PREFILL, Role.DECODE
+DISK = Weights(WeightSource.DISK, "disk:a", is_exclusive=False)
+MEMORY = Weights(WeightSource.MEMORY, "memory:b", warm_until=NOW + 10)
+PEER = Weights(WeightSource.PEER, "peer:p1")
+
+
+def a_plan(prefill: int, decode: int, flip_to: Role | None = None, room: int = 8) -> Plan:
+    return Plan(Wanted(4, 4 + prefill), Wanted(4, 4 + decode), flip_to, room, "", (), "")
+
+
+def row(name: str, standing: Standing, **fields: float) -> Row:
+    return Row(ReplicaId(name), standing, **fields)  # type: ignore[arg-type]
+
+
+def a_fleet(*rows: Row, hosts: tuple[Host, ...] = ()) -> Standings:
+    return Standings(NOW, rows, hosts)
+
+
+def short(steps: list[Step]) -> list[tuple[Means, str | None]]:
+    return [(step.means, step.replica or step.host) for step in steps]
+
+
+SERVE = (
+    row("p1", Standing.SERVING_PREFILL, load=500.0),
+    row("p2", Standing.SERVING_PREFILL, load=100.0),
+    row("d1", Standing.SERVING_DECODE, load=70.0),
+    row("d2", Standing.SERVING_DECODE, load=0.0),
+)
+ALL_MEANS = a_fleet(
+    *SERVE,
+    row("down", Standing.DOWN),
+    row("broken", Standing.BROKEN),
+    row("asleep", Standing.SLEEPING),
+    row("ready", Standing.STANDBY),
+    row("leaving p", Standing.SHUTTING_PREFILL),
+    row("leaving d", Standing.SHUTTING_DECODE),
+    hosts=(Host("h", 1, (DISK,)),),
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (a_plan(0, 0), []),
+        (a_plan(1, 0), [(Means.REVIVE, "leaving p")]),
+        (a_plan(0, 1), [(Means.REVIVE, "leaving d")]),
+        (a_plan(2, 0), [(Means.REVIVE, "leaving p"), (Means.USE_STANDBY, "ready")]),
+        (
+            a_plan(9, 0),
+            [
+                *((Means.REVIVE, "leaving p"), (Means.USE_STANDBY, "ready")),
+                *((Means.WAKE, "asleep"), (Means.SPAWN, "h")),
+            ],
+        ),
+        (
+            a_plan(9, -1, flip_to=P),
+            [
+                *((Means.REVIVE, "leaving p"), (Means.USE_STANDBY, "ready")),
+                *((Means.FLIP, "d2"), (Means.WAKE, "asleep"), (Means.SPAWN, "h")),
+            ],
+        ),
+        # Decode first; nothing is used twice.
+        (
+            a_plan(2, 2),
+            [
+                *((Means.REVIVE, "leaving d"), (Means.USE_STANDBY, "ready")),
+                *((Means.REVIVE, "leaving p"), (Means.WAKE, "asleep")),
+            ],
+        ),
+        # What is there already spares the flip, where there is room.
+        (a_plan(1, -1, flip_to=P), [(Means.REVIVE, "leaving p")]),
+        (a_plan(1, -1, flip_to=P, room=0), [(Means.FLIP, "d2")]),
+        (a_plan(2, -1, flip_to=P, room=1), [(Means.REVIVE, "leaving p"), (Means.FLIP, "d2")]),
+    ],
+)
+def test_up_takes_the_cheapest_means_first(
+    plan: Plan, expected: list[tuple[Means, str | None]]
+) -> None:
+    assert short(choose_means(plan, ALL_MEANS)) == expected
+
+
+def test_a_flip_takes_no_room() -> None:
+    fleet = a_fleet(*SERVE, row("asleep", Standing.SLEEPING))
+    assert short(choose_means(a_plan(2, -1, flip_to=P, room=1), fleet)) == [
+        (Means.FLIP, "d2"),
+        (Means.WAKE, "asleep"),
+    ]
+
+
+def test_a_flip_names_its_way() -> None:
+    fleet = a_fleet(*SERVE)
+    assert choose_means(a_plan(-1, 1, flip_to=D), fleet) == [
+        Step(Means.FLIP, D, ReplicaId("p2"), via=Standing.MUTATING)
+    ]
+    assert choose_means(a_plan(1, -1, flip_to=P), fleet) == [
+        Step(Means.FLIP, P, ReplicaId("d2"), via=Standing.SHUTTING_DECODE)
+    ]
+
+
+def test_the_warmest_is_used_first() -> None:
+    fleet = a_fleet(
+        row("cold", Standing.STANDBY, warmth=1.0, idle_since=999.0),
+        row("warm", Standing.STANDBY, warmth=2.0, idle_since=1.0),
+        row("late", Standing.STANDBY, warmth=2.0, idle_since=2.0),
+    )
+    assert [step.replica for step in choose_means(a_plan(3, 0), fleet)] == ["late", "warm", "cold"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # A standby goes before anyone who serves.
+        ((*SERVE, row("s", Standing.STANDBY)), [(Means.RETIRE, "s")]),
+        (SERVE, [(Means.DRAIN, "d2")]),
+        ((SERVE[2],), []),  # the last one
+        ((SERVE[2], row("d3", Standing.LOADING_DECODE)), []),  # the last one that serves
+        ((SERVE[2], replace(SERVE[3], is_lending=True)), [(Means.DRAIN, "d1")]),
+        (
+            (
+                row("a", Standing.SERVING_DECODE, load=5.0, warmth=9.0),
+                row("b", Standing.SERVING_DECODE, load=5.0, warmth=3.0),
+            ),
+            [(Means.DRAIN, "b")],
+        ),
+    ],
+)
+def test_down_takes_the_one_with_the_least_to_lose(
+    rows: tuple[Row, ...], expected: list[tuple[Means, str | None]]
+) -> None:
+    assert short(choose_means(a_plan(0, -1), a_fleet(*rows))) == expected
+
+
+def test_a_standby_that_is_used_is_not_given_back() -> None:
+    fleet = a_fleet(*SERVE, row("s", Standing.STANDBY))
+    assert short(choose_means(a_plan(-1, 1), fleet)) == [
+        (Means.USE_STANDBY, "s"),
+        (Means.DRAIN, "p2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ((), []),
+        ((Host("a", 0, (DISK,)),), []),
+        ((Host("a", 1, ()),), []),
+        ((Host("a", 2, (DISK,)), Host("b", 1, (MEMORY,))), ["b memory:b", "a disk:a"]),
+        ((Host("b", 1, (MEMORY, DISK)), Host("c", 1, (PEER,))), ["c peer:p1", "b memory:b"]),
+        # Cold by now.
+        ((Host("b", 1, (replace(MEMORY, warm_until=NOW), DISK)),), ["b disk:a"]),
+        # One at a time from a place that serves one at a time, whoever reads it.
+        ((Host("b", 2, (MEMORY,)),), ["b memory:b"]),
+        ((Host("b", 2, (PEER, DISK)), Host("c", 1, (PEER,))), ["b peer:p1", "b disk:a"]),
+        ((Host("b", 2, (PEER,)), Host("c", 1, (replace(PEER, is_busy=True),))), []),
+        # Among equals the emptier host.
+        ((Host("a", 1, (DISK,)), Host("b", 3, (DISK,))), ["b disk:a", "b disk:a"]),
+    ],
+)
+def test_engines_start_where_weights_are_read_fastest(
+    hosts: tuple[Host, ...], expected: list[str]
+) -> None:
+    steps = choose_means(a_plan(2, 0), a_fleet(*SERVE, hosts=hosts))
+    assert {step.means for step in steps} <= {Means.SPAWN}
+    assert [f"{step.host} {step.weights.place}" for step in steps if step.weights] == expected
+
+
+def test_a_standby_expires_longest_idle_first() -> None:
+    fleet = a_fleet(
+        row("new", Standing.STANDBY, idle_since=NOW - 1),
+        row("old", Standing.STANDBY, idle_since=NOW - 30),
+        row("lent", Standing.STANDBY, idle_since=NOW - 99, is_lending=True),
+    )
+    assert expired_standby(fleet, ttl_s=30.0) == Step(Means.RETIRE, replica=ReplicaId("old"))
+    assert expired_standby(fleet, ttl_s=30.5) is None
+
+
+rows = st.lists(
+    st.builds(
+        Row,
+        st.integers(0, 10**6).map(lambda number: ReplicaId(str(number))),
+        st.sampled_from(Standing),
+        load=st.floats(0, 10),
+        is_lending=st.booleans(),
+    ),
+    max_size=20,
+    unique_by=lambda one: one.replica,
+).map(tuple)
+hosts = st.lists(
+    st.builds(
+        Host,
+        st.sampled_from("abc"),
+        st.integers(0, 3),
+        st.lists(
+            st.builds(
+                Weights,
+                st.sampled_from(WeightSource),
+                st.sampled_from("xyz"),
+                is_busy=st.booleans(),
+                is_exclusive=st.booleans(),
+            ),
+            max_size=3,
+        ).map(tuple),
+    ),
+    max_size=3,
+    unique_by=lambda host: host.name,
+).map(tuple)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(
+        [(3, 0, None), (0, 5, None), (2, 2, None), (-1, 3, D), (2, -1, P), (-1, 0, None)]
+    ),
+    st.integers(0, 6),
+    rows,
+    hosts,
+)
+def test_steps_are_no_more_than_planned_and_take_nothing_twice(
+    deltas: tuple[int, int, Role | None], room: int, rows: tuple[Row, ...], hosts: tuple[Host, ...]
+) -> None:
+    fleet = Standings(NOW, rows, hosts)
+    plan = a_plan(*deltas, room=room)
+    steps = choose_means(plan, fleet)
+    taken = [step.replica for step in steps if step.replica]
+    assert len(taken) == len(set(taken))
+    ups = [step for step in steps if step.means not in (Means.DRAIN, Means.RETIRE)]
+    for role in Role:
+        assert sum(step.role is role for step in ups) <= max(0, plan.of(role).delta)
+        lost = [
+            step
+            for step in steps
+            if (step.means is Means.FLIP and step.role is role.other)
+            or (step.means is Means.DRAIN and step.role is role)
+        ]
+        assert len(lost) < max(2, len(fleet.standing(SERVING[role])))
+        assert not lost or len(fleet.standing(SERVING[role])) > 1
+    assert sum(step.means is not Means.FLIP for step in ups) <= room
+    lending = {one.replica for one in rows if one.is_lending}
+    gone = {s.replica for s in steps if s.means in (Means.FLIP, Means.DRAIN, Means.RETIRE)}
+    assert not gone & lending
+
+
+def test_none_is_spared_where_none_serves() -> None:
+    assert spared(P, a_fleet()) is None
+
+
+def test_hosts_stay_warm_for_a_while() -> None:
+    warm = WarmHosts(ttl_s=30.0)
+    assert warm.until("a", 0.0) is None
+    warm.used("a", 10.0)
+    assert warm.until("a", 39.0) == 40.0
+    assert warm.until("a", 40.0) is None
+    warm.used("a", 40.0)
+    assert warm.until("a", 60.0) == 70.0
+    warm.drop("a")
+    assert warm.until("a", 60.0) is None
+
+
+def test_the_host_used_longest_ago_is_forgotten_first() -> None:
+    warm = WarmHosts(ttl_s=30.0)
+    for number in range(MAX_HOSTS):
+        warm.used(str(number), 0.0)
+    warm.used("0", 1.0)
+    warm.used("one more", 1.0)
+    assert warm.until("0", 1.0) is not None
+    assert warm.until("1", 1.0) is None

@@ -1,0 +1,221 @@
+"""Which decode replicas take nothing new."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.overload import Load, Locked, Overload, OverloadLimits, Released, Why
+from vllm_kvpool.router.states import ReplicaId
+
+CAPACITY = 1000
+LIMITS = OverloadLimits()
+
+
+def loads(*used: int, names: str = "abcdefgh") -> dict[ReplicaId, Load]:
+    return {
+        ReplicaId(name): Load(blocks, 0, CAPACITY)
+        for name, blocks in zip(names, used, strict=False)
+    }
+
+
+def locked(overload: Overload) -> str:
+    overload.check()
+    return "".join(sorted(overload.locked))
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ((), ""),
+        ((0, 0, 0), ""),
+        # The watermark: 900 of 1000.
+        ((899, 0), ""),
+        ((900, 0), "a"),
+        ((900, 950, 0, 1000), "abd"),
+        # Twice the mean and half of the capacity. The mean of 600, 150, 150 is 300.
+        ((600, 150, 150), ""),
+        ((601, 150, 150), "a"),
+        ((600, 149, 150), "a"),
+        ((500, 10, 10), ""),  # 2.9 times the mean, half of the capacity and no more
+        ((501, 10, 10), "a"),
+        # Several at once: the mean of 700, 700, 0, 0, 0 is 280.
+        ((700, 700, 0, 0, 0), "ab"),
+        # Of two, none holds more than twice the mean.
+        ((898, 0), ""),
+        # Never the last.
+        ((1000,), ""),
+        ((1000, 990), "a"),
+        ((950, 950, 950), "bc"),
+        ((950, 900, 950), "ac"),
+    ],
+)
+def test_full_replicas_are_locked_but_not_the_last(used: tuple[int, ...], expected: str) -> None:
+    overload = Overload()
+    overload.step(0.0, loads(*used))
+    assert locked(overload) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "committed", "expected"),
+    [(0, 900, "a"), (900, 0, "a"), (None, 900, "a"), (899, 899, ""), (None, 0, "")],
+)
+def test_the_greater_of_both_counts_is_used(
+    engine: int | None, committed: int, expected: str
+) -> None:
+    overload = Overload()
+    given = {ReplicaId("a"): Load(engine, committed, CAPACITY), **loads(0, names="b")}
+    overload.step(0.0, given)
+    assert locked(overload) == expected
+
+
+def test_each_change_is_told_once_with_its_reason() -> None:
+    overload = Overload()
+    assert overload.step(0.0, loads(950, 0)) == (Locked(ReplicaId("a"), Why.WATERMARK, 0.95),)
+    assert overload.step(1.0, loads(960, 0)) == ()
+    assert overload.step(2.0, loads(100, 0)) == (Released(ReplicaId("a"), Why.CALM),)
+    assert overload.step(3.0, loads(700, 10, 10)) == (Locked(ReplicaId("a"), Why.MEAN, 0.7),)
+    assert overload.step(4.0, loads(10, 10, names="bc")) == (Released(ReplicaId("a"), Why.LEFT),)
+
+
+@pytest.mark.parametrize(
+    ("full", "still", "calm"),
+    [
+        ((900, 0, 0), (801, 600, 600), (800, 600, 600)),
+        # 1.6 times the mean: of 640, 280, 280 that is 640
+        ((700, 100, 100), (641, 280, 280), (640, 280, 280)),
+        # 0.4 of the capacity
+        ((700, 100, 100), (401, 0, 0), (400, 0, 0)),
+    ],
+)
+def test_a_lock_is_released_below_lower_bounds(
+    full: tuple[int, ...], still: tuple[int, ...], calm: tuple[int, ...]
+) -> None:
+    overload = Overload()
+    overload.step(0.0, loads(*full))
+    overload.step(10.0, loads(*still))
+    assert locked(overload) == "a"
+    overload.step(20.0, loads(*calm))
+    assert locked(overload) == ""
+
+
+def test_a_lock_holds_for_a_while_whatever_comes() -> None:
+    overload = Overload()
+    overload.step(10.0, loads(950, 0))
+    overload.step(10.0 + LIMITS.min_hold_s - 0.01, loads(0, 0))
+    assert locked(overload) == "a"
+    overload.step(10.0 + LIMITS.min_hold_s, loads(0, 0))
+    assert locked(overload) == ""
+
+
+def test_what_was_over_the_mean_and_passes_the_watermark_obeys_the_watermark() -> None:
+    overload = Overload()
+    overload.step(0.0, loads(700, 10, 10))
+    overload.step(10.0, loads(950, 700, 700))
+    overload.step(20.0, loads(850, 700, 700))  # calm by the mean
+    assert locked(overload) == "a"
+    overload.step(30.0, loads(800, 700, 700))
+    assert locked(overload) == ""
+
+
+def test_with_two_left_the_rule_of_the_mean_lets_go() -> None:
+    overload = Overload()
+    overload.step(0.0, loads(700, 10, 10))
+    assert locked(overload) == "a"
+    overload.step(5.0, loads(700, 10))
+    assert locked(overload) == ""
+
+
+def test_the_last_open_one_does_not_change_among_equals() -> None:
+    overload = Overload()
+    overload.step(0.0, loads(800, 950, 950))
+    assert locked(overload) == "bc"
+    # It fills up, a little above the others: one that is as full is no better.
+    assert overload.step(1.0, loads(990, 950, 950)) == ()
+    assert overload.is_saturated
+    changes = overload.step(2.0, loads(1000, 945, 950))
+    assert changes == (
+        Locked(ReplicaId("a"), Why.WATERMARK, 1.0),
+        Released(ReplicaId("b"), Why.LAST_OPEN),
+    )
+
+
+def test_when_the_last_open_one_leaves_another_one_opens_at_once() -> None:
+    overload = Overload()
+    overload.step(0.0, loads(100, 950, 960))
+    changes = overload.step(0.01, loads(950, 960, names="bc"))
+    assert changes == (Released(ReplicaId("b"), Why.LAST_OPEN),)
+
+
+def test_saturated_is_when_all_are_full() -> None:
+    overload = Overload()
+    assert not overload.is_saturated
+    overload.step(0.0, loads(950, 899))
+    assert not overload.is_saturated
+    overload.step(1.0, loads(950, 900))
+    assert overload.is_saturated
+    overload.step(9.0, loads(950, 800))
+    assert not overload.is_saturated
+
+
+def test_room_is_what_open_replicas_can_take() -> None:
+    overload = Overload()
+    now = loads(950, 700, 100)
+    overload.step(0.0, now)
+    assert overload.room(now) == pytest.approx(200 + 800)
+    full = loads(950, 920)
+    overload.step(1.0, full)
+    assert overload.room(full) == 0.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lock_watermark": 0.8}, {"release_mean": 2.0}, {"release_share": 0.0}]
+)
+def test_bounds_that_leave_no_hysteresis_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be above"):
+        OverloadLimits(**wrong)
+
+
+names = st.sampled_from([ReplicaId(name) for name in "abcdef"])
+blocks = st.one_of(st.integers(0, 1200), st.sampled_from([400, 500, 800, 900, 1000]))
+any_loads = st.dictionaries(
+    names,
+    st.builds(Load, st.one_of(st.none(), blocks), blocks, st.sampled_from([CAPACITY, 500])),
+    max_size=6,
+)
+histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
+
+
+@settings(deadline=None)
+@given(histories)
+def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
+    history: list[tuple[float, dict[ReplicaId, Load]]],
+) -> None:
+    overload, now, open_now = Overload(), 0.0, set[ReplicaId]()
+    was: frozenset[ReplicaId] = frozenset()
+    for pause_s, given_loads in history:
+        now += pause_s
+        changes = overload.step(now, given_loads)
+        overload.check()
+        assert {one.replica for one in changes} == was ^ overload.locked
+        was = overload.locked
+        open_now = set(given_loads) - was
+        assert bool(open_now) == bool(given_loads)
+        for replica in open_now:
+            # What is open and over the watermark is so because all are full.
+            assert given_loads[replica].share < 0.9 or overload.is_saturated
+    now += 1.01 * LIMITS.min_hold_s
+    overload.step(now, dict.fromkeys(was | open_now, Load(0, 0, CAPACITY)))
+    overload.check()
+    assert overload.locked == frozenset()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(801, 899), min_size=20, max_size=60))
+def test_a_load_between_the_bounds_changes_nothing(noise: list[int]) -> None:
+    for start, expected in ((950, 1), (100, 0)):
+        overload = Overload()
+        overload.step(0.0, loads(start, 500))
+        changes = [overload.step(5.0 + at, loads(used, 500)) for at, used in enumerate(noise)]
+        assert not any(changes)
+        assert len(overload.locked) == expected

@@ -1,0 +1,59 @@
+"""The files of the status page, without a browser."""
+
+import asyncio
+import re
+from pathlib import Path
+
+from aiohttp.test_utils import TestClient, TestServer
+from hatchling.builders.wheel import WheelBuilder
+
+from tests.router.scenes import Scene
+from vllm_kvpool.router.admin import PAGE, Admin
+from vllm_kvpool.router.states import State
+from vllm_kvpool.router.telemetry import Telemetry
+
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "vllm_kvpool" / "router" / "page"
+
+
+def test_the_files_of_the_page_are_served_with_their_types() -> None:
+    async def use(client: TestClient) -> None:
+        for path, (name, content_type) in PAGE.items():
+            async with client.get(path) as response:
+                assert response.content_type == content_type
+                assert await response.read() == (FILES / name).read_bytes()
+
+    scene = Scene()
+    telemetry = Telemetry(scene.controller, clock=scene.clock)
+    admin = Admin(scene.controller, scene.post, telemetry, "token", clock=scene.clock)
+
+    async def serve() -> None:
+        async with TestClient(TestServer(admin.app())) as client:
+            await use(client)
+
+    asyncio.run(serve())
+
+
+def test_every_file_of_the_page_is_served() -> None:
+    assert {each.name for each in FILES.iterdir()} == {name for name, _ in PAGE.values()}
+
+
+def test_the_page_asks_for_nothing_that_is_not_served() -> None:
+    wanted = set()
+    for each in FILES.glob("*.[hj]*"):
+        text = each.read_text()
+        wanted |= set(re.findall(r'(?:src|href)="([^"]+)"', text))
+        wanted |= {path.removeprefix(".") for path in re.findall(r'from "([^"]+)"', text)}
+    assert wanted
+    assert wanted <= PAGE.keys()
+
+
+def test_the_files_of_the_page_are_in_the_wheel() -> None:
+    packed = {each.distribution_path for each in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert {f"vllm_kvpool/router/page/{name}" for name, _ in PAGE.values()} <= packed
+
+
+def test_the_page_knows_every_state() -> None:
+    source = (FILES / "shown.js").read_text()
+    table = source[source.index("KIND_OF = {") : source.index("};")]
+    assert set(re.findall(r"(\w+):", table)) == {state.value for state in State}

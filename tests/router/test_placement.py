@@ -1,0 +1,175 @@
+"""Which replica computes a prompt, and which one decodes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.router.events import Sample
+from vllm_kvpool.router.fleet import Replica, Stay
+from vllm_kvpool.router.placement import (
+    Budgets,
+    blocks_for,
+    choose_decode,
+    choose_prefill,
+    choose_to_clear,
+    fits,
+    open_gates,
+    uncached_tokens,
+)
+from vllm_kvpool.router.requests import Request, RequestId
+from vllm_kvpool.router.states import ReplicaId, State
+from vllm_kvpool.testing.router_steps import ask, spec
+
+NONE: frozenset[ReplicaId] = frozenset()
+
+
+def prefiller(name: str, *loads: int, cached: tuple[int, ...] = (), busy: float = 0.0) -> Replica:
+    replica = Replica(spec(name), state=State.PREFILL, busy_until=busy)
+    for number, tokens in enumerate(loads):
+        replica.begin_prefill(RequestId(f"{name}{number}"), tokens)
+    replica.prefixes.add(cached)
+    return replica
+
+
+def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> Replica:
+    replica = Replica(spec(name), state=State.DECODE)
+    replica.sample = Sample(total_blocks=total, block_size=16)
+    for number, blocks in enumerate(stays):
+        request_id = RequestId(f"{name}{number}")
+        replica.begin_stay(request_id, Stay(blocks, is_handed=True))
+        if flowing:
+            replica.flows(request_id)
+    return replica
+
+
+def request(tokens: int = 1000, *, avoid: str = "", part: int = 0) -> Request:
+    made = Request(ask("r", tokens, prefix=(1, 2, 3), prefix_tokens=256), 0.0, 1)
+    made.avoid = {ReplicaId(each) for each in avoid.split()}
+    made.split_at, made.part = (512 if part else 0), max(0, part - 1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("replicas", "avoid", "chosen"),
+    [
+        ([prefiller("a"), prefiller("b")], "", ("a", 1000)),
+        ([prefiller("a", 500), prefiller("b")], "", ("b", 1000)),
+        ([prefiller("a", 500, cached=(1, 2, 3)), prefiller("b")], "", ("a", 232)),
+        ([prefiller("a", 900, cached=(1, 2, 3)), prefiller("b")], "", ("b", 1000)),
+        ([prefiller("a"), prefiller("b", 900)], "a", ("b", 1000)),
+        ([prefiller("a"), prefiller("b", 3500)], "a", ("a", 1000)),
+        ([prefiller("a")], "a", ("a", 1000)),
+        ([prefiller("a", busy=11.0), prefiller("b", 900)], "", ("b", 1000)),
+        ([prefiller("a", busy=10.0), prefiller("b", 900)], "", ("a", 1000)),
+        ([prefiller("a", 3500)], "", None),
+        ([prefiller("a", 1, 1)], "", None),
+        ([], "", None),
+    ],
+)
+def test_a_prompt_goes_where_it_is_computed_soonest(
+    replicas: list[Replica], avoid: str, chosen: tuple[str, int] | None
+) -> None:
+    budgets = Budgets(prefill_tokens=4000, prefill_requests=2)
+    choice = choose_prefill(request(avoid=avoid), replicas, budgets, 10.0)
+    assert (choice and (choice.replica.replica_id, choice.uncached_tokens)) == chosen
+
+
+def test_a_prompt_larger_than_the_budget_goes_to_who_has_nothing() -> None:
+    budgets = Budgets(prefill_tokens=400)
+    assert choose_prefill(request(), [prefiller("a", 1)], budgets, 0.0) is None
+    choice = choose_prefill(request(), [prefiller("a", 1), prefiller("b")], budgets, 0.0)
+    assert choice is not None
+    assert choice.replica.replica_id == "b"
+
+
+@pytest.mark.parametrize(
+    ("part", "cached", "tokens"),
+    [
+        (0, (), 1000),
+        (0, (1, 2), 488),
+        (1, (), 512),
+        (1, (1,), 256),
+        (1, (1, 2, 3), 1),
+        (2, (), 488),
+        (2, (1,), 488),
+        (2, (1, 2, 3), 232),
+    ],
+)
+def test_only_the_part_that_is_next_and_not_cached_counts(
+    part: int, cached: tuple[int, ...], tokens: int
+) -> None:
+    assert uncached_tokens(request(part=part), prefiller("a", cached=cached)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("replica", "blocks", "answer"),
+    [
+        (decoder("d"), 95, True),
+        (decoder("d"), 1000, True),  # for the engine to refuse
+        (decoder("d", 45), 50, True),
+        (decoder("d", 45), 51, False),
+        (decoder("d", 45, total=0), 10_000, True),  # nothing is known of its size
+    ],
+)
+def test_a_request_fits_below_the_headroom(replica: Replica, blocks: int, answer: bool) -> None:
+    assert fits(replica, blocks, Budgets(headroom=0.95)) is answer
+
+
+def test_a_gate_is_open_until_it_has_enough() -> None:
+    budgets = Budgets(permits=2, decode_requests=3)
+    starting, full = decoder("starting", 1, 1, flowing=False), decoder("full", 1, 1, 1)
+    busy, locked, open_one = decoder("busy"), decoder("locked"), decoder("open", 1, 1)
+    busy.busy_until = 11.0
+    everyone = [starting, full, busy, locked, open_one]
+    assert open_gates(everyone, budgets, 10.0, {ReplicaId("locked")}) == [open_one]
+    assert open_gates(everyone, budgets, 11.0, NONE) == [busy, locked, open_one]
+
+
+@pytest.mark.parametrize(
+    ("gates", "avoid", "chosen"),
+    [
+        ([decoder("a", 20), decoder("b", 10)], "", "b"),
+        ([decoder("a", 20, total=400), decoder("b", 10)], "", "a"),
+        ([decoder("a"), decoder("b", 10)], "a", "b"),
+        ([decoder("a"), decoder("b", 80)], "a", "a"),
+        ([decoder("a", 5, 5), decoder("b", 10)], "", "b"),
+        ([decoder("b"), decoder("a")], "", "a"),
+        ([decoder("a", 80), decoder("b", 80)], "", None),
+        ([], "", None),
+    ],
+)
+def test_a_request_goes_where_most_is_left(
+    gates: list[Replica], avoid: str, chosen: str | None
+) -> None:
+    replica = choose_decode(request(avoid=avoid), 16 * 20, gates, Budgets())
+    assert (replica and replica.replica_id) == chosen
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 100)), min_size=1, max_size=8),
+    st.integers(1, 100),
+)
+def test_who_is_chosen_has_room_and_nobody_has_more(
+    loads: list[tuple[int, int]], blocks: int
+) -> None:
+    gates = [decoder(f"d{n}", used, total=total) for n, (used, total) in enumerate(loads)]
+    chosen = choose_decode(request(), blocks * 16, gates, Budgets())
+    able = [each for each in gates if fits(each, blocks, Budgets())]
+    if chosen is None:
+        assert not able
+        return
+    assert chosen in able
+    shares = {e.replica_id: (e.used_blocks + blocks) / e.sample.total_blocks for e in able}
+    assert shares[chosen.replica_id] == min(shares.values())
+
+
+def test_the_emptiest_that_is_large_enough_is_cleared() -> None:
+    small, full, half = decoder("small", 1, total=10), decoder("full", 90), decoder("half", 50)
+    assert choose_to_clear(16 * 80, [small, full, half], Budgets()) is half
+    assert choose_to_clear(16 * 800, [small, full, half], Budgets()) is small
+
+
+@pytest.mark.parametrize(("tokens", "size", "blocks"), [(1, 16, 1), (17, 16, 2), (17, 0, 2)])
+def test_blocks_are_whole(tokens: int, size: int, blocks: int) -> None:
+    replica = Replica(spec("d"), sample=Sample(block_size=size))
+    assert blocks_for(tokens, replica) == blocks

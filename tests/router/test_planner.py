@@ -1,0 +1,390 @@
+"""How many replicas of each role there should be."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.capacity import Counts, PlanInputs
+from vllm_kvpool.router.planner import Plan, PlanLimits, PlanMemory, RoleMemory, plan
+from vllm_kvpool.router.rates import Rates
+from vllm_kvpool.router.states import Role
+
+LIMITS = PlanLimits()
+AFRESH = PlanMemory()
+QUIET = PlanInputs(
+    now=1000.0,
+    metrics_age_s=0.0,
+    prefill=Counts(2),
+    decode=Counts(2),
+    used_blocks=1100,  # 0.55 of both
+    blocks_per_replica=1000,
+    block_tokens=16,
+    waiting_tokens=0.0,
+    prompt_tokens_per_s=11_000.0,  # 0.55 of both
+    outgoing_tokens=0.0,
+    incoming_tokens=0.0,
+    handoff_tokens_per_s=11_000.0,
+    rates=Rates(prefill_tokens_per_s=10_000.0, transfer_tokens_per_s=50_000.0),
+)
+BUSY_PREFILL = replace(QUIET, prompt_tokens_per_s=30_000.0)  # 4 at 0.8, 5 at 0.6, 8 at 0.4
+BUSY_DECODE = replace(QUIET, used_blocks=1900)  # 3 at 0.8, 4 at 0.625, 5 at 0.45
+IDLE_PREFILL = replace(QUIET, prompt_tokens_per_s=1_000.0)  # 1 at any
+IDLE_DECODE = replace(QUIET, used_blocks=100, handoff_tokens_per_s=0.0)  # 1 at any
+
+
+def outcome(inputs: PlanInputs, memory: PlanMemory = AFRESH, **limits: Any) -> tuple[int, int, Any]:
+    made, _ = plan(inputs, replace(LIMITS, **limits), memory)
+    return made.prefill.delta, made.decode.delta, made.flip_to
+
+
+def repeated(
+    inputs: PlanInputs, seconds: float, memory: PlanMemory = AFRESH, limits: PlanLimits = LIMITS
+) -> list[tuple[float, Plan]]:
+    """The plans that change anything, one call a second, nothing carried out."""
+    changes = []
+    for second in range(int(seconds) + 1):
+        made, memory = plan(replace(inputs, now=inputs.now + second), limits, memory)
+        if made.prefill.delta or made.decode.delta:
+            changes.append((float(second), made))
+    return changes
+
+
+def test_within_the_bands_nothing_changes() -> None:
+    assert outcome(QUIET) == (0, 0, None)
+    assert repeated(QUIET, 1000.0) == []
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (BUSY_PREFILL, (3, 0, None)),  # to 5
+        (BUSY_DECODE, (0, 2, None)),  # to 4
+        (replace(BUSY_PREFILL, used_blocks=1900), (3, 2, None)),
+        # Two that load already are as good as there.
+        (replace(BUSY_PREFILL, prefill=Counts(2, loading=2, mutating=1)), (0, 0, None)),
+        (replace(BUSY_PREFILL, prefill=Counts(2, loading=1)), (2, 0, None)),
+        # 60,000 tokens in 2 s are 30,000 tokens/s, beside 11,000: 6 at 0.8, 7 at 0.6
+        (replace(QUIET, waiting_tokens=60_000.0), (5, 0, None)),
+    ],
+)
+def test_up_is_at_once_and_by_as_many_as_it_takes(
+    inputs: PlanInputs, expected: tuple[int, int, Any]
+) -> None:
+    assert outcome(inputs) == expected
+
+
+def test_up_waits_for_its_cooldown() -> None:
+    changes = repeated(BUSY_PREFILL, 14.0)
+    assert [second for second, _ in changes] == [0.0, 5.0, 10.0]
+
+
+def test_down_is_one_at_a_time_after_the_wish_has_held() -> None:
+    idle = replace(QUIET, prefill=Counts(4), prompt_tokens_per_s=0.0)
+    changes = repeated(idle, 130.0)
+    assert [(second, made.prefill.delta) for second, made in changes] == [(30.0, -1), (90.0, -1)]
+
+
+def test_a_wish_that_breaks_off_starts_anew() -> None:
+    _, memory = plan(IDLE_PREFILL, LIMITS, AFRESH)
+    _, memory = plan(replace(QUIET, now=1029.0), LIMITS, memory)
+    later = replace(IDLE_PREFILL, now=1031.0)
+    assert outcome(later, memory) == (0, 0, None)
+    assert [second for second, _ in repeated(later, 40.0, memory)] == [30.0]
+
+
+def test_down_waits_while_others_come() -> None:
+    idle = replace(IDLE_PREFILL, prefill=Counts(2, loading=1))
+    assert repeated(idle, 1000.0) == []
+
+
+def test_of_two_roles_the_one_with_too_many_for_longer_goes_first() -> None:
+    both = replace(IDLE_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
+    _, memory = plan(replace(IDLE_DECODE, now=995.0), LIMITS, AFRESH)
+    changes = repeated(both, 31.0, memory)
+    assert [(second, made.decode.delta) for second, made in changes] == [(25.0, -1), (30.0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0), (3, -1, Role.PREFILL)),
+        (replace(BUSY_DECODE, prompt_tokens_per_s=1_000.0), (-1, 2, Role.DECODE)),
+        # It could not spare one: at 0.55 of two, one is used more than the band's middle.
+        (BUSY_PREFILL, (3, 0, None)),
+        # It is at its least.
+        (replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0, decode=Counts(1)), (3, 0, None)),
+        # Others come: first see what they do.
+        (
+            replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0, decode=Counts(1, loading=1)),
+            (3, 0, None),
+        ),
+    ],
+)
+def test_what_one_role_spares_is_flipped_to_the_other(
+    inputs: PlanInputs, expected: tuple[int, int, Any]
+) -> None:
+    assert outcome(inputs) == expected
+
+
+def test_without_room_a_flip_is_all_there_is() -> None:
+    busy = replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
+    assert outcome(busy, max_total=4) == (1, -1, Role.PREFILL)
+    assert outcome(BUSY_PREFILL, max_total=4) == (0, 0, None)
+
+
+def test_a_flip_back_waits_for_its_cooldown() -> None:
+    there = replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
+    made, memory = plan(there, LIMITS, AFRESH)
+    assert made.flip_to is Role.PREFILL
+    back = replace(IDLE_PREFILL, prefill=Counts(5), decode=Counts(1), used_blocks=1900)
+    made, _ = plan(replace(back, now=1029.0), LIMITS, memory)
+    assert (made.decode.delta, made.flip_to) == (3, None)
+    made, _ = plan(replace(back, now=1030.0), LIMITS, memory)
+    assert (made.decode.delta, made.flip_to) == (3, Role.DECODE)
+
+
+def test_a_flip_on_does_not_wait_for_it() -> None:
+    there = replace(IDLE_DECODE, prompt_tokens_per_s=30_000.0, decode=Counts(4))
+    _, memory = plan(there, LIMITS, AFRESH)
+    assert outcome(replace(there, now=1005.0), memory)[2] is Role.PREFILL
+
+
+def test_what_was_taken_away_too_soon_is_kept_twice_as_long_from_then_on() -> None:
+    memory, pauses, count, since = AFRESH, [], 2, 0
+    for second in range(4000):
+        # Idle, until one is taken away; then busy at once.
+        tokens_per_s = 1_000.0 if count == 2 else 9_000.0
+        inputs = replace(
+            QUIET, now=float(second), prefill=Counts(count), prompt_tokens_per_s=tokens_per_s
+        )
+        made, memory = plan(inputs, LIMITS, memory)
+        count = made.prefill.wanted
+        if made.prefill.delta < 0:
+            pauses.append(second - since)
+        if made.prefill.delta > 0:
+            since = second + 1
+    assert pauses == [30, 60, 120, 240, 480, 960, 1800]
+
+
+def test_decode_that_is_short_does_not_make_prefill_grow() -> None:
+    """What waits, waits for decode: prefill that can be spared even goes over to it."""
+    stuck = replace(
+        IDLE_PREFILL, used_blocks=1950, incoming_tokens=100_000.0, waiting_tokens=1_000_000.0
+    )
+    assert outcome(stuck)[0] == -1
+    assert outcome(stuck)[2] is Role.DECODE
+    assert outcome(replace(stuck, used_blocks=900, incoming_tokens=0.0))[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"metrics_age_s": None}, "hold: measurements are missing"),
+        ({"metrics_age_s": 10.5}, "hold: measurements are 10.5 s old, 10 s at most count"),
+        ({"blocks_per_replica": 0}, "hold: no blocks_per_replica known"),
+    ],
+)
+def test_without_measurements_the_plan_is_to_stay(wrong: dict[str, Any], words: str) -> None:
+    for load in (BUSY_PREFILL, BUSY_DECODE, replace(IDLE_PREFILL, prefill=Counts(8))):
+        blind = replace(load, **wrong)
+        assert repeated(blind, 200.0) == []
+        made, _ = plan(blind, LIMITS, AFRESH)
+        assert made.held == words
+        assert made.why.startswith(words)
+
+
+def test_a_wish_is_not_held_by_what_was_not_seen() -> None:
+    _, memory = plan(IDLE_PREFILL, LIMITS, AFRESH)
+    _, memory = plan(replace(IDLE_PREFILL, now=1010.0, metrics_age_s=None), LIMITS, memory)
+    assert [second for second, _ in repeated(replace(IDLE_PREFILL, now=1011.0), 35.0, memory)] == [
+        30.0
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "limits", "expected"),
+    [
+        (Counts(0), Counts(2), {}, (1, -1, Role.PREFILL)),
+        (Counts(2), Counts(0), {}, (-1, 1, Role.DECODE)),
+        (Counts(2), Counts(0), {"min_decode": 3}, (-1, 3, Role.DECODE)),
+        (Counts(2), Counts(0, loading=1), {}, (0, 0, None)),
+        (Counts(1), Counts(0), {}, (0, 1, None)),
+        (Counts(0), Counts(0), {}, (1, 1, None)),
+        (Counts(0), Counts(0), {"min_prefill": 0, "max_total": 1}, (0, 1, None)),
+        (Counts(0), Counts(0), {"min_prefill": 0, "max_prefill": 0}, (0, 1, None)),
+    ],
+)
+def test_a_role_below_its_floor_is_filled_without_measurements(
+    prefill: Counts, decode: Counts, limits: dict[str, Any], expected: tuple[int, int, Any]
+) -> None:
+    blind = replace(QUIET, metrics_age_s=None, prefill=prefill, decode=decode)
+    assert outcome(blind, **limits) == expected
+
+
+def test_a_role_below_its_floor_is_filled_from_one_that_cannot_spare_any() -> None:
+    flipped_away = replace(AFRESH, flipped_to=Role.PREFILL, flipped_at=999.0)
+    dead = replace(BUSY_PREFILL, decode=Counts(0))
+    assert outcome(dead, flipped_away, max_total=2) == (-1, 1, Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (replace(IDLE_DECODE, prefill=Counts(2)), (0, -1)),
+        # However busy: the other one is at its floor.
+        (replace(IDLE_PREFILL, used_blocks=9000, prefill=Counts(1), decode=Counts(3)), (0, -1)),
+    ],
+)
+def test_above_the_most_there_may_be_the_one_with_more_to_spare_goes(
+    inputs: PlanInputs, expected: tuple[int, int]
+) -> None:
+    changes = repeated(inputs, 31.0, limits=PlanLimits(max_total=3))
+    assert [(second, made.prefill.delta, made.decode.delta) for second, made in changes] == [
+        (30.0, *expected)
+    ]
+
+
+def test_the_words_say_what_each_role_has_and_wants_and_what_it_waits_for() -> None:
+    made, memory = plan(BUSY_PREFILL, replace(LIMITS, max_total=5), AFRESH)
+    lines = made.why.splitlines()
+    assert len(lines) == 6
+    assert lines[4] == ("prefill: 2 replicas, wanted 3, 2 more when room and cooldown allow")
+    assert lines[5] == "decode: 2 replicas, wanted 2"
+    made, _ = plan(replace(IDLE_PREFILL, now=1001.0), LIMITS, memory)
+    made, _ = plan(replace(IDLE_PREFILL, now=1003.0), LIMITS, _)
+    assert "prefill: 2 replicas, wanted 2, too many for 2 s" in made.why
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_prefill": 3, "max_prefill": 2},
+        {"min_decode": -1},
+        {"max_total": 0},
+        {"min_prefill": 4, "min_decode": 4, "max_total": 7},
+        {"max_total": 1},
+        {"queue_target_s": 0.0},
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PlanLimits(**wrong)
+
+
+counts = st.builds(Counts, st.integers(0, 8), st.integers(0, 2), st.integers(0, 2))
+tokens = st.one_of(st.just(0.0), st.floats(0.0, 1e6))
+loads = st.builds(
+    lambda prefill, decode, age_s, used_blocks, flows: replace(
+        QUIET,
+        metrics_age_s=age_s,
+        prefill=prefill,
+        decode=decode,
+        used_blocks=used_blocks,
+        waiting_tokens=flows[0],
+        prompt_tokens_per_s=flows[1],
+        outgoing_tokens=flows[2],
+        incoming_tokens=flows[3],
+        handoff_tokens_per_s=flows[4],
+    ),
+    counts,
+    counts,
+    st.sampled_from([0.0, 0.0, 0.0, 100.0, None]),
+    st.integers(0, 20_000),
+    st.tuples(tokens, tokens, tokens, tokens, tokens),
+)
+limits_of_all_kinds = st.builds(
+    lambda least_p, more_p, least_d, more_d, more: PlanLimits(
+        min_prefill=least_p,
+        max_prefill=least_p + more_p,
+        min_decode=least_d,
+        max_decode=least_d + more_d,
+        max_total=max(1, least_p + least_d) + more,
+    ),
+    *[st.integers(0, 4)] * 5,
+)
+role_memories = st.builds(
+    RoleMemory,
+    st.sampled_from([float("-inf"), 0.0, 990.0, 999.0]),
+    st.sampled_from([float("-inf"), 0.0, 900.0, 990.0]),
+    st.sampled_from([None, 0.0, 960.0, 999.0]),
+    st.integers(0, 6),
+)
+memories = st.builds(
+    PlanMemory,
+    role_memories,
+    role_memories,
+    st.sampled_from([None, *Role]),
+    st.sampled_from([float("-inf"), 900.0, 990.0]),
+)
+
+
+@settings(deadline=None)
+@given(loads, limits_of_all_kinds, memories)
+def test_a_plan_keeps_the_bounds(
+    inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory
+) -> None:
+    made, after = plan(inputs, limits, memory)
+    for role in Role:
+        have, wanted = made.of(role).have, made.of(role).wanted
+        assert have == inputs.of(role).all
+        assert wanted >= min(have, limits.floor(role))
+        assert wanted <= max(have, limits.cap(role))
+        assert wanted >= have - 1
+        if wanted < have and made.flip_to is None:
+            assert have > limits.floor(role)
+            assert inputs.of(role).is_settled
+            assert not made.held or have > limits.cap(role)
+    total = made.prefill.have + made.decode.have
+    assert made.prefill.wanted + made.decode.wanted <= max(total, limits.max_total)
+    assert min(made.prefill.delta, made.decode.delta) >= -1
+    if made.flip_to is not None:
+        assert made.of(made.flip_to).delta >= 1
+        assert inputs.of(made.flip_to.other).serving > limits.floor(made.flip_to.other)
+        assert (after.flipped_to, after.flipped_at) == (made.flip_to, inputs.now)
+        back = memory.flipped_to is made.flip_to.other and inputs.now - memory.flipped_at < 30.0
+        assert not back or made.of(made.flip_to).have < limits.floor(made.flip_to)
+    else:
+        assert made.prefill.delta + made.decode.delta >= -1
+
+
+@settings(deadline=None)
+@given(loads, limits_of_all_kinds, memories, st.floats(0.0, 1e6))
+def test_more_waiting_tokens_never_want_fewer_prefills(
+    inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory, more: float
+) -> None:
+    made, _ = plan(inputs, limits, memory)
+    other, _ = plan(replace(inputs, waiting_tokens=inputs.waiting_tokens + more), limits, memory)
+    assert other.prefill.wanted >= made.prefill.wanted
+
+
+@settings(deadline=None)
+@given(loads, limits_of_all_kinds, memories, st.floats(0.0, 1e6))
+def test_more_to_take_over_never_wants_more_prefills(
+    inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory, more: float
+) -> None:
+    urgent = inputs.prefill.all < limits.floor(Role.PREFILL)
+    made, _ = plan(inputs, limits, memory)
+    other, _ = plan(replace(inputs, incoming_tokens=inputs.incoming_tokens + more), limits, memory)
+    assert urgent or other.prefill.wanted <= made.prefill.wanted
+
+
+@settings(deadline=None, max_examples=50)
+@given(loads, limits_of_all_kinds)
+def test_plans_carried_out_come_to_rest(inputs: PlanInputs, limits: PlanLimits) -> None:
+    """Under a load that does not move, after the last step there is none."""
+    memory, last = AFRESH, -1
+    inputs = replace(inputs, prefill=Counts(inputs.prefill.all), decode=Counts(inputs.decode.all))
+    seen: list[tuple[int, int]] = []
+    for second in range(0, 6000, 20):
+        made, memory = plan(replace(inputs, now=float(second)), limits, memory)
+        if made.prefill.delta or made.decode.delta:
+            last = second
+            seen.append((made.prefill.delta, made.decode.delta))
+        inputs = replace(
+            inputs, prefill=Counts(made.prefill.wanted), decode=Counts(made.decode.wanted)
+        )
+    assert last < 5000, seen

@@ -1,0 +1,298 @@
+"""Rates learned while serving."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.router.rates import (
+    COLD_SAMPLES,
+    HALF_LIFE_S,
+    MAX_READINGS,
+    MAX_REPLICAS,
+    MIN_SAMPLES,
+    OUTLIER_FACTOR,
+    Flow,
+    Line,
+    Measured,
+    Rate,
+    Rates,
+    Stage,
+)
+from vllm_kvpool.router.states import ReplicaId
+
+ONE, TWO = ReplicaId("one"), ReplicaId("two")
+PRIOR = Rates()
+
+
+def settled(value: float, now: float = 0.0) -> Rate:
+    """A rate that has seen this value only."""
+    rate = Rate(prior=1.0)
+    for _ in range(MIN_SAMPLES):
+        rate.add(now, value, 1.0)
+    return rate
+
+
+def test_before_the_first_sample_the_prior_holds() -> None:
+    assert Rate(prior=123.0).value == 123.0
+
+
+def test_the_prior_counts_less_with_each_sample_and_nothing_after_enough() -> None:
+    rate, values = Rate(prior=100.0), []
+    for _ in range(MIN_SAMPLES):
+        rate.add(0.0, 900.0, 1.0)
+        values.append(rate.value)
+    assert values[0] == pytest.approx(100.0 + 800.0 / MIN_SAMPLES)
+    assert values == sorted(values)
+    assert values[-1] == 900.0
+
+
+def test_a_rate_is_work_by_time_and_no_mean_of_rates() -> None:
+    rate = Rate(prior=1.0)
+    for _ in range(MIN_SAMPLES):
+        rate.add(0.0, 1000.0, 1.0)  # 1000/s
+        rate.add(0.0, 1000.0, 4.0)  # 250/s; the mean of both rates would be 625
+    assert rate.value == pytest.approx(2000.0 / 5.0)
+
+
+def test_an_idle_night_does_not_pull_a_rate_down() -> None:
+    rate = settled(5000.0)
+    assert rate.value == 5000.0
+    rate.add(1e7, 5000.0, 1.0)
+    assert rate.value == pytest.approx(5000.0)
+    assert math.isfinite(rate.value)
+
+
+def test_after_a_half_life_what_was_counts_half() -> None:
+    rate = settled(100.0)  # MIN_SAMPLES seconds of work
+    rate.add(HALF_LIFE_S, 400.0 * MIN_SAMPLES / 2, MIN_SAMPLES / 2)
+    assert rate.value == pytest.approx((100.0 + 400.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("amount", "took"),
+    [
+        (1000.0, 1e6),  # stood still
+        (1e12, 1.0),  # answered from a cache nobody knew of
+    ],
+)
+def test_an_outlier_moves_a_rate_little(amount: float, took: float) -> None:
+    rate = settled(1000.0)
+    rate.add(0.0, amount, took)
+    # At most one sample's weight more, at the bound.
+    highest = (MIN_SAMPLES + OUTLIER_FACTOR) / (MIN_SAMPLES + 1) * 1000.0
+    lowest = (MIN_SAMPLES + 1) / (MIN_SAMPLES + OUTLIER_FACTOR) * 1000.0
+    assert lowest <= rate.value <= highest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("factor", [1 / 100, 100.0])
+def test_a_change_beyond_the_outlier_bound_is_followed_all_the_same(factor: float) -> None:
+    rate = settled(1000.0)
+    for second in range(10 * int(HALF_LIFE_S)):
+        rate.add(float(second), 1000.0 * factor, 1.0)
+    assert rate.value == pytest.approx(1000.0 * factor, rel=0.1)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 1e6), st.floats(1e-3, 1e6), st.floats(1e-6, 1e4)), max_size=40
+    ),
+    st.floats(1e-3, 1e3),
+)
+def test_a_rate_lies_between_what_it_saw_whatever_the_unit(
+    samples: list[tuple[float, float, float]], unit: float
+) -> None:
+    rate, other = Rate(prior=7.0), Rate(prior=7.0 * unit)
+    for now, amount, took in samples:
+        rate.add(now, amount, took)
+        other.add(now, amount * unit, took)
+    seen = [7.0, *(amount / took for _, amount, took in samples)]
+    assert min(seen) * (1 - 1e-6) <= rate.value <= max(seen) * (1 + 1e-6)
+    assert other.value == pytest.approx(rate.value * unit, rel=1e-6)
+
+
+def test_a_line_tells_overhead_from_slope() -> None:
+    line = Line(prior_overhead_s=1.0, prior_s_per_token=1.0)
+    for tokens in (100, 1000, 4000, 200, 8000, 100, 3000, 500):
+        line.add(0.0, tokens, 0.050 + tokens * 0.00002)
+    assert line.value == (pytest.approx(0.050), pytest.approx(0.00002))
+
+
+def test_hand_offs_of_one_length_keep_the_slope_they_were_told() -> None:
+    line = Line(prior_overhead_s=0.0, prior_s_per_token=0.0001)
+    for _ in range(MIN_SAMPLES):
+        line.add(0.0, 1000, 0.3)
+    assert line.value == (pytest.approx(0.2), pytest.approx(0.0001))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-4, 1e3)), min_size=1, max_size=40))
+def test_overhead_and_slope_are_never_negative(samples: list[tuple[int, float]]) -> None:
+    line = Line(prior_overhead_s=0.01, prior_s_per_token=0.001)
+    for at, (tokens, seconds) in enumerate(samples):
+        line.add(float(at), tokens, seconds)
+    overhead_s, s_per_token = line.value
+    assert overhead_s >= 0.0
+    assert s_per_token >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("readings", "now", "expected"),
+    [
+        ([], 5.0, 0.0),
+        ([(0, 100)], 0.0, 0.0),
+        ([(0, 100), (1, 150)], 1.0, 50.0),
+        ([(0, 100), (0.001, 150)], 0.001, 50.0),  # two readings at almost one moment
+        ([(0, 100), (1, 150), (2, 170)], 2.0, 35.0),
+        ([(0, 100), (1, 150), (2, 20)], 2.0, 35.0),  # began again: 20 have come since
+        ([(0, 100), (1, 150), (1, 170), (2, 170)], 2.0, 35.0),  # two readings at once
+        ([(0, 0), (20, 200)], 20.0, 10.0),  # a gap longer than the window
+        ([(0, 0), (10, 1000), (20, 1000)], 20.0, 0.0),  # out of the window
+        ([(0, 0), (5, 1000), (15, 1000)], 15.0, 0.0),
+        ([(0, 0), (10, 1000), (15, 1000)], 15.0, 50.0),  # half of the gain is in the window
+        ([(0, 0), (1, 50)], 10.9, 50.0),  # not read since, but not for long
+        ([(0, 0), (1, 50)], 11.0, 0.0),  # nobody reads it any more
+    ],
+)
+def test_a_flow_is_the_gain_over_its_window(
+    readings: list[tuple[float, float]], now: float, expected: float
+) -> None:
+    flow = Flow(window_s=10.0)
+    for at, counter in readings:
+        flow.read(at, counter)
+    assert flow.per_second(now) == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 10**12)), max_size=60))
+def test_a_flow_is_never_negative_and_ends_when_nobody_reads(
+    readings: list[tuple[float, int]],
+) -> None:
+    flow, now, gained, last = Flow(window_s=10.0), 0.0, 0, None
+    for pause_s, counter in readings:
+        now += pause_s
+        flow.read(now, counter)
+        if last is not None:
+            gained += counter - last if counter >= last else counter
+        last = counter
+        assert flow.per_second(now) >= 0.0
+    seconds = sum(pause_s for pause_s, _ in readings[1:])
+    assert flow.per_second(now) * min(seconds, 10.0) <= gained * 1.001
+    assert flow.per_second(now + 10.001) == 0.0
+
+
+def test_a_flow_keeps_a_bounded_number_of_readings_and_loses_nothing() -> None:
+    flow = Flow(window_s=1e6)
+    for second in range(10 * MAX_READINGS):
+        flow.read(float(second), 7.0 * second)
+    assert len(flow._gains) == MAX_READINGS
+    assert flow.per_second(10.0 * MAX_READINGS) == pytest.approx(7.0)
+
+
+def serve(measured: Measured, stage: Stage, replica: ReplicaId, samples: int) -> None:
+    """Pieces of 1000 tokens in two seconds each."""
+    for sample in range(samples):
+        measured.began(stage, replica, 10.0 * sample)
+        measured.did(stage, replica, 10.0 * sample + 2.0, 1000)
+        measured.ended(stage, replica)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (Stage.PREFILL, "prefill_tokens_per_s"),
+        (Stage.TRANSFER, "transfer_tokens_per_s"),
+        (Stage.DECODE, "decode_tokens_per_s"),
+    ],
+)
+def test_a_stages_rate_is_tokens_by_busy_seconds(stage: Stage, name: str) -> None:
+    measured = Measured(PRIOR)
+    serve(measured, stage, ONE, COLD_SAMPLES + MIN_SAMPLES)
+    rates = measured.snapshot()
+    assert rates == Rates(**{name: pytest.approx(500.0)})
+
+
+def test_pieces_under_way_together_share_their_seconds() -> None:
+    measured = Measured(PRIOR, half_life_s=math.inf)
+    serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES)
+    for start in range(0, 10 * MIN_SAMPLES, 10):
+        measured.began(Stage.PREFILL, ONE, start)
+        measured.began(Stage.PREFILL, ONE, start + 1.0)
+        measured.did(Stage.PREFILL, ONE, start + 2.0, 300)
+        measured.ended(Stage.PREFILL, ONE)
+        measured.did(Stage.PREFILL, ONE, start + 4.0, 900)
+        measured.ended(Stage.PREFILL, ONE)
+    assert measured.snapshot().prefill_tokens_per_s == pytest.approx(1200 / 4)
+
+
+def test_what_failed_alone_leaves_no_seconds_behind() -> None:
+    measured = Measured(PRIOR)
+    serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
+    measured.began(Stage.PREFILL, ONE, 1000.0)
+    measured.ended(Stage.PREFILL, ONE)
+    measured.began(Stage.PREFILL, ONE, 2000.0)
+    measured.did(Stage.PREFILL, ONE, 2002.0, 1000)
+    assert measured.snapshot().prefill_tokens_per_s == pytest.approx(500.0)
+
+
+def test_an_end_that_nobody_began_is_let_pass() -> None:
+    measured = Measured(PRIOR)
+    measured.ended(Stage.DECODE, ONE)
+    measured.did(Stage.DECODE, ONE, 1.0, 100)
+    measured.began(Stage.DECODE, ONE, 2.0)
+    measured.forget(ONE)
+    measured.ended(Stage.DECODE, ONE)
+    assert measured.snapshot() == PRIOR
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_first_samples_after_a_start_are_left_out(again: bool) -> None:
+    measured = Measured(PRIOR)
+    serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
+    before = measured.snapshot()
+    replica = ONE if again else TWO
+    if again:
+        measured.restarted(ONE)
+    for _ in range(COLD_SAMPLES):
+        measured.began(Stage.PREFILL, replica, 1000.0)
+        measured.did(Stage.PREFILL, replica, 1001.0, 10)
+        measured.ended(Stage.PREFILL, replica)
+        assert measured.snapshot() == before
+    measured.began(Stage.PREFILL, replica, 2000.0)
+    measured.did(Stage.PREFILL, replica, 2001.0, 250)
+    assert measured.snapshot().prefill_tokens_per_s < before.prefill_tokens_per_s
+
+
+def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
+    measured = Measured(PRIOR)
+    for sample in range(COLD_SAMPLES + MIN_SAMPLES):
+        tokens = 100 * (sample + 1)
+        measured.handed_over(ONE, 0.0, tokens, 0.1 + tokens * 0.001)
+        measured.prefilled_locally(ONE, 0.0, tokens, tokens * 0.002)
+    rates = measured.snapshot()
+    assert rates.handoff_overhead_s == pytest.approx(0.1)
+    assert rates.handoff_s_per_token == pytest.approx(0.001)
+    assert rates.handoff_s(500) == pytest.approx(0.6)
+    assert rates.local_prefill_s_per_token == pytest.approx(0.002)
+
+
+def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
+    measured = Measured(PRIOR)
+    for _ in range(MIN_SAMPLES):
+        for _ in range(99):
+            measured.answered(0.0, 1)
+        measured.answered(0.0, 9901)
+        measured.counted(0.0, 100, 1000)
+        measured.counted(0.0, 1000, 1000)
+    rates = measured.snapshot()
+    assert rates.output_tokens_per_request == pytest.approx(100.0)
+    assert rates.tokens_per_byte == pytest.approx(1100 / 2000)
+
+
+def test_replicas_remembered_are_bounded() -> None:
+    measured = Measured(PRIOR)
+    for number in range(MAX_REPLICAS + 10):
+        measured.began(Stage.PREFILL, ReplicaId(str(number)), 0.0)
+    assert len(measured._seen) == MAX_REPLICAS

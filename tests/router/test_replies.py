@@ -1,0 +1,72 @@
+"""What is read of engines' answers."""
+
+import pytest
+
+from vllm_kvpool.router.events import Outcome
+from vllm_kvpool.router.replies import NoReply, Said, outcome_of, read_reply, read_spelled
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (200, Outcome.OK),
+        (201, Outcome.REJECTED),
+        (307, Outcome.REJECTED),
+        (400, Outcome.REJECTED),
+        (401, Outcome.REJECTED),
+        (404, Outcome.REJECTED),
+        (422, Outcome.REJECTED),
+        (429, Outcome.BUSY),
+        (500, Outcome.FAILED),
+        (502, Outcome.FAILED),
+        (503, Outcome.BUSY),
+        (504, Outcome.FAILED),
+    ],
+)
+def test_what_a_status_means(status: int, outcome: Outcome) -> None:
+    assert outcome_of(status) is outcome
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"choices":[]}', Said()),
+        (b'{"choices":[],"usage":null,"kv_transfer_params":null}', Said()),
+        (b'{"choices":[],"usage":{"prompt_tokens":7}}', Said(prompt_tokens=7)),
+        (
+            b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":null,'
+            b'"prompt_tokens_details":null}}',
+            Said(prompt_tokens=7),
+        ),
+        (
+            b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":2,'
+            b'"prompt_tokens_details":{"cached_tokens":4}},'
+            b'"kv_transfer_params":{"kvpool":{"tokens":6}}}',
+            Said(prompt_tokens=7, output_tokens=2, cached_tokens=4, saved_tokens=6),
+        ),
+        (b'{"choices":[],"kv_transfer_params":{"other":1}}', Said()),
+        (b'{"choices":[],"kv_transfer_params":{"kvpool":null}}', Said()),
+    ],
+)
+def test_counts_of_an_answer(body: bytes, said: Said) -> None:
+    assert read_reply(body) == said
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"<html>", b"[]", b"null", b"{}", b'{"choices":1}', b'{"choices":[]', b"\xff"),
+        *(b'{"choices":[],"usage":1}', b"[" * 100_000, b'{"choices":' + b"[" * 100_000),
+        b'{"choices":[],"kv_transfer_params":{"kvpool":{"tokens":"many"}}}',
+    ],
+)
+def test_rubbish_is_no_answer(body: bytes) -> None:
+    with pytest.raises(NoReply, match="JSON"):
+        read_reply(body)
+
+
+def test_the_text_of_tokens() -> None:
+    assert read_spelled(b'{"prompt":"hello"}') == "hello"
+    for body in (b"{}", b'{"prompt":null}', b"oops"):
+        with pytest.raises(NoReply):
+            read_spelled(body)

@@ -1,0 +1,46 @@
+"""The phases of a request."""
+
+import pytest
+
+from vllm_kvpool.router.requests import ENDS, PHASES, IllegalTurn, Phase, Request, Turn
+from vllm_kvpool.testing.router_steps import ask
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("turn", Turn)
+def test_a_turn_leads_where_the_table_says_or_nowhere(phase: Phase, turn: Turn) -> None:
+    request = Request(ask("r"), arrived=1.0, number=1, phase=phase, began=1.0)
+    if (phase, turn) in PHASES:
+        request.turn(turn, 2.0)
+        assert (request.phase, request.began) == (PHASES[phase, turn], 2.0)
+    else:
+        with pytest.raises(IllegalTurn, match=f"{phase.value} does not know {turn.value}"):
+            request.turn(turn, 2.0)
+        assert (request.phase, request.began) == (phase, 1.0)
+
+
+@pytest.mark.parametrize("phase", [each for each in Phase if each not in ENDS])
+def test_a_request_can_be_cancelled_and_refused_until_its_end(phase: Phase) -> None:
+    assert PHASES[phase, Turn.CANCEL] is Phase.CANCELLED
+    assert PHASES[phase, Turn.REFUSE] is Phase.REFUSED
+
+
+def test_an_end_is_final() -> None:
+    assert not [phase for phase, _ in PHASES if phase in ENDS]
+
+
+def test_priority_goes_before_arrival() -> None:
+    first, second = Request(ask("a"), 0.0, 1), Request(ask("b", priority=-1), 0.0, 2)
+    third = Request(ask("c"), 0.0, 3)
+    assert sorted((third, first, second), key=lambda each: each.order) == [second, first, third]
+
+
+@pytest.mark.parametrize(
+    ("split_at", "part", "first", "stop", "left"),
+    [(0, 0, 0, 0, 1000), (512, 0, 0, 512, 1000), (512, 1, 512, 0, 488)],
+)
+def test_what_is_computed_next(split_at: int, part: int, first: int, stop: int, left: int) -> None:
+    request = Request(ask("r", 1000), 0.0, 1, split_at=split_at, part=part)
+    assert request.first_token_to_compute == first
+    assert request.stop_token == stop
+    assert request.tokens_to_compute == left

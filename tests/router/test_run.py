@@ -1,0 +1,455 @@
+"""The router as a whole: its fleet changes, fails and comes back while clients are served."""
+
+import asyncio
+import logging
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.events import (
+    Added,
+    Drain,
+    Event,
+    Measured,
+    Remove,
+    ReplicaSpec,
+    SetRole,
+    Spawn,
+    Tick,
+)
+from vllm_kvpool.router.run import Router
+from vllm_kvpool.router.states import ReplicaId, Role, State
+from vllm_kvpool.testing.router_rig import COMPLETIONS, Reply, RouterRig, run
+from vllm_kvpool.testing.scripted_engine import ScriptedEngine
+from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
+
+LONG = "hello world " * 400
+STREAM: dict[str, Any] = {
+    **{"prompt": LONG, "max_tokens": 30, "return_token_ids": True, "stream": True},
+}
+K = FaultKind
+
+
+def assert_whole(reply: Reply, direct: Reply) -> None:
+    assert reply.status == 200, reply.body
+    assert reply.error is None, reply.error
+    assert reply.token_ids == direct.token_ids
+    assert reply.text == direct.text
+    assert reply.is_done
+
+
+def name(number: int) -> ReplicaId:
+    return ReplicaId(f"r{number}")
+
+
+# Collapse
+
+
+def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            desk = rig.router.controller.desk
+            rig.pool.up = False
+            await rig.until(lambda: not desk.pool_is_up, "metrics say that the pool is down")
+            assert desk.is_collapsed()
+            prefills = rig.engines[0].counts.received[COMPLETIONS]
+            for number in range(4):
+                body = {**STREAM, "prompt": f"{number} {LONG}"}
+                alone = await rig.complete(body, at=rig.reference)
+                assert_whole(await rig.complete(body), alone)
+            told = rig.engines[0].counts.asked
+            assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
+            rig.pool.up = True
+            await rig.until(lambda: desk.pool_is_up, "metrics say that the pool is up")
+            assert_whole(await rig.complete(STREAM), direct)
+            assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
+
+    run(main)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            rig.kill(gone)
+            await rig.until(
+                lambda: (
+                    rig.state(gone) is State.LOADING_DECODE
+                    or rig.state(gone) is State.LOADING_PREFILL
+                ),
+                "it is noticed",
+            )
+            for _ in range(3):
+                assert_whole(await rig.complete(STREAM), direct)
+            rig.restart(gone)
+            await rig.serving()
+            before = rig.engines[0].counts.received[COMPLETIONS]
+            body = {**STREAM, "prompt": "new " + LONG}
+            alone = await rig.complete(body, at=rig.reference)
+            assert_whole(await rig.complete(body), alone)
+            assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
+
+    run(main)
+
+
+# Roles and replicas change
+
+
+async def _crowd(rig: RouterRig, num_streams: int) -> tuple[list[asyncio.Task[Reply]], list[Reply]]:
+    """Streams that are on their way, and what each of them should say."""
+    bodies = [
+        {**STREAM, "prompt": f"{number} {LONG}", "max_tokens": 100 + number}
+        for number in range(num_streams)
+    ]
+    direct = await asyncio.gather(*(rig.complete(each, at=rig.reference) for each in bodies))
+    asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
+    await rig.until(
+        lambda: len(rig.router.controller.desk.requests) == num_streams, "all are there"
+    )
+    return asked, list(direct)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [SetRole(name(3), Role.PREFILL), SetRole(name(0), Role.DECODE)],
+        [Drain(name(3)), Drain(name(0))],
+        [Remove(name(3)), Remove(name(0))],
+    ],
+    ids=["flip", "drain", "remove"],
+)
+def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
+    async def main() -> None:
+        config = {"overload": {"ttft_target_s": 60.0}, "flow": {"drain_timeout_s": 0.2}}
+        async with RouterRig(2, 2, config=config) as rig:
+            asked, direct = await _crowd(rig, 50)
+            for change in changes:
+                await asyncio.sleep(0.1)
+                rig.router.post(change)
+                rig.router.controller.check()
+            for each, known in zip(asked, direct, strict=True):
+                assert_whole(await each, known)
+            assert "given_up" not in rig.counts
+            match changes[0]:
+                case SetRole():
+                    await rig.in_state(3, State.PREFILL)
+                    await rig.in_state(0, State.DECODE)
+                case Drain():
+                    await rig.in_state(3, State.SHUTTING_NULL, State.INACTIVE)
+                case Remove():
+                    await rig.until(lambda: rig.state(3) is None, "it is forgotten")
+                    await rig.until(lambda: rig.state(0) is None, "it is forgotten")
+
+    run(main)
+
+
+def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back() -> None:
+    async def main() -> None:
+        config = {"overload": {"ttft_target_s": 60.0}}
+        async with RouterRig(1, 1, config=config) as rig:
+            asked, direct = await _crowd(rig, 20)
+            more = ScriptedEngine(rig.spec, rig.pool)
+            url = await more.start()
+            rig.router.post(
+                Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
+            )
+            fleet = rig.router.controller.desk.fleet
+            await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
+            for each, known in zip(asked, direct, strict=True):
+                assert_whole(await each, known)
+            for _ in range(2):
+                rig.router.post(Remove(ReplicaId("new")))
+                await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
+                rig.router.post(
+                    Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
+                )
+                await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
+            assert len(rig.router.watches) == 3
+            rig.router.post(Remove(ReplicaId("new")))
+            await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
+            await more.stop()
+
+    run(main)
+
+
+def test_a_standby_sleeps_and_wakes() -> None:
+    async def main() -> None:
+        config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2, "max_decode": 2}}
+        async with RouterRig(1, 2, config=config) as rig:
+            rig.router.post(Drain(name(2)))
+            await rig.in_state(2, State.INACTIVE)
+            core = rig.engines[2].core
+            assert core is not None
+            await rig.until(lambda: core.sleep_level == 1, "it sleeps")
+            rig.router.post(SetRole(name(2), Role.DECODE))
+            await rig.in_state(2, State.DECODE)
+            assert core.sleep_level is None
+
+    run(main)
+
+
+# Failures
+
+
+def test_a_router_that_is_started_again_finds_its_engines() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            assert_whole(await rig.complete(STREAM), direct)
+            first = rig.router
+            running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 4000}))
+            await rig.until(rig.holders, "an engine has it")
+            await first.stop()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await running
+            await rig.until(lambda: not rig.holders(), "its engine has given it up")
+            await rig.start_router()
+            assert_whole(await rig.complete(STREAM), direct)
+
+    run(main)
+
+
+def test_requests_may_end_while_the_router_stops() -> None:
+    async def main() -> None:
+        config = {"front": {"shutdown_timeout_s": 10.0}}
+        async with RouterRig(1, 1, config=config) as rig:
+            body = {**STREAM, "max_tokens": 300}
+            direct = await rig.complete(body, at=rig.reference)
+            running = asyncio.ensure_future(rig.complete(body))
+            await rig.until(rig.holders, "an engine has it")
+            began = time.monotonic()
+            stopping = asyncio.ensure_future(rig.router.stop())
+            await asyncio.sleep(0.01)
+            with pytest.raises(OSError, match="onnect"):
+                await rig.complete(STREAM)
+            assert_whole(await running, direct)
+            await stopping
+            assert time.monotonic() - began < 5
+
+    run(main)
+
+
+def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
+    async def main() -> None:
+        health = {"max_failures": 3, "quarantine_s": 0.4, "max_quarantine_s": 0.4}
+        async with RouterRig(1, 2, config={"health": health}) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            for number in range(3):
+                rig.kill(2)
+                if number < 2:
+                    await rig.in_state(2, State.LOADING_DECODE)
+                    rig.restart(2)
+                    await rig.in_state(2, State.DECODE)
+            await rig.in_state(2, State.QUARANTINED)
+            rig.restart(2)
+            assert_whole(await rig.complete(STREAM), direct)
+            assert rig.state(2) is State.QUARANTINED
+            await rig.in_state(2, State.DECODE)
+
+    run(main)
+
+
+def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
+    async def main() -> None:
+        health = {"timeout_s": 0.1, "failures": 2}
+        async with RouterRig(1, 2, config={"health": health}) as rig:
+            asked, direct = await _crowd(rig, 6)
+            await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
+            rig.fail(1, K.FREEZE)
+            await rig.until(lambda: rig.state(1) is State.LOADING_DECODE, "it is noticed")
+            for each, known in zip(asked, direct, strict=True):
+                assert_whole(await each, known)
+            rig.restart(1)
+            await rig.serving()
+
+    run(main)
+
+
+# Overload and deadlines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decode_requests", [8, 256], ids=["as engines", "as vLLM"])
+def test_three_times_too_much(decode_requests: int) -> None:
+    """Refused at once with a time to come again; what is let in is answered soon, and enough is."""
+
+    async def main() -> None:
+        # Two decoders of 8 sequences: a request of 20 tokens takes 0.45 s. The figures are small,
+        # as clients, router and engines share this process.
+        spec = ScriptedSpec(
+            step_base_s=0.02, decode_sequence_s=0.0003, max_num_seqs=8, kv_blocks=512
+        )
+        config = {"overload": {"ttft_target_s": 1.0}, "flow": {"decode_requests": decode_requests}}
+        async with RouterRig(1, 2, spec=spec, config=config) as rig:
+            capacity = 2 * 8 / (20 * (0.02 + 8 * 0.0003))
+
+            async def ask(number: int) -> tuple[Reply, float]:
+                began = time.monotonic()
+                body = {"prompt": f"{number} hello", "max_tokens": 20, "stream": True}
+                return await rig.complete(body), time.monotonic() - began
+
+            async def load(per_s: float, seconds: float) -> list[tuple[Reply, float]]:
+                rolled = random.Random(3)
+                asked, began, due = [], time.monotonic(), 0.0
+                while due < seconds:
+                    await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+                    asked.append(asyncio.ensure_future(ask(len(asked))))
+                    due += rolled.expovariate(per_s)
+                return await asyncio.gather(*asked)
+
+            await load(capacity / 2, 1.5)  # its rates are learned
+            began = time.monotonic()
+            results = await load(3 * capacity, 4.0)
+            took_s = time.monotonic() - began
+            served = [reply for reply, _ in results if reply.status == 200]
+            refused = [(reply, took) for reply, took in results if reply.status != 200]
+            print(
+                f"capacity {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, refused "
+                f"{len(refused)} of {len(results)}, first tokens after "
+                f"{sorted(r.first_s for r in served)[len(served) // 2]:.2f} s (median), "
+                f"{sorted(r.first_s for r in served)[int(0.99 * len(served))]:.2f} s (p99)"
+            )
+            assert len(refused) > len(results) / 4
+            for reply, _ in refused:
+                assert reply.status in (429, 503)
+                assert int(reply.headers["Retry-After"]) >= 1
+            assert statistics.quantiles([took for _, took in refused], n=20)[-1] < 0.1
+            assert all(reply.is_done and not reply.error for reply in served)
+            waits = sorted(reply.first_s for reply in served)
+            assert waits[int(0.99 * len(waits))] < 2.5
+            assert len(served) / took_s > 0.6 * capacity
+
+    run(main)
+
+
+def test_who_waits_longer_than_allowed_is_refused() -> None:
+    async def main() -> None:
+        config = {
+            "front": {"max_wait_s": 0.5},
+            "flow": {"prefill_requests": 1},
+            "overload": {"ttft_target_s": 60.0},
+        }
+        async with RouterRig(1, 1, config=config) as rig:
+            rig.fail(0, K.STALL, after_tokens=0, times=1)
+            first = asyncio.ensure_future(rig.complete(STREAM))
+            await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
+            began = time.monotonic()
+            reply = await rig.complete({**STREAM, "prompt": "two " + LONG})
+            assert reply.status == 503
+            assert int(reply.headers["Retry-After"]) >= 1
+            assert 0.4 < time.monotonic() - began < 2.0
+            first.cancel()
+
+    run(main)
+
+
+# Bugs
+
+
+@contextmanager
+def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[None]:
+    """The controller breaks down over the next event of a kind."""
+    controller = rig.router.controller
+    real = controller.step
+    left = [1]
+
+    def step(event: Event, now: float) -> Any:
+        if isinstance(event, kind) and left:
+            left.clear()
+            controller.desk.actions = []
+            raise AssertionError("a bug")
+        return real(event, now)
+
+    controller.step = step  # type: ignore[method-assign]
+    yield
+    controller.step = real  # type: ignore[method-assign]
+
+
+def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm_kvpool.router.events import Arrived, DecodeBegan, DecodeEnded, PrefillEnded
+
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            for kind in (Arrived, PrefillEnded, DecodeBegan):
+                with _a_bug(rig, kind):
+                    body = {**STREAM, "prompt": f"{kind.__name__} {LONG}", "max_tokens": 2000}
+                    reply = await rig.complete(body)
+                    assert reply.status == 500 or reply.error is not None, kind
+                    assert not rig.router.num_exchanges
+                desk = rig.router.controller.desk
+                assert not desk.requests, kind
+                for each in desk.fleet:  # what was not told of is not known
+                    each.prefills.clear()
+                    each.stays.clear()
+                    each.prefill_tokens = each.committed_blocks = each.num_starting = 0
+            with _a_bug(rig, DecodeEnded):
+                assert (await rig.complete(STREAM)).is_done, "it has its answer"
+            for each in rig.router.controller.desk.fleet:
+                each.stays.clear()
+                each.committed_blocks = 0
+            for kind in (Tick, Measured):
+                with _a_bug(rig, kind):
+                    await asyncio.sleep(0.3)
+            at = rig.router.controller.desk.now
+            await rig.until(lambda: rig.router.controller.desk.now > at + 0.3, "its clock goes on")
+            assert (await rig.complete({"prompt": "x"})).status == 200
+
+    with caplog.at_level(logging.ERROR):
+        run(main)
+    assert caplog.text.count("AssertionError: a bug") == 6
+
+
+# Start
+
+
+def test_an_address_that_is_taken() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            port = rig.router.front_port
+            for section in ("front",):
+                raw: dict[str, Any] = {
+                    **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
+                    "replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}],
+                }
+                raw[section] = {"listen": f"127.0.0.1:{port}"}
+                router = Router(read_config(raw))
+                with pytest.raises(OSError, match="in use"):
+                    await router.start()
+                await router.stop()
+
+    run(main)
+
+
+def test_engines_that_are_not_there_yet_are_waited_for() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            for number in (0, 1):
+                rig.kill(number)
+            await rig.start_router(waits=False)
+            assert (await rig.complete({"prompt": "x"})).status == 503
+            for number in (0, 1):
+                rig.restart(number)
+            await rig.serving()
+            assert (await rig.complete({"prompt": "x"})).status == 200
+
+    run(main)
+
+
+def test_no_host_to_start_an_engine_on() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            with pytest.raises(ConfigError, match="no room"):
+                rig.router.post(Spawn(Role.DECODE))
+            assert (await rig.complete({"prompt": "x"})).status == 200
+
+    run(main)

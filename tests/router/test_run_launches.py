@@ -1,0 +1,155 @@
+"""A router that starts its engines, keeps them running, and finds them again."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.run import Router
+from vllm_kvpool.router.states import State
+from vllm_kvpool.testing.router_rig import QUICK, run
+
+COMMAND = [sys.executable, "-m", "vllm_kvpool.testing.scripted_engine", "--port", "{port}"]
+ASK = {"model": "scripted", "prompt": "hello " * 300, "max_tokens": 3, "temperature": 0}
+
+
+def free_ports(count: int) -> int:
+    """The first of so many that are free, one behind the other."""
+    for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no ports")
+
+
+class Bench:
+    """Routers one after the other, with one configuration."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._port = free_ports(3)
+
+    def router(self, *, keeps: bool, **launch: Any) -> Router:
+        host = {"name": "here", "first_port": self._port, "max_replicas": 3}
+        given = {
+            **{"model": "scripted", "command": COMMAND, "prefill": 1, "decode": 1},
+            **{"log_dir": str(self._path / "logs"), "state_file": str(self._path / "state.json")},
+            **{"keep_on_exit": keeps, "stop_timeout_s": 3.0, **launch},
+        }
+        health = {**QUICK["health"], "timeout_s": 0.5, "failures": 2}
+        return Router(read_config({**QUICK, "health": health, "launch": given, "hosts": [host]}))
+
+    def pids(self) -> dict[str, int]:
+        """Of the engines that the router keeps in mind."""
+        content = msgspec.json.decode((self._path / "state.json").read_bytes())
+        return {
+            each["replica_id"]: each["engine"]["pid"]
+            for each in content["engines"]
+            if each["engine"]
+        }
+
+
+async def until(is_so: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.01)
+
+
+async def serves(router: Router, count: int = 2) -> None:
+    fleet = router.controller.desk.fleet
+    up = (State.PREFILL, State.DECODE)
+    await until(lambda: len(fleet.in_states(up)) == count, f"{count} engines serve")
+    async with aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{router.front_port}/v1/completions"
+        async with session.post(url, json=ASK) as got:
+            assert got.status == 200, await got.text()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_engines_are_started_kept_running_and_found_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        router = bench.router(keeps=True)
+        await router.start()
+        try:
+            await serves(router)
+            first = bench.pids()
+            assert len(first) == 2
+
+            # One ends.
+            victim = router.controller.desk.fleet.decoders()[0].replica_id
+            os.kill(first[victim], signal.SIGKILL)
+            await until(lambda: bench.pids().get(victim, first[victim]) != first[victim], "anew")
+            await serves(router)
+
+            # One is still there, and does nothing.
+            second = bench.pids()
+            os.kill(second[victim], signal.SIGSTOP)
+            await until(lambda: bench.pids().get(victim, second[victim]) != second[victim], "anew")
+            await serves(router)
+            assert not is_alive(second[victim])
+        finally:
+            await router.stop()
+        third = bench.pids()
+        assert len(third) == 2
+        assert all(map(is_alive, third.values()))
+
+        # The next router has other wishes, and takes what there is.
+        router = bench.router(keeps=False, prefill=2, decode=0)
+        await router.start()
+        try:
+            await serves(router)
+            assert bench.pids() == third
+        finally:
+            await router.stop()
+        await until(lambda: not any(map(is_alive, third.values())), "they have ended")
+
+    bench = Bench(tmp_path)
+    try:
+        run(main, 120.0)
+    finally:
+        for pid in bench.pids().values():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_an_engine_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        flag = tmp_path / "go"
+        script = f"test -e {flag} || exit 3; exec {' '.join(COMMAND)}"
+        router = bench.router(keeps=False, command=["sh", "-c", script], prefill=0)
+        await router.start()
+        try:
+            fleet = router.controller.desk.fleet
+            await until(lambda: any(each.state is State.LOADING_DECODE for each in fleet), "begun")
+            counts = fleet.counts
+            await until(lambda: sum(counts.values()) >= 6, "it has been tried again")
+            assert any("ended" in each.why for each in fleet.transitions)
+            flag.touch()
+            await serves(router, 1)
+        finally:
+            await router.stop()
+        assert bench.pids() == {}
+
+    run(main, 120.0)

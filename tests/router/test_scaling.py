@@ -1,0 +1,332 @@
+"""Plans carried out: what the planner is told, and what its steps become."""
+
+from itertools import pairwise
+
+import pytest
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import Added, Load, Rest, Spawn
+from vllm_kvpool.router.means import Means
+from vllm_kvpool.router.placement import Budgets
+from vllm_kvpool.router.planner import PlanLimits
+from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.standings import WeightSource
+from vllm_kvpool.router.states import Cause, Role, State
+from vllm_kvpool.testing.router_steps import Steps, spec
+
+P, D = Role.PREFILL, Role.DECODE
+ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)
+
+
+def host(name: str = "h", slots: int = 2, source: WeightSource = WeightSource.DISK) -> HostSpec:
+    return HostSpec(name=name, address=name, first_port=8000, slots=slots, source=source)
+
+
+def steps_with(
+    *hosts: HostSpec,
+    mode: Mode = Mode.AUTOMATIC,
+    limits: PlanLimits | None = None,
+    settings: Settings | None = None,
+) -> Steps:
+    scaling = ScalingSettings(mode=mode, hosts=hosts, limits=limits or PlanLimits())
+    return Steps(settings, scaling=scaling, shed=ALL_IN)
+
+
+def pass_time(steps: Steps, seconds: int) -> None:
+    """With metrics of all that serve."""
+    for _ in range(seconds):
+        steps.tick(1.0)
+        for name, state in steps.states().items():
+            if state in (State.PREFILL, State.DECODE, State.OLD_PREFILL):
+                steps.measure(name, blocks=100_000)
+
+
+def counts(steps: Steps, role: Role) -> tuple[int, int, int]:
+    plan_inputs = steps.controller.scaling._inputs()
+    made = plan_inputs.of(role)
+    return made.serving, made.loading, made.mutating
+
+
+# Engines that are started
+
+
+def test_an_engine_is_started_at_a_free_port() -> None:
+    steps = steps_with(host(), mode=Mode.MANUAL)
+    assert steps.step(Spawn(D)) == [Load("h-8000", D, "disk")]
+    assert steps.step(Spawn(D)) == [Load("h-8001", D, "disk")]
+    with pytest.raises(ConfigError, match="no room on any host"):
+        steps.step(Spawn(D))
+    steps.controller.check()
+    assert list(steps.states()) == ["h-8000", "h-8001"]
+    steps.remove("h-8000")
+    assert steps.step(Spawn(P)) == [Load("h-8000", P, "disk")]
+
+
+def test_an_engine_is_started_on_the_host_that_is_named() -> None:
+    steps = steps_with(host("a"), host("b", 1), mode=Mode.MANUAL)
+    assert steps.step(Spawn(D, "b")) == [Load("b-8000", D, "disk")]
+    with pytest.raises(ConfigError, match="no room on b"):
+        steps.step(Spawn(D, "b"))
+    with pytest.raises(ConfigError, match="no room on nowhere"):
+        steps.step(Spawn(D, "nowhere"))
+
+
+def test_else_where_its_weights_are_read_fastest_then_where_most_room_is() -> None:
+    memory, disk = host("memory", 3, WeightSource.MEMORY), host("disk", 4)
+    steps = steps_with(disk, memory, mode=Mode.MANUAL)
+    assert steps.step(Spawn(D)) == [Load("disk-8000", D, "disk")]
+    steps.step(Spawn(D, "memory"))
+    steps.loaded("memory-8000")
+    assert steps.step(Spawn(D)) == [Load("memory-8001", D, "memory")]
+    steps.now += 601.0  # warm_ttl_s
+    assert steps.step(Spawn(D)) == [Load("disk-8001", D, "disk")]
+
+
+def test_weights_are_read_from_peers_that_serve_one_at_a_time() -> None:
+    steps = steps_with(host("h", 4, WeightSource.PEER), mode=Mode.MANUAL)
+    assert steps.step(Spawn(D)) == [Load("h-8000", D, "disk")]
+    steps.loaded("h-8000")
+    assert steps.step(Spawn(D)) == [Load("h-8001", D, "peer")]
+    assert steps.step(Spawn(D)) == [Load("h-8002", D, "disk")]
+
+
+def test_a_port_that_another_engine_has_is_not_free() -> None:
+    steps = steps_with(host(slots=3), mode=Mode.MANUAL)
+    steps.step(Added(spec=spec("h-8000")))
+    steps.step(Added(spec=type(spec("x"))(replica_id=spec("x").replica_id, url="http://h:8001")))
+    assert steps.step(Spawn(D)) == [Load("h-8002", D, "disk")]
+
+
+def test_the_first_engines_have_nobody_to_take_over_from() -> None:
+    steps = steps_with(host(), mode=Mode.MANUAL)
+    steps.step(Spawn(P))
+    steps.step(Spawn(P))
+    assert list(steps.states().values()) == [State.LOADING_PREFILL] * 2
+
+
+# What the planner is told
+
+
+def test_replicas_are_counted_by_what_they_do_and_will_do() -> None:
+    steps = steps_with(host(slots=4), mode=Mode.MANUAL)
+    steps.fleet(prefill="a b c", decode="d e f")
+    steps.ask("r")
+    steps.ask("s", 20)
+    steps.set_role(steps.place("r"), D)  # mutating
+    steps.set_role(steps.place("s"), P)  # shutting, for prefill
+    steps.step(Spawn(P))
+    steps.step(Spawn(D))
+    steps.drain("c")
+    steps.set_role("c", P)  # being warmed
+    assert counts(steps, P) == (1, 2, 1)
+    assert counts(steps, D) == (2, 1, 1)
+
+
+def test_what_is_drained_failed_or_leaves_is_not_counted() -> None:
+    steps = steps_with(mode=Mode.MANUAL)
+    steps.fleet(prefill="a b", decode="d e f g")
+    steps.drain("b")
+    steps.failed("e")
+    steps.ask("r", 20)
+    steps.remove(steps.place("r"))
+    assert counts(steps, P) == (1, 0, 0)
+    assert counts(steps, D) == (2, 0, 0)
+
+
+def test_an_engine_that_others_start_is_not_expected_back_but_one_of_ours_is() -> None:
+    steps = steps_with(host(), mode=Mode.MANUAL)
+    steps.fleet(prefill="p", decode="d e")
+    steps.step(Spawn(D))
+    steps.loaded("h-8000")
+    for name in ("e", "h-8000"):
+        steps.failed(name)
+    steps.tick(1.0)
+    assert steps.state("e") is steps.state("h-8000") is State.LOADING_DECODE
+    assert counts(steps, D) == (1, 1, 0)
+    steps.loaded("e")
+    assert counts(steps, D) == (2, 1, 0)
+    steps.drain("e")
+    steps.controller.lifecycle.expire(steps.replica("e"), "not needed")
+    steps.set_role("e", D)  # somebody wants it: it is expected
+    assert counts(steps, D) == (1, 2, 0)
+
+
+def test_the_prompts_that_replicas_are_at_do_not_wait() -> None:
+    steps = steps_with(settings=Settings(budgets=Budgets(prefill_requests=2)))
+    steps.fleet(prefill="p q", decode="d")
+    backlog = []
+    for number in range(6):
+        steps.ask(f"r{number}")
+        backlog.append(steps.controller.desk.backlog_tokens())
+    assert backlog == [0, 0, 1000, 2000, 3000, 4000]
+
+
+def test_a_moment_is_not_planned_for() -> None:
+    steps = steps_with(host(slots=8))
+    steps.fleet(prefill="p", decode="d")
+    pass_time(steps, 70)  # what was before is out of the rates
+    before = len(steps.states())
+    for number in range(4):
+        steps.ask(f"r{number}", 8000)
+    pass_time(steps, 1)
+    assert steps.controller.desk.backlog_tokens() == 24_000  # more than one replica's
+    for number in range(4):
+        steps.prefilled(f"r{number}", "p")
+        steps.decoded(f"r{number}", "d")
+    pass_time(steps, 10)
+    assert len(steps.states()) == before
+
+
+def test_what_lasts_is_planned_for() -> None:
+    steps = steps_with(host(slots=8), settings=Settings(budgets=Budgets(prefill_requests=1)))
+    steps.fleet(prefill="p", decode="d")
+    for number in range(40):
+        steps.ask(f"r{number}", 8000)
+    pass_time(steps, 10)
+    assert State.NEW_PREFILL in steps.states().values()
+    assert steps.controller.scaling.plan is not None
+    assert "prefill" in steps.controller.scaling.plan.why
+
+
+def test_what_a_draining_replica_decodes_is_still_needed() -> None:
+    steps = steps_with(mode=Mode.MANUAL)
+    steps.fleet(decode="d e")
+    steps.ask("r", 1000)
+    blocks = steps.replica(steps.place("r")).committed_blocks
+    steps.drain(steps.place("r"))
+    for _ in range(100):
+        steps.tick(1.0)
+    assert steps.controller.scaling._inputs().used_blocks == blocks > 0
+
+
+# Modes and means
+
+
+@pytest.mark.parametrize("mode", [Mode.MANUAL, Mode.DRY_RUN])
+def test_a_plan_is_made_and_shown_but_not_carried_out(mode: Mode) -> None:
+    steps = steps_with(host(), mode=mode)
+    steps.fleet(decode="d")
+    assert steps.tick() == []
+    assert [each.means for each in steps.controller.scaling.steps] == [Means.SPAWN]
+    assert list(steps.states()) == ["d"]
+
+
+def test_a_dry_run_shows_a_step_for_as_long_as_it_is_wanted() -> None:
+    """Nobody takes it, so no cooldown hides it."""
+    steps = steps_with(host(), mode=Mode.DRY_RUN)
+    steps.fleet(decode="d")
+    assert all(bool(steps.tick() or steps.controller.scaling.steps) for _ in range(10))
+    assert list(steps.states()) == ["d"]
+
+
+def test_a_dry_run_shows_steps_down_too() -> None:
+    """It remembers since when there are too many."""
+    steps = steps_with(mode=Mode.DRY_RUN)
+    for name in ("p", "p2", "p3"):
+        steps.serve(name, P)
+    steps.serve("d", D)
+    shown = 0
+    for _ in range(60):
+        pass_time(steps, 1)
+        plan = steps.controller.scaling.plan
+        shown += plan is not None and plan.prefill.delta < 0
+    assert shown > 5
+    assert len(steps.states()) == 4
+
+
+def test_nothing_is_planned_before_all_that_there_is_has_been_added() -> None:
+    steps = steps_with(host())
+    for name, role in (("d", D), ("p", P)):
+        steps.step(Added(spec=spec(name), role=role))
+    steps.loaded("p")
+    steps.loaded("d")
+    pass_time(steps, 5)
+    assert list(steps.states()) == ["d", "p"]
+
+
+def test_missing_roles_are_filled() -> None:
+    steps = steps_with(host())
+    steps.fleet(decode="d")
+    assert steps.tick() == [Load("h-8000", P, "disk")]
+    steps.loaded("h-8000")
+    assert steps.state("h-8000") is State.PREFILL
+
+
+def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
+    steps = steps_with(limits=PlanLimits(min_prefill=1, min_decode=2))
+    steps.fleet(prefill="a b c", decode="d e f g")
+    pass_time(steps, 600)
+    serving = list(steps.states().values())
+    assert serving.count(State.PREFILL) == 1
+    assert serving.count(State.DECODE) == 2
+    assert serving.count(State.INACTIVE) == 4
+    fleet = steps.controller.desk.fleet
+    assert fleet.counts[State.DECODE, Cause.IDLE] == 2
+    downs = [
+        each.at
+        for each in fleet.transitions
+        if each.cause in (Cause.IDLE, Cause.DEACTIVATE) and each.after is not State.INACTIVE
+    ]
+    assert all(later - earlier >= 1.0 for earlier, later in pairwise(downs))
+
+
+def test_a_sleeping_engine_is_woken_before_one_is_started() -> None:
+    steps = steps_with(host())
+    steps.fleet(decode="d")
+    steps.step(Added(spec=spec("p")))
+    assert steps.tick() == [Load("p", P)]
+
+
+def test_a_standby_that_nobody_needs_is_let_go_after_a_while() -> None:
+    steps = steps_with()
+    steps.fleet(prefill="p q", decode="d")
+    steps.controller.lifecycle.drain(steps.replica("q"), "planned")
+    pass_time(steps, 59)
+    assert steps.state("q") is State.SHUTTING_NULL
+    pass_time(steps, 3)
+    assert steps.state("q") is State.INACTIVE
+    assert Rest("q") in steps.history
+
+
+def test_a_standby_is_not_used_and_let_go_at_the_same_time() -> None:
+    steps = steps_with()
+    steps.fleet(prefill="p q", decode="d")
+    steps.controller.lifecycle.drain(steps.replica("q"), "planned")
+    steps.tick(0.0)
+    steps.now += 62.0
+    steps.failed("p")  # in the step in which its time is up
+    assert steps.state("q") is State.AUS_PREFILL
+    assert [each.means for each in steps.controller.scaling.steps] == [Means.USE_STANDBY]
+
+
+@pytest.mark.parametrize("after", [0, 5, 100])
+def test_plans_leave_alone_what_a_person_has_drained(after: int) -> None:
+    steps = steps_with()
+    steps.fleet(prefill="p q", decode="d")
+    steps.drain("q")
+    pass_time(steps, after)
+    steps.failed("p")  # now there is none
+    pass_time(steps, 10)
+    # It is not used, but after a while it may rest.
+    assert steps.state("q") is (State.INACTIVE if after == 100 else State.SHUTTING_NULL)
+    steps.set_role("q", P)
+    steps.warmed("q")
+    steps.loaded("q")
+    assert steps.state("q") is State.PREFILL
+    steps.loaded("p")
+    pass_time(steps, 600)
+    assert list(steps.states().values()).count(State.PREFILL) == 1
+
+
+def test_engines_come_and_go_on_a_host_without_end() -> None:
+    steps = steps_with(host(slots=1), mode=Mode.MANUAL)
+    steps.fleet(prefill="p", decode="d")
+    for _ in range(20):
+        steps.step(Spawn(P))
+        steps.loaded("h-8000")
+        steps.drain("h-8000")
+        steps.controller.lifecycle.expire(steps.replica("h-8000"), "not needed")
+        steps.tick()
+    assert list(steps.states()) == ["p", "d"]

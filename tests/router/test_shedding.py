@@ -1,0 +1,321 @@
+"""Which requests are let in, one by one and under twice the load that can be served."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.router.toy_queue import ToyQueue, ToySpeeds
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.rates import Rates
+from vllm_kvpool.router.shedding import (
+    Accept,
+    Ask,
+    Pressure,
+    Reason,
+    Refuse,
+    Shedder,
+    ShedLimits,
+    decode_wait_s,
+    prefill_wait_s,
+)
+
+RATES = Rates(
+    prefill_tokens_per_s=10_000.0,
+    decode_tokens_per_s=1000.0,
+    handoff_overhead_s=0.5,
+    handoff_s_per_token=0.0005,
+    local_prefill_s_per_token=0.0002,
+    output_tokens_per_request=100.0,
+)
+CALM = Pressure(
+    queued_requests=0,
+    queued_tokens=0.0,
+    prefill_replicas=2,
+    decode_replicas=3,
+    queued_blocks=0.0,
+    room_blocks=1000.0,
+    committed_blocks=800.0,
+    committed_requests=10,
+    is_saturated=False,
+    rates=RATES,
+)
+# The hand-off takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
+# 0.8. Up to 1.6 s all are let in, at 3.2 s none, at 2.4 s every second.
+LIMITS = ShedLimits(ttft_target_s=5.0, max_queued_requests=100, reserve=0.2)
+ASK = Ask(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
+
+
+def let_in(answers: Sequence[Accept | Refuse]) -> float:
+    return sum(isinstance(answer, Accept) for answer in answers) / len(answers)
+
+
+def answers(pressure: Pressure, ask: Ask = ASK, times: int = 100) -> list[Accept | Refuse]:
+    shedder = Shedder(LIMITS)
+    return [shedder.decide(pressure, ask) for _ in range(times)]
+
+
+def only(pressure: Pressure, ask: Ask = ASK) -> Accept | Refuse:
+    return answers(pressure, ask, times=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("given_load", "expected"),
+    [
+        ({}, 0.0),
+        ({"queued_tokens": 30_000.0}, 1.5),  # by 2 * 10,000 tokens/s
+        # Without prefill replicas three decode replicas compute 5,000 tokens/s each.
+        ({"queued_tokens": 30_000.0, "prefill_replicas": 0}, 2.0),
+    ],
+)
+def test_the_wait_for_prefill(given_load: dict[str, Any], expected: float) -> None:
+    assert prefill_wait_s(replace(CALM, **given_load)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("given_load", "expected"),
+    [
+        ({}, 0.0),
+        ({"queued_blocks": 920.0}, 0.0),  # and its own 80: exactly the room
+        # 3 * 1000 tokens/s end 30 requests of 80 blocks each second: 2400 blocks/s.
+        ({"queued_blocks": 5720.0}, 2.0),
+        ({"room_blocks": 0.0}, 80 / 2400),
+        # Nothing will end; but one that has nothing takes what is next, however large it is.
+        ({"room_blocks": 0.0, "committed_requests": 0}, 0.0),
+        ({"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1}, math.inf),
+        ({"room_blocks": 0.0, "committed_blocks": 0.0}, math.inf),
+    ],
+)
+def test_the_wait_for_decode(given_load: dict[str, Any], expected: float) -> None:
+    assert decode_wait_s(replace(CALM, **given_load), ASK) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("queued_tokens", "share"),
+    [(0.0, 1.0), (32_000.0, 1.0), (40_000.0, 0.75), (48_000.0, 0.5), (64_000.0, 0.0), (1e9, 0.0)],
+)
+def test_the_longer_the_wait_the_fewer_are_let_in(queued_tokens: float, share: float) -> None:
+    assert let_in(answers(replace(CALM, queued_tokens=queued_tokens))) == pytest.approx(share)
+
+
+def test_those_let_in_are_spread_evenly() -> None:
+    given_answers = answers(replace(CALM, queued_tokens=48_000.0), times=10)
+    assert [isinstance(answer, Accept) for answer in given_answers] == [False, True] * 5
+
+
+def test_an_accepted_request_learns_how_long_it_waits() -> None:
+    assert only(replace(CALM, queued_tokens=30_000.0)) == Accept(pytest.approx(1.5))
+
+
+def test_a_long_hand_off_does_not_shut_an_idle_deployment() -> None:
+    slow = replace(CALM, rates=replace(RATES, handoff_overhead_s=100.0))
+    assert let_in(answers(slow)) == 1.0
+    assert let_in(answers(replace(slow, queued_tokens=64_000.0))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given_load", "status", "reason"),
+    [
+        ({"queued_tokens": 1e6}, 429, Reason.PREFILL_WAIT),
+        ({"queued_requests": 80}, 429, Reason.QUEUE_FULL),
+        ({"queued_blocks": 1e5}, 503, Reason.DECODE_WAIT),
+        ({"queued_tokens": 1e6, "is_saturated": True}, 503, Reason.DECODE_WAIT),
+        (
+            {"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1},
+            *(503, Reason.DECODE_WAIT),
+        ),
+        ({"decode_replicas": 0}, 503, Reason.NO_REPLICA),
+    ],
+)
+def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
+    given_load: dict[str, Any], status: int, reason: Reason
+) -> None:
+    answer = only(replace(CALM, **given_load))
+    assert isinstance(answer, Refuse)
+    assert (answer.status, answer.reason) == (status, reason)
+    assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "queued_tokens", "expected"),
+    [
+        (None, 30_000.0, None),
+        (2.7, 30_000.0, None),  # 1.5 s of waiting, 0.1 s of its own, 1 s of hand-off
+        (2.5, 30_000.0, (429, Reason.DEADLINE)),
+        (1.0, 0.0, (503, Reason.DEADLINE)),  # not even when nothing waits
+    ],
+)
+def test_what_would_miss_its_deadline_is_refused_at_once(
+    deadline_s: float | None, queued_tokens: float, expected: tuple[int, Reason] | None
+) -> None:
+    answer = only(replace(CALM, queued_tokens=queued_tokens), replace(ASK, deadline_s=deadline_s))
+    if expected is None:
+        assert isinstance(answer, Accept)
+    else:
+        assert isinstance(answer, Refuse)
+        assert (answer.status, answer.reason) == expected
+
+
+@pytest.mark.parametrize(
+    ("priority", "most_wait_s", "most_queued"),
+    [(-5, 4.0, 100), (0, 3.2, 80), (1, 2.4, 60)],
+)
+def test_a_reserve_is_kept_for_what_comes_first(
+    priority: int, most_wait_s: float, most_queued: int
+) -> None:
+    ask = replace(ASK, priority=priority)
+    below, above = (replace(CALM, queued_tokens=20_000 * most_wait_s * x) for x in (0.95, 1.0))
+    assert 0.0 < let_in(answers(below, ask)) < 1.0
+    assert let_in(answers(above, ask)) == 0.0
+    assert let_in(answers(replace(CALM, queued_requests=most_queued - 1), ask)) == 1.0
+    assert let_in(answers(replace(CALM, queued_requests=most_queued), ask)) == 0.0
+
+
+def test_those_refused_come_back_when_the_queue_is_shorter_and_not_all_at_once() -> None:
+    # 20 s of waiting, of which 1.6 s may stay
+    after = [
+        answer.retry_after_s
+        for answer in answers(replace(CALM, queued_tokens=400_000.0))
+        if isinstance(answer, Refuse)
+    ]
+    assert min(after) == 19
+    assert max(after) == 38
+    assert len(set(after)) == 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ttft_target_s": 0.0},
+        {"max_queued_requests": 0},
+        {"reserve": 0.5},
+        {"max_retry_after_s": 0},
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ShedLimits(**wrong)
+
+
+amounts = st.one_of(st.just(0.0), st.floats(0.0, 1e9))
+pressures = st.builds(
+    Pressure,
+    st.integers(0, 200),
+    amounts,
+    st.integers(0, 4),
+    st.integers(0, 4),
+    amounts,
+    amounts,
+    amounts,
+    st.integers(0, 100),
+    st.booleans(),
+    st.just(RATES),
+)
+asks = st.builds(
+    Ask,
+    st.floats(1.0, 1e6),
+    st.floats(0.0, 1e6),
+    st.floats(1.0, 1e5),
+    st.integers(-2, 2),
+    st.one_of(st.none(), st.floats(0.0, 100.0)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(pressures, asks), max_size=30))
+def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, Ask]]) -> None:
+    shedder = Shedder(LIMITS)
+    for pressure, ask in given_load:
+        answer = shedder.decide(pressure, ask)
+        if isinstance(answer, Refuse):
+            assert answer.status in (429, 503)
+            assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
+        else:
+            assert 0.0 <= answer.wait_s <= LIMITS.ttft_target_s
+            assert pressure.queued_requests < LIMITS.max_queued_requests
+            assert pressure.decode_replicas > 0
+
+
+@settings(deadline=None)
+@given(pressures, asks, st.floats(0.0, 1e6))
+def test_more_in_the_queue_lets_in_no_more(pressure: Pressure, ask: Ask, more: float) -> None:
+    longer = replace(pressure, queued_tokens=pressure.queued_tokens + more)
+    assert let_in(answers(longer, ask, 40)) <= let_in(answers(pressure, ask, 40)) + 1e-9
+
+
+PREFILL_BOUND = ToySpeeds()
+LONG_PROMPTS = ToySpeeds(prompt_tokens=8000, blocks=40_000)
+DECODE_BOUND = ToySpeeds(blocks=800)
+WARM_UP_S, SECONDS = 50.0, 250.0
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * len(values))]
+
+
+def overloaded(
+    speeds: ToySpeeds, target_s: float, times: float, wrong_by: float = 1.0, **more: float
+) -> ToyQueue:
+    shedder = Shedder(ShedLimits(ttft_target_s=target_s))
+    toy = ToyQueue(speeds, speeds.rates(wrong_by), shedder, seed=int(10 * times), **more)  # type: ignore[arg-type]
+    toy.run(times * speeds.requests_per_s, SECONDS)
+    return toy
+
+
+def goodput(toy: ToyQueue) -> float:
+    """Requests taken by decode, of those that could be."""
+    taken = [request for request in toy.let_in if WARM_UP_S <= request.taken < SECONDS]
+    return len(taken) / (toy.speeds.requests_per_s * (SECONDS - WARM_UP_S))
+
+
+@pytest.mark.parametrize("wrong_by", [1 / 1.5, 1.0, 1.5])
+@pytest.mark.parametrize("times", [2.0, 5.0])
+@pytest.mark.parametrize(
+    ("speeds", "target_s"),
+    [(PREFILL_BOUND, 1.0), (PREFILL_BOUND, 5.0), (LONG_PROMPTS, 5.0), (DECODE_BOUND, 5.0)],
+)
+def test_under_twice_the_load_and_more_those_let_in_wait_no_longer_and_none_is_lost(
+    speeds: ToySpeeds, target_s: float, times: float, wrong_by: float
+) -> None:
+    toy = overloaded(speeds, target_s, times, wrong_by)
+    waits = [request.wait_s for request in toy.let_in if request.taken < math.inf]
+    assert percentile(waits, 0.99) <= 1.5 * target_s
+    assert goodput(toy) >= 0.95
+
+
+def test_without_shedding_the_same_load_waits_for_ever() -> None:
+    """That the toy can tell: the same, with a shedder that knows no bound."""
+    shedder = Shedder(ShedLimits(ttft_target_s=1e6, max_queued_requests=10**6))
+    toy = ToyQueue(PREFILL_BOUND, PREFILL_BOUND.rates(), shedder, seed=20)
+    toy.run(2.0 * PREFILL_BOUND.requests_per_s, SECONDS)
+    waits = [request.wait_s for request in toy.let_in if request.taken < math.inf]
+    assert percentile(waits, 0.99) > 100.0
+
+
+@pytest.mark.parametrize("speeds", [PREFILL_BOUND, LONG_PROMPTS, DECODE_BOUND])
+def test_shedding_is_even(speeds: ToySpeeds) -> None:
+    toy = overloaded(speeds, 5.0, 2.0)
+    steady = [isinstance(answer, Accept) for at, _, answer in toy.answers if at >= WARM_UP_S]
+    window = 40
+    shares = [
+        sum(steady[start : start + window]) / window
+        for start in range(0, len(steady) - window, window)
+    ]
+    assert min(shares) >= 0.2
+    assert max(shares) <= 0.8
+
+
+@pytest.mark.parametrize("speeds", [PREFILL_BOUND, DECODE_BOUND])
+def test_what_can_be_served_is_let_in(speeds: ToySpeeds) -> None:
+    toy = overloaded(speeds, 5.0, 0.8)
+    assert let_in([answer for _, _, answer in toy.answers]) >= 0.999
+
+
+def test_what_comes_first_is_let_in_while_the_rest_is_shed() -> None:
+    toy = overloaded(PREFILL_BOUND, 5.0, 2.0, urgent_share=0.1)
+    assert let_in([answer for _, priority, answer in toy.answers if priority < 0]) >= 0.95
+    assert let_in([answer for _, priority, answer in toy.answers if priority == 0]) <= 0.55

@@ -1,0 +1,330 @@
+"""The router's controller in simulated clusters: random lives, long days, bursts."""
+
+import pickle
+import random
+from collections import Counter
+from dataclasses import replace
+from math import sin, tau
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.router.controller import Controller
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.placement import Budgets
+from vllm_kvpool.router.planner import PlanLimits
+from vllm_kvpool.router.rates import Rates
+from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.standings import WeightSource
+from vllm_kvpool.router.states import DRAINING, EDGES, LOADING, Cause, Role, State
+from vllm_kvpool.router.takeover import FIRST_LIMIT, limit
+from vllm_kvpool.testing.router_burst import Way, burst, load
+from vllm_kvpool.testing.router_chaos import HOUR_S, Chaos
+from vllm_kvpool.testing.router_engines import Kind
+from vllm_kvpool.testing.router_timeline import Habits
+from vllm_kvpool.testing.router_world import World
+
+WORLDS, HOURS = 200, 5
+STORMS, STORM_S = 20, 200.0
+HEAL_S = 1500.0
+DAY_S = 86_400.0
+PASSING = DRAINING | LOADING | {State.REFRACTORY_PREFILL, State.AUS_PREFILL, State.AUS_DECODE}
+LONGEST_PASSING_S = 1200.0
+ENDS = ("served", "refused", "cancelled", "rejected", "hopeless")
+
+
+def random_controller(chance: random.Random) -> Controller:
+    """Any configuration."""
+    return Controller(
+        Settings(
+            budgets=Budgets(
+                prefill_tokens=chance.choice((2_000, 16_384)),
+                prefill_requests=chance.choice((1, 4, 16)),
+                permits=chance.choice((1, 4, 16)),
+                decode_requests=chance.choice((2, 16, 256)),
+            ),
+            max_attempts=chance.choice((1, 2, 4)),
+            drain_timeout_s=chance.choice((5.0, 120.0)),
+            split_tokens=chance.choice((0, 1000)),
+            takes_over=chance.random() < 0.7,
+            hands_over=chance.random() < 0.9,
+            spills=chance.random() < 0.5,
+        ),
+        scaling=ScalingSettings(
+            mode=chance.choice((Mode.AUTOMATIC, Mode.AUTOMATIC, Mode.MANUAL, Mode.DRY_RUN)),
+            every_s=chance.choice((1.0, 5.0)),
+            hosts=tuple(
+                HostSpec(
+                    name=f"h{number}",
+                    address=f"10.0.0.{number}",
+                    first_port=8000,
+                    slots=chance.randint(1, 3),
+                    source=chance.choice(tuple(WeightSource)),
+                )
+                for number in range(chance.choice((0, 1, 2, 2)))
+            ),
+            limits=PlanLimits(max_prefill=4, max_decode=4, max_total=6),
+        ),
+    )
+
+
+def watch_for_bounds(world: World) -> None:
+    """No loading replica is bound to more than its limit, no passing state lasts."""
+    fleet = world.controller.desk.fleet
+    bound: Counter[str] = Counter()
+
+    def look() -> None:
+        for replica in fleet.in_states(frozenset({State.NEW_PREFILL})):
+            number = len(replica.bound)
+            assert number <= FIRST_LIMIT
+            if number > bound[replica.replica_id]:
+                assert number <= limit(replica, world.now)
+            bound[replica.replica_id] = number
+        if world.num_steps % 100 == 0:
+            for replica in fleet.in_states(PASSING):
+                assert world.now - replica.since < LONGEST_PASSING_S, replica
+
+    world.after_steps.append(look)
+
+
+def random_world(seed: int) -> tuple[World, Chaos]:
+    chance = random.Random(seed)
+    shares = chance.choice((0.0, 0.02))
+    world = World(
+        random_controller(chance),
+        seed=seed,
+        kind=Kind(
+            prefill_tokens_per_s=chance.choice((2_000.0, 8_000.0)),
+            total_blocks=chance.choice((400, 1000, 4000)),
+            load_s=chance.choice((5.0, 60.0)),
+        ),
+        habits=Habits(
+            scrape_s=chance.choice((1.0, 3.0)),
+            quiet_scrape_s=600.0,
+            quiet_after_s=10.0,
+            failed_share=shares,
+            rejected_share=shares,
+            hopeless_share=shares,
+            load_fails_share=shares * 5,
+            lost_share=chance.choice((0.02, 0.3)),
+        ),
+    )
+    chaos = Chaos(world, seed)
+    watch_for_bounds(world)
+    for number in range(chance.randint(1, 3)):
+        world.add(f"p{number}", Role.PREFILL)
+    for number in range(chance.randint(1, 3)):
+        world.add(f"d{number}", Role.DECODE)
+    return world, chaos
+
+
+def check_at_rest(world: World) -> None:
+    """All requests have ended, nothing is kept of them, and every replica stands somewhere."""
+    desk, calls = world.controller.desk, world.calls
+    assert not calls.clients
+    assert not calls.live
+    assert sum(calls.fates[end] for end in ENDS) == calls.fates["arrived"]
+    assert not desk.requests
+    assert len(desk.queue) + len(desk.migration) + len(desk.deadlines) == 0
+    assert not desk.locked
+    assert desk.overload.locked == frozenset()
+    assert not [each for each in desk.fleet if each.state in PASSING]
+    assert desk.counts["locks"] == desk.counts["releases"]
+    # Nobody is taken to be busy, or is remembered after it has left.
+    ids = {each.replica_id for each in desk.fleet}
+    seen = desk.rates._seen
+    assert not [each for each in seen.values() if any(b.under_way for b in each.busy.values())]
+    assert seen.keys() | world.controller.lifecycle._breakers.keys() <= ids
+
+
+def check_transitions(world: World) -> None:
+    fleet = world.controller.desk.fleet
+    assert set(fleet.counts) <= set(EDGES)
+    for each in fleet.transitions:
+        assert EDGES[each.before, each.cause] is each.after
+
+
+def live(seed: int) -> None:
+    world, chaos = random_world(seed)
+    for _ in range(HOURS):
+        chaos.hour()
+    chaos.heal(HEAL_S)
+    check_transitions(world)
+    check_at_rest(world)
+
+
+def endure(seed: int) -> None:
+    world, chaos = random_world(seed)
+    chaos.storm(STORM_S)
+    chaos.heal(HEAL_S)
+    check_transitions(world)
+    check_at_rest(world)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_random_life(seed: int) -> None:
+    live(seed)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1005))
+def test_a_storm(seed: int) -> None:
+    endure(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, WORLDS, 20))
+def test_random_lives_of_a_thousand_hours(first: int) -> None:
+    for seed in range(first, first + 20):
+        live(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1000 + STORMS, 20))
+def test_storms(first: int) -> None:
+    for seed in range(first, first + 20):
+        endure(seed)
+
+
+def test_the_controller_does_not_grow() -> None:
+    """What is kept after many storms is what was kept after some."""
+    controller = Controller(scaling=automatic())
+    world = World(controller, seed=3, habits=Habits(scrape_s=3.0, quiet_scrape_s=600.0))
+    chaos = Chaos(world, 3)
+    world.add("p", Role.PREFILL)
+    world.add("d", Role.DECODE)
+    sizes = []
+    for _ in range(10):
+        for _ in range(2):
+            chaos.burst(150, 30.0)
+            world.timeline.after(10.0, chaos.fault)
+            world.run(HOUR_S)
+        check_at_rest(world)
+        controller.desk.fleet.transitions.clear()  # these two have bounds
+        controller.desk.waits.clear()
+        sizes.append(len(pickle.dumps(controller)))
+    # One number kept of each request would be three times as much.
+    assert max(sizes[5:]) < 1.3 * max(sizes[:5]), sizes
+
+
+# Plans
+
+LUMPY = Kind(
+    prefill_tokens_per_s=2_000.0,
+    token_s=0.05,
+    token_s_per_request=0.005,
+    total_blocks=3_000,
+    load_s=30.0,
+)
+ROLE_CHANGES = {
+    *(Cause.LOAD_PREFILL, Cause.LOAD_DECODE, Cause.TAKE_OVER, Cause.USE_PREFILL),
+    *(Cause.USE_DECODE, Cause.MUTATE, Cause.REVIVE, Cause.DEACTIVATE, Cause.IDLE),
+}
+
+
+def automatic(every_s: float = 2.0, **limits: Any) -> ScalingSettings:
+    return ScalingSettings(
+        mode=Mode.AUTOMATIC,
+        every_s=every_s,
+        hosts=(HostSpec(name="h", address="h", first_port=8000, slots=8),),
+        limits=PlanLimits(**limits),
+    )
+
+
+def planned_world(seed: int, kind: Kind, scaling: ScalingSettings) -> World:
+    rates = Rates(prefill_tokens_per_s=kind.prefill_tokens_per_s)
+    world = World(
+        Controller(scaling=scaling, rates=rates, shed=ShedLimits(ttft_target_s=15.0)),
+        seed=seed,
+        kind=kind,
+        habits=Habits(scrape_s=3.0),
+        checks=False,  # they are made elsewhere, at a cost
+    )
+    world.add("p", Role.PREFILL)
+    world.add("d", Role.DECODE)
+    return world
+
+
+def role_changes(world: World) -> int:
+    counts = world.controller.desk.fleet.counts
+    return sum(number for (_, cause), number in counts.items() if cause in ROLE_CHANGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("per_second", "down_hold_s", "most_per_hour"),
+    # A replica is busy with one of these prompts for a second and a half, so that chance alone
+    # makes any of these loads look like another one for minutes.
+    [(0.2, 30.0, 12), (0.5, 30.0, 20), (0.2, 120.0, 8), (0.5, 120.0, 8), (1.0, 120.0, 8)],
+)
+@pytest.mark.parametrize("crashes", [0, 3])
+def test_plans_do_not_flap_under_a_steady_load(
+    per_second: float, down_hold_s: float, most_per_hour: int, crashes: int
+) -> None:
+    world = planned_world(1, LUMPY, automatic(down_hold_s=down_hold_s))
+    load(world, 2 * HOUR_S, lambda now: per_second, seed=1)
+    world.run(HOUR_S / 2)
+    before = role_changes(world)
+    for number in range(crashes):
+        engine = list(world.watch.engines.values())[number % len(world.watch.engines)]
+        world.timeline.after(number * 1000.0, lambda e=engine: world.watch.crash(e, 20.0))
+    world.run(HOUR_S)
+    # A crash costs the load of another engine, and its going when the first is back.
+    assert role_changes(world) - before <= most_per_hour + 4 * crashes
+    assert world.calls.fates["refused"] < 0.05 * world.calls.fates["arrived"]
+
+
+@pytest.mark.slow
+def test_replicas_follow_the_load_of_a_day() -> None:
+    kind = replace(LUMPY, prefill_tokens_per_s=1_000.0, token_s=0.1, token_s_per_request=0.01)
+    world = planned_world(1, kind, automatic(every_s=5.0, min_decode=2, max_total=10))
+    fleet = world.controller.desk.fleet
+    load(world, DAY_S, lambda now: 0.02 + 0.6 * max(0.0, sin((now / DAY_S - 0.25) * tau)))
+    serving: list[tuple[int, int]] = []
+    for _ in range(24 * 6):
+        world.run(600.0)
+        if world.now > 600.0:
+            assert len(fleet.prefillers()) >= 1
+            assert len(fleet.decoders()) >= 2
+        serving.append((len(fleet.prefillers()), len(fleet.decoders())))
+    night = [sum(each) for each in serving[6 : 5 * 6] + serving[20 * 6 :]]
+    noon = [sum(each) for each in serving[11 * 6 : 13 * 6]]
+    assert mean(night) <= 5.0  # steps down that were taken back have made it patient
+    assert mean(noon) > mean(night) + 2.0
+    assert max(sum(each) for each in serving) <= 10
+    assert max(each for each, _ in serving) > 2
+    assert max(each for _, each in serving) > 2
+    assert world.calls.fates["refused"] < 0.05 * world.calls.fates["arrived"]
+    slots = len({each.spec.url for each in fleet if each.spec.is_ours})
+    assert slots <= 8
+
+
+# A burst while engines are started
+
+
+def waits_in_a_burst(way: Way, seed: int) -> list[float]:
+    """Seconds to the first token."""
+    world = burst(way, seed)
+    check_at_rest(world)
+    assert world.calls.fates["served"] == world.calls.fates["arrived"] > 300
+    assert (world.controller.desk.counts["stolen"] > 0) == (way is Way.TAKE_OVER)
+    return sorted(wait_s for _, wait_s in world.calls.waits)
+
+
+def p99(waits: list[float]) -> float:
+    return waits[int(0.99 * len(waits))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_taking_over_beats_waiting_for_who_loads(seed: int) -> None:
+    taking_over, waiting = (waits_in_a_burst(way, seed) for way in (Way.TAKE_OVER, Way.WAIT))
+    assert len(taking_over) == len(waiting)
+    assert p99(taking_over) < 0.7 * p99(waiting)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_bound_waits_no_longer_than_what_is_not(seed: int) -> None:
+    taking_over, queued = (waits_in_a_burst(way, seed) for way in (Way.TAKE_OVER, Way.QUEUE))
+    assert p99(taking_over) < 1.1 * p99(queued)
+    assert taking_over[-1] < 1.2 * queued[-1]

@@ -1,0 +1,651 @@
+"""One stream out of several: every cut, on a small model of an engine; and each rule on its own."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.router.clients import Router, chunk_ends, transcript
+from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
+from vllm_kvpool.router.bodies import Kind, parse_request
+from vllm_kvpool.router.recovery import Manner
+from vllm_kvpool.router.splice import MAX_HELD_CHUNKS, MAX_RESUMES, Splice
+from vllm_kvpool.router.steps import (
+    CannotResume,
+    Detokenize,
+    EngineLost,
+    Finish,
+    Refusal,
+    Resume,
+    Step,
+)
+
+PROMPT = "Say é:"
+CHAT_PROMPT = f"user: {PROMPT}\n"
+ALPHABET = "ab é日😀\n#"
+
+
+@dataclass
+class Case:
+    """A request and the answer to it."""
+
+    kind: Kind
+    answer: list[int]
+    steps: list[list[int]] = field(default_factory=lambda: [[1]])
+    """Of each engine in turn."""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        prompt: dict[str, Any] = {"prompt": PROMPT}
+        if self.kind is Kind.CHAT:
+            prompt = {"messages": [{"role": "user", "content": PROMPT}]}
+        fields = {"model": "m", "stream": True, "temperature": 0, **prompt, "max_tokens": 100}
+        return json.dumps({**fields, **self.fields}).encode()
+
+    def prompt_tokens(self) -> int:
+        return len(tokens_of(CHAT_PROMPT if self.kind is Kind.CHAT else PROMPT))
+
+    def engine(self, turn: int = 0) -> SmallEngine:
+        """Greedy: it says the answer, and then that again."""
+        before = self.prompt_tokens()
+        return SmallEngine(
+            lambda tokens: self.answer[(len(tokens) - before) % len(self.answer)],
+            self.steps[turn % len(self.steps)],
+            created=1 + turn,
+        )
+
+    def reference(self) -> list[bytes]:
+        return self.engine().stream(self.kind.value, self.body())
+
+    def first_stream(self) -> list[bytes]:
+        """What the first engine sends the router."""
+        request = parse_request(self.kind, self.body())
+        body = request.whole_body(track=request.trackable)
+        return self.engine().stream(self.kind.value, body)
+
+    def run(self, cuts: Sequence[int]) -> tuple[list[bytes], Router]:
+        request = parse_request(self.kind, self.body())
+        turns = iter(range(1000))
+        router = Router(
+            Splice(request, tracked=request.trackable),
+            lambda path, body: self.engine(next(turns)).stream(path, body),
+            cuts,
+            self.engine().detokenize,
+        )
+        return router.run(self.kind.value, request.whole_body(track=request.trackable)), router
+
+
+def manners(steps: Sequence[Step]) -> list[str]:
+    return [
+        each.manner.value if isinstance(each, Resume) else type(each).__name__ for each in steps
+    ]
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+sizes = st.lists(st.integers(1, 3), min_size=1, max_size=5)
+steps = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@st.composite
+def cases(draw: st.DrawFn, temperature: float = 0) -> Case:
+    text = draw(st.text(ALPHABET, min_size=1, max_size=25))
+    fields: dict[str, Any] = {"temperature": temperature}
+    fields |= draw(st.sampled_from([{}, USAGE, COUNTED]))
+    fields |= draw(st.sampled_from([{}, {"return_token_ids": True}]))
+    if draw(st.booleans()):
+        begin = draw(st.integers(0, len(text) - 1))
+        stops = [text[begin : begin + draw(st.integers(1, 6))]]
+        stops += draw(st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=2))
+        fields |= {"stop": stops, "include_stop_str_in_output": draw(st.booleans())}
+    fields["max_tokens"] = draw(st.sampled_from([100, 100, 8, 3, 1]))
+    fields["min_tokens"] = min(fields["max_tokens"], draw(st.sampled_from([0, 0, 4])))
+    kind = draw(st.sampled_from(Kind))
+    answer = [*tokens_of(text, draw(sizes)), EOS]
+    return Case(kind, answer, draw(st.lists(steps, min_size=1, max_size=3)), fields)
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_a_stream_that_is_not_cut_is_the_engines_own(case: Case) -> None:
+    assert case.run([])[0] == case.reference()
+
+
+@given(cases(), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
+    case: Case, random: Random
+) -> None:
+    """Each chunk once, and after it some bytes of other chunks, of one engine after another."""
+    expected = transcript(case.reference())
+    for end in chunk_ends(case.first_stream()):
+        cuts = [end, *(random.randrange(3000) for _ in range(random.randrange(MAX_RESUMES - 1)))]
+        told, router = case.run(cuts)
+        seen = transcript(told)
+        assert seen == expected, (cuts, manners(router.steps))
+        assert seen.counts == sorted(seen.counts)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("fields", [{}, {"stop": ["日本\n", "x"]}, {"return_token_ids": True}])
+def test_every_byte_is_a_place_to_die(kind: Kind, fields: dict[str, Any]) -> None:
+    case = Case(kind, [*tokens_of("a é日本 b", (1, 2)), EOS], [[1], [1, 3]], fields | COUNTED)
+    expected = transcript(case.reference())
+    for cut in range(sum(len(each) + 8 for each in case.first_stream())):
+        assert transcript(case.run([cut, 700])[0]) == expected, cut
+
+
+@given(cases(temperature=0.8), st.randoms(use_true_random=False), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
+    case: Case, random: Random, spells: bool
+) -> None:
+    """Engines draw tokens at random, and each its own: what no engine would say is never told."""
+    request = parse_request(case.kind, case.body())
+    splice = Splice(request, tracked=True)
+    least = case.prompt_tokens() + case.fields["min_tokens"]
+
+    def draw(tokens: Sequence[int]) -> int:
+        token = random.choice(case.answer)
+        return token if len(tokens) >= least or token != EOS else token_of(b"x")
+
+    def engine(path: str, body: bytes) -> list[bytes]:
+        return SmallEngine(draw, random.choice(case.steps)).stream(path, body)
+
+    cuts = [random.randrange(3000) for _ in range(random.randrange(1, 5))]
+    detokenize = SmallEngine(draw).detokenize if spells else lambda body: None
+    router = Router(splice, engine, cuts, detokenize)
+    seen = transcript(router.run(case.kind.value, request.whole_body(track=True)))
+    if seen.error:
+        assert isinstance(router.steps[-1], Refusal)
+        return
+    drawn = splice.answer.ids.tolist()
+    expected = transcript(Case(case.kind, drawn, fields=case.fields).reference())
+    assert seen == expected, (cuts, manners(router.steps))
+    assert Manner.REPLAY.value not in manners(router.steps)
+
+
+# Each rule on its own
+
+HEAD = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
+CHAT_HEAD = b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m",'
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p", "stream": True, "temperature": 0}
+CHAT: dict[str, Any] = {"model": "m", "messages": [], "stream": True, "temperature": 0}
+
+
+def said(
+    text: str, ids: list[int] | None = None, end: str | None = None, prompt: Any = None
+) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": end}
+    choice |= {"stop_reason": None, "prompt_token_ids": prompt, "token_ids": ids}
+    return HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+
+
+def first(text: str = "a", ids: list[int] | None = None) -> bytes:
+    return said(text, ids or [1], prompt=[7, 8])
+
+
+def chat(delta: dict[str, Any], ids: list[int] | None = None, end: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": end, "token_ids": ids}
+    return CHAT_HEAD + b'"choices":[%b]}' % json.dumps(choice, separators=(",", ":")).encode()
+
+
+ROLE = (
+    CHAT_HEAD + b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,'
+    b'"finish_reason":null}],"prompt_token_ids":[7,8],"prompt_text":null}'
+)
+
+
+def splice_of(body: dict[str, Any], **more: Any) -> Splice:
+    kind = Kind.COMPLETION if "prompt" in body else Kind.CHAT
+    request = parse_request(kind, json.dumps({**body, **more}).encode())
+    return Splice(request, tracked=request.trackable)
+
+
+def feed(splice: Splice, *payloads: bytes) -> list[bytes]:
+    return [told for payload in payloads for told in splice.feed(payload)]
+
+
+def sent(step: Step) -> dict[str, Any]:
+    assert isinstance(step, Resume | Detokenize)
+    return json.loads(step.body)
+
+
+def test_only_the_ids_that_the_client_has_not_asked_for_are_taken_out() -> None:
+    assert splice_of(COMPLETION).feed(first()) == [said("a", None, prompt=None)]
+    assert splice_of(COMPLETION, return_token_ids=True).feed(first()) == [first()]
+    assert splice_of(CHAT).feed(ROLE) == [ROLE.replace(b"[7,8]", b"null")]
+
+
+def test_a_key_of_logprobs_may_have_any_name() -> None:
+    tops = [{"token_ids": -0.5, "prompt_token_ids": -1.0, '"token_ids":[1]': -2.0}]
+    logprobs = {"text_offset": [0], "tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": tops}
+    with_logprobs = said("a", [1]).replace(
+        b'"logprobs":null', b'"logprobs":' + json.dumps(logprobs, separators=(",", ":")).encode()
+    )
+    told = splice_of(COMPLETION, logprobs=3).feed(with_logprobs)
+    assert told == [with_logprobs.replace(b'"token_ids":[1]}', b'"token_ids":null}')]
+
+
+def test_ids_are_taken_out_of_json_with_spaces_too() -> None:
+    spaced = json.dumps(json.loads(first())).encode()
+    (told,) = splice_of(COMPLETION).feed(spaced)
+    assert json.loads(told) == json.loads(said("a", None, prompt=None))
+
+
+def test_tokens_without_text_wait_for_it() -> None:
+    splice = splice_of(COMPLETION)
+    assert feed(splice, first("", [1]), said("", [2])) == []
+    held = [said("", None), said("", None), said("é", None)]
+    assert splice.feed(said("é", [3])) == held
+    assert feed(splice, said("", [4]), said("", [5], "stop")) == [
+        said("", None),
+        said("", None, "stop"),
+    ]
+
+
+def test_what_waits_is_bounded() -> None:
+    splice = splice_of(COMPLETION)
+    told = [len(splice.feed(said("", [each]))) for each in range(MAX_HELD_CHUNKS + 1)]
+    assert told == [0] * MAX_HELD_CHUNKS + [MAX_HELD_CHUNKS + 1]
+
+
+def test_deltas_that_are_there_for_their_ids_alone_are_dropped() -> None:
+    splice = splice_of(CHAT)
+    feed(splice, ROLE)
+    assert splice.feed(chat({}, [1])) == []
+    assert splice.feed(chat({"content": "a"}, [2])) == [chat({"content": "a"})]
+    asks = splice_of(CHAT, return_token_ids=True)
+    feed(asks, ROLE)
+    assert feed(asks, chat({}, [1]), chat({"content": "a"}, [2]))[0] == chat({}, [1])
+
+
+def test_a_delta_without_text_that_has_logprobs_is_not_dropped() -> None:
+    splice = splice_of(CHAT, logprobs=True)
+    bare = chat({}, [1]).replace(b'"logprobs":null', b'"logprobs":{"content":[]}')
+    told = feed(splice, ROLE, bare, chat({"content": "a"}, [2]))
+    assert told[1] == bare.replace(b"[1]", b"null")
+
+
+def test_nothing_delivered_is_asked_again() -> None:
+    splice = splice_of(COMPLETION, temperature=1)
+    feed(splice, first("", [1]))
+    step = splice.lost()
+    assert isinstance(step, Resume)
+    assert (step.manner, step.num_tokens) == (Manner.REPEAT, 0)
+    assert sent(step) == COMPLETION | {"temperature": 1, "return_token_ids": True}
+    assert not splice.has_begun
+
+
+def test_the_role_is_told_once() -> None:
+    splice = splice_of(CHAT, temperature=1)
+    feed(splice, ROLE)
+    assert splice.has_begun
+    step = splice.lost()
+    assert isinstance(step, Resume)
+    assert step.manner is Manner.REPEAT
+    again = ROLE.replace(b"chatcmpl-1", b"chatcmpl-2").replace(b'"created":1', b'"created":2')
+    told = chat({"content": "a"}, [1]).replace(b"chatcmpl-1", b"chatcmpl-2")
+    assert feed(splice, again, told.replace(b'"created":1', b'"created":2')) == [
+        chat({"content": "a"})
+    ]
+
+
+def test_a_completion_goes_on_from_its_tokens() -> None:
+    fields = {"max_tokens": 9, "min_tokens": 2, "seed": 4, "truncate_prompt_tokens": 3, "n": 1}
+    params = {"kvpool": {"expect_tokens": 5, "load": True}, "other": 1}
+    splice = splice_of(COMPLETION, **fields, kv_transfer_params=params, temperature=1)
+    feed(splice, first(), said("b", [2]), said("", [3]))
+    step = splice.lost()
+    assert isinstance(step, Resume)
+    assert (step.manner, step.path, step.num_tokens) == (Manner.RESUME, "/v1/completions", 2)
+    expected = COMPLETION | {"temperature": 1, "prompt": [7, 8, 1, 2], "max_tokens": 7}
+    expected |= {"min_tokens": 0, "seed": 5, "return_token_ids": True}
+    assert sent(step) == expected | {"kv_transfer_params": {"kvpool": {"load": True}, "other": 1}}
+    told = feed(splice, said("c", [3], prompt=[7, 8, 1, 2]), said("", [0], "stop"), b"[DONE]")
+    assert told == [said("c"), said("", None, "stop"), b"[DONE]"]
+    assert splice.ended
+    assert splice.answer.ids.tolist() == [1, 2, 3, 0]
+
+
+def test_a_chat_goes_on_from_its_tokens_as_a_chat() -> None:
+    splice = splice_of(CHAT, max_completion_tokens=9)
+    feed(splice, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
+    step = splice.lost()
+    assert isinstance(step, Resume)
+    # One token is generated again, to be compared.
+    assert (step.manner, step.path, step.num_tokens) == (Manner.RESUME, Kind.CHAT.value, 2)
+    ids = {"prompt_token_ids": [7, 8, ord("a"), ord("b")]}
+    expected = CHAT | {"max_tokens": 7, "return_token_ids": True, "kv_transfer_params": ids}
+    assert sent(step) == expected
+    again = ROLE.replace(b"[7,8]", b"[7,8,97,98]")
+    assert feed(splice, again, chat({"content": "cd"}, [99, 100])) == [chat({"content": "d"})]
+
+
+def test_a_greedy_answer_that_differs_is_begun_again_and_then_given_up() -> None:
+    splice = splice_of(CHAT)
+    feed(splice, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
+    assert isinstance(step := splice.lost(), Resume)
+    assert step.manner is Manner.RESUME
+    feed(splice, ROLE.replace(b"[7,8]", b"[7,8,1]"))
+    with pytest.raises(CannotResume):
+        splice.feed(chat({"content": "x"}, [9]))
+    assert isinstance(step := splice.lost(), Resume)
+    assert step.manner is Manner.REPLAY
+    assert feed(splice, ROLE, chat({"content": "a"}, [1])) == []
+    with pytest.raises(CannotResume):
+        splice.feed(chat({"content": ""}, [0], "stop"))
+    assert isinstance(splice.lost(), Refusal)
+
+
+def test_an_engine_that_ignores_the_tokens_is_found_out() -> None:
+    splice = splice_of(CHAT)
+    feed(splice, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
+    splice.lost()
+    with pytest.raises(CannotResume, match="not taken"):
+        splice.feed(ROLE)
+    assert isinstance(step := splice.lost(), Resume)
+    assert step.manner is Manner.REPLAY
+    assert feed(splice, ROLE, chat({"content": "ab"}, [3]), chat({"content": "c"}, [4])) == [
+        chat({"content": "c"})
+    ]
+
+
+def test_an_engine_that_does_not_say_what_it_has_taken_is_not_believed() -> None:
+    splice = splice_of(COMPLETION)
+    feed(splice, first(), said("b", [2]))
+    splice.lost()
+    with pytest.raises(CannotResume, match="does not say"):
+        splice.feed(said("c", [3]))
+
+
+@pytest.mark.parametrize("rejected", [True, False])
+def test_an_engine_that_refuses_to_go_on_is_not_asked_again(rejected: bool) -> None:
+    splice = splice_of(COMPLETION)
+    feed(splice, first(), said("b", [2]))
+    assert isinstance(step := splice.lost(), Resume)
+    assert step.manner is Manner.RESUME
+    if not rejected:
+        with pytest.raises(EngineLost, match="does not go on: no"):
+            splice.feed(b'{"error":{"message":"no","code":400}}')
+    assert isinstance(step := splice.lost(rejected=rejected), Resume)
+    assert step.manner is Manner.REPLAY
+
+
+def test_what_is_sampled_in_a_chat_is_spelled_before_it_goes_on() -> None:
+    splice = splice_of(CHAT, temperature=1)
+    feed(splice, ROLE, chat({"content": "ab"}, [1, 2]), chat({"content": ""}, [3]))
+    step = splice.lost()
+    assert isinstance(step, Detokenize)
+    assert (step.path, sent(step)) == ("/detokenize", {"model": "m", "tokens": [1, 2, 3]})
+    # The last has begun a character.
+    assert sent(splice.spelled("ab\ufffd")) == {"model": "m", "tokens": [1, 2]}
+    step = splice.spelled("ab")
+    assert isinstance(step, Resume)
+    assert sent(step)["kv_transfer_params"] == {"prompt_token_ids": [7, 8, 1, 2]}
+    feed(splice, ROLE.replace(b"[7,8]", b"[7,8,1,2]"))
+    assert splice.feed(chat({"content": "c"}, [4])) == [chat({"content": "c"})]
+
+
+@pytest.mark.parametrize("text", [None, "xy", "a", "", "xxab", "ab\ufffd"])
+def test_what_cannot_be_spelled_is_refused_unless_a_token_ends_there(text: str | None) -> None:
+    splice = splice_of(CHAT, temperature=1)
+    feed(splice, ROLE, chat({"content": "ab"}, [1, 2]))
+    splice.lost()
+    step = splice.spelled(text)
+    while isinstance(step, Detokenize):
+        step = splice.spelled(text)
+    assert isinstance(step, Refusal)
+    splice = splice_of(CHAT, temperature=1)
+    feed(splice, ROLE, chat({"content": "ab"}, [1]))
+    splice.lost()
+    step = splice.spelled(text)
+    while isinstance(step, Detokenize):
+        step = splice.spelled(text)
+    assert isinstance(step, Resume if text is None else Refusal)
+
+
+def test_only_tokens_of_a_character_are_left_out_of_what_is_spelled() -> None:
+    """A token that is not shown, as an end that is ignored, must not pass for a missing "a"."""
+    splice = splice_of(CHAT, temperature=1)
+    feed(splice, ROLE, chat({"content": "aaa"}, [1, 1, 0, 1]))
+    assert sent(splice.lost())["tokens"] == [1, 1, 0, 1]
+    assert isinstance(splice.spelled("aa<end>a"), Refusal)
+
+
+def test_what_was_withheld_for_a_stop_string_is_told_by_the_router() -> None:
+    splice = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+    # Of "hello" two characters are withheld.
+    feed(splice, first("hel", [1, 2]))
+    assert isinstance(splice.lost(), Detokenize)
+    step = splice.spelled("hello")
+    assert isinstance(step, Resume)
+    assert step.num_tokens == 2
+    told = feed(splice, said("!", [3], prompt=[7, 8, 1, 2]))
+    assert told == [said("lo!")]
+
+
+def test_a_stop_string_that_may_have_begun_is_not_passed_over() -> None:
+    splice = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+    feed(splice, first("hel", [1, 2]))
+    splice.lost()
+    assert isinstance(splice.spelled("hellx"), Refusal)
+    splice = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+    feed(splice, first("hel", [1, 2]))
+    splice.lost()
+    assert sent(splice.spelled("hell\ufffd"))["tokens"] == [1]
+    splice = splice_of(COMPLETION, stop=["xyz"], include_stop_str_in_output=True)
+    feed(splice, first("a", [1]), said("x", [2]), said("y", [3]))
+    step = splice.lost()
+    assert isinstance(step, Resume)
+    assert step.num_tokens == 1
+
+
+def test_tool_calls_pass_and_are_not_continued() -> None:
+    splice = splice_of(CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
+    call = {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f"}}]}
+    feed(splice, ROLE)
+    assert splice.feed(chat(call, [1])) == [chat(call)]
+    step = splice.lost()
+    assert isinstance(step, Refusal)
+    assert "tool calls" in step.why
+    error = json.loads(step.payloads[0])["error"]
+    assert (error["type"], error["code"]) == ("InternalServerError", 500)
+    assert step.payloads == (step.body, b"[DONE]")
+
+
+def test_several_choices_pass_and_are_not_continued() -> None:
+    splice = splice_of(COMPLETION, n=2, temperature=1)
+    one, other = said("a"), said("b").replace(b'"index":0', b'"index":1')
+    assert isinstance(splice.lost(), Resume)
+    assert feed(splice, one, other) == [one, other]
+    assert feed(splice, said("", None, "stop")) == [said("", None, "stop")]
+    with pytest.raises(EngineLost):
+        splice.feed(b"[DONE]")
+    assert isinstance(splice.lost(), Refusal)
+
+
+def test_several_choices_that_have_all_ended_have_ended() -> None:
+    splice = splice_of(COMPLETION, n=2, temperature=1)
+    feed(splice, said("", None, "stop"), said("", None, "stop"))
+    assert splice.lost() == Finish((b"[DONE]",))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"error":{"message":"dead","type":"InternalServerError","param":null,"code":500}}',
+        b'{"error":{"message":"dead"}}',
+        said("b", [], "abort"),
+        b"[DONE]",
+        b'{"choices":[',
+        b"[]",
+        b'{"choices":[{"index":0,"text":5}]}',
+        b'{"choices":[{"index":0,"text":"b","token_ids":[-1]}]}',
+        b'{"choices":[{"index":0,"text":"b","token_ids":[4294967296]}]}',
+        b'"\xff"',
+        b'{"choices":[{"index":0,"text":"b","token_ids":[2],"logprobs":5}]}',
+        b'{"choices":[],"usage":"many"}',
+        b'{"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":"x"}}}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_a_dying_engine_says_is_not_passed_on(payload: bytes) -> None:
+    splice = splice_of(COMPLETION)
+    feed(splice, first())
+    with pytest.raises(EngineLost):
+        splice.feed(payload)
+    assert isinstance(splice.lost(), Resume)
+
+
+def test_an_error_of_the_clients_own_is_passed_on() -> None:
+    splice = splice_of(COMPLETION)
+    error = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
+    assert feed(splice, error, b"[DONE]") == [error, b"[DONE]"]
+    splice = splice_of(COMPLETION)
+    feed(splice, error)
+    assert splice.lost() == Finish((b"[DONE]",))
+
+
+def test_an_end_that_was_lost_is_made_up() -> None:
+    splice = splice_of(COMPLETION, **USAGE)
+    feed(splice, first(), said("b", [2, 3], "stop"))
+    step = splice.lost()
+    assert isinstance(step, Finish)
+    usage, done = step.payloads
+    counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
+    assert json.loads(usage) == json.loads(HEAD[:-1] + b"}") | {"choices": [], "usage": counts}
+    assert done == b"[DONE]"
+    splice = splice_of(COMPLETION)
+    feed(splice, first(), said("b", [2, 3], "stop"))
+    assert splice.lost() == Finish((b"[DONE]",))
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_answer_of_all_its_tokens_is_ended_without_an_engine(asks: bool) -> None:
+    splice = splice_of(COMPLETION, max_tokens=2, return_token_ids=asks)
+    feed(splice, first(), said("b", [2]))
+    step = splice.lost()
+    assert isinstance(step, Finish)
+    assert json.loads(step.payloads[0]) == json.loads(said("", [] if asks else None, "length"))
+    assert splice.ended
+
+
+def test_it_is_not_tried_for_ever() -> None:
+    splice = splice_of(COMPLETION)
+    feed(splice, first())
+    steps = [splice.lost() for _ in range(MAX_RESUMES + 1)]
+    assert manners(steps) == ["resume"] * MAX_RESUMES + ["Refusal"]
+
+
+def test_an_engine_may_write_its_json_another_way() -> None:
+    """The fields of a chunk in another order, and with spaces."""
+
+    def other(payload: bytes) -> bytes:
+        chunk = json.loads(payload)
+        return json.dumps({"choices": chunk.pop("choices"), **chunk, "id": "other"}).encode()
+
+    splice = splice_of(COMPLETION)
+    feed(splice, first(), said("b", [2]))
+    splice.lost()
+    (told,) = splice.feed(other(said("c", [3], prompt=[7, 8, 1, 2])))
+    assert json.loads(told) == json.loads(said("c"))
+    # The first engine is the odd one: the others' chunks stay as they are.
+    splice = splice_of(COMPLETION)
+    feed(splice, other(first()), other(said("b", [2])))
+    splice.lost()
+    (told,) = splice.feed(said("c", [3], prompt=[7, 8, 1, 2]))
+    assert json.loads(told) == json.loads(said("c"))
+
+
+def test_usage_and_offsets_go_on_after_a_resume() -> None:
+    def counted(payload: bytes, prompt: int, tokens: int) -> bytes:
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + tokens}
+        details = {"completion_tokens_details": {"reasoning_tokens": 0}}
+        details |= {"prompt_tokens_details": {"cached_tokens": prompt}}
+        usage = {**usage, "completion_tokens": tokens, **details}
+        return payload[:-1] + b',"usage":%b}' % json.dumps(usage, separators=(",", ":")).encode()
+
+    def logged(payload: bytes, offsets: list[int], tokens: list[str]) -> bytes:
+        logprobs = {
+            "text_offset": offsets,
+            "tokens": tokens,
+            "token_logprobs": [-1.0] * len(tokens),
+        }
+        text = json.dumps(logprobs, separators=(",", ":")).encode()
+        return payload.replace(b'"logprobs":null', b'"logprobs":' + text)
+
+    splice = splice_of(COMPLETION, logprobs=0, **COUNTED)
+    feed(splice, counted(logged(first("ab", [1]), [0], ["ab"]), 2, 1))
+    feed(splice, counted(logged(said("c", [2]), [2], ["c"]), 2, 2))
+    splice.lost()
+    new = logged(said("de", [3, 4], prompt=[7, 8, 1, 2]), [0, 1], ["d", "e"])
+    (told,) = feed(splice, counted(new, 4, 2))
+    assert told == counted(logged(said("de"), [3, 4], ["d", "e"]), 2, 4)
+
+
+def test_tokens_that_the_client_sees_are_not_drawn_anew() -> None:
+    splice = splice_of(COMPLETION, temperature=1, return_token_ids=True)
+    # The last has begun a character, and the client knows of it.
+    feed(splice, first("a", [1]), said("b", [2, 3]))
+    splice.lost()
+    splice.spelled("ab\ufffd")
+    step = splice.spelled("ab")
+    assert isinstance(step, Resume)
+    assert step.num_tokens == 2
+    with pytest.raises(CannotResume, match="other tokens"):
+        splice.feed(said("c", [9], prompt=[7, 8, 1, 2]))
+    splice.lost()
+    splice.spelled("ab\ufffd")
+    splice.spelled("ab")
+    assert splice.feed(said("e", [3, 4], prompt=[7, 8, 1, 2])) == [said("e", [4])]
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "expected"),
+    [
+        (CHAT, {}, None),
+        (CHAT, {"max_tokens": 9}, 7),
+        (CHAT, {"max_tokens": 20, "max_completion_tokens": 9}, 7),
+        (COMPLETION, {}, 14),
+        (COMPLETION, {"max_tokens": None}, 14),
+    ],
+)
+def test_as_many_tokens_are_left_as_were(
+    body: dict[str, Any], fields: dict[str, Any], expected: int | None
+) -> None:
+    splice = splice_of(body, **fields)
+    if body is CHAT:
+        feed(splice, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
+    else:
+        feed(splice, first(), said("b", [2]))
+    asked = sent(splice.lost())
+    assert asked.get("max_tokens") == expected
+    assert "max_completion_tokens" not in asked
+
+
+def test_a_chat_that_does_not_say_how_many_has_the_models_default() -> None:
+    request = parse_request(Kind.CHAT, json.dumps(CHAT).encode())
+    splice = Splice(request, tracked=True, default_max_tokens=10)
+    feed(splice, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
+    assert sent(splice.lost())["max_tokens"] == 8
+
+
+def test_what_goes_on_is_of_the_kind_that_it_was() -> None:
+    splice = splice_of(CHAT, temperature=1)
+    thought = chat({"reasoning": "I think that"}, [1])
+    assert feed(splice, ROLE, thought) == [
+        ROLE.replace(b"[7,8]", b"null"),
+        chat({"reasoning": "I think that"}),
+    ]
+    splice.lost()
+    assert isinstance(splice.spelled("<think>I think that"), Resume)
+    feed(splice, ROLE.replace(b"[7,8]", b"[7,8,1]"))
+    with pytest.raises(CannotResume, match="as content what was reasoning"):
+        splice.feed(chat({"content": "so"}, [2]))
+    assert isinstance(splice.lost(), Refusal)

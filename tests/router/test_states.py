@@ -1,0 +1,82 @@
+"""The states of a replica and the edges between them."""
+
+import pytest
+
+from vllm_kvpool.router.states import (
+    BROKEN,
+    DRAINING,
+    EDGES,
+    HAS_BOUND,
+    LOADING,
+    ROLE_OF,
+    TAKES_DECODE,
+    TAKES_PREFILL,
+    UP,
+    Cause,
+    IllegalEdge,
+    Role,
+    State,
+    follow,
+)
+
+PAIRS = [(state, cause) for state in State for cause in Cause]
+
+
+@pytest.mark.parametrize(("state", "cause"), PAIRS)
+def test_a_cause_leads_where_the_table_says_or_nowhere(state: State, cause: Cause) -> None:
+    if (state, cause) in EDGES:
+        assert follow(state, cause) is EDGES[state, cause]
+    else:
+        with pytest.raises(IllegalEdge, match=f"{state.value} does not know {cause.value}"):
+            follow(state, cause)
+
+
+def reachable(start: State) -> set[State]:
+    found, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        for (before, _), after in EDGES.items():
+            if before is state and after not in found:
+                found.add(after)
+                todo.append(after)
+    return found
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_can_be_reached_from_every_other(state: State) -> None:
+    assert reachable(state) == set(State)
+
+
+def test_every_cause_is_used() -> None:
+    assert {cause for _, cause in EDGES} == set(Cause)
+
+
+def test_there_is_no_way_from_decode_to_prefill_without_a_standby() -> None:
+    """What computes prompts again has been empty, and has answered a request, before."""
+    before = {state for (state, _), after in EDGES.items() if after is State.AUS_PREFILL}
+    assert before == {State.SHUTTING_NULL}
+    into_prefill = {state for (state, _), after in EDGES.items() if after is State.PREFILL}
+    assert all(ROLE_OF[state] is Role.PREFILL for state in into_prefill)
+
+
+def test_requests_are_decoded_only_where_a_request_was_answered_or_prompts_were_computed() -> None:
+    before = {state for (state, _), after in EDGES.items() if after is State.DECODE}
+    assert before == {State.AUS_DECODE, State.MUTATING_TO_DECODE}
+
+
+def test_whatever_runs_can_fail_and_nothing_else() -> None:
+    can = {state for state, cause in EDGES if cause is Cause.FAIL}
+    assert can == UP | LOADING
+
+
+def test_groups_of_states_do_not_overlap() -> None:
+    groups = (UP, LOADING, BROKEN, frozenset({State.INACTIVE}))
+    assert sum(len(group) for group in groups) == len(State) == len(frozenset().union(*groups))
+    assert TAKES_PREFILL | TAKES_DECODE | DRAINING <= UP
+    assert not (TAKES_PREFILL | TAKES_DECODE) & DRAINING
+    assert {ROLE_OF[state] for state in TAKES_PREFILL | HAS_BOUND} == {Role.PREFILL}
+    assert {ROLE_OF[state] for state in TAKES_DECODE} == {Role.DECODE}
+
+
+def test_the_other_role() -> None:
+    assert (Role.PREFILL.other, Role.DECODE.other) == (Role.DECODE, Role.PREFILL)

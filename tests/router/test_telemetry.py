@@ -1,0 +1,173 @@
+"""What Prometheus reads is what the controller holds."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.scenes import Scene, busy_scene
+from vllm_kvpool.metrics import Kind
+from vllm_kvpool.router.events import Cancelled, Mode, Remove, SetMode
+from vllm_kvpool.router.requests import RequestId
+from vllm_kvpool.router.shown import OUTCOMES
+from vllm_kvpool.router.states import ReplicaId, Role, State
+from vllm_kvpool.router.telemetry import PREFIX, ROUTER_METRICS, Telemetry
+
+Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(telemetry: Telemetry) -> Values:
+    """Every sample, without the prefix."""
+    return {
+        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(telemetry.expose().body.decode())
+        for sample in family.samples
+    }
+
+
+def of(values: Values, name: str, /, **labels: str) -> float:
+    # `from` is no name in Python.
+    named = {label.rstrip("_"): value for label, value in labels.items()}
+    return values[name, frozenset(named.items())]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return busy_scene()
+
+
+@pytest.fixture
+def telemetry(scene: Scene) -> Telemetry:
+    return Telemetry(scene.controller, clock=scene.clock)
+
+
+def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help(
+    scene: Scene, telemetry: Telemetry
+) -> None:
+    for number in range(100):
+        scene.arrived(f"m{number}", 16_000)
+    found = {
+        family.name.removeprefix(PREFIX): family
+        for family in text_string_to_metric_families(telemetry.expose().body.decode())
+    }
+    assert found.keys() == ROUTER_METRICS.keys()
+    for name, row in ROUTER_METRICS.items():
+        assert (found[name].type, found[name].documentation) == (row.kind.value, row.help)
+        assert found[name].samples, name
+        for sample in found[name].samples:
+            assert sample.labels.keys() - {"le"} == set(row.labels), sample
+
+
+def test_the_content_type_is_that_of_the_text_form(telemetry: Telemetry) -> None:
+    content_type, body = telemetry.expose()
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    assert body.startswith(b"# HELP kvpool_router_")
+    assert b"_created" not in body
+
+
+def test_replicas_by_state_and_their_transitions(telemetry: Telemetry) -> None:
+    values = scrape(telemetry)
+    assert of(values, "replicas", state="decode") == 2
+    assert of(values, "replicas", state="quarantined") == 1
+    assert of(values, "replicas", state="inactive") == 0
+    assert sum(of(values, "replicas", state=state.value) for state in State) == 5
+    loaded = {"from_": "loading_decode", "cause": "loaded", "to": "aus_decode"}
+    assert of(values, "transitions_total", **loaded) == 3
+    failed = {"from_": "failed", "cause": "quarantine", "to": "quarantined"}
+    assert of(values, "transitions_total", **failed) == 1
+
+
+def test_a_replica_has_its_blocks_lock_work_and_flow(telemetry: Telemetry) -> None:
+    values = scrape(telemetry)
+    blocks = {
+        kind: of(values, "blocks", replica="d0", kind=kind)
+        for kind in ("used", "committed", "total")
+    }
+    assert blocks == {"used": 950, "committed": 110, "total": 1000}
+    assert of(values, "locked", replica="d0") == of(values, "locked_replicas") == 1
+    assert of(values, "locked", replica="d1") == 0
+    work = {
+        kind: of(values, "replica_requests", replica="d0", kind=kind)
+        for kind in ("prefill", "decode", "bound", "running", "waiting")
+    }
+    assert work == {"prefill": 0, "decode": 1, "bound": 0, "running": 3, "waiting": 1}
+    assert of(values, "flow_bytes_per_second", replica="d0", direction="in") > 1e6
+    assert of(values, "flow_bytes_per_second", replica="d0", direction="out") == 0
+    assert of(values, "flow_tokens_per_second", replica="p0", kind="prompt") > 1000
+    assert of(values, "flow_tokens_per_second", replica="d0", kind="generated") > 100
+    assert of(values, "replica_stale", replica="d0") == 0
+    queued = [of(values, "replica_queued_tokens", replica=each) for each in ("p0", "p1")]
+    assert sum(queued) == 4800
+
+
+def test_requests_are_counted_by_how_they_have_ended(scene: Scene, telemetry: Telemetry) -> None:
+    scene.step(Cancelled(RequestId("r1")))
+    for number in range(100):
+        scene.arrived(f"m{number}", 16_000)
+    values = scrape(telemetry)
+    ended = {outcome: of(values, "requests_total", outcome=outcome) for outcome in OUTCOMES}
+    assert ended["cancelled"] == 1
+    assert ended["shed"] > 0
+    assert of(values, "arrivals_total") == 104
+    assert sum(ended.values()) + of(values, "in_flight_requests") == 104
+    refused = [value for (name, _), value in values.items() if name == "refusals_total"]
+    assert sum(refused) == ended["shed"]
+    assert of(values, "queue_tokens") == 16_000 * of(values, "queue_requests") > 0
+
+
+def test_the_plan_and_the_mode(scene: Scene, telemetry: Telemetry) -> None:
+    scene.step(SetMode(Mode.DRY_RUN))
+    scene.tick()
+    values = scrape(telemetry)
+    assert of(values, "plan_replicas", role="decode") == 2
+    assert of(values, "plan_wanted", role="decode") >= 2
+    assert of(values, "planner_mode", mode="dry_run") == 1
+    assert of(values, "planner_mode", mode="manual") == 0
+    assert of(values, "plan_held") == 0
+    assert of(values, "rate", name="prefill_tokens_per_s") == 10_000
+    assert of(values, "rate", name="asked_tokens_per_s") > 0
+
+
+def test_a_replica_that_has_left_leaves_no_series_behind(
+    scene: Scene, telemetry: Telemetry
+) -> None:
+    scene.serving("gone", Role.DECODE)
+    assert of(scrape(telemetry), "locked", replica="gone") == 0
+    scene.step(Remove(ReplicaId("gone")))
+    assert not any(("replica", "gone") in labels for _, labels in scrape(telemetry))
+
+
+def test_what_is_told_falls_into_buckets(telemetry: Telemetry) -> None:
+    telemetry.first_token(0.2)
+    telemetry.first_token(70.0)
+    telemetry.added(0.0004)
+    telemetry.request(3.0)
+    values = scrape(telemetry)
+    assert of(values, "first_token_seconds_count") == 2
+    assert of(values, "first_token_seconds_sum") == pytest.approx(70.2)
+    assert of(values, "first_token_seconds_bucket", le="0.1") == 0
+    assert of(values, "first_token_seconds_bucket", le="0.25") == 1
+    assert of(values, "first_token_seconds_bucket", le="120.0") == 2
+    assert of(values, "added_seconds_bucket", le="0.0005") == 1
+    assert of(values, "request_seconds_bucket", le="2.5") == 0
+    assert of(values, "request_seconds_bucket", le="5.0") == 1
+
+
+def test_names_of_replicas_cannot_break_the_form() -> None:
+    scene = Scene()
+    scene.serving('a"b\\c\nkvpool_router_arrivals_total 9', Role.PREFILL)
+    values = scrape(Telemetry(scene.controller, clock=scene.clock))
+    assert of(values, "arrivals_total") == 0
+    assert of(values, "locked", replica='a"b\\c\nkvpool_router_arrivals_total 9') == 0
+
+
+def test_two_routers_of_a_process_do_not_share_their_metrics(telemetry: Telemetry) -> None:
+    other = Telemetry(Scene().controller, clock=lambda: 0.0)
+    telemetry.request(1.0)
+    assert of(scrape(other), "request_seconds_count") == 0
+
+
+def test_names_end_in_their_units() -> None:
+    for row in ROUTER_METRICS.values():
+        assert not row.name.endswith("_total"), "Prometheus's readers add it to counters"
+        if row.kind is Kind.HISTOGRAM:
+            assert row.name.endswith("_seconds")
+            assert list(row.bounds) == sorted(set(row.bounds))

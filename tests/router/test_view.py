@@ -1,0 +1,308 @@
+"""What is shown is what the controller holds."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.router.scenes import BLOCKS, HOST, Scene, busy_scene
+from vllm_kvpool.router.events import (
+    Added,
+    Cancelled,
+    DecodeBegan,
+    DecodeEnded,
+    Drain,
+    Failed,
+    Loaded,
+    Mode,
+    Outcome,
+    Remove,
+    ReplicaSpec,
+    SetMode,
+    SetRole,
+    Spawn,
+)
+from vllm_kvpool.router.load_stats import RouterView as LoadRouterView
+from vllm_kvpool.router.shown import (
+    COUNTS,
+    OUTCOMES,
+    FirstTokenView,
+    ReplicaView,
+    RouterView,
+    WaitingView,
+    bereft,
+    serves,
+)
+from vllm_kvpool.router.states import Cause, ReplicaId, Role, State
+from vllm_kvpool.router.view import (
+    NO_PLAN,
+    SHOWN_TRANSITIONS,
+    Edge,
+    plan_now,
+    plan_of,
+    state_of,
+    transition_counts,
+)
+
+
+def shown(scene: Scene) -> RouterView:
+    return state_of(scene.controller, scene.now)
+
+
+def replica(scene: Scene, name: str) -> ReplicaView:
+    (found,) = [each for each in shown(scene).replicas if each.id == name]
+    return found
+
+
+def test_an_empty_router_has_something_to_show() -> None:
+    view = shown(Scene())
+    assert view.replicas == view.transitions == ()
+    assert (view.queue, view.migration) == (WaitingView(0, 0), WaitingView(0, 0))
+    assert view.ttft is None
+    assert view.counts == dict.fromkeys(COUNTS, 0)
+    assert (view.pool_is_up, view.is_collapsed) == (True, True)
+    assert (view.plan.at, view.plan.why, view.plan.steps) == (None, NO_PLAN, ())
+
+
+def test_a_replica_is_shown_with_its_work_its_lock_and_its_flow() -> None:
+    scene = busy_scene()
+    d0 = replica(scene, "d0")
+    assert (d0.state, d0.role, d0.locked) == (State.DECODE, Role.DECODE, True)
+    assert d0.lock_why == "over the watermark"
+    assert (d0.running, d0.waiting) == (3, 1)
+    assert (d0.used_blocks, d0.committed_blocks, d0.total_blocks) == (950, 110, BLOCKS)
+    assert (d0.prefills, d0.decodes, d0.starting) == (0, 1, 0)
+    assert d0.bytes_in_per_s > 1e6 > d0.bytes_out_per_s == 0.0
+    assert d0.generated_tokens_per_s > 100
+    p0, p1 = replica(scene, "p0"), replica(scene, "p1")
+    assert p0.prefills + p1.prefills == 3
+    assert p0.tokens_in + p1.tokens_in == 3 * 1600
+    assert (p0.host, p0.url) == ("h1", "http://10.0.0.1:8000")
+    assert p0.bytes_out_per_s > 1e6
+    assert not p0.locked
+    assert p0.lock_why == ""
+
+
+def test_queues_counts_and_waits_are_shown() -> None:
+    scene = busy_scene()
+    view = shown(scene)
+    assert (view.in_flight, view.counts["arrived"], view.counts["locks"]) == (4, 4, 1)
+    assert view.ttft == FirstTokenView(pytest.approx(0.33), pytest.approx(0.33), 1)
+    assert view.rates.asked_tokens_per_s > 500
+    assert view.rates.learned.prefill_tokens_per_s == 10_000
+    many = [f"m{number}" for number in range(60)]
+    for name in many:
+        scene.arrived(name, 16_000)
+    view = shown(scene)
+    assert view.queue.requests > 0
+    assert view.queue.tokens == view.queue.requests * 16_000
+    assert sum(view.refusals.values()) == view.counts["shed"] > 0
+    assert set(view.refusals) <= {429, 503}
+
+
+def test_times_to_the_first_token_are_shown_by_rank() -> None:
+    scene = Scene()
+    scene.controller.desk.waits.extend(number / 100 for number in range(200, 0, -1))
+    assert shown(scene).ttft == FirstTokenView(p50=1.0, p99=1.98, requests=200)
+
+
+def test_the_last_transitions_are_shown_oldest_first() -> None:
+    scene = Scene()
+    scene.serving("d0", Role.DECODE)
+    for _ in range(SHOWN_TRANSITIONS):
+        scene.step(Drain(ReplicaId("d0")))
+        scene.step(SetRole(ReplicaId("d0"), Role.DECODE))
+    transitions = shown(scene).transitions
+    assert len(transitions) == SHOWN_TRANSITIONS
+    assert [each.at for each in transitions] == sorted(each.at for each in transitions)
+    last = transitions[-1]
+    assert (last.before, last.cause, last.after) == (
+        *(State.SHUTTING_NULL, Cause.USE_DECODE, State.AUS_DECODE),
+    )
+    assert last.why == "asked for by the administrator"
+
+
+def test_how_often_an_edge_was_followed_is_counted_with_its_end() -> None:
+    scene = Scene()
+    scene.serving("p0", Role.PREFILL)
+    scene.serving("p1", Role.PREFILL)
+    assert transition_counts(scene.controller) == {
+        Edge(State.INACTIVE, Cause.LOAD_PREFILL, State.LOADING_PREFILL): 2,
+        Edge(State.LOADING_PREFILL, Cause.LOADED, State.PREFILL): 2,
+    }
+
+
+def test_a_failed_replica_says_when_it_is_tried_again() -> None:
+    scene = busy_scene()
+    d2 = replica(scene, "d2")
+    assert d2.state is State.QUARANTINED
+    assert d2.retry_in_s == pytest.approx(5.0, abs=0.1)
+    assert replica(scene, "d1").retry_in_s is None
+
+
+def test_metrics_that_are_too_old_are_marked() -> None:
+    scene = busy_scene()
+    assert not replica(scene, "d1").is_stale
+    scene.tick(20.0)
+    assert replica(scene, "d1").is_stale
+    assert replica(scene, "d1").bytes_in_per_s == 0.0
+
+
+def test_a_plan_is_shown_with_its_equations_and_its_steps_in_words() -> None:
+    scene = Scene(hosts=(HOST,))
+    scene.serving("d0", Role.DECODE)
+    scene.tick()
+    plan = plan_of(scene.controller)
+    assert (plan.prefill.have, plan.prefill.wanted) == (0, 1)
+    assert plan.at == scene.now
+    assert [each.what for each in plan.steps] == [
+        "start an engine for prefill on h1, weights from h1"
+    ]
+    assert {each.name for each in plan.equations} == {
+        *("decode memory", "hand-off, decode", "hand-off, prefill", "prefill"),
+    }
+    assert all(each.least <= each.target <= each.most for each in plan.equations)
+    assert plan.held == ""
+
+
+def test_a_plan_without_measurements_says_why_it_holds() -> None:
+    scene = Scene()
+    spec = ReplicaSpec(replica_id=ReplicaId("d0"), url="http://x:1")
+    scene.step(Added(spec=spec, role=Role.DECODE))
+    scene.step(Loaded(ReplicaId("d0")), 1.1)
+    plan = plan_of(scene.controller)
+    assert plan.held.startswith("hold: ")
+    assert plan.equations == ()
+
+
+def test_a_preview_is_made_now_and_changes_nothing() -> None:
+    scene = Scene(mode=Mode.AUTOMATIC, hosts=())
+    for name in ("d0", "d1"):
+        scene.serving(name, Role.DECODE)
+    scene.serving("p0", Role.PREFILL)
+    scene.tick()
+    scene.step(Remove(ReplicaId("d0")))
+    before = shown(scene)
+    now = plan_now(scene.controller)
+    assert now.at == scene.now != before.plan.at
+    assert (before.plan.decode.have, now.decode.have) == (2, 1)
+    assert plan_now(scene.controller) == now
+    assert shown(scene) == before
+
+
+def test_the_mode_can_be_changed_while_it_serves() -> None:
+    scene = Scene(mode=Mode.MANUAL, hosts=(HOST,))
+    scene.serving("d0", Role.DECODE)
+    scene.tick()
+    assert len(shown(scene).replicas) == 1
+    scene.step(SetMode(Mode.AUTOMATIC))
+    scene.tick()
+    assert plan_of(scene.controller).mode is Mode.AUTOMATIC
+    assert [each.id for each in shown(scene).replicas] == ["d0", "h1-8100"]
+    assert replica(scene, "h1-8100").is_ours
+
+
+def test_roles_that_nobody_would_serve_any_more() -> None:
+    scene = busy_scene()
+    view = shown(scene)
+    assert bereft(view, ["p0"]) == []
+    assert bereft(view, ["p0", "p1"]) == [Role.PREFILL]
+    assert bereft(view, ["p0", "p1", "d0", "d1"]) == [Role.PREFILL, Role.DECODE]
+    assert bereft(view, ["d0", "d1"]) == [Role.DECODE], "d2 is quarantined"
+    assert not serves(replica(scene, "d2"), Role.DECODE)
+
+
+def test_all_of_it_can_be_written_as_json_and_read_again() -> None:
+    view = shown(busy_scene())
+    text = msgspec.json.encode(view)
+    assert msgspec.json.decode(text, type=RouterView) == view
+    keys = json.loads(text).keys()
+    assert {"now", "replicas", "queue", "migration", "rates", "plan", "counts"} <= keys
+
+
+KINDS = (
+    *("add", "load", "fail", "drain", "remove", "flip", "measure"),
+    *("arrive", "end", "cancel", "spawn", "wait"),
+)
+EVENTS = st.tuples(st.sampled_from(KINDS), st.sampled_from("abcd"))
+
+
+def do(scene: Scene, number: int, kind: str, name: str) -> None:
+    """One thing that can happen; where it cannot now, time goes on."""
+    desk = scene.controller.desk
+    replica_id, role = ReplicaId(name), list(Role)[number % 2]
+    match kind:
+        case "add" if replica_id not in desk.fleet:
+            spec = ReplicaSpec(replica_id=replica_id, url=f"http://{name}:1")
+            scene.step(Added(spec=spec, role=role))
+        case "load":
+            scene.step(Loaded(replica_id))
+        case "fail":
+            scene.step(Failed(replica_id, "gone"))
+        case "drain":
+            scene.step(Drain(replica_id))
+        case "remove":
+            scene.step(Remove(replica_id))
+        case "flip":
+            scene.step(SetRole(replica_id, role))
+        case "measure" if replica_id in desk.fleet:
+            scene.measured(name, used_blocks=number * 10, bytes_in=number * 1e6)
+        case "arrive":
+            scene.arrived(f"r{number}", 3000)
+        case "end":
+            end_all(scene)
+        case "cancel" if desk.requests:
+            scene.step(Cancelled(next(iter(desk.requests))))
+        case "spawn" if not any(each.spec.is_ours for each in desk.fleet):
+            scene.step(Spawn(role))
+        case _:
+            scene.tick()
+
+
+def end_all(scene: Scene) -> None:
+    """Every call to an engine comes to a good end."""
+    desk = scene.controller.desk
+    for request_id in list(desk.requests):
+        for each in list(desk.fleet):
+            if request_id in each.prefills:
+                scene.prefilled(request_id)
+            elif request_id in each.stays:
+                scene.step(DecodeBegan(request_id))
+                ended = DecodeEnded(
+                    request_id=request_id,
+                    replica=each.replica_id,
+                    outcome=Outcome.OK,
+                    output_tokens=5,
+                )
+                scene.step(ended)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENTS, max_size=60))
+def test_whatever_happens_can_be_shown(events: list[tuple[str, str]]) -> None:
+    """And the parts agree: every request that has arrived is in flight or has ended once."""
+    scene = Scene(hosts=(HOST,))
+    for number, (kind, name) in enumerate(events):
+        do(scene, number, kind, name)
+        view = shown(scene)
+        assert msgspec.json.decode(msgspec.json.encode(view), type=RouterView) == view
+        ended = sum(view.counts[name] for name in OUTCOMES)
+        assert view.counts["arrived"] == view.in_flight + ended
+        assert set(view.counts) == set(COUNTS)
+        refused = ("shed", "late", "given_up")
+        assert sum(view.refusals.values()) == sum(view.counts[name] for name in refused)
+        for each in view.replicas:
+            assert (each.lock_why != "") is each.locked
+            assert 0 <= each.starting <= each.decodes
+
+
+def test_a_load_reads_what_is_shown() -> None:
+    scene = busy_scene()
+    scene.tick(2.0)
+    told = msgspec.json.encode(shown(scene))
+    read = msgspec.json.decode(told, type=LoadRouterView)
+    assert [each.id for each in read.replicas] == ["p0", "p1", "d0", "d1", "d2"]
+    assert [each.locked for each in read.replicas].count(True) == 1
+    assert read.plan is not None

@@ -1,0 +1,60 @@
+"""The command `kvpool`."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from vllm_kvpool.cli import main
+
+ENGINE = '[[replicas]]\nurl = "http://127.0.0.1:9"\nrole = "decode"\n'
+
+
+def invoke(path: Path, text: str, *options: str) -> tuple[int, str]:
+    path.write_text(text)
+    result = CliRunner().invoke(main, ["router", "--config", str(path), *options])
+    return result.exit_code, result.output
+
+
+def test_a_file_is_checked_and_nothing_is_started(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    assert invoke(path, ENGINE, "--check") == (0, f"{path} will do\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--check",)])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "no engines"),
+        ("[frunt]\n" + ENGINE, "did you mean 'front'"),
+        (
+            '[launch]\nmodel = "m"\ncommand = ["serve"]\n[[hosts]]\nname = "h"\n',
+            "{port} is missing",
+        ),
+    ],
+)
+def test_a_mistake_is_said_in_one_line(
+    tmp_path: Path, text: str, word: str, options: tuple[str, ...]
+) -> None:
+    code, said = invoke(tmp_path / "router.toml", text, *options)
+    assert code == 1
+    assert word in said
+    assert said.startswith("Error: ")
+    assert said.count("\n") == 1
+
+
+def test_no_file(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["router", "--config", str(tmp_path / "none"), "--check"])
+    assert result.exit_code == 1
+    assert "cannot be read" in result.output
+
+
+def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = f'[front]\nlisten = "127.0.0.1:{port}"\n[admin]\nlisten = "127.0.0.1:0"\n'
+        code, said = invoke(tmp_path / "router.toml", text + ENGINE)
+    assert code == 1
+    assert "cannot listen" in said
+    assert str(port) in said

@@ -1,0 +1,312 @@
+"""What clients ask for, and the bodies that engines are sent for it (pure).
+
+A body is read once, into the raw JSON of its fields, so that a prompt of a megabyte is copied but
+never decoded. Only what the router has to understand is looked at; whether a request makes sense is
+for the engine to say, and fields that are not known here pass. A body that needs no change is sent
+byte for byte as it came.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+import xxhash
+from msgspec import Raw
+
+PREFIX_SPAN_BYTES = 1024
+MAX_PREFIX_SPANS = 128
+MEDIA_TOKENS = 1024
+"""What an image or the like inside a message is taken for, before an engine has seen it."""
+COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
+
+
+class Kind(Enum):
+    """What is asked for; the value is the path."""
+
+    COMPLETION = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+class BadRequest(Exception):
+    """No engine would take this; the message says what to change. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def body(self) -> bytes:
+        return error_body(str(self), kind="BadRequestError", param=self.param, code=400)
+
+
+def error_body(message: str, *, kind: str, code: int, param: str | None = None) -> bytes:
+    """An error as vLLM writes it."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """One request of a client. `raw` is its body, `fields` the same as raw JSON by name."""
+
+    kind: Kind
+    raw: bytes
+    fields: Mapping[str, Raw]
+    model: str
+    stream: bool
+    n: int
+    max_output_tokens: int | None
+    """None: as many as fit the model's length."""
+    priority: int
+    num_prompts: int
+    prompt_bytes: int
+    """JSON bytes of all that is rendered into the prompt, without media."""
+    num_media: int
+    prompt_ids: Raw | None
+    """The prompt's own JSON where it is one of token ids."""
+    prefix: tuple[int, ...]
+    """Hashes of ever longer beginnings of the prompt, each by PREFIX_SPAN_BYTES of JSON longer;
+    at most MAX_PREFIX_SPANS."""
+    wants_handoff: bool
+    """Whether computing its prompt on one replica and decoding on another can make sense."""
+
+    def value(self, name: str) -> Any:
+        """A field, decoded; None where it is missing."""
+        return _value(self.fields, name)
+
+    @property
+    def asks_token_ids(self) -> bool:
+        return bool(self.value("return_token_ids"))
+
+    @property
+    def trackable(self) -> bool:
+        """Whether the engine may be asked for token ids besides, without another answer.
+
+        vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
+        embeddings has none.
+        """
+        return (
+            self.stream
+            and self.n == 1
+            and self.num_prompts == 1
+            and "prompt_embeds" not in self.fields
+            and not (self.kind is Kind.COMPLETION and self.value("echo"))
+        )
+
+    def prompt_tokens(self, tokens_per_byte: float) -> int:
+        """Exact for token ids, else estimated; `tokens_per_byte` is what was learned of others."""
+        if self.prompt_ids is not None:
+            return count_ids(self.prompt_ids)
+        return round(self.prompt_bytes * tokens_per_byte) + MEDIA_TOKENS * self.num_media
+
+    def prefix_tokens(self, tokens_per_byte: float) -> int:
+        """Tokens that one entry of `prefix` stands for, at least 1."""
+        tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
+        return max(1, round(PREFIX_SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
+
+    def prefill_body(self, stop_token: int = 0) -> bytes:
+        """Have the same prompt computed, and one token only.
+
+        Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
+        With `stop_token`, a prompt of token ids is cut after so many of them.
+        """
+        fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
+        if self.kind is Kind.COMPLETION:
+            # In a chat, some renderers write the format into the prompt.
+            fields.pop("response_format", None)
+        elif "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = _ONE
+        fields["max_tokens"] = _ONE
+        fields["temperature"] = _ZERO
+        fields["stream"] = _FALSE
+        if stop_token:
+            assert self.prompt_ids is not None
+            ids = msgspec.json.decode(self.prompt_ids, type=list[int])
+            fields["prompt"] = Raw(msgspec.json.encode(ids[:stop_token]))
+        return msgspec.json.encode(fields)
+
+    def whole_body(
+        self, expect_tokens: int = 0, expect_timeout_ms: int | None = None, track: bool = False
+    ) -> bytes:
+        """Have the request answered as it came.
+
+        `expect_tokens` are to be awaited in the pool, unless the client has said so itself;
+        `track` asks for token ids besides, which `Splice` takes out again.
+        """
+        assert self.trackable or not track
+        changed: dict[str, Raw] = {}
+        if track and not self.asks_token_ids:
+            changed["return_token_ids"] = _TRUE
+        if expect_tokens:
+            changed["kv_transfer_params"] = self._expecting(expect_tokens, expect_timeout_ms)
+        return msgspec.json.encode({**self.fields, **changed}) if changed else self.raw
+
+    def _expecting(self, expect_tokens: int, expect_timeout_ms: int | None) -> Raw:
+        wishes: dict[str, Any] = {"expect_tokens": expect_tokens}
+        if expect_timeout_ms is not None:
+            wishes["expect_timeout_ms"] = expect_timeout_ms
+        params = self.value("kv_transfer_params") or {}
+        return Raw(msgspec.json.encode({**params, "kvpool": {**wishes, **kvpool_wishes(params)}}))
+
+
+_TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
+
+_NOT_FOR_PREFILL = frozenset(
+    {
+        *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
+        *("stream_options", "stream_interval", "echo", "return_prompt_text"),
+        *("return_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_detection"),
+        *("top_p", "top_k", "min_p", "seed", "watermarking"),
+        *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
+        *("thinking_token_budget", "parallel_tool_calls"),
+    }
+)
+
+# What is rendered into the prompt of a chat before its messages, or changes how they are.
+_SHAPES_PREFIX = (
+    *("model", "cache_salt", "tools", "tool_choice", "documents", "chat_template"),
+    *("chat_template_kwargs", "reasoning_effort", "add_special_tokens", "mm_processor_kwargs"),
+)
+_BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
+
+
+def parse_request(kind: Kind, raw: bytes) -> ClientRequest:
+    """Read a client's body; BadRequest where no engine could be asked."""
+    try:
+        return _read(kind, raw, msgspec.json.decode(raw, type=dict[str, Raw]))
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"The body must be a JSON object: {error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"The body must be JSON: {error}.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+
+
+def _read(kind: Kind, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
+    model = _value(fields, "model")
+    if not isinstance(model, str) or not model:
+        raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
+    stream = _value(fields, "stream")
+    if not isinstance(stream, bool | None):
+        raise BadRequest("`stream` must be true or false.", "stream")
+    prompts = _prompts(kind, fields)
+    media = _media(kind, fields)
+    num_prompts = 1 if kind is Kind.CHAT else len(prompts)
+    single_ids = num_prompts == 1 and bytes(prompts[0]).startswith(b"[")
+    return ClientRequest(
+        kind=kind,
+        raw=raw,
+        fields=fields,
+        model=model,
+        stream=bool(stream),
+        n=_whole(fields, "n") or 1,
+        max_output_tokens=_max_output_tokens(kind, fields),
+        priority=_whole(fields, "priority") or 0,
+        num_prompts=num_prompts,
+        prompt_bytes=sum(len(bytes(each)) for each in prompts) - sum(map(len, media)),
+        num_media=len(media),
+        prompt_ids=prompts[0] if kind is Kind.COMPLETION and single_ids else None,
+        prefix=_prefix(fields, prompts),
+        wants_handoff=_wants_handoff(fields, num_prompts),
+    )
+
+
+def count_ids(ids: Raw | bytes) -> int:
+    """How many there are in a JSON list of them."""
+    data = bytes(ids)
+    return data.count(b",") + 1 if data.strip(b"[] \t\r\n") else 0
+
+
+def kvpool_wishes(params: Any) -> dict[str, Any]:
+    """A client's `kv_transfer_params.kvpool`; empty where it is nothing that the pool reads."""
+    ours = params.get("kvpool") if isinstance(params, dict) else None
+    return ours if isinstance(ours, dict) else {}
+
+
+def _value(fields: Mapping[str, Raw], name: str) -> Any:
+    raw = fields.get(name)
+    return None if raw is None else msgspec.json.decode(raw)
+
+
+def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
+    value = _value(fields, name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise BadRequest(f"`{name}` must be a whole number.", name)
+    return int(value)
+
+
+def _max_output_tokens(kind: Kind, fields: Mapping[str, Raw]) -> int | None:
+    plain = _whole(fields, "max_tokens")
+    if kind is Kind.COMPLETION:
+        return COMPLETION_MAX_TOKENS if plain is None else plain
+    newer = _whole(fields, "max_completion_tokens")
+    return plain if newer is None else newer
+
+
+def _prompts(kind: Kind, fields: Mapping[str, Raw]) -> list[Raw]:
+    """The JSON of each prompt; in a chat, of all that is rendered into the only one."""
+    if kind is Kind.CHAT:
+        messages = fields.get("messages")
+        if messages is None or not bytes(messages).startswith(b"["):
+            raise BadRequest("`messages` must be a list of messages.", "messages")
+        return [messages, *(fields[name] for name in ("tools", "documents") if name in fields)]
+    prompt = fields.get("prompt")
+    if prompt is None or bytes(prompt) == b"null":
+        if "prompt_embeds" in fields:
+            return []
+        raise BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
+    data = bytes(prompt)
+    if not data.startswith((b"[", b'"')):
+        raise BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
+    if data.startswith(b"[") and data[1:].lstrip()[:1] in (b'"', b"["):
+        return msgspec.json.decode(data, type=list[Raw])
+    return [prompt]
+
+
+def _media(kind: Kind, fields: Mapping[str, Raw]) -> list[bytes]:
+    """What of a chat's messages is media written into them."""
+    if kind is Kind.COMPLETION:
+        return []
+    messages = bytes(fields["messages"])
+    return _BASE64.findall(messages) if b";base64," in messages else []
+
+
+def _prefix(fields: Mapping[str, Raw], prompts: list[Raw]) -> tuple[int, ...]:
+    digest = xxhash.xxh3_64()
+    for name in _SHAPES_PREFIX:
+        if name in fields:
+            digest.update(b"%b:%b\n" % (name.encode(), bytes(fields[name])))
+    seed, hashes = digest.intdigest(), []
+    prompt = memoryview(bytes(prompts[0])) if prompts else memoryview(b"")
+    for end in range(PREFIX_SPAN_BYTES, len(prompt) + 1, PREFIX_SPAN_BYTES):
+        seed = xxhash.xxh3_64_intdigest(prompt[end - PREFIX_SPAN_BYTES : end], seed)
+        hashes.append(seed)
+        if len(hashes) == MAX_PREFIX_SPANS:
+            break
+    return tuple(hashes)
+
+
+def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
+    params = _value(fields, "kv_transfer_params")
+    if not isinstance(params, dict | None):
+        raise BadRequest("`kv_transfer_params` must be an object.", "kv_transfer_params")
+    wishes = kvpool_wishes(params)
+    if wishes.get("save") is False or wishes.get("load") is False:
+        return False
+    # Somebody else has planned this request's transfers.
+    if set(params or ()) - {"kvpool", "prompt_token_ids"}:
+        return False
+    # An engine that scores the prompt computes all of it, whatever is cached.
+    if _value(fields, "prompt_logprobs") is not None or _value(fields, "echo"):
+        return False
+    # How far it is cut off depends on how many tokens are asked for.
+    if _value(fields, "truncate_prompt_tokens") == -1:
+        return False
+    return num_prompts == 1 and not _value(fields, "use_beam_search")

@@ -1,0 +1,272 @@
+"""The chunks of vLLM's streams: reading what matters of them, changing as little as can be (pure).
+
+A chunk is decoded for the few fields that are of interest, and edited as bytes: what the router has
+asked for besides gives way to the `null` that vLLM writes without it. Quotes inside JSON strings
+are escaped, and where a token's text is a key (`top_logprobs`) its value is a number, so a quoted
+name with a bracket after it is never part of an answer. Where text has to be cut, the chunk is
+decoded whole and written anew.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from vllm_kvpool.errors import ProtocolError
+
+DONE = b"[DONE]"
+_IDS, _PROMPT_IDS = b'"token_ids"', b'"prompt_token_ids"'
+_CHOICES = b'"choices":'
+_EMPTY_DELTA = b'"delta":{}'
+_NOTHING = (b"", b"null")
+
+Piece = tuple[str, str]
+"""The name of the field that holds text, and the text."""
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class Rubbish(ProtocolError):
+    """An engine has sent what is no chunk of a stream."""
+
+
+class Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Raw = Raw()
+
+
+class Logprobs(msgspec.Struct):
+    """Those of a completion; a chat's have other fields."""
+
+    text_offset: list[int] = []
+    tokens: list[str] = []
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[TokenId] | UnsetType | None = UNSET
+    prompt_token_ids: Raw = Raw()
+    logprobs: Logprobs | None = None
+
+
+class Failure(msgspec.Struct):
+    message: str = ""
+    code: int | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class Chunk(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    prompt_token_ids: Raw = Raw()
+    error: Failure | None = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+def read(payload: bytes) -> Chunk:
+    """Raises Rubbish."""
+    try:
+        return _decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Rubbish(f"the engine has sent what is no chunk: {error}") from None
+
+
+def is_something(raw: Raw) -> bool:
+    """Whether a field was there, and not null."""
+    return bytes(raw) not in _NOTHING
+
+
+def prompt_ids_of(chunk: Chunk) -> Raw | None:
+    """The prompt's ids, which a chat has beside its choices."""
+    each = (chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices))
+    return next((raw for raw in each if is_something(raw)), None)
+
+
+def pieces_of(choice: Choice) -> list[Piece]:
+    """All text in it, in the order in which it was generated."""
+    if choice.text is not None:
+        return [("text", choice.text)] if choice.text else []
+    delta = choice.delta
+    if delta is None:
+        return []
+    pieces: list[Piece] = []
+    if delta.reasoning:
+        pieces.append(("reasoning", delta.reasoning))
+    if delta.reasoning_content:
+        pieces.append(("reasoning_content", delta.reasoning_content))
+    if delta.content:
+        pieces.append(("content", delta.content))
+    return pieces
+
+
+def is_only_for_ids(choice: Choice, payload: bytes) -> bool:
+    """Whether a chat would not have sent it, had nobody asked for token ids."""
+    is_bare = choice.finish_reason is None and choice.logprobs is None
+    return is_bare and _EMPTY_DELTA in payload
+
+
+def text_ends(choice: Choice) -> list[int]:
+    """Where the text of each token of a completion ends, as its `text_offset` counts."""
+    if choice.logprobs is None:
+        return []
+    pairs = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=False)
+    return [offset + len(token) for offset, token in pairs]
+
+
+def head_of(payload: bytes) -> bytes:
+    """Id, object, time and model: all before the choices; empty if it is not vLLM's order."""
+    head = payload[: max(0, payload.find(_CHOICES))]
+    try:
+        return head if _fields_of(head) else b""
+    except msgspec.DecodeError:
+        return b""
+
+
+def without_ids(payload: bytes) -> bytes:
+    """The chunk as if no ids of generated tokens had been asked for."""
+    return _nulled(payload, _IDS)
+
+
+def without_prompt_ids(payload: bytes) -> bytes:
+    return _nulled(payload, _PROMPT_IDS)
+
+
+def _nulled(payload: bytes, name: bytes) -> bytes:
+    # The last is the one: what a logprob's key may be comes before.
+    at = payload.rfind(name)
+    if at < 0:
+        return payload
+    value = at + len(name)
+    if payload[value : value + 2] == b":[":
+        end = payload.index(b"]", value)
+        return b"%b:null%b" % (payload[:value], payload[end + 1 :])
+    return payload if payload[value : value + 2] == b":n" else _nulled_anyhow(payload, name)
+
+
+def _nulled_anyhow(payload: bytes, name: bytes) -> bytes:
+    """The same for a server that writes its JSON with spaces."""
+    chunk: dict[str, Any] = msgspec.json.decode(payload)
+    key = name.decode().strip('"')
+    for each in (chunk, *chunk.get("choices", ())):
+        if isinstance(each.get(key), list):
+            each[key] = None
+    return msgspec.json.encode(chunk)
+
+
+def end_chunk(head: bytes, is_chat: bool, text: str, ids: list[int] | None) -> bytes:
+    """The last chunk of an answer that has all tokens it may have."""
+    body: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
+    reason = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+    prompt = {} if is_chat else {"prompt_token_ids": None}
+    choice = {"index": 0, **body, **reason, **prompt, "token_ids": ids}
+    return _chunk(head, [choice], {})
+
+
+def usage_chunk(head: bytes, prompt_tokens: int, completion_tokens: int) -> bytes:
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    return _chunk(head, [], {"usage": usage})
+
+
+def _chunk(head: bytes, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({**_fields_of(head), "choices": choices, **more})
+
+
+def _fields_of(head: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.json.decode(head.rstrip(b", ") + b"}") if head else {}
+    return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """What is to become of a chunk that goes on with the answer of another engine."""
+
+    head: bytes
+    """What its own head gives way to."""
+    pieces: list[Piece] | None = None
+    """All text that is left of it; None: as it is."""
+    skipped_tokens: int = 0
+    """Tokens at its beginning that the client has."""
+    earlier_tokens: int = 0
+    """Tokens of the answer that are not of this engine."""
+    earlier_reasoning_tokens: int = 0
+    earlier_chars: int = 0
+    """Characters that `text_offset` has counted before."""
+    prompt_tokens: int = 0
+    """Of the client's prompt."""
+
+
+def with_head(payload: bytes, own: bytes, head: bytes) -> bytes:
+    """The chunk under another stream's head."""
+    if own and head and payload.startswith(own):
+        return head + payload[len(own) :]
+    return patched(payload, Patch(head=head))
+
+
+def patched(payload: bytes, patch: Patch) -> bytes:
+    """The chunk, decoded whole and written anew."""
+    chunk: dict[str, Any] = msgspec.json.decode(payload)
+    chunk.update(_fields_of(patch.head))
+    for choice in chunk.get("choices", ()):
+        _patch_choice(choice, patch)
+    usage = chunk.get("usage")
+    if usage and patch.earlier_tokens:
+        _patch_usage(usage, patch)
+    return msgspec.json.encode(chunk)
+
+
+def _patch_choice(choice: dict[str, Any], patch: Patch) -> None:
+    if patch.pieces is not None:
+        left = dict(patch.pieces)
+        if "text" in choice:
+            choice["text"] = left.get("text", "")
+        else:
+            delta = choice.setdefault("delta", {})
+            for name in ("reasoning", "reasoning_content", "content"):
+                if name in delta or name in left:
+                    delta[name] = left.get(name, "")
+    if isinstance(choice.get("token_ids"), list):
+        choice["token_ids"] = choice["token_ids"][patch.skipped_tokens :]
+    logprobs = choice.get("logprobs")
+    if not logprobs:
+        return
+    for name, values in logprobs.items():
+        if isinstance(values, list):
+            logprobs[name] = values[patch.skipped_tokens :]
+    if "text_offset" in logprobs:
+        logprobs["text_offset"] = [each + patch.earlier_chars for each in logprobs["text_offset"]]
+
+
+def _patch_usage(usage: dict[str, Any], patch: Patch) -> None:
+    usage["prompt_tokens"] = patch.prompt_tokens
+    usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + patch.earlier_tokens
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    prompt_details = usage.get("prompt_tokens_details") or {}
+    if prompt_details.get("cached_tokens"):
+        prompt_details["cached_tokens"] = min(prompt_details["cached_tokens"], patch.prompt_tokens)
+    details = usage.get("completion_tokens_details") or {}
+    if "reasoning_tokens" in details:
+        details["reasoning_tokens"] += patch.earlier_reasoning_tokens

@@ -1,0 +1,242 @@
+"""What an engine is started with: templates of commands, and what is put into them (pure).
+
+A template is a list of arguments. `{name}` in it stands for a value; a placeholder of several
+arguments stands alone in one. Braces around anything else, such as JSON, are left as they are.
+A template is checked when the configuration is read, so that nothing can fail when it is used.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from vllm_kvpool.errors import ConfigError, nearest
+
+# What cannot be JSON: no quote, space, comma or colon between the braces.
+PLACEHOLDER = re.compile(r"\{([^{}\s\"',:]+)\}")
+
+EXIT_MARGIN_S = 10
+"""Of the time to stop, what an engine is left with after it has drained."""
+MIN_LISTEN_PORT, MAX_LISTEN_PORT = 1024, 65534
+"""Where vLLM-Ascend's netloader listens; elsewhere it does not, and says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """What a template may, and one of which it must, name."""
+
+    values: frozenset[str]
+    lists: frozenset[str]
+    one_of: tuple[str, ...]
+
+
+ENGINE_PLACEHOLDERS = Placeholders(
+    values=frozenset(
+        {"host", "kv_transfer_config", "model", "port", "replica_id", "role", "shutdown_timeout_s"}
+    ),
+    lists=frozenset({"extra...", "weight_source_args"}),
+    one_of=("port",),
+)
+HOST_PLACEHOLDERS = Placeholders(
+    values=frozenset({"command", "host"}),
+    lists=frozenset({"command..."}),
+    one_of=("command", "command..."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandTemplate:
+    """Arguments with placeholders. Made by `read_template`, which checks them."""
+
+    arguments: tuple[str, ...]
+
+    def names(self) -> frozenset[str]:
+        """The placeholders in it."""
+        return frozenset(name for part in self.arguments for name in PLACEHOLDER.findall(part))
+
+    def render(
+        self, values: Mapping[str, str], lists: Mapping[str, Sequence[str]]
+    ) -> tuple[str, ...]:
+        """The arguments with everything put in."""
+        rendered: list[str] = []
+        for argument in self.arguments:
+            whole = PLACEHOLDER.fullmatch(argument)
+            if whole and whole[1] in lists:
+                rendered.extend(lists[whole[1]])
+            else:
+                rendered.append(PLACEHOLDER.sub(lambda found: values[found[1]], argument))
+        return tuple(rendered)
+
+
+def read_template(
+    option: str, arguments: Sequence[str], placeholders: Placeholders
+) -> CommandTemplate:
+    """A template as it stands in `option`; ConfigError says what is wrong with it."""
+    template = CommandTemplate(tuple(arguments))
+    if not arguments or not all(isinstance(argument, str) for argument in arguments):
+        raise ConfigError(f"{option}: a command is a list of arguments, such as ['vllm', 'serve']")
+    known = placeholders.values | placeholders.lists
+    for argument in arguments:
+        for name in PLACEHOLDER.findall(argument):
+            if name not in known:
+                raise ConfigError(f"{option}: unknown {{{name}}}; {nearest(name, known)}")
+            if name in placeholders.lists and argument != f"{{{name}}}":
+                raise ConfigError(
+                    f"{option}: {{{name}}} stands for several arguments, so it must be "
+                    f"one of its own, not a part of {argument!r}"
+                )
+    if template.names().isdisjoint(placeholders.one_of):
+        wanted = " or ".join(f"{{{name}}}" for name in placeholders.one_of)
+        raise ConfigError(f"{option}: {wanted} is missing")
+    return template
+
+
+DEFAULT_ENGINE_COMMAND = (
+    *("vllm", "serve", "{model}", "--host", "{host}", "--port", "{port}"),
+    *("--shutdown-timeout", "{shutdown_timeout_s}"),
+    *("--kv-transfer-config", "{kv_transfer_config}", "{weight_source_args}", "{extra...}"),
+)
+
+
+class WeightSource(Enum):
+    """Where an engine that starts takes its weights from."""
+
+    DISK = "disk"
+    HOST_MEMORY = "host_memory"
+    """The host's page cache: files are read into it ahead, and from it if they are there."""
+    PRELOAD = "preload"
+    """Device memory that a `vllm preload` on the host holds (CUDA). Such engines cannot sleep."""
+    PEER = "peer"
+    """A serving engine's device memory, over the network (vLLM-Ascend's netloader)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Where one engine's weights come from, and for netloader, where it gives them on."""
+
+    source: WeightSource = WeightSource.DISK
+    listen_port: int = 0
+    """First of the ports at which its ranks give their weights to peers; 0: ports of its choice,
+    at which no peer can be told to ask."""
+    num_ranks: int = 1
+    peers: tuple[tuple[str, int], ...] = ()
+    """Address and `listen_port` of engines that serve the same model in the same shape. None: the
+    engine loads from disk, and can then be a peer of others."""
+
+
+def weight_arguments(weights: Weights, model: str) -> tuple[str, ...]:
+    """What `vllm serve` must be told of its weights' source."""
+    match weights.source:
+        case WeightSource.DISK:
+            return ()
+        case WeightSource.HOST_MEMORY:
+            return ("--safetensors-load-strategy", "prefetch")
+        case WeightSource.PRELOAD:
+            return ("--load-format", "ipc_cache")
+        case WeightSource.PEER:
+            return ("--load-format", "netloader", *_netloader_options(weights, model))
+
+
+def _netloader_options(weights: Weights, model: str) -> tuple[str, str]:
+    options: dict[str, object] = {"MODEL": model}
+    if weights.listen_port:
+        options["LISTEN_PORT"] = weights.listen_port
+    if weights.peers:
+        options["SOURCE"] = [
+            {
+                "device_id": rank,
+                "sources": [f"{host}:{port + rank}" for host, port in weights.peers],
+            }
+            for rank in range(weights.num_ranks)
+        ]
+    return ("--model-loader-extra-config", json.dumps(options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchHost:
+    """A machine on which engines are started."""
+
+    name: str
+    address: str = "127.0.0.1"
+    """Where its engines are reached; `{host}` in commands."""
+    prefix: CommandTemplate | None = None
+    """How a command is run there; None: it is this machine. In `{command}` the whole command is
+    one argument, quoted for a shell (ssh); in `{command...}` it is one for each (docker exec)."""
+
+    def command(self, arguments: Sequence[str]) -> tuple[str, ...]:
+        """What is run here in order to run `arguments` there."""
+        if self.prefix is None:
+            return tuple(arguments)
+        values = {"command": shlex.join(arguments), "host": self.address}
+        return self.prefix.render(values, {"command...": arguments})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One engine that is to be started."""
+
+    replica_id: str
+    host: LaunchHost
+    port: int
+    role: str
+    model: str
+    log_path: Path
+    """What it prints, on this machine. A former one is kept beside it, as `.1`."""
+    template: CommandTemplate = CommandTemplate(DEFAULT_ENGINE_COMMAND)
+    kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
+    weights: Weights = Weights()
+    extra: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to what the engine inherits. Not for secrets: it is part of a command line."""
+    stop_timeout_s: float = 60.0
+    """From SIGTERM to SIGKILL; it has `shutdown_timeout_s` of it to drain."""
+    kill_timeout_s: float = 10.0
+    """How long it may still be there after SIGKILL."""
+
+    @property
+    def shutdown_timeout_s(self) -> int:
+        """Seconds in which the engine ends its requests after SIGTERM; 0: it aborts them."""
+        return max(int(self.stop_timeout_s) - EXIT_MARGIN_S, 0)
+
+    def command(self) -> tuple[str, ...]:
+        """The engine's command, as it is run on its host."""
+        values = {
+            "host": self.host.address,
+            "kv_transfer_config": self.kv_transfer_config,
+            "model": self.model,
+            "port": str(self.port),
+            "replica_id": self.replica_id,
+            "role": self.role,
+            "shutdown_timeout_s": str(self.shutdown_timeout_s),
+        }
+        lists = {
+            "extra...": self.extra,
+            "weight_source_args": weight_arguments(self.weights, self.model),
+        }
+        command = self.template.render(values, lists)
+        if not self.environment:
+            return command
+        return ("env", *(f"{name}={value}" for name, value in self.environment.items()), *command)
+
+
+def check_launch(spec: LaunchSpec) -> None:
+    """ConfigError if a part of the configuration would not reach the engine."""
+    names = spec.template.names()
+    if spec.extra and "extra..." not in names:
+        raise ConfigError("launch.command: {extra...} is missing, so extra arguments are lost")
+    if spec.weights.source is not WeightSource.DISK and "weight_source_args" not in names:
+        raise ConfigError(
+            "launch.command: {weight_source_args} is missing, so the weight_source "
+            f"{spec.weights.source.value!r} of host {spec.host.name!r} is lost"
+        )
+    last_port = spec.weights.listen_port + spec.weights.num_ranks - 1
+    if spec.weights.listen_port and not (
+        spec.weights.listen_port >= MIN_LISTEN_PORT and last_port <= MAX_LISTEN_PORT
+    ):
+        raise ConfigError(
+            f"host {spec.host.name!r}: ports {spec.weights.listen_port} to {last_port} for weights "
+            f"are not all between {MIN_LISTEN_PORT} and {MAX_LISTEN_PORT}"
+        )

@@ -1,0 +1,48 @@
+"""Headers that go on from client to engine and back (pure)."""
+
+from collections.abc import Mapping
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+Headers = CIMultiDict[str] | CIMultiDictProxy[str]
+
+REQUEST_ID = "X-Request-Id"
+
+_OF_ONE_CONNECTION = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te"),
+        *("proxy-connection", "trailer", "transfer-encoding", "upgrade"),
+    }
+)
+_OF_THE_BODY = frozenset({"content-length", "content-encoding"})
+"""The body goes on decoded, and may be another one."""
+_OF_REQUESTS = _OF_ONE_CONNECTION | _OF_THE_BODY | {"host", "accept-encoding", "expect"}
+_OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY
+
+
+def request_headers(headers: Headers) -> CIMultiDict[str]:
+    """Those of a client that its engine is sent."""
+    return _without(headers, _OF_REQUESTS)
+
+
+def answer_headers(headers: Headers) -> CIMultiDict[str]:
+    """Those of an engine that its client is sent."""
+    return _without(headers, _OF_ANSWERS)
+
+
+def _without(headers: Headers, left_out: frozenset[str]) -> CIMultiDict[str]:
+    named = headers.getall("Connection", None)
+    if named:
+        # A connection may have more headers of its own, which it names.
+        own = ",".join(named).lower().split(",")
+        left_out = left_out | {each.strip() for each in own}
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in left_out
+    )
+
+
+def with_request_id(headers: Mapping[str, str], suffix: str) -> CIMultiDict[str]:
+    """The same, with another id; for the calls that a client does not know of."""
+    changed = CIMultiDict(headers)
+    changed[REQUEST_ID] = f"{headers[REQUEST_ID]}-{suffix}"
+    return changed

@@ -1,0 +1,91 @@
+"""What engines' answers mean, as far as the router reads them (pure)."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_kvpool.router.events import Outcome
+
+OK = 200
+BUSY_STATUSES = (429, 503)
+FAILED_FROM = 500
+
+
+class NoReply(Exception):
+    """It is not the JSON that an engine answers."""
+
+
+def outcome_of(status: int) -> Outcome:
+    """What an engine's status means to the request."""
+    if status == OK:
+        return Outcome.OK
+    if status in BUSY_STATUSES:
+        return Outcome.BUSY
+    return Outcome.FAILED if status >= FAILED_FROM else Outcome.REJECTED
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an answer says of its tokens."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    saved_tokens: int = 0
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Saved(msgspec.Struct):
+    tokens: int = 0
+
+
+class _Transfer(msgspec.Struct):
+    kvpool: _Saved | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[msgspec.Raw]
+    usage: _Usage | None = None
+    kv_transfer_params: _Transfer | None = None
+
+
+class _Spelled(msgspec.Struct):
+    prompt: str
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_spelled = msgspec.json.Decoder(_Spelled).decode
+_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def read_reply(body: bytes) -> Said:
+    """The counts of an answer in one piece; raises NoReply."""
+    try:
+        reply = _decode(body)
+    except _ERRORS as error:
+        raise NoReply(f"answers what is not its JSON: {error}") from None
+    usage, transfer = reply.usage or _Usage(), reply.kv_transfer_params
+    details = usage.prompt_tokens_details
+    return Said(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens or 0,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        saved_tokens=transfer.kvpool.tokens if transfer and transfer.kvpool else 0,
+    )
+
+
+def read_spelled(body: bytes) -> str:
+    """The text of an answer of `/detokenize`; raises NoReply."""
+    try:
+        return _decode_spelled(body).prompt
+    except _ERRORS as error:
+        raise NoReply(f"answers what is not its JSON: {error}") from None

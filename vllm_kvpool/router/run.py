@@ -1,0 +1,491 @@
+"""The router's process: one loop that feeds the controller and performs what it decides.
+
+Owns the clock, the controller, the watches of all replicas, the launcher and both servers. Events
+are applied one after the other, in the order in which they were posted; actions are performed
+right away and never wait.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.admin import Admin
+from vllm_kvpool.router.bodies import ClientRequest
+from vllm_kvpool.router.clients import Client
+from vllm_kvpool.router.config import RouterConfig, replica_ids
+from vllm_kvpool.router.engines import Answer, EngineLost, Engines
+from vllm_kvpool.router.events import (
+    Abort,
+    Action,
+    Added,
+    Arrived,
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Event,
+    Failed,
+    Load,
+    Prefill,
+    PrefillEnded,
+    Probe,
+    Refuse,
+    ReplicaSpec,
+    Rest,
+    Spawn,
+    Tick,
+    Warm,
+)
+from vllm_kvpool.router.exchange import Exchange, Wiring
+from vllm_kvpool.router.file_limit import allow_connections
+from vllm_kvpool.router.front import Front
+from vllm_kvpool.router.headers import REQUEST_ID
+from vllm_kvpool.router.launcher import Launcher
+from vllm_kvpool.router.launches import Exited, LauncherEvent, StopFailed
+from vllm_kvpool.router.ledger import Ledger
+from vllm_kvpool.router.requests import Ask, RequestId
+from vllm_kvpool.router.settings import controller_of, launch_hosts, launch_spec
+from vllm_kvpool.router.states import UP, ReplicaId, Role
+from vllm_kvpool.router.telemetry import Telemetry
+from vllm_kvpool.router.watch import Watch
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+MAX_OUTPUT_TOKENS = 1 << 20
+MAX_ASKED = 3
+"""Engines that are asked, one after the other, whether a client's key is good."""
+OK = 200
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """Of one request, on the router's clock."""
+
+    began: float
+    called: float
+    """When an engine was last asked."""
+    engine_s: float = 0.0
+    """What engines took for its prompt."""
+
+
+class Router:
+    """Owned by its loop; `start`, then `stop`."""
+
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.controller = controller_of(config)
+        self.telemetry = Telemetry(self.controller, clock=clock)
+        self._clock = clock
+        self._events: deque[Event] = deque()
+        self._is_stepping = self._is_stopping = False
+        self._exchanges: dict[RequestId, Exchange] = {}
+        self._stopwatches: dict[RequestId, _Stopwatch] = {}
+        """Of requests without a token."""
+        self.watches: dict[ReplicaId, Watch] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._hosts = launch_hosts(config)
+        self._launcher: Launcher | None = None
+        self._admin_app = Admin(
+            self.controller,
+            self.post,
+            self.telemetry,
+            _admin_token(config),
+            hosts=config.admin.hosts,
+            clock=clock,
+        ).app()
+        self._admin: web.AppRunner | None = None
+        self._engines = Engines(
+            connect_timeout_s=config.front.connect_timeout_s,
+            silence_timeout_s=config.front.engine_timeout_s,
+            answer_timeout_s=config.front.answer_timeout_s,
+            api_key=config.api_key,
+        )
+        self._wiring = Wiring(
+            engines=self._engines,
+            post=self.post,
+            url_of=lambda replica: self.controller.desk.fleet[replica].spec.url,
+            learn=self._learn,
+            others=self._others,
+            expect_timeout_ms=config.front.expect_timeout_ms,
+            prefill_timeout_s=config.front.engine_timeout_s,
+        )
+        self.front = Front(
+            config.front,
+            self._serve,
+            models=self._list_models,
+            is_ready=self._is_ready,
+            metrics=self.telemetry.expose,
+        )
+        self.front_port = 0
+        self.admin_port = 0
+
+    @property
+    def num_exchanges(self) -> int:
+        """Requests of clients that are not over."""
+        return len(self._exchanges)
+
+    async def start(self) -> None:
+        """Listen, find engines again, and begin to watch and to load them.
+
+        OSError where an address cannot be had, ConfigError where what is left of a former router
+        cannot be read; `stop` all the same.
+        """
+        config = self.config
+        self._engines.start()
+        self.front_port = await self.front.start(*_address(config.front.listen))
+        self._admin = web.AppRunner(self._admin_app, access_log=None, shutdown_timeout=1.0)
+        await self._admin.setup()
+        host, port = _address(config.admin.listen)
+        await web.TCPSite(self._admin, host or None, port).start()
+        self.admin_port = int(self._admin.addresses[0][1])
+        self._tick()
+        await self._find_engines()
+
+    async def stop(self) -> None:
+        """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
+        are to be kept."""
+        await self.front.stop()
+        if self._admin is not None:
+            await self._admin.cleanup()
+        # From here on nobody asks the controller: it would start engines anew that end now.
+        self._is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for watch in self.watches.values():
+            await watch.stop()
+        if self._launcher is not None:
+            if not self.config.launch.keep_on_exit:
+                await self._launcher.stop_all()
+            await self._launcher.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engines.close()
+
+    # Events and actions
+
+    def post(self, event: Event) -> None:
+        """Apply an event, after those that are being applied.
+
+        ConfigError where it is what a person asks for, and cannot be.
+        """
+        self._events.append(event)
+        if self._is_stepping:
+            return
+        self._is_stepping = True
+        refused: ConfigError | None = None
+        try:
+            while self._events:
+                refused = self._step(self._events.popleft()) or refused
+        finally:
+            self._is_stepping = False
+        if refused is not None:
+            raise refused
+
+    def _step(self, event: Event) -> ConfigError | None:
+        """The top of the router's lane: a bug in a decision costs that request, and no other."""
+        refused: ConfigError | None = None
+        self._note(event)
+        try:
+            self.controller.step(event, self._clock())
+        except ConfigError as error:
+            refused = error
+        except Exception:
+            log.exception("the controller has failed with %s", event)
+            self._fail(event)
+        # Also where it has failed: it counts as done what it has decided before.
+        for action in list(self.controller.desk.actions):
+            try:
+                self._perform(action)
+            except Exception:
+                log.exception("%s cannot be performed", action)
+                self._fail(action)
+        return refused
+
+    def _note(self, event: Event) -> None:
+        """How long the first token takes, and how much of that engines do not."""
+        if isinstance(event, PrefillEnded | DecodeBegan):
+            watch = self._stopwatches.get(event.request_id)
+            if watch is None:
+                return
+            now = self._clock()
+            if isinstance(event, PrefillEnded):
+                watch.engine_s += event.seconds
+                return
+            del self._stopwatches[event.request_id]
+            self.telemetry.first_token(now - watch.began)
+            self.telemetry.added(max(0.0, watch.called - watch.began - watch.engine_s))
+
+    def _fail(self, told: Event | Action) -> None:
+        """A bug has met a request, if `told` is of one."""
+        match told:
+            case (
+                Cancelled()
+                | PrefillEnded()
+                | DecodeBegan()
+                | DecodeEnded()
+                | Prefill()
+                | Decode()
+                | Refuse()
+                | Abort()
+            ):
+                request_id = told.request_id
+            case Arrived(ask):
+                request_id = ask.request_id
+            case _:
+                return
+        if request_id in self._exchanges:
+            self._exchanges[request_id].fail()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Prefill() | Decode() | Refuse():
+                if action.request_id in self._stopwatches:
+                    self._stopwatches[action.request_id].called = self._clock()
+                self._exchanges[action.request_id].give(action)
+            case Abort(request_id):
+                exchange = self._exchanges.get(request_id)
+                if exchange is not None:
+                    exchange.abort()
+            case Load():
+                self._load(action)
+            case Warm(replica):
+                self.watches[replica].warm()
+            case Probe(replica):
+                if replica in self.watches:
+                    self.watches[replica].ask()
+            case Rest(replica, forget):
+                self._rest(replica, forget=forget)
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self.post(Tick())
+
+    def _run(self, what: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Requests
+
+    async def _serve(
+        self, request: ClientRequest, headers: CIMultiDict[str], client: Client
+    ) -> web.StreamResponse:
+        rates = self.controller.desk.snapshot()
+        now = self._clock()
+        request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
+        tokens = max(1, request.prompt_tokens(rates.tokens_per_byte))
+        chunk = self.config.flow.chunk_tokens
+        ask = Ask(
+            request_id=request_id,
+            prompt_tokens=tokens,
+            max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
+            prefix=request.prefix,
+            prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
+            # Whether a model that no engine has listed is there after all, one engine says.
+            hands_over=request.wants_handoff and self._lists(request.model),
+            split_at=tokens // 2 // chunk * chunk if request.prompt_ids is not None else 0,
+            priority=request.priority,
+            deadline=now + self.config.front.max_wait_s,
+        )
+        exchange = Exchange(request_id, request, headers, client, self._wiring)
+        self._exchanges[request_id] = exchange
+        self._stopwatches[request_id] = _Stopwatch(now, now)
+        try:
+            self.post(Arrived(ask))
+            return await exchange.run()
+        finally:
+            del self._exchanges[request_id]
+            self._stopwatches.pop(request_id, None)
+            self.telemetry.request(self._clock() - now)
+
+    def _learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
+        if prompt_tokens and prompt_bytes:
+            self.controller.desk.rates.counted(self._clock(), prompt_tokens, prompt_bytes)
+
+    def _others(self, replica_id: ReplicaId) -> list[str]:
+        up = self.controller.desk.fleet.in_states(UP)
+        return [
+            each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica_id)
+        ]
+
+    def _lists(self, model: str) -> bool:
+        return any(model in each.models for each in self.watches.values())
+
+    async def _list_models(self, headers: CIMultiDict[str]) -> Answer | list[dict[str, Any]]:
+        """All that engines list; or what an engine says to a client without a good key."""
+        up = self.controller.desk.fleet.in_states(UP)
+        if self.config.api_key:
+            for each in up[:MAX_ASKED]:
+                with contextlib.suppress(EngineLost):
+                    url, timeout_s = f"{each.spec.url}/v1/models", self.config.health.timeout_s
+                    answer = await self._engines.get(url, timeout_s, headers)
+                    if answer.status != OK:
+                        return answer
+                    break
+        found: dict[str, dict[str, Any]] = {}
+        for each in up:
+            found = {**self.watches[each.replica_id].models, **found}
+        return list(found.values())
+
+    def _is_ready(self) -> bool:
+        fleet = self.controller.desk.fleet
+        return bool(fleet.decoders() or fleet.prefillers())
+
+    # Replicas
+
+    async def _find_engines(self) -> None:
+        """Engines of the configuration, those of a former router, and what is missing of ours."""
+        for replica_id, given in zip(replica_ids(self.config), self.config.replicas, strict=True):
+            spec = ReplicaSpec(
+                replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"), host=given.host
+            )
+            self.post(Added(spec=spec, role=ROLES[given.role]))
+        if not self._hosts:
+            return
+        launch = self.config.launch
+        ledger = Ledger(Path(launch.state_file))
+        self._launcher = Launcher(self._hosts, ledger, self._launcher_says)
+        missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
+        room = launch.prefill + launch.decode
+        for found in await self._launcher.adopt():
+            role = ROLES[found.role]
+            missing[role] -= 1
+            room -= 1
+            url = f"http://{self._address_of(found.host)}:{found.port}"
+            spec = ReplicaSpec(
+                replica_id=ReplicaId(found.replica_id), url=url, host=found.host, is_ours=True
+            )
+            self.post(Added(spec=spec, role=role))
+        for role, count in missing.items():
+            # Roles may have changed since: who serves the other one is not started once more.
+            for _ in range(min(count, room)):
+                room -= 1
+                self.post(Spawn(role))
+
+    def _address_of(self, host: str) -> str:
+        return next(each.address for each in self.config.hosts if each.name == host)
+
+    def _load(self, action: Load) -> None:
+        replica_id = action.replica
+        spec = self.controller.desk.fleet[replica_id].spec
+        watch = self.watches.get(replica_id)
+        if watch is None:
+            watch = Watch(replica_id, spec.url, self._engines, self.config.health, self.post)
+            self.watches[replica_id] = watch
+            watch.start()
+        if spec.is_ours:
+            self._launch(action, spec, is_hung=watch.has_failed)
+        watch.load(self.config.launch.load_timeout_s, wakes=not spec.is_ours)
+
+    def _launch(self, action: Load, spec: ReplicaSpec, *, is_hung: bool) -> None:
+        assert self._launcher is not None
+        replica_id = spec.replica_id
+        if replica_id not in self._launcher.replica_ids:
+            self._launcher.start(
+                launch_spec(
+                    self.config,
+                    self._hosts[spec.host],
+                    replica_id=replica_id,
+                    port=int(spec.url.rpartition(":")[2]),
+                    role=action.role.value,
+                    weights=action.weights,
+                )
+            )
+            return
+        self._launcher.set_role(replica_id, action.role.value)
+        if is_hung:
+            # A process that served and does not answer never will. Its end is a failure, after
+            # which it is started anew.
+            self._launcher.stop(replica_id, 0.0)
+
+    def _rest(self, replica_id: ReplicaId, *, forget: bool) -> None:
+        watch = self.watches.get(replica_id)
+        is_ours = self._launcher is not None and replica_id in self._launcher.replica_ids
+        if is_ours:
+            assert self._launcher is not None
+            self._launcher.stop(replica_id)
+        if watch is None:
+            return  # it was added, and never wanted
+        watch.rest(sleeps=not is_ours and not forget)
+        if forget:
+            del self.watches[replica_id]
+            self._run(watch.stop())
+
+    def _launcher_says(self, event: LauncherEvent) -> None:
+        match event:
+            case Exited() if self._is_stopping:
+                log.info("%s", event)
+            case Exited(replica_id=replica_id, why=why, log_lines=lines):
+                log.warning("%s has ended: %s", replica_id, why)
+                for line in lines:
+                    log.info("%s: %s", replica_id, line)
+                self.post(Failed(ReplicaId(replica_id), f"its process has ended: {why}"))
+            case StopFailed(replica_id=replica_id, why=why):
+                log.error("%s cannot be stopped: %s", replica_id, why)
+            case _:
+                log.info("%s", event)
+
+
+def _admin_token(config: RouterConfig) -> str:
+    """The token of the configuration; ConfigError where its file has none."""
+    given = config.admin
+    if given.token:
+        return given.token
+    if not given.token_file:
+        made = secrets.token_urlsafe(24)
+        log.warning("the administration's token, until the router ends: %s", made)
+        return made
+    try:
+        token = Path(given.token_file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"[admin] token_file cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"[admin] token_file {given.token_file} is empty; write a token into it")
+    return token
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def serve(config: RouterConfig) -> None:
+    """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.install()
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: RouterConfig) -> None:
+    allow_connections(config.front.max_connections)
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    router = Router(config)
+    try:
+        await router.start()
+    except OSError as error:
+        await router.stop()
+        raise ConfigError(f"cannot listen: {error}") from None
+    log.info("clients: port %d; administration: port %d", router.front_port, router.admin_port)
+    await stopped.wait()
+    await router.stop()

@@ -1,0 +1,163 @@
+"""What the router's parts are told, out of the configuration (values)."""
+
+from pathlib import Path
+
+from vllm_kvpool.router.breaker import BreakerLimits
+from vllm_kvpool.router.commands import (
+    ENGINE_PLACEHOLDERS,
+    HOST_PLACEHOLDERS,
+    LaunchHost,
+    LaunchSpec,
+    Weights,
+    WeightSource,
+    check_launch,
+    read_template,
+)
+from vllm_kvpool.router.config import HostConfig, RouterConfig
+from vllm_kvpool.router.controller import Controller
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import Mode
+from vllm_kvpool.router.overload import OverloadLimits
+from vllm_kvpool.router.placement import Budgets
+from vllm_kvpool.router.planner import PlanLimits
+from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.standings import WeightSource as Source
+
+_SOURCES = {
+    "disk": Source.DISK,
+    "host_memory": Source.MEMORY,
+    "preload": Source.MEMORY,
+    "peer": Source.PEER,
+}
+
+
+def controller_of(config: RouterConfig) -> Controller:
+    """A controller that does as the configuration says; ConfigError where it cannot."""
+    flow, overload, health = config.flow, config.overload, config.health
+    return Controller(
+        Settings(
+            budgets=Budgets(
+                prefill_tokens=flow.prefill_tokens,
+                prefill_requests=flow.prefill_requests,
+                permits=flow.permits,
+                decode_requests=flow.decode_requests,
+                headroom=flow.headroom,
+            ),
+            max_attempts=flow.max_attempts,
+            max_lost=flow.max_lost,
+            resume_within_s=flow.resume_within_s,
+            drain_timeout_s=flow.drain_timeout_s,
+            retry_pause_s=health.retry_pause_s,
+            split_tokens=flow.split_tokens,
+            spills=flow.spills,
+            hands_over=flow.hands_over,
+            takes_over=config.planner.live_takeover,
+        ),
+        scaling=_scaling(config),
+        overload=OverloadLimits(
+            lock_watermark=overload.lock_at,
+            release_watermark=overload.release_at,
+            min_hold_s=overload.min_hold_s,
+        ),
+        shed=ShedLimits(
+            ttft_target_s=overload.ttft_target_s, max_queued_requests=overload.max_queue
+        ),
+        breaker=BreakerLimits(
+            failures=health.max_failures,
+            window_s=health.window_s,
+            first_quarantine_s=health.quarantine_s,
+            longest_quarantine_s=health.max_quarantine_s,
+        ),
+    )
+
+
+def _scaling(config: RouterConfig) -> ScalingSettings:
+    planner = config.planner
+    return ScalingSettings(
+        mode=Mode(planner.mode),
+        every_s=planner.every_s,
+        standby_ttl_s=planner.standby_ttl_s,
+        warm_ttl_s=planner.warm_ttl_s,
+        hosts=tuple(
+            HostSpec(
+                name=host.name,
+                address=host.address,
+                first_port=host.first_port,
+                slots=host.max_replicas,
+                source=_SOURCES[host.weight_source],
+            )
+            for host in config.hosts
+        ),
+        limits=PlanLimits(
+            min_prefill=planner.min_prefill,
+            max_prefill=planner.max_prefill,
+            min_decode=planner.min_decode,
+            max_decode=planner.max_decode,
+            max_total=planner.max_total,
+            queue_target_s=planner.queue_target_s,
+            down_hold_s=planner.down_hold_s,
+            flip_cooldown_s=planner.flip_cooldown_s,
+        ),
+    )
+
+
+def launch_hosts(config: RouterConfig) -> dict[str, LaunchHost]:
+    """The hosts that engines are started on; ConfigError where a command cannot work there."""
+    hosts = {
+        host.name: LaunchHost(
+            name=host.name,
+            address=host.address,
+            prefix=read_template(f"[[hosts]] {host.name}: command", host.command, HOST_PLACEHOLDERS)
+            if host.command
+            else None,
+        )
+        for host in config.hosts
+    }
+    for given in config.hosts:
+        check_launch(
+            launch_spec(
+                config,
+                hosts[given.name],
+                replica_id=given.name,
+                port=given.first_port,
+                role="decode",
+                weights=_SOURCES[given.weight_source].name.lower(),
+            )
+        )
+    return hosts
+
+
+def launch_spec(
+    config: RouterConfig, host: LaunchHost, *, replica_id: str, port: int, role: str, weights: str
+) -> LaunchSpec:
+    """How one engine is started. `weights`: the source that was chosen, or what the host has."""
+    given = next(each for each in config.hosts if each.name == host.name)
+    launch = config.launch
+    return LaunchSpec(
+        replica_id=replica_id,
+        host=host,
+        port=port,
+        role=role,
+        model=launch.model,
+        log_path=Path(launch.log_dir) / f"{replica_id}.log",
+        template=read_template("[launch] command", launch.command, ENGINE_PLACEHOLDERS),
+        kv_transfer_config=launch.kv_transfer_config,
+        weights=_weights(given, weights, port),
+        extra=launch.args,
+        environment=given.env,
+        stop_timeout_s=launch.stop_timeout_s,
+    )
+
+
+def _weights(host: HostConfig, chosen: str, port: int) -> Weights:
+    wanted = WeightSource(host.weight_source)
+    if wanted is WeightSource.PEER:
+        # One that finds no peer loads from disk, and is a peer of the next.
+        first = host.weights_port + (port - host.first_port) * host.ranks
+        return Weights(
+            source=wanted, listen_port=first if host.weights_port else 0, num_ranks=host.ranks
+        )
+    if chosen == Source.DISK.name.lower() and wanted is WeightSource.PRELOAD:
+        return Weights(source=WeightSource.DISK)
+    return Weights(source=wanted)

@@ -1,0 +1,155 @@
+"""What a replica can be, and the only ways from one state to another (pure).
+
+Everything that changes a replica's state goes through `EDGES`; what is not in it is illegal, raises
+and changes nothing. States and edges are those of BlitzScale's replicas (OSDI 2025) as far as stock
+engines can be in them, with quarantine and failure added.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import NewType
+
+ReplicaId = NewType("ReplicaId", str)
+
+
+class Role(Enum):
+    """What a replica is wanted for. It is the router's choice alone: the engine does not know."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def other(self) -> "Role":
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
+
+class State(Enum):
+    """States of a replica."""
+
+    INACTIVE = "inactive"  # no process, or one that sleeps
+    LOADING_PREFILL = "loading_prefill"
+    LOADING_DECODE = "loading_decode"
+    NEW_PREFILL = "new_prefill"  # loading, and bound to requests already
+    REFRACTORY_PREFILL = "refractory_prefill"  # loaded, still busy with what it was bound to
+    PREFILL = "prefill"
+    OLD_PREFILL = "old_prefill"  # serving, and may steal from a new one
+    AUS_PREFILL = "aus_prefill"  # the step between standby and prefill: being warmed
+    DECODE = "decode"
+    AUS_DECODE = "aus_decode"  # likewise, before decode
+    MUTATING_TO_DECODE = "mutating_to_decode"
+    SHUTTING_PREFILL = "shutting_prefill"
+    SHUTTING_DECODE = "shutting_decode"
+    SHUTTING_NULL = "shutting_null"  # warm standby: loaded, without work
+    FAILED = "failed"
+    QUARANTINED = "quarantined"  # has failed too often
+
+
+class Cause(Enum):
+    """Why a replica changes its state."""
+
+    LOAD_PREFILL = "load_prefill"
+    LOAD_DECODE = "load_decode"
+    TAKE_OVER = "take_over"
+    LOADED = "loaded"
+    GIVE_UP = "give_up"  # loading is not wanted any more
+    RELAYED = "relayed"  # what it was bound to is done or has been stolen
+    PAIR = "pair"
+    UNPAIR = "unpair"
+    MUTATE = "mutate"
+    FLUSHED = "flushed"
+    DEACTIVATE = "deactivate"
+    REVIVE = "revive"
+    DRAINED = "drained"
+    IDLE = "idle"
+    USE_PREFILL = "use_prefill"
+    USE_DECODE = "use_decode"
+    READY = "ready"
+    EXPIRE = "expire"
+    FAIL = "fail"
+    QUARANTINE = "quarantine"
+    RESET = "reset"
+
+
+class IllegalEdge(Exception):
+    """A cause that the state does not know; a bug of the router."""
+
+
+_S, _C = State, Cause
+
+EDGES: Mapping[tuple[State, Cause], State] = {
+    (_S.INACTIVE, _C.LOAD_PREFILL): _S.LOADING_PREFILL,
+    (_S.INACTIVE, _C.LOAD_DECODE): _S.LOADING_DECODE,
+    (_S.INACTIVE, _C.TAKE_OVER): _S.NEW_PREFILL,
+    (_S.LOADING_PREFILL, _C.LOADED): _S.PREFILL,
+    (_S.LOADING_PREFILL, _C.GIVE_UP): _S.INACTIVE,
+    (_S.LOADING_DECODE, _C.LOADED): _S.AUS_DECODE,
+    (_S.LOADING_DECODE, _C.GIVE_UP): _S.INACTIVE,
+    (_S.NEW_PREFILL, _C.LOADED): _S.REFRACTORY_PREFILL,
+    (_S.NEW_PREFILL, _C.GIVE_UP): _S.INACTIVE,
+    (_S.REFRACTORY_PREFILL, _C.RELAYED): _S.PREFILL,
+    (_S.PREFILL, _C.PAIR): _S.OLD_PREFILL,
+    (_S.OLD_PREFILL, _C.UNPAIR): _S.PREFILL,
+    (_S.PREFILL, _C.MUTATE): _S.MUTATING_TO_DECODE,
+    (_S.MUTATING_TO_DECODE, _C.FLUSHED): _S.DECODE,
+    (_S.PREFILL, _C.DEACTIVATE): _S.SHUTTING_PREFILL,
+    (_S.SHUTTING_PREFILL, _C.REVIVE): _S.PREFILL,
+    (_S.SHUTTING_PREFILL, _C.DRAINED): _S.SHUTTING_NULL,
+    (_S.DECODE, _C.DEACTIVATE): _S.SHUTTING_DECODE,
+    (_S.DECODE, _C.IDLE): _S.SHUTTING_NULL,
+    (_S.SHUTTING_DECODE, _C.REVIVE): _S.AUS_DECODE,
+    (_S.SHUTTING_DECODE, _C.DRAINED): _S.SHUTTING_NULL,
+    (_S.SHUTTING_NULL, _C.USE_PREFILL): _S.AUS_PREFILL,
+    (_S.SHUTTING_NULL, _C.USE_DECODE): _S.AUS_DECODE,
+    (_S.SHUTTING_NULL, _C.EXPIRE): _S.INACTIVE,
+    (_S.AUS_PREFILL, _C.READY): _S.PREFILL,
+    (_S.AUS_DECODE, _C.READY): _S.DECODE,
+    (_S.FAILED, _C.QUARANTINE): _S.QUARANTINED,
+    (_S.FAILED, _C.RESET): _S.INACTIVE,
+    (_S.QUARANTINED, _C.RESET): _S.INACTIVE,
+    **{
+        (state, _C.FAIL): _S.FAILED
+        for state in State
+        if state not in (_S.INACTIVE, _S.FAILED, _S.QUARANTINED)
+    },
+}
+
+
+def follow(state: State, cause: Cause) -> State:
+    """The state that `cause` leads to; IllegalEdge where there is no such edge."""
+    try:
+        return EDGES[state, cause]
+    except KeyError:
+        raise IllegalEdge(f"{state.value} does not know {cause.value}") from None
+
+
+LOADING = frozenset({State.LOADING_PREFILL, State.LOADING_DECODE, State.NEW_PREFILL})
+TAKES_PREFILL = frozenset({State.PREFILL, State.OLD_PREFILL})
+"""States whose replicas may be given prompts from the common queue."""
+TAKES_DECODE = frozenset({State.DECODE})
+"""The gate is open: requests may be handed over to a replica in this state."""
+DRAINING = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.MUTATING_TO_DECODE})
+NEW = frozenset({State.NEW_PREFILL})
+OLD = frozenset({State.OLD_PREFILL})
+HAS_BOUND = frozenset({State.NEW_PREFILL, State.REFRACTORY_PREFILL})
+"""States whose replicas may have requests bound to them."""
+BROKEN = frozenset({State.FAILED, State.QUARANTINED})
+UP = frozenset(State) - LOADING - BROKEN - {State.INACTIVE}
+"""States in which the engine answers, as far as the router knows."""
+
+ROLE_OF: Mapping[State, Role | None] = {
+    **dict.fromkeys(State, None),
+    **dict.fromkeys(
+        (
+            *(State.LOADING_PREFILL, State.NEW_PREFILL, State.REFRACTORY_PREFILL, State.PREFILL),
+            *(State.OLD_PREFILL, State.AUS_PREFILL, State.SHUTTING_PREFILL),
+        ),
+        Role.PREFILL,
+    ),
+    **dict.fromkeys(
+        (
+            *(State.LOADING_DECODE, State.AUS_DECODE, State.DECODE, State.SHUTTING_DECODE),
+            State.MUTATING_TO_DECODE,
+        ),
+        Role.DECODE,
+    ),
+}

@@ -1,0 +1,83 @@
+"""A burst that comes while engines are being started, in a simulated cluster.
+
+The same trace each time, whatever is done about it: replicas that load are given requests at once
+and others may steal them, nothing is given before they are loaded, or each is given its share,
+which waits until it is loaded.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from itertools import count
+
+from vllm_kvpool.router.controller import Controller
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import Spawn
+from vllm_kvpool.router.requests import Ask, RequestId
+from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.states import Role
+from vllm_kvpool.testing.router_engines import Kind
+from vllm_kvpool.testing.router_timeline import Habits
+from vllm_kvpool.testing.router_world import World
+
+KIND = Kind(prefill_tokens_per_s=8_000.0, token_s_per_request=0.0005, total_blocks=20_000)
+PROMPT_TOKENS, OUTPUT_TOKENS = (1000, 5000), (50, 400)
+CALM_PER_S, BURST_PER_S = 3.0, 7.0
+SPAWN_S, BURST_S, CALM_S, END_S = 20.0, (20.0, 50.0), 80.0, 400.0
+
+
+class Way(Enum):
+    """What is done with requests while a replica loads."""
+
+    TAKE_OVER = "given to it, stolen by others"
+    QUEUE = "given to nobody that loads"
+    WAIT = "given to it, wait until it is loaded"
+
+
+def load(world: World, until: float, per_second: Callable[[float], float], seed: int = 0) -> None:
+    """Requests by chance, at a rate that depends on the time."""
+    chance, number = random.Random(seed), count()
+
+    def arrive() -> None:
+        if world.now < until:
+            asked = Ask(
+                request_id=RequestId(f"q{next(number)}"),
+                prompt_tokens=chance.randint(*PROMPT_TOKENS),
+                max_output_tokens=OUTPUT_TOKENS[1],
+            )
+            world.arrive(asked, chance.randint(*OUTPUT_TOKENS))
+            world.timeline.after(chance.expovariate(per_second(world.now)), arrive)
+
+    world.timeline.after(0.0, arrive)
+
+
+def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
+    """Two engines of each role, two more for prefill are started as the burst begins.
+
+    `load_s`: until one of those answers. All requests are let in, and have ended afterwards.
+    """
+    world = World(
+        Controller(
+            Settings(takes_over=way is Way.TAKE_OVER),
+            scaling=ScalingSettings(
+                hosts=(HostSpec(name="h", address="h", first_port=8000, slots=2),)
+            ),
+            shed=ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000),
+        ),
+        seed=seed,
+        kind=replace(KIND, load_s=load_s),
+        habits=Habits(holds_for_new=way is Way.WAIT),
+    )
+    for number in range(2):
+        world.add(f"p{number}", Role.PREFILL)
+        world.add(f"d{number}", Role.DECODE)
+    world.run(5.0)
+    begin, end = BURST_S
+    load(world, CALM_S, lambda now: BURST_PER_S if begin < now < end else CALM_PER_S, seed)
+    world.run(SPAWN_S - world.now)
+    for _ in range(2):
+        assert world.ask_admin(Spawn(Role.PREFILL))
+    world.run(END_S - world.now)
+    return world

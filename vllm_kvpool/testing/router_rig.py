@@ -1,0 +1,344 @@
+"""Scripted engines and a real router before them, in one event loop; for tests of the whole.
+
+    async with RouterRig(prefill=1, decode=2) as rig:
+        reply = await rig.stream({"prompt": "hello", "max_tokens": 8})
+
+All listen at free ports. Every wait has a bound, after which TimeoutError names what was awaited.
+Leaving the rig checks that nothing is left behind: no request, no call, no block.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+import uvloop
+from multidict import CIMultiDictProxy
+
+from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.run import Router
+from vllm_kvpool.router.sse import Events
+from vllm_kvpool.router.states import ReplicaId, State
+from vllm_kvpool.testing.scripted_engine import ScriptedEngine
+from vllm_kvpool.testing.scripted_pool import ScriptedPool
+from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
+
+T = TypeVar("T")
+
+LIMIT_S = 20.0
+POLL_S = 0.002
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DONE = b"[DONE]"
+SERVING = (State.PREFILL, State.DECODE)
+
+FAST = ScriptedSpec(step_base_s=0.001, put_s=0.005)
+"""A thousand tokens in a second, of one request."""
+
+QUICK: Mapping[str, Mapping[str, Any]] = {
+    "front": {
+        **{"listen": "127.0.0.1:0", "read_timeout_s": 5.0, "shutdown_timeout_s": 0.2},
+        **{"connect_timeout_s": 1.0, "engine_timeout_s": 5.0},
+    },
+    "admin": {"listen": "127.0.0.1:0"},
+    "flow": {"spills": False},
+    "health": {
+        **{"metrics_every_s": 0.05, "health_every_s": 0.05, "timeout_s": 1.0, "failures": 2},
+        **{"max_failures": 100, "quarantine_s": 0.5, "window_s": 60.0, "retry_pause_s": 0.01},
+    },
+}
+"""Configuration with which failures are noticed soon, and who computes a prompt is certain."""
+
+
+def run(main: Callable[[], Coroutine[Any, Any, T]], limit_s: float = 60.0) -> T:
+    """Run `main` in a loop like the router's own."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(limit_s):
+            return await main()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(limited())
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a client got. Of a stream, payloads with the time each came."""
+
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes = b""
+    payloads: list[bytes] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    asked_s: float = 0.0
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The payloads decoded, without the end; of an answer in one piece, it alone."""
+        raw = [each for each in self.payloads if each != DONE] if self.payloads else [self.body]
+        return [msgspec.json.decode(each) for each in raw]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the stream has ended as it should."""
+        return bool(self.payloads) and self.payloads[-1] == DONE
+
+    @property
+    def text(self) -> str:
+        """Of choice 0."""
+        return "".join(map(_text, self._choices()))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of choice 0, where the client has asked for them."""
+        return [each for choice in self._choices() for each in choice.get("token_ids") or ()]
+
+    @property
+    def finish_reason(self) -> str | None:
+        reasons = [each.get("finish_reason") for each in self._choices()]
+        return next((each for each in reasons if each), None)
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        return next((each["usage"] for each in self.chunks if each.get("usage")), None)
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The last chunk's."""
+        found: dict[str, Any] | None = self.chunks[-1].get("error") if self.chunks else None
+        return found
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first chunk."""
+        return self.times_s[0] - self.asked_s
+
+    def plain(self) -> list[bytes]:
+        """All that was said, without what differs from one call to the next."""
+        said = self.payloads or [self.body]
+        return [_OWN.sub(rb'\1"-"', _OWN_TIME.sub(rb"\g<1>0", each)) for each in said]
+
+    def _choices(self) -> list[dict[str, Any]]:
+        every = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
+        return [each for each in every if each["index"] == 0]
+
+
+_OWN = re.compile(rb'("id":|"request_id":)"[^"]*"')
+_OWN_TIME = re.compile(rb'("created":)\d+')
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    return str((choice.get("delta") or choice.get("message") or {}).get("content") or "")
+
+
+class RouterRig:
+    """Owned by one event loop. `engines` are those for prefill, then those that decode."""
+
+    def __init__(
+        self,
+        prefill: int = 1,
+        decode: int = 2,
+        *,
+        spec: ScriptedSpec = FAST,
+        config: Mapping[str, Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`config`: values of sections, beside or instead of QUICK's; `more`: of the top level."""
+        self.pool = ScriptedPool()
+        self.spec = spec
+        self.engines = [ScriptedEngine(spec, self.pool) for _ in range(prefill + decode)]
+        self.reference = ScriptedEngine(spec, None)
+        """One that nobody disturbs, which knows no pool."""
+        self._roles = ["prefill"] * prefill + ["decode"] * decode
+        given = dict(config or {})
+        self._config: dict[str, Any] = {
+            name: {**QUICK.get(name, {}), **given.get(name, {})} for name in (*QUICK, *given)
+        }
+        self._config |= more or {}
+        self._routers: list[Router] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self.ids = [f"r{number}" for number in range(prefill + decode)]
+
+    async def __aenter__(self) -> Self:
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=LIMIT_S)
+        )
+        await self.reference.start()
+        for engine in self.engines:
+            await engine.start()
+        await self.start_router()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                await self.check_idle()
+        finally:
+            for writer in self._writers:
+                writer.close()
+            await self.session.close()
+            for router in self._routers:
+                await router.stop()
+            for engine in (*self.engines, self.reference):
+                await engine.stop()
+            await asyncio.sleep(0)
+
+    # The router
+
+    @property
+    def router(self) -> Router:
+        return self._routers[-1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.router.front_port}"
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The controller's, of requests."""
+        return self.router.controller.desk.counts
+
+    async def start_router(self, *, waits: bool = True) -> None:
+        """One more; the one before runs on."""
+        replicas = [
+            {"id": name, "url": engine.url, "role": role}
+            for name, engine, role in zip(self.ids, self.engines, self._roles, strict=True)
+        ]
+        self._routers.append(Router(read_config({**self._config, "replicas": replicas})))
+        await self.router.start()
+        if waits:
+            await self.serving()
+
+    def state(self, number: int) -> State | None:
+        """Of a replica; None once it is forgotten."""
+        replica = self.router.controller.desk.fleet.get(ReplicaId(self.ids[number]))
+        return replica.state if replica is not None else None
+
+    async def serving(self) -> None:
+        """Wait until all replicas serve and have told their metrics."""
+        desk = self.router.controller.desk
+        await self.until(
+            lambda: all(self.state(number) in SERVING for number in range(len(self.engines))),
+            "all serve",
+        )
+        await self.until(lambda: all(each.sampled_at is not None for each in desk.fleet), "metrics")
+
+    async def in_state(self, number: int, *states: State) -> None:
+        await self.until(lambda: self.state(number) in states, f"{self.ids[number]} is {states}")
+
+    async def until(self, is_so: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait for something; TimeoutError names it."""
+        end = time.monotonic() + limit_s
+        while not is_so():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{what}: not within {limit_s} s; {self.describe()}")
+            await asyncio.sleep(POLL_S)
+
+    def describe(self) -> str:
+        """Where all stand, for messages."""
+        desk = self.router.controller.desk
+        fleet = {each.replica_id: each.state.value for each in desk.fleet}
+        phases = {name: each.phase.value for name, each in desk.requests.items()}
+        return f"{fleet} {phases} {dict(desk.counts)}"
+
+    async def check_idle(self) -> None:
+        """Nothing is left of what was asked; waits for what is just ending."""
+        desk = self.router.controller.desk
+        await self.until(lambda: not self.router.num_exchanges, "no exchanges are left")
+        self.router.controller.check()
+        assert not desk.requests, self.describe()
+        assert not any(each.has_work for each in desk.fleet), self.describe()
+        for engine in self.engines:
+            core = engine.core
+            if core is None:
+                continue
+            await self.until(lambda core=core: core.batch.is_empty, "engines are idle")  # type: ignore[misc]
+            core.batch.check()
+            assert core.batch.free_blocks == self.spec.kv_blocks
+
+    # Engines
+
+    def kill(self, number: int) -> None:
+        """The process ends at once; its port refuses."""
+        self.engines[number].fail(Fault(kind=FaultKind.DIE))
+
+    def restart(self, number: int) -> None:
+        """It is there again, by and by, and has no fault."""
+        self.engines[number].recover()
+
+    def fail(self, number: int, kind: FaultKind, **more: Any) -> None:
+        self.engines[number].fail(Fault(kind=kind, **more))
+
+    def divert(self, number: int, url: str = "") -> None:
+        """What a replica is asked for goes to `url` instead, but not its watch; "": no more."""
+        replica = self.router.controller.desk.fleet[ReplicaId(self.ids[number])]
+        replica.spec = replace(replica.spec, url=url or self.engines[number].url)
+
+    def holders(self) -> list[int]:
+        """Engines that have a request in hand."""
+        return [
+            number
+            for number, engine in enumerate(self.engines)
+            if engine.core is not None and not engine.core.batch.is_empty
+        ]
+
+    # Clients
+
+    def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A request with what most have."""
+        return {"model": self.spec.model, "temperature": 0, "max_tokens": 16, **body}
+
+    async def complete(
+        self,
+        body: Mapping[str, Any],
+        path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
+        at: ScriptedEngine | None = None,
+    ) -> Reply:
+        """Ask the router, or the engine itself, for an answer in one piece or as it says."""
+        base = at.url if at is not None else self.url
+        asked_s = time.monotonic()
+        async with self.session.post(base + path, json=self.body(body), headers=headers) as got:
+            reply = Reply(got.status, got.headers, asked_s=asked_s)
+            if not got.headers.get("Content-Type", "").startswith("text/event-stream"):
+                return replace(reply, body=await got.read())
+            events = Events()
+            async for data in got.content.iter_any():
+                for payload in events.feed(data):
+                    reply.payloads.append(payload)
+                    reply.times_s.append(time.monotonic())
+            return reply
+
+    async def stream(
+        self,
+        body: Mapping[str, Any],
+        path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
+        at: ScriptedEngine | None = None,
+    ) -> Reply:
+        """Ask for a stream and read it to its end."""
+        return await self.complete({"stream": True, **body}, path, headers, at)
+
+    async def raw(self, data: bytes, limit_s: float = LIMIT_S) -> bytes:
+        """Send bytes to the router; all that comes until it closes the connection."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        async with asyncio.timeout(limit_s):
+            return await reader.read()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the router for a client with bad manners; closed with the rig."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.router.front_port)
+        self._writers.append(writer)
+        return reader, writer

@@ -1,0 +1,182 @@
+"""A router's controller stepped by hand: short names for events, a clock that is told.
+
+After every step all that always holds is checked.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from vllm_kvpool.router.controller import Controller
+from vllm_kvpool.router.desk import Settings
+from vllm_kvpool.router.events import (
+    Action,
+    Added,
+    Arrived,
+    Cancelled,
+    DecodeBegan,
+    DecodeEnded,
+    Drain,
+    Event,
+    Failed,
+    Loaded,
+    Measured,
+    Outcome,
+    PrefillEnded,
+    Remove,
+    ReplicaSpec,
+    Sample,
+    SetRole,
+    Tick,
+    Warmed,
+)
+from vllm_kvpool.router.fleet import Replica
+from vllm_kvpool.router.overload import OverloadLimits
+from vllm_kvpool.router.requests import Ask, Phase, RequestId
+from vllm_kvpool.router.scaling import ScalingSettings
+from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.states import ReplicaId, Role, State
+
+BLOCK_SIZE = 16
+
+
+def spec(replica_id: str, *, is_ours: bool = False, host: str = "") -> ReplicaSpec:
+    """An engine at an address of its own."""
+    return ReplicaSpec(
+        replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", host=host, is_ours=is_ours
+    )
+
+
+def ask(request_id: str, tokens: int = 1000, output: int = 100, **more: Any) -> Ask:
+    """A request; long enough to be computed apart, unless told otherwise. `more`: as in `Ask`."""
+    made = Ask(request_id=RequestId(request_id), prompt_tokens=tokens, max_output_tokens=output)
+    return replace(made, **more)
+
+
+class Steps:
+    """Owned by a test."""
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        scaling: ScalingSettings | None = None,
+        overload: OverloadLimits | None = None,
+        shed: ShedLimits | None = None,
+    ) -> None:
+        self.controller = Controller(settings, scaling=scaling, overload=overload, shed=shed)
+        self.now = 0.0
+        self.history: list[Action] = []
+
+    def step(self, event: Event, after: float = 0.0) -> list[Action]:
+        """An event, so many seconds after the one before."""
+        self.now += after
+        actions = self.controller.step(event, self.now)
+        self.controller.check()
+        self.history += actions
+        return actions
+
+    def tick(self, after: float = 1.0) -> list[Action]:
+        return self.step(Tick(), after)
+
+    # Replicas
+
+    def serve(self, replica_id: str, role: Role, *, blocks: int = 1000) -> None:
+        """An engine that runs already is added, is found healthy, and says how large it is."""
+        self.step(Added(spec=spec(replica_id), role=role))
+        self.loaded(replica_id)
+        self.measure(replica_id, blocks=blocks)
+
+    def fleet(self, *, prefill: str = "", decode: str = "") -> None:
+        """Engines that serve: `fleet(prefill="a b", decode="c")`."""
+        for replica_id in prefill.split():
+            self.serve(replica_id, Role.PREFILL)
+        for replica_id in decode.split():
+            self.serve(replica_id, Role.DECODE)
+
+    def loaded(self, replica_id: str) -> list[Action]:
+        return self.step(Loaded(ReplicaId(replica_id)))
+
+    def failed(self, replica_id: str, why: str = "does not answer") -> list[Action]:
+        return self.step(Failed(ReplicaId(replica_id), why))
+
+    def warmed(self, replica_id: str) -> list[Action]:
+        return self.step(Warmed(ReplicaId(replica_id)))
+
+    def measure(
+        self, replica_id: str, *, blocks: int = 1000, used: int = 0, pool_is_up: bool = True
+    ) -> list[Action]:
+        sample = Sample(
+            total_blocks=blocks, used_blocks=used, block_size=BLOCK_SIZE, pool_is_up=pool_is_up
+        )
+        return self.step(Measured(ReplicaId(replica_id), sample))
+
+    def drain(self, replica_id: str) -> list[Action]:
+        return self.step(Drain(ReplicaId(replica_id)))
+
+    def remove(self, replica_id: str) -> list[Action]:
+        return self.step(Remove(ReplicaId(replica_id)))
+
+    def set_role(self, replica_id: str, role: Role) -> list[Action]:
+        return self.step(SetRole(ReplicaId(replica_id), role))
+
+    # Requests
+
+    def ask(
+        self, request_id: str, tokens: int = 1000, output: int = 100, **more: Any
+    ) -> list[Action]:
+        return self.step(Arrived(ask(request_id, tokens, output, **more)))
+
+    def cancel(self, request_id: str) -> list[Action]:
+        return self.step(Cancelled(RequestId(request_id)))
+
+    def prefilled(
+        self, request_id: str, replica_id: str, outcome: Outcome = Outcome.OK, *, saved: int = 0
+    ) -> list[Action]:
+        return self.step(
+            PrefillEnded(
+                request_id=RequestId(request_id),
+                replica=ReplicaId(replica_id),
+                outcome=outcome,
+                saved_tokens=saved,
+            )
+        )
+
+    def began(self, request_id: str) -> list[Action]:
+        return self.step(DecodeBegan(RequestId(request_id)))
+
+    def decoded(
+        self, request_id: str, replica_id: str, outcome: Outcome = Outcome.OK, *, output: int = 10
+    ) -> list[Action]:
+        return self.step(
+            DecodeEnded(
+                request_id=RequestId(request_id),
+                replica=ReplicaId(replica_id),
+                outcome=outcome,
+                output_tokens=output,
+            )
+        )
+
+    # What has come of it
+
+    def replica(self, replica_id: str) -> Replica:
+        return self.controller.desk.fleet[ReplicaId(replica_id)]
+
+    def state(self, replica_id: str) -> State:
+        return self.replica(replica_id).state
+
+    def states(self) -> dict[str, State]:
+        return {each.replica_id: each.state for each in self.controller.desk.fleet}
+
+    def phase(self, request_id: str) -> Phase | None:
+        """None: it has ended."""
+        request = self.controller.desk.requests.get(RequestId(request_id))
+        return request.phase if request else None
+
+    def place(self, request_id: str) -> str:
+        """The replica that has it."""
+        replica = self.controller.desk.requests[RequestId(request_id)].replica
+        assert replica is not None
+        return replica
+
+    def count(self, what: str) -> int:
+        return self.controller.desk.counts[what]

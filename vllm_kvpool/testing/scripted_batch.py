@@ -1,0 +1,363 @@
+"""Which sequences a scripted engine computes in a step, and how long that takes.
+
+Continuous batching as vLLM's scheduler does it: running sequences first, each one token or the
+next part of its prompt, then waiting ones in the order of their arrival, all within one budget of
+tokens and the blocks that are free. When running sequences need more, the newest is preempted and
+computed again. Waiting sequences look up their prefix in the own cache and in the pool; what the
+pool alone has is loaded beside the steps.
+
+Simpler than vLLM: equal prefixes do not share blocks, and the own cache keeps as many tokens as
+there are blocks, whoever uses them. Pure: time comes in. `check` holds after each call.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from vllm_kvpool.config import RequestOptions
+from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
+from vllm_kvpool.testing.scripted_spec import ScriptedSpec
+
+POLL_S = 0.005  # how often the pool is asked again for what a sequence expects
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    LOADED = "loaded"
+    RUNNING = "running"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens and what has been computed of them; all but `tokens` is the batch's own."""
+
+    tokens: list[int]
+    options: RequestOptions
+    chain: ChunkChain
+    arrival_s: float
+    num_prompt: int = 0
+    phase: Phase = Phase.WAITING
+    num_computed: int = 0
+    num_blocks: int = 0
+    num_cached: int | None = None  # what did not have to be computed when it first ran
+    num_saved_chunks: int = 0
+    loaded_s: float = 0.0  # when the load is over
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step does: who gets a token at its end, and which chunks may then be saved."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    sampled: list[Sequence] = field(default_factory=list)
+    computed_chunks: list[bytes] = field(default_factory=list)
+
+
+class Found(NamedTuple):
+    """Tokens that need not be computed; `stored_chunks` is what the pool has of the sequence."""
+
+    local: int
+    total: int
+    stored_chunks: int
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    preemptions: int = 0
+    looked_up_tokens: int = 0
+    local_hit_tokens: int = 0
+    pool_hit_tokens: int = 0
+    max_running: int = 0
+
+
+class PrefixCache:
+    """Chunks that the engine has itself, the longest unused leaving first."""
+
+    def __init__(self, max_chunks: int) -> None:
+        self._max_chunks = max_chunks
+        self._chunks: OrderedDict[bytes, None] = OrderedDict()
+
+    def count(self, hashes: Tokens[bytes]) -> int:
+        """How many of the hashes it has before the first that it has not."""
+        for number, chunk in enumerate(hashes):
+            if chunk not in self._chunks:
+                return number
+            self._chunks.move_to_end(chunk)
+        return len(hashes)
+
+    def add(self, hashes: Tokens[bytes]) -> None:
+        for chunk in hashes:
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk)
+        while len(self._chunks) > self._max_chunks:
+            self._chunks.popitem(last=False)
+
+
+class Batch:
+    """All unfinished sequences of an engine."""
+
+    def __init__(self, spec: ScriptedSpec, pool: ScriptedPool | None) -> None:
+        self._spec = spec
+        self._pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.loading: list[Sequence] = []
+        self.loaded: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.free_blocks = spec.kv_blocks
+        self.counts = BatchCounts()
+        capacity_tokens = spec.kv_blocks * spec.block_size if spec.prefix_caching else 0
+        self._cache = PrefixCache(capacity_tokens // spec.chunk_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_unfinished == 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.num_waiting + len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """All that do not run, those that load among them."""
+        return len(self.waiting) + len(self.loading) + len(self.loaded)
+
+    @property
+    def pool_is_up(self) -> bool | None:
+        """None without a pool."""
+        return None if self._pool is None else self._pool.is_up()
+
+    @property
+    def usage(self) -> float:
+        """The part of the blocks that is taken."""
+        return 1 - self.free_blocks / self._spec.kv_blocks
+
+    def add(self, sequence: Sequence) -> None:
+        """A request arrives."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence has finished or is given up; nothing happens if it is gone already."""
+        if sequence.phase is Phase.GONE:
+            return
+        match sequence.phase:
+            case Phase.RUNNING:
+                self.running.remove(sequence)
+            case Phase.LOADING:
+                self.loading.remove(sequence)
+            case Phase.LOADED:
+                self.loaded.remove(sequence)
+            case _:
+                self.waiting.remove(sequence)
+        self._free(sequence)
+        sequence.phase = Phase.GONE
+
+    def saved_tokens(self, sequence: Sequence) -> int:
+        """How many tokens of it are in the pool or on their way there."""
+        return sequence.num_saved_chunks * self._spec.chunk_tokens
+
+    def step(self, now: float) -> Step | None:
+        """Choose what to compute; None if there is nothing, until `wake_s` or the next change."""
+        self._take_loaded(now)
+        step = Step()
+        preemptions = self.counts.preemptions
+        index = 0
+        while index < len(self.running) and step.num_tokens < self._spec.max_num_batched_tokens:
+            self._advance(self.running[index], step)
+            index += 1
+        if preemptions == self.counts.preemptions:
+            self._admit_loaded(step)
+            self._admit_waiting(now, step)
+        if not step.num_tokens:
+            return None
+        step.seconds += self._spec.step_base_s
+        self.counts.max_running = max(self.counts.max_running, len(self.running))
+        return step
+
+    def wake_s(self, now: float) -> float | None:
+        """When, without any change, a step may be possible that is not now."""
+        times = [sequence.loaded_s for sequence in self.loading]
+        times += [now + POLL_S for each in self.waiting if self._expects(each, now)][:1]
+        return min(times, default=None)
+
+    def _num_new(self, sequence: Sequence, step: Step) -> int:
+        missing = len(sequence.tokens) - sequence.num_computed
+        return min(missing, self._spec.max_num_batched_tokens - step.num_tokens)
+
+    def _has_room(self, step: Step) -> bool:
+        """Whether one more sequence may run."""
+        is_full = len(self.running) >= self._spec.max_num_seqs
+        return not is_full and step.num_tokens < self._spec.max_num_batched_tokens
+
+    def _advance(self, sequence: Sequence, step: Step) -> None:
+        """Compute more of a running sequence, or preempt it."""
+        num_new = self._num_new(sequence, step)
+        while not self._take_blocks(sequence, sequence.num_computed + num_new):
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return
+        self._compute(sequence, num_new, step)
+
+    def _compute(self, sequence: Sequence, num_new: int, step: Step) -> None:
+        is_prefill = sequence.num_computed < sequence.num_prompt or num_new > 1
+        before = sequence.num_computed
+        sequence.num_computed += num_new
+        step.num_tokens += num_new
+        if is_prefill:
+            step.seconds += num_new / self._spec.prefill_tokens_per_s
+        else:
+            step.seconds += self._spec.decode_sequence_s
+        if sequence.num_computed == len(sequence.tokens):
+            step.sampled.append(sequence)
+        chunk = self._spec.chunk_tokens
+        if sequence.num_computed // chunk > before // chunk:
+            self._keep_chunks(sequence)
+        if self._pool is not None and sequence.options.save:
+            self._save_chunks(sequence, step)
+
+    def _keep_chunks(self, sequence: Sequence) -> None:
+        self._cache.add(sequence.chain.hashes(sequence.tokens, sequence.num_computed))
+
+    def _save_chunks(self, sequence: Sequence, step: Step) -> None:
+        computed = sequence.num_computed
+        if not self._spec.save_decode:
+            computed = min(computed, sequence.num_prompt)
+        if computed // self._spec.chunk_tokens > sequence.num_saved_chunks:
+            hashes = sequence.chain.hashes(sequence.tokens, computed)
+            step.computed_chunks += hashes[sequence.num_saved_chunks :]
+            sequence.num_saved_chunks = len(hashes)
+
+    def _run(self, sequence: Sequence, step: Step) -> bool:
+        """Compute the first part of a sequence; False if there are no blocks for it."""
+        num_new = self._num_new(sequence, step)
+        if not self._take_blocks(sequence, sequence.num_computed + num_new):
+            return False
+        self.running.append(sequence)
+        sequence.phase = Phase.RUNNING
+        self._compute(sequence, num_new, step)
+        return True
+
+    def _admit_loaded(self, step: Step) -> None:
+        while self.loaded and self._has_room(step):
+            sequence = self.loaded.popleft()
+            fits = self._run(sequence, step)
+            assert fits, "a load takes the blocks of the whole sequence"
+
+    def _admit_waiting(self, now: float, step: Step) -> None:
+        """Let waiting sequences run or load, in their order, as far as all fits."""
+        deferred: list[Sequence] = []
+        while self.waiting and self._has_room(step):
+            sequence = self.waiting[0]
+            if self._expects(sequence, now):
+                deferred.append(self.waiting.popleft())
+                continue
+            found = self._look_up(sequence)
+            sequence.num_saved_chunks = max(sequence.num_saved_chunks, found.stored_chunks)
+            if found.total > found.local:
+                begins = self._load(sequence, found, now)
+            else:
+                sequence.num_computed = found.total
+                begins = self._run(sequence, step)
+            if not begins:
+                break
+            self._count(sequence, found)
+            self.waiting.popleft()
+        self.waiting.extendleft(reversed(deferred))
+
+    def _expects(self, sequence: Sequence, now: float) -> bool:
+        """Whether it waits until the pool has more of it."""
+        options = sequence.options
+        wanted = min(options.expect_tokens, sequence.num_prompt) // self._spec.chunk_tokens
+        if self._pool is None or not options.load or not wanted or sequence.num_cached is not None:
+            return False
+        if now >= sequence.arrival_s + options.expect_timeout_ms / 1000 or not self._pool.is_up():
+            return False
+        hashes = sequence.chain.hashes(sequence.tokens, wanted * self._spec.chunk_tokens)
+        return self._pool.count(hashes) < wanted
+
+    def _look_up(self, sequence: Sequence) -> Found:
+        chunk, num_tokens = self._spec.chunk_tokens, len(sequence.tokens)
+        hashes = sequence.chain.hashes(sequence.tokens, num_tokens)
+        stored = 0
+        if self._pool is not None and sequence.options.load:
+            stored = self._pool.count(hashes)
+        # The last token is always computed: what follows it is wanted.
+        local = min(self._cache.count(hashes) * chunk, num_tokens - 1)
+        return Found(local, max(local, min(stored * chunk, num_tokens - 1)), stored)
+
+    def _load(self, sequence: Sequence, found: Found, now: float) -> bool:
+        """Begin to load; False if there are no blocks for it."""
+        # All that it needs for its first token, so that no load waits for the end of another.
+        if not self._take_blocks(sequence, len(sequence.tokens)):
+            return False
+        seconds = (found.total - found.local) / self._spec.load_tokens_per_s
+        sequence.loaded_s = now + self._spec.load_latency_s + seconds
+        sequence.num_computed = found.total
+        sequence.phase = Phase.LOADING
+        self.loading.append(sequence)
+        return True
+
+    def _count(self, sequence: Sequence, found: Found) -> None:
+        if sequence.num_cached is None:
+            sequence.num_cached = found.total
+            self.counts.looked_up_tokens += len(sequence.tokens)
+            self.counts.local_hit_tokens += found.local
+            self.counts.pool_hit_tokens += found.total - found.local
+
+    def _take_loaded(self, now: float) -> None:
+        for sequence in [each for each in self.loading if each.loaded_s <= now]:
+            self.loading.remove(sequence)
+            self.loaded.append(sequence)
+            sequence.phase = Phase.LOADED
+            self._keep_chunks(sequence)
+
+    def _missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        return -(-num_tokens // self._spec.block_size) - sequence.num_blocks
+
+    def _take_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
+        missing = max(0, self._missing_blocks(sequence, num_tokens))
+        if missing > self.free_blocks:
+            return False
+        self.free_blocks -= missing
+        sequence.num_blocks += missing
+        return True
+
+    def _free(self, sequence: Sequence) -> None:
+        self.free_blocks += sequence.num_blocks
+        sequence.num_blocks = 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.num_computed = 0
+        sequence.phase = Phase.WAITING
+        self.waiting.appendleft(sequence)
+        self.counts.preemptions += 1
+
+    def check(self) -> None:
+        """What always holds."""
+        kinds = {
+            Phase.WAITING: list(self.waiting),
+            Phase.LOADING: self.loading,
+            Phase.LOADED: list(self.loaded),
+            Phase.RUNNING: self.running,
+        }
+        for phase, sequences in kinds.items():
+            assert all(sequence.phase is phase for sequence in sequences)
+        everyone = [sequence for sequences in kinds.values() for sequence in sequences]
+        assert len(set(map(id, everyone))) == len(everyone)
+        taken = sum(sequence.num_blocks for sequence in everyone)
+        assert taken + self.free_blocks == self._spec.kv_blocks
+        assert self.free_blocks >= 0
+        for sequence in everyone:
+            assert 0 <= sequence.num_computed <= len(sequence.tokens)
+            if sequence.phase is Phase.RUNNING:
+                assert sequence.num_blocks * self._spec.block_size >= sequence.num_computed

@@ -1,0 +1,274 @@
+"""The engine behind a scripted server: a loop of steps that gives tokens to choices.
+
+Owned by the event loop in which it is made. What a choice says is given to its `on_delta` with
+every token, from the loop of steps and therefore to be taken quickly: None where there is nothing
+to say yet, and last what has a reason to finish.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from vllm_kvpool.testing.scripted_batch import Batch, Phase, Sequence, Step
+from vllm_kvpool.testing.scripted_bodies import Delta
+from vllm_kvpool.testing.scripted_metrics import EngineStats
+from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
+from vllm_kvpool.testing.scripted_requests import Ask
+from vllm_kvpool.testing.scripted_spec import ScriptedSpec
+from vllm_kvpool.testing.scripted_words import EOS_ID, Continuation, Detokenizer
+
+CATCH_UP_S = 0.05  # steps that are later than this are late for good
+SHORTEST_SLEEP_S = 0.0005  # less is not slept but made up for later
+_SEED_BITS = 62
+
+
+OnDelta: TypeAlias = Callable[["Choice", Delta | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence that answers a request."""
+
+    index: int
+    sequence: Sequence
+    words: Continuation
+    text: Detokenizer
+    max_tokens: int
+    ask: Ask
+    on_delta: OnDelta
+    num_tokens: int = 0
+    given: list[int] = field(default_factory=list)  # tokens since the last delta
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.sequence.tokens[: self.sequence.num_prompt]
+
+    def advance(self) -> Delta | None:
+        """One more token; what there is to say of it: of answers in one piece only the whole."""
+        token_id, ask = self.words.next(), self.ask
+        self.sequence.tokens.append(token_id)
+        self.num_tokens += 1
+        is_late = self.num_tokens >= ask.min_tokens
+        ends_text = token_id == EOS_ID and not ask.ignore_eos and is_late
+        is_stop = token_id in ask.stop_token_ids and is_late
+        stop_reason: str | int | None = token_id if is_stop and not ends_text else None
+        finish_reason = "stop" if ends_text or is_stop else None
+        if finish_reason is None and self.num_tokens >= self.max_tokens:
+            finish_reason = "length"
+        if not (ends_text or is_stop) or ask.include_stop:
+            stopped_by = self.text.add(token_id, self.num_tokens > ask.min_tokens)
+            if stopped_by is not None:
+                finish_reason, stop_reason = "stop", stopped_by
+        self.given.append(token_id)
+        if finish_reason is None and not ask.is_stream:
+            return None
+        return self._delta(finish_reason, stop_reason)
+
+    def abort(self) -> Delta:
+        """The end, by the engine's own decision."""
+        return self._delta("abort", None)
+
+    def _delta(self, finish_reason: str | None, stop_reason: str | int | None) -> Delta:
+        delta = Delta(
+            self.text.take(finish_reason is not None), self.given, finish_reason, stop_reason
+        )
+        self.given = []
+        return delta
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """What happened to an engine in all its lives."""
+
+    received: Counter[str] = field(default_factory=Counter)  # requests by path
+    finished: int = 0
+    aborted: int = 0  # by clients that went away
+    refused: int = 0
+    tokens: int = 0
+    max_running: int = 0
+    deaths: int = 0
+    # Of the last request for tokens: header names in lower case, and the body as it came.
+    last_headers: dict[str, str] = field(default_factory=dict)
+    last_body: bytes = b"null"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The last body."""
+        asked: dict[str, Any] = msgspec.json.decode(self.last_body)
+        return asked
+
+
+class EngineCore:
+    """One life of an engine process: computes what is submitted at the speed of the spec."""
+
+    def __init__(self, spec: ScriptedSpec, pool: ScriptedPool | None, counts: EngineCounts) -> None:
+        self.batch = Batch(spec, pool)
+        self.stats = EngineStats(started_s=time.time())
+        self.sleep_level: int | None = None
+        self._spec = spec
+        self._pool = pool
+        self._counts = counts
+        self._choices: dict[Sequence, Choice] = {}
+        self._puts: dict[int, asyncio.TimerHandle] = {}
+        self._num_puts = 0
+        self._is_frozen = False
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._run())
+
+    def stop(self) -> None:
+        """Forget all that is under way, what was still to be put into the pool included."""
+        self._task.cancel()
+        for put in self._puts.values():
+            put.cancel()
+        self._puts.clear()
+
+    def submit(self, ask: Ask, on_delta: OnDelta) -> list[Choice]:
+        """Queue what a request asks for: of each prompt as many choices as it wants."""
+        choices: list[Choice] = []
+        for prompt, max_tokens in zip(ask.prompts, ask.max_tokens, strict=True):
+            for _ in range(ask.n):
+                choice = self._choice(ask, prompt, max_tokens, len(choices), on_delta)
+                choices.append(choice)
+                self._choices[choice.sequence] = choice
+                self.batch.add(choice.sequence)
+        self._changed.set()
+        return choices
+
+    def _choice(
+        self, ask: Ask, prompt: list[int], max_tokens: int, index: int, on_delta: OnDelta
+    ) -> Choice:
+        seed = None
+        if ask.is_random:
+            seed = random.getrandbits(_SEED_BITS) if ask.seed is None else ask.seed + index
+        spec = self._spec
+        return Choice(
+            index=index,
+            sequence=Sequence(
+                tokens=list(prompt),
+                options=ask.options,
+                chain=ChunkChain(spec.model, ask.salt, spec.chunk_tokens),
+                arrival_s=self._now_s(),
+            ),
+            words=Continuation(
+                spec.model,
+                prompt,
+                eos_probability=spec.eos_probability,
+                wide_probability=spec.wide_probability,
+                seed=seed,
+            ),
+            text=Detokenizer(prompt, ask.stop, ask.include_stop),
+            max_tokens=max_tokens,
+            ask=ask,
+            on_delta=on_delta,
+        )
+
+    def abort(self, choices: Iterable[Choice]) -> bool:
+        """Give up what has not finished; whether there was any."""
+        left = [choice for choice in choices if self._choices.pop(choice.sequence, None)]
+        for choice in left:
+            self.batch.remove(choice.sequence)
+        self._changed.set()
+        return bool(left)
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop computing, or go on."""
+        self._is_frozen = frozen
+        self._changed.set()
+
+    def sleep(self, level: int, mode: str) -> None:
+        """Go to sleep: `abort` ends what is under way, `keep` lets it wait."""
+        self.sleep_level = level
+        for choice in list(self._choices.values()) if mode == "abort" else []:
+            self._retire(choice, "abort")
+            choice.on_delta(choice, choice.abort())
+
+    def wake(self) -> None:
+        """Go on computing."""
+        self.sleep_level = None
+        self._changed.set()
+
+    def saved_tokens(self, choice: Choice) -> dict[str, dict[str, int]] | None:
+        """What the connector answers of a finished request."""
+        if self._pool is None or not choice.ask.options.save:
+            return None
+        return {"kvpool": {"tokens": self.batch.saved_tokens(choice.sequence)}}
+
+    def _now_s(self) -> float:
+        return self._loop.time() * self._spec.time_scale
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._is_frozen or self.sleep_level is not None
+
+    async def _run(self) -> None:
+        due = self._loop.time()
+        while True:
+            step = None if self._is_paused else self.batch.step(self._now_s())
+            if step is None:
+                await self._wait()
+                due = self._loop.time()
+                continue
+            due = max(due, self._loop.time() - CATCH_UP_S) + step.seconds / self._spec.time_scale
+            delay = due - self._loop.time()
+            await asyncio.sleep(delay if delay > SHORTEST_SLEEP_S else 0)
+            while self._is_frozen:
+                self._changed.clear()
+                await self._changed.wait()
+            self._finish(step)
+
+    async def _wait(self) -> None:
+        """Until something changes or the batch says so."""
+        self._changed.clear()
+        timer = None
+        wake_s = None if self._is_paused else self.batch.wake_s(self._now_s())
+        if wake_s is not None:
+            delay = (wake_s - self._now_s()) / self._spec.time_scale
+            timer = self._loop.call_later(max(delay, SHORTEST_SLEEP_S), self._changed.set)
+        await self._changed.wait()
+        if timer is not None:
+            timer.cancel()
+
+    def _finish(self, step: Step) -> None:
+        """The step is over: its tokens are there, and its chunks are on their way."""
+        self._counts.max_running = max(self._counts.max_running, self.batch.counts.max_running)
+        if step.computed_chunks:
+            self._num_puts += 1
+            self._puts[self._num_puts] = self._loop.call_later(
+                self._spec.put_s / self._spec.time_scale,
+                self._put,
+                self._num_puts,
+                step.computed_chunks,
+            )
+        for sequence in step.sampled:
+            if sequence.phase is Phase.RUNNING:  # and not given up in the meantime
+                self._give_token(self._choices[sequence])
+
+    def _give_token(self, choice: Choice) -> None:
+        if not choice.num_tokens:
+            self.stats.prompt_tokens += choice.sequence.num_prompt
+            self.stats.first_token(self._now_s() - choice.sequence.arrival_s)
+        delta = choice.advance()
+        self.stats.generation_tokens += 1
+        self._counts.tokens += 1
+        if delta is not None and delta.finish_reason is not None:
+            self._retire(choice, delta.finish_reason)
+            self._counts.finished += 1
+        choice.on_delta(choice, delta)
+
+    def _retire(self, choice: Choice, finish_reason: str) -> None:
+        self.batch.remove(choice.sequence)
+        del self._choices[choice.sequence]
+        self.stats.finished[finish_reason] += 1
+
+    def _put(self, number: int, chunks: list[bytes]) -> None:
+        del self._puts[number]
+        assert self._pool is not None
+        num_tokens = self._pool.put(chunks) * self._spec.chunk_tokens
+        self.stats.saved_bytes += num_tokens * self._spec.kv_bytes_per_token

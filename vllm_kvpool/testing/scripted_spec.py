@@ -1,0 +1,135 @@
+"""What a scripted engine is: its size, its speed, and the faults it can be given.
+
+All values of a spec in seconds or per second are the engine's own time, of which `time_scale`
+seconds pass in one; those of a fault are real.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedSpec:
+    """One engine. ValueError for what vLLM would not start with."""
+
+    model: str = "scripted"
+    version: str = "0.32.0"
+    max_model_len: int = 8192
+    max_num_seqs: int = 256
+    max_num_queued_reqs: int = 0
+    """Requests that may be unfinished before others are refused; 0: any number."""
+    api_key: str = ""
+    """What must follow `Authorization: Bearer`; empty: nothing."""
+    enable_prompt_tokens_details: bool = False
+    keep_alive_s: float = 5.0
+    """Real seconds until a connection without a request is closed, as vLLM does."""
+
+    eos_probability: float = 0.0
+    wide_probability: float = 0.02
+    """How often a character of several tokens begins."""
+    default_temperature: float = 1.0
+    """vLLM's own: only requests that ask for 0 are greedy."""
+
+    step_base_s: float = 0.004
+    decode_sequence_s: float = 0.0002
+    """What each sequence that decodes adds to a step."""
+    prefill_tokens_per_s: float = 20_000.0
+    max_num_batched_tokens: int = 2048
+    time_scale: float = 1.0
+
+    block_size: int = 16
+    kv_blocks: int = 4096
+    prefix_caching: bool = True
+    kv_bytes_per_token: int = 65_536
+
+    chunk_tokens: int = 256
+    put_s: float = 0.02
+    """From the step that computes a chunk until the pool has it."""
+    load_tokens_per_s: float = 200_000.0
+    load_latency_s: float = 0.002
+    save_decode: bool = False
+
+    load_s: float = 0.0
+    """From the start until the model is loaded."""
+    listens_while_loading: bool = False
+    """Answer 503 while loading; vLLM itself does not listen."""
+
+    def __post_init__(self) -> None:
+        if self.max_model_len > self.kv_blocks * self.block_size:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} exceeds the {self.kv_blocks} blocks of "
+                f"{self.block_size} tokens"
+            )
+        positive = {
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "load_tokens_per_s": self.load_tokens_per_s,
+            "block_size": self.block_size,
+            "chunk_tokens": self.chunk_tokens,
+            "time_scale": self.time_scale,
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive")
+        if not 0 <= self.eos_probability + self.wide_probability <= 1:
+            raise ValueError("eos_probability and wide_probability must be together 0 to 1")
+
+
+class FaultKind(Enum):
+    """What goes wrong. What is done to streams is done to answers in one piece, too."""
+
+    # The engine as a whole, at once or when a request has `after_tokens` tokens
+    DIE = "die"  # nobody listens, all connections end, what was not in the pool is lost
+    # The engine as a whole, at once
+    REFUSE = "refuse"  # nobody listens; requests that are there go on
+    FREEZE = "freeze"  # takes connections and requests, and does nothing
+    # Requests when they arrive
+    HANG = "hang"  # no answer
+    SLOW = "slow"  # the answer begins `seconds` late
+    STATUS = "status"  # `status`, `body` and `content_type` instead of an answer
+    BUSY = "busy"  # refused as vLLM refuses what is more than its queue may hold
+    NOT_HTTP = "not_http"  # bytes that are no HTTP, then the end of the connection
+    WRONG_TYPE = "wrong_type"  # the true answer with `content_type`
+    # Requests that have `after_tokens` tokens
+    STALL = "stall"  # nothing more comes, the connection stays
+    CUT = "cut"  # the connection ends
+    NO_DONE = "no_done"  # the stream ends well, without [DONE]
+    BROKEN_JSON = "broken_json"  # one event that is no JSON, then on
+    ERROR = "error"  # vLLM's own error within a stream
+
+
+ENGINE_KINDS = frozenset({FaultKind.DIE, FaultKind.REFUSE, FaultKind.FREEZE})
+STREAM_KINDS = frozenset(
+    {FaultKind.DIE, FaultKind.STALL, FaultKind.CUT}
+    | {FaultKind.NO_DONE, FaultKind.BROKEN_JSON, FaultKind.ERROR}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong, from when it is set until it is cleared or used up."""
+
+    kind: FaultKind
+    after_tokens: int | None = None
+    """Generated tokens of a request after which it happens. None: at the end for `NO_DONE`, at
+    once for the engine as a whole, else 0, before the first token."""
+    times: int = 0
+    """How many requests it befalls; 0: all."""
+    seconds: float = 0.0
+    """Until the engine is back after `DIE`, `REFUSE` and `FREEZE` (0: never by itself); how late
+    the answer of `SLOW` begins."""
+    paths: tuple[str, ...] = GENERATION_PATHS
+    """Which requests: beginnings of their paths."""
+    request_id: str = ""
+    """Only the request with this `X-Request-Id`."""
+    status: int = 500
+    body: str = "<html>oops</html>"
+    content_type: str = "text/html"
+
+    def at_once(self) -> bool:
+        """Whether it befalls the engine without waiting for a request."""
+        return self.kind in ENGINE_KINDS and self.after_tokens is None

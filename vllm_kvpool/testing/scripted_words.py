@@ -1,0 +1,219 @@
+"""The words of the scripted engine: tokens, what follows them, and their text.
+
+A token is the end of the text, a byte, or a word of two to five characters: at most four lower
+case letters with or without a space before them. Every id but the last one's own has text of its
+own, and the text of words and whole characters is cut into the same tokens again.
+
+What follows is a hash of every token before it and of the model's name, so that a prompt with a
+part of its continuation is continued as the prompt was. Some tokens are bytes of longer characters.
+Pure, and the same in every process.
+"""
+
+import re
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+import xxhash
+
+EOS_ID = 0
+_FIRST_BYTE = 1
+_FIRST_WORD = _FIRST_BYTE + 256
+_LETTERS = 26
+_MOST_LETTERS = 4
+_PIECE = re.compile(rb" ?[a-z]{1,4}|.", re.DOTALL)
+_UNKNOWN = "\ufffd"  # what half a character decodes to
+_LONGEST_CHAR = 4  # bytes
+_ODDS = 1 << 16
+_CACHED_WORDS = 1 << 16
+
+
+def _kinds() -> list[tuple[int, bool, int]]:
+    """(first id, has a space, letters) of each kind of word; one letter alone is a byte."""
+    kinds, first = [], _FIRST_WORD
+    for space, fewest in ((False, 2), (True, 1)):
+        for letters in range(fewest, _MOST_LETTERS + 1):
+            kinds.append((first, space, letters))
+            first += _LETTERS**letters
+    return [*kinds, (first, False, 0)]
+
+
+_KINDS = _kinds()
+_FIRST_OF = {(space, letters): first for first, space, letters in _KINDS}
+VOCAB_SIZE = _KINDS[-1][0]
+
+
+@lru_cache(_CACHED_WORDS)
+def _id_of(piece: bytes) -> int:
+    if len(piece) == 1:
+        return _FIRST_BYTE + piece[0]
+    letters = piece.lstrip(b" ")
+    value = 0
+    for letter in letters:
+        value = value * _LETTERS + letter - ord("a")
+    return _FIRST_OF[len(letters) < len(piece), len(letters)] + value
+
+
+@lru_cache(_CACHED_WORDS)
+def token_bytes(token_id: int) -> bytes:
+    """The text of a token, which may be a part of a character. ValueError if there is none."""
+    if not 0 <= token_id < VOCAB_SIZE:
+        raise ValueError(f"Token id {token_id} is out of vocabulary")
+    if token_id < _FIRST_WORD:
+        return b"" if token_id == EOS_ID else bytes([token_id - _FIRST_BYTE])
+    first, space, letters = next(kind for kind in reversed(_KINDS) if kind[0] <= token_id)
+    value, word = token_id - first, b""
+    for _ in range(letters):
+        value, letter = divmod(value, _LETTERS)
+        word = bytes([ord("a") + letter]) + word
+    return b" " + word if space else word
+
+
+def encode(text: str) -> list[int]:
+    """The tokens of a text."""
+    return [_id_of(piece) for piece in _PIECE.findall(text.encode(errors="surrogatepass"))]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """The text of tokens; what is no character of UTF-8 becomes a replacement character."""
+    return b"".join(map(token_bytes, token_ids)).decode(errors="replace")
+
+
+def _spoken() -> tuple[int, ...]:
+    """The words that are generated: a space, and twice a consonant and a vowel."""
+    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+    return tuple(_id_of(f" {one}{two}".encode()) for one in syllables for two in syllables)
+
+
+_SPOKEN = _spoken()
+# What may follow the first bytes of a character: letters with accents, arrows, faces.
+_REST = {
+    b"\xc3": range(0xA0, 0xC0),
+    b"\xe2": range(0x86, 0x87),
+    b"\xe2\x86": range(0x90, 0x9A),
+    b"\xf0": range(0x9F, 0xA0),
+    b"\xf0\x9f": range(0x98, 0x99),
+    b"\xf0\x9f\x98": range(0x80, 0x90),
+}
+_STARTS = tuple(first for first in _REST if len(first) == 1)
+
+
+class Continuation:
+    """The tokens that follow a prompt, one after the other.
+
+    Greedy without a `seed`. With one, what is generated depends on where the prompt ended, too:
+    an engine that is given prompt and half an answer draws other numbers for the rest.
+    """
+
+    __slots__ = ("_eos", "_hash", "_partial", "_wide")
+
+    def __init__(
+        self,
+        model: str,
+        prompt: Sequence[int],
+        *,
+        eos_probability: float,
+        wide_probability: float,
+        seed: int | None = None,
+    ) -> None:
+        drawn = "" if seed is None else f"{seed} {len(prompt)}"
+        self._hash = xxhash.xxh64(f"{model}\0{drawn}\0".encode())
+        self._hash.update(struct.pack(f"<{len(prompt)}I", *prompt))
+        self._eos = round(eos_probability * _ODDS)
+        self._wide = self._eos + round(wide_probability * _ODDS)
+        end = b"".join(map(token_bytes, prompt[-_LONGEST_CHAR:]))
+        self._partial = next((p for p in _REST if end.endswith(p)), b"")
+
+    def next(self) -> int:
+        """One more token."""
+        drawn = self._hash.intdigest()
+        odds, choice = drawn % _ODDS, drawn // _ODDS
+        if self._partial:
+            token_id = self._continue_char(choice)
+        elif odds < self._eos:
+            token_id = EOS_ID
+        elif odds < self._wide:
+            self._partial = _STARTS[choice % len(_STARTS)]
+            token_id = _FIRST_BYTE + self._partial[0]
+        else:
+            token_id = _SPOKEN[choice % len(_SPOKEN)]
+        self._hash.update(token_id.to_bytes(4, "little"))
+        return token_id
+
+    def _continue_char(self, choice: int) -> int:
+        options = _REST[self._partial]
+        byte = options[choice % len(options)]
+        so_far = self._partial + bytes([byte])
+        self._partial = so_far if so_far in _REST else b""
+        return _FIRST_BYTE + byte
+
+
+@lru_cache(_CACHED_WORDS)
+def _whole_text(token_id: int) -> str | None:
+    """The text of a token that is whole characters; None where bytes are missing."""
+    try:
+        return token_bytes(token_id).decode()
+    except UnicodeDecodeError:
+        return None
+
+
+class Detokenizer:
+    """Text of a growing answer, as vLLM's fast detokenizer gives it.
+
+    Withheld are characters that are not complete and, with stop strings, as many characters as
+    may still be the beginning of one. If the prompt ends within a character, the text that
+    completes it is the text of the whole prompt, too: so does the decode stream of `tokenizers`
+    (0.23), whose prefix is then empty.
+    """
+
+    __slots__ = ("_bytes", "_given", "_hold_back", "_includes_stop", "_stop", "_text")
+
+    def __init__(
+        self, prompt: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False
+    ) -> None:
+        self._bytes = b""
+        if decode(prompt[-_LONGEST_CHAR:]).endswith(_UNKNOWN):
+            self._bytes = b"".join(map(token_bytes, prompt))
+        self._stop = tuple(stop)
+        self._includes_stop = include_stop
+        excluded = () if include_stop else self._stop
+        self._hold_back = max((len(text) - 1 for text in excluded), default=0)
+        self._text = ""
+        self._given = 0
+
+    def add(self, token_id: int, look_for_stop: bool = True) -> str | None:
+        """Take a token; the stop string that it completes, where the text now ends."""
+        new = None if self._bytes else _whole_text(token_id)
+        if new is None:
+            self._bytes += token_bytes(token_id)
+            new = self._bytes.decode(errors="replace")
+            if new.endswith(_UNKNOWN):
+                new = ""
+            else:
+                self._bytes = b""
+        self._text += new
+        return self._find_stop(len(new)) if self._stop and look_for_stop and new else None
+
+    def _find_stop(self, num_new: int) -> str | None:
+        found: list[tuple[int, int, str]] = []
+        for order, stop in enumerate(self._stop):
+            start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), order, stop))
+        if not found:
+            return None
+        end, _, stop = min(found)
+        self._text = self._text[: end if self._includes_stop else end - len(stop)]
+        return stop
+
+    def take(self, finished: bool) -> str:
+        """The text since the last call, all of it once the answer is finished."""
+        end = len(self._text) - (0 if finished else self._hold_back)
+        if end <= self._given:
+            return ""
+        text = self._text[self._given : end]
+        if self._stop:
+            self._given = end
+        else:
+            self._text = ""  # nobody will look at it again
+        return text
