@@ -7,14 +7,14 @@ OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
 TRITON_VENV ?= .venv-triton
 SET ?= all
-HERE := not gpu and not triton and not matrix
+HERE := not gpu and not triton and not matrix and not deploy
 FAST := $(HERE) and not e2e and not mooncake and not s3 and not slow
 # What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
 export VENV TRITON_VENV
 
-.PHONY: help setup demo test test-fast test-matrix test-triton gpu-test gpu-bench soak check bench \
+.PHONY: help setup demo up load test test-fast test-deploy test-matrix test-triton gpu-test gpu-bench soak check bench \
 	format clean
 
 help:
@@ -31,6 +31,19 @@ demo: setup
 ## make test       the whole suite, real engines included
 test: setup test-triton
 	$(PYTHON) -m pytest -m "$(HERE)"
+
+## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream
+test-deploy: setup
+	$(PYTHON) -m pytest -m "deploy or e2e" tests/deploy
+
+## make up         such a deployment to try, until Ctrl-C; ARGS="--prefill 1 --decode 1" for a smaller one
+up: setup
+	$(PYTHON) examples/07_router.py $(ARGS)
+
+## make load       a bursty load on it, a live view, up/load.png; ARGS="--set seconds=30" and the like
+load: setup
+	. up/addresses.sh && $(PYTHON) -m vllm_kvpool.cli load $$FRONT --admin $$ADMIN \
+		--token-file up/token --out up/load $(ARGS)
 
 ## make test-triton  GPU kernels in Triton's interpreter, in an environment of their own
 test-triton:

@@ -1,0 +1,57 @@
+"""Two prefill and two decode engines of a tiny model on this machine, and a router in front.
+
+    python examples/07_router.py               until Ctrl-C; `make load` beside it
+    python examples/07_router.py --prefill 1 --decode 1 --once
+
+Engines are real vLLM servers on CPU; they share a pool of files. All that is written is below
+`up/`: the router's configuration, its log and those of the engines. The planner only says what it
+would do (`dry_run`); roles can be changed at the administration's address, with the token.
+"""
+
+import argparse
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+from vllm_kvpool.testing.deployment import TOKEN, Deployment, DeploymentSpec
+from vllm_kvpool.testing.stream_client import complete
+
+UP = Path("up")
+QUESTION = "tell me a story about a router that never lost a token of any stream " * 8
+
+
+def main() -> None:
+    """Start, ask once, wait."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--once", action="store_true", help="end after the first answer")
+    args = parser.parse_args()
+    shutil.rmtree(UP, ignore_errors=True)
+    spec = DeploymentSpec(
+        prefill=args.prefill, decode=args.decode, sections={"planner": {"mode": "dry_run"}}
+    )
+    print(f"starting {args.prefill} prefill and {args.decode} decode engines (a minute or two)")
+    began = time.monotonic()
+    deployment = Deployment.start(spec, UP.absolute())
+    try:
+        (UP / "addresses.sh").write_text(f"FRONT={deployment.front}\nADMIN={deployment.admin}\n")
+        (UP / "token").write_text(TOKEN)
+        print(f"up after {time.monotonic() - began:.0f} s; logs and configuration: {UP}/")
+        print(f"clients:     {deployment.front}/v1   model: tiny")
+        print(f"status page: {deployment.admin}/#token={TOKEN}")
+        told = complete(deployment.front, QUESTION, max_tokens=16)
+        print(f"first answer: {len(told.token_ids)} tokens, {told.usage}")
+        if not args.once:
+            print("make load  in another terminal; Ctrl-C here ends everything")
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(1)
+    finally:
+        print("ending")
+        deployment.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The router in front of a real prefill and a real decode engine, each in its own process.
+
+Both are killed here, one after the other, with `kill -9` in mid-stream: what a client reads must be
+what it would have read anyhow.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from vllm_kvpool.testing.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
+from vllm_kvpool.testing.stream_client import chat, complete, once_at, words
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TOKENS = 96
+PREFILL, DECODE = "here-{0}", "here-{1}"
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    started = Deployment.start(
+        # Every prompt is worth a separate prefill here, however short.
+        DeploymentSpec(),
+        tmp_path_factory.mktemp("deployment"),
+    )
+    yield started
+    started.stop()
+
+
+def replica_in(deployment: Deployment, state: str) -> str:
+    return next(name for name, each in deployment.states().items() if each == state)
+
+
+def metric(deployment: Deployment, replica: str, name: str) -> float:
+    """A counter of an engine, summed over its labels."""
+    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
+    text = httpx.get(f"{urls[replica]}/metrics", timeout=30).text
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
+    deployment: Deployment,
+) -> None:
+    prefill, decode = replica_in(deployment, "prefill"), replica_in(deployment, "decode")
+    hits = metric(deployment, decode, "vllm:kvpool_hit_tokens_total")
+    told = complete(deployment.front, words(1, 150), max_tokens=8)
+    assert (told.status, told.finish, told.is_done) == (200, "length", True)
+    assert len(told.token_ids) == 8
+    assert told.usage is not None
+    assert told.usage["completion_tokens"] == 8
+    prompt = told.usage["prompt_tokens"]
+    found = metric(deployment, decode, "vllm:kvpool_hit_tokens_total") - hits
+    assert found >= prompt - 2 * deployment.spec.chunk_tokens
+    assert metric(deployment, prefill, "vllm:prompt_tokens_total") >= prompt
+
+
+def test_what_is_not_streamed_and_chats_pass(deployment: Deployment) -> None:
+    body = {"model": MODEL, "prompt": words(2, 100), "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{deployment.front}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    told = chat(deployment.front, words(3, 100), max_tokens=4)
+    assert (told.status, told.finish, told.is_done) == (200, "length", True)
+    models = httpx.get(f"{deployment.front}/v1/models", timeout=30).json()
+    assert [each["id"] for each in models["data"]] == [MODEL]
+    unknown = httpx.post(
+        f"{deployment.front}/v1/completions", json={**body, "model": "other"}, timeout=60
+    )
+    assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("ask", [complete, chat], ids=["completion", "chat"])
+def test_decode_is_killed_in_mid_stream(deployment: Deployment, ask) -> None:  # type: ignore[no-untyped-def]
+    deployment.wait_for_engines(1, 1)
+    prompt = words(4 if ask is complete else 5, 120)
+    undisturbed = ask(deployment.front, prompt, max_tokens=TOKENS)
+    decode = replica_in(deployment, "decode")
+    killed = deployment.engine_pid(decode)
+    kill = once_at(TOKENS // 3, lambda: deployment.kill_engine(decode))
+    told = ask(deployment.front, prompt, kill, max_tokens=TOKENS)
+    assert (told.text, told.token_ids) == (undisturbed.text, undisturbed.token_ids)
+    assert (told.finish, told.usage["completion_tokens"], told.is_done) == ("length", TOKENS, True)
+    assert told.error is None
+    # The router starts it again.
+    deployment.wait(lambda: deployment.is_back(decode, killed, "decode"), START_TIMEOUT_S)
+
+
+def test_prefill_is_killed_and_requests_go_on(deployment: Deployment) -> None:
+    deployment.wait_for_engines(1, 1)
+    prefill = replica_in(deployment, "prefill")
+    killed = deployment.engine_pid(prefill)
+    deployment.kill_engine(prefill)
+    told = complete(deployment.front, words(6, 150), max_tokens=8)
+    assert (told.status, told.finish, len(told.token_ids)) == (200, "length", 8)
+    deployment.wait(lambda: deployment.is_back(prefill, killed, "prefill"), START_TIMEOUT_S)
+
+
+def test_the_router_is_killed_and_finds_its_engines_again(deployment: Deployment) -> None:
+    deployment.wait_for_engines(1, 1)
+    names = set(deployment.states())
+    pids = {name: deployment.engine_pid(name) for name in names}
+    deployment.kill_router()
+    deployment.start_router()
+    began = time.monotonic()
+    deployment.wait_for_engines(1, 1)
+    assert time.monotonic() - began < 30
+    assert {name: deployment.engine_pid(name) for name in deployment.states()} == pids
+    told = complete(deployment.front, words(7, 100), max_tokens=4)
+    assert (told.status, len(told.token_ids)) == (200, 4)
+
+
+def test_roles_are_exchanged_without_a_restart(deployment: Deployment) -> None:
+    deployment.wait_for_engines(1, 1)
+    prefill, decode = replica_in(deployment, "prefill"), replica_in(deployment, "decode")
+    pids = {name: deployment.engine_pid(name) for name in (prefill, decode)}
+    deployment.order("POST", f"/replicas/{prefill}/role?force=true", {"role": "decode"})
+    deployment.wait(lambda: deployment.states()[prefill] == "decode", 60)
+    deployment.order("POST", f"/replicas/{decode}/role", {"role": "prefill"})
+    deployment.wait(lambda: deployment.states()[decode] == "prefill", 60)
+    told = complete(deployment.front, words(8, 120), max_tokens=8)
+    assert (told.status, len(told.token_ids)) == (200, 8)
+    assert {name: deployment.engine_pid(name) for name in (prefill, decode)} == pids
+
+
+def test_engines_end_with_the_router(tmp_path: Path, deployment: Deployment) -> None:
+    pids = [deployment.engine_pid(name) for name in deployment.states()]
+    deployment.stop()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]
