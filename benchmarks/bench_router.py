@@ -1,0 +1,272 @@
+"""The router against vLLM's own (package vllm-router) in front of the same scripted engines.
+
+    VLLM_ROUTER=path/to/vllm-router python benchmarks/bench_router.py [--json FILE] [--quick]
+
+Engines, router and load are a process each. Engines compute nothing: they take as long as their
+`ScriptedSpec` says, with batches, queues and limits of memory, so that both routers face the same.
+Two questions: what a router adds to a request and how many it can pass on; what happens to those it
+lets in at twice the load that can be sustained. Without VLLM_ROUTER the peer's rows are missing.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.common import Result, Row, Target, percentile, run_script
+from vllm_kvpool.router.load import run_load
+from vllm_kvpool.router.load_stats import LoadResult, Outcome
+from vllm_kvpool.router.load_trace import LoadSpec
+
+READY_TIMEOUT_S = 30.0
+TTFT_TARGET_S = 3.0
+CLIENTS = 256
+FAST = ("--step-base-s", "0", "--decode-sequence-s", "0", "--prefill-tokens-per-s", "1e9")
+BUSY = (
+    *("--step-base-s", "0.01", "--decode-sequence-s", "0.0005"),
+    *("--prefill-tokens-per-s", "8000", "--kv-blocks", "1024", "--max-num-seqs", "32"),
+)
+PEER = os.environ.get("VLLM_ROUTER", "")
+OURS, THEIRS, DIRECT = "ours, whole", "vllm-router, whole", "no router"
+OURS_PD, THEIRS_PD = "ours, PD", "vllm-router, PD"
+
+
+def free_ports(count: int) -> list[int]:
+    """Consecutive ports, free when looked at."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1])
+        with contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+            return list(range(first, first + count))
+
+
+@contextlib.contextmanager
+def process(command: Sequence[str], log: Path) -> Iterator[None]:
+    with log.open("wb") as out:
+        started = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        try:
+            yield
+        finally:
+            os.killpg(started.pid, signal.SIGTERM)
+            try:
+                started.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+
+
+def wait_ready(url: str, log: Path) -> None:
+    async def ask() -> bool:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "scripted", "prompt": "hello", "max_tokens": 1}
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                return answer.status == 200
+
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            if asyncio.run(ask()):
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{url} does not get ready\n{log.read_text()[-2000:]}")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def side(name: str, engine_args: Sequence[str], scratch: Path) -> Iterator[str]:
+    """Four engines, and one router in front of them (or none); the address for clients."""
+    ports = free_ports(4)
+    front, admin = free_ports(2)
+    python, urls = sys.executable, [f"http://127.0.0.1:{port}" for port in ports]
+    engines = [
+        *(python, "-m", "vllm_kvpool.testing.scripted_engine", "--count", "4"),
+        *("--port", str(ports[0]), "--pool", "memory", "--eos-probability", "0", *engine_args),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process(engines, scratch / "engines.log"))
+        wait_ready(urls[0], scratch / "engines.log")
+        if name == DIRECT:
+            yield urls[0]
+            return
+        if name in (OURS, OURS_PD):
+            command = [python, "-m", "vllm_kvpool.cli", "router", "--log-level", "warning"]
+            command += ["--config", str(write_config(name, scratch, urls, front, admin))]
+        else:
+            command = [PEER, "--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
+            command += ["--prometheus-port", str(admin)]
+            if name == THEIRS:
+                command += ["--worker-urls", *urls]
+            else:
+                command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+                for url in urls[:2]:
+                    command += ["--prefill", url]
+                for url in urls[2:]:
+                    command += ["--decode", url]
+        stack.enter_context(process(command, scratch / "router.log"))
+        url = f"http://127.0.0.1:{front}"
+        wait_ready(url, scratch / "router.log")
+        if name in (OURS, OURS_PD):
+            time.sleep(2.0)  # until all replicas serve; one is enough to be ready
+        yield url
+
+
+def write_config(name: str, scratch: Path, urls: Sequence[str], front: int, admin: int) -> Path:
+    lines = [
+        f'front.listen = "127.0.0.1:{front}"',
+        f'admin.listen = "127.0.0.1:{admin}"',
+        f"overload.ttft_target_s = {TTFT_TARGET_S}",
+    ]
+    for number, url in enumerate(urls):
+        role = "both" if name == OURS else "prefill" if number < 2 else "decode"
+        lines += ["[[replicas]]", f'url = "{url}"', f'role = "{role}"']
+    path = scratch / "router.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+async def one_after_the_other(url: str, count: int) -> list[float]:
+    """Seconds of short requests, one at a time on a kept connection."""
+    body = {"model": "scripted", "prompt": "a short prompt", "max_tokens": 4, "temperature": 0}
+    seconds = []
+    async with aiohttp.ClientSession() as session:
+        for _ in range(count):
+            began = time.perf_counter()
+            async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as got:
+                await got.read()
+                assert got.status == 200, got.status
+            seconds.append(time.perf_counter() - began)
+    return seconds[count // 10 :]
+
+
+async def many_at_once(url: str, clients: int, seconds: float, body: Row) -> float:
+    """Requests per second of so many clients, each with one request at a time."""
+    done = 0
+    until = time.monotonic() + seconds
+
+    async def client(session: aiohttp.ClientSession, number: int) -> None:
+        nonlocal done
+        turn = 0
+        while time.monotonic() < until:
+            turn += 1
+            prompt = f"{number} {turn} {body['prompt']}"
+            async with session.post(
+                f"{url}/v1/completions", json={**body, "prompt": prompt}
+            ) as got:
+                await got.read()
+                done += got.status == 200
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(client(session, number) for number in range(clients)))
+    return done / seconds
+
+
+def passing(result: Result, scratch: Path, quick: bool) -> None:
+    """What a router adds, and how much it passes on."""
+    count, seconds = (200, 2.0) if quick else (2000, 8.0)
+    body: Row = {"model": "scripted", "prompt": "short", "max_tokens": 4, "stream": True}
+    times: dict[str, list[float]] = {}
+    for _ in range(1 if quick else 3):
+        for name in [DIRECT, OURS, *([THEIRS] if PEER else [])]:
+            with side(name, FAST, scratch) as url:
+                times.setdefault(name, []).extend(asyncio.run(one_after_the_other(url, count // 2)))
+    rates = {}
+    for name in times:
+        with side(name, FAST, scratch) as url:
+            rates[name] = asyncio.run(many_at_once(url, 64, seconds, body))
+    for name, each in times.items():
+        result.rows.append(
+            {
+                "what": "short requests",
+                "side": name,
+                "p50 ms": 1e3 * percentile(each, 0.5),
+                "p99 ms": 1e3 * percentile(each, 0.99),
+                "added p50 ms": 1e3 * (percentile(each, 0.5) - percentile(times[DIRECT], 0.5)),
+                "added p99 ms": 1e3 * (percentile(each, 0.99) - percentile(times[DIRECT], 0.99)),
+                "requests/s": rates[name],
+            }
+        )
+    added = 1e3 * (percentile(times[OURS], 0.5) - percentile(times[DIRECT], 0.5))
+    result.targets.append(Target("added latency, p50", added, 3.0, at_least=False, unit="ms"))
+
+
+def overload(result: Result, scratch: Path, quick: bool) -> None:
+    """Twice the load that the faster of the two sustains."""
+    seconds = 8.0 if quick else 30.0
+    body: Row = {"model": "scripted", "prompt": "word " * 800, "max_tokens": 64, "stream": True}
+    names = [OURS, OURS_PD, *([THEIRS, THEIRS_PD] if PEER else [])]
+    sustained = {}
+    for name in names:
+        with side(name, BUSY, scratch) as url:
+            sustained[name] = asyncio.run(many_at_once(url, CLIENTS, seconds / 2, body))
+    rate = 2 * max(sustained.values())
+    result.notes.append(f"sustained: with {CLIENTS} clients, each one request at a time")
+    spec = LoadSpec(
+        seconds=seconds,
+        rate=rate,
+        burst_rate=rate,
+        num_prefixes=1,
+        prefix_words=0,
+        prompt_words_min=400,
+        prompt_words_max=400,
+        output_tokens_min=64,
+        output_tokens_max=64,
+    )
+    loads: dict[str, LoadResult] = {}
+    for name in names:
+        with side(name, BUSY, scratch) as url:
+            loads[name] = asyncio.run(run_load(spec, url))
+    ttft: dict[str, float] = {}
+    goodput: dict[str, float] = {}
+    for name, load in loads.items():
+        served = [each for each in load.requests if each.outcome is Outcome.COMPLETED]
+        ttft[name] = percentile([each.ttft_s or 0.0 for each in served], 0.99)
+        goodput[name] = sum(each.end_s <= seconds for each in served) / seconds
+        summary = load.summary()
+        result.rows.append(
+            {
+                "what": f"{rate:.0f} requests/s, twice the sustained",
+                "side": name,
+                "sustained/s": sustained[name],
+                "served/s in time": goodput[name],
+                "first token p50 s": summary.ttft_p50_s,
+                "first token p99 s": ttft[name],
+                "refused": summary.outcomes["shed"],
+                "refused after p99 s": summary.shed_p99_s,
+                "failed": summary.outcomes["failed"] + summary.outcomes["timed_out"],
+            }
+        )
+    for mine, other in ((OURS, THEIRS), (OURS_PD, THEIRS_PD)) if PEER else ():
+        result.targets += [
+            Target(f"p99 to first token, {other} / {mine}", ttft[other] / ttft[mine], 5.0, True),
+            Target(f"goodput, {mine} / {other}", goodput[mine] / goodput[other], 1.0, True),
+        ]
+
+
+def measure(quick: bool) -> Result:
+    result = Result()
+    with tempfile.TemporaryDirectory() as scratch:
+        passing(result, Path(scratch), quick)
+        overload(result, Path(scratch), quick)
+    result.notes.append(
+        "4 scripted engines: each serves whole requests, or 2 compute prompts and 2 decode (PD)"
+    )
+    if not PEER:
+        result.notes.append("VLLM_ROUTER is not set: nothing to compare with")
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)

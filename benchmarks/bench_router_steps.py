@@ -1,0 +1,128 @@
+"""The router's controller: what one event costs, and what taking over while engines load is worth.
+
+    python benchmarks/bench_router_steps.py --json router_steps.json
+
+Engines and clients are simulated in virtual time, nothing runs beside the controller. Two parts:
+
+* microseconds of `Controller.step` by kind of event, 24 prefill and 40 decode replicas, requests by
+  chance at a rate that they can bear, and at one that is too high for them (a part is refused, the
+  rest waits);
+* seconds to the first token of a burst that comes while two engines are started, in virtual time,
+  over several traces: requests are given to engines that load and stolen by others, stay in the
+  queue, or wait for the engine that they were given to.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from benchmarks.common import Result, Row, Target, percentile, run_script
+from vllm_kvpool.router.controller import Controller
+from vllm_kvpool.router.events import Action, Event
+from vllm_kvpool.router.requests import Ask, RequestId
+from vllm_kvpool.router.scaling import Mode, ScalingSettings
+from vllm_kvpool.router.states import Role
+from vllm_kvpool.testing.router_burst import Way, burst
+from vllm_kvpool.testing.router_engines import Kind
+from vllm_kvpool.testing.router_world import World
+
+PREFILL, DECODE = 24, 40
+KIND = Kind(total_blocks=16_000)
+LOADS = (("bearable", 80.0), ("too high", 200.0))  # requests by second
+WARM_S, MEASURED_S, QUICK_S = 25.0, 20.0, 4.0
+PREFIXES, PREFIX_TOKENS = 200, 256
+TRACES, QUICK_TRACES = 5, 2
+MAX_MEAN_US, MOST_OF_WAITING = 100.0, 0.7
+
+
+class TimedController(Controller):
+    """Counts the CPU time of each step by kind of event."""
+
+    def __init__(self) -> None:
+        super().__init__(scaling=ScalingSettings(mode=Mode.DRY_RUN))
+        self.spent_s: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        begun = time.thread_time()
+        actions = super().step(event, now)
+        self.spent_s[type(event).__name__] += time.thread_time() - begun
+        self.steps[type(event).__name__] += 1
+        return actions
+
+
+def arrivals(world: World, per_second: float) -> Callable[[], None]:
+    """Requests by chance, for ever."""
+    chance = random.Random(1)
+
+    def arrive() -> None:
+        root = chance.randrange(PREFIXES)
+        asked = Ask(
+            request_id=RequestId(f"r{world.num_steps}"),
+            prompt_tokens=chance.randint(100, 3000),
+            max_output_tokens=600,
+            prefix=tuple(root * 100 + number for number in range(chance.randint(0, 11))),
+            prefix_tokens=PREFIX_TOKENS,
+        )
+        world.arrive(asked, chance.randint(200, 600))
+        world.timeline.after(chance.expovariate(per_second), arrive)
+
+    return arrive
+
+
+def cost(per_second: float, seconds: float) -> tuple[Row, float]:
+    """A row, and the mean over all events, in microseconds."""
+    controller = TimedController()
+    world = World(controller, kind=KIND, checks=False)
+    for number in range(PREFILL):
+        world.add(f"p{number}", Role.PREFILL)
+    for number in range(DECODE):
+        world.add(f"d{number}", Role.DECODE)
+    world.run(2.0)
+    arrivals(world, per_second)()
+    world.run(WARM_S)
+    controller.spent_s.clear()
+    controller.steps.clear()
+    world.run(seconds)
+    row: Row = {"requests/s": per_second, "in flight": len(world.calls.clients)}
+    row["waiting"] = len(controller.desk.queue) + len(controller.desk.migration)
+    mean_us = 1e6 * controller.spent_s.total() / controller.steps.total()
+    row |= {"events": controller.steps.total(), "mean us": mean_us}
+    for kind, number in sorted(controller.steps.items()):
+        row[f"{kind} us"] = 1e6 * controller.spent_s[kind] / number
+    return row, mean_us
+
+
+def take_over(traces: int) -> tuple[list[Row], float]:
+    """A row for each way, and the p99 of taking over by that of waiting."""
+    rows: list[Row] = []
+    slowest: dict[Way, float] = {}
+    for way in Way:
+        worlds = [burst(way, seed) for seed in range(traces)]
+        waits = [wait_s for world in worlds for _, wait_s in world.calls.waits]
+        slowest[way] = percentile(waits, 0.99)
+        stolen = sum(world.controller.desk.counts["stolen"] for world in worlds)
+        row: Row = {"requests": way.value, "traces": traces, "number": len(waits)}
+        row |= {"stolen": stolen, "first token p50 s": percentile(waits, 0.5)}
+        rows.append(row | {"first token p99 s": slowest[way], "last s": max(waits)})
+    return rows, slowest[Way.TAKE_OVER] / slowest[Way.WAIT]
+
+
+def measure(quick: bool) -> Result:
+    result = Result()
+    for name, per_second in LOADS:
+        row, mean_us = cost(per_second, QUICK_S if quick else MEASURED_S)
+        result.rows.append({"load": name} | row)
+        what = f"an event, {PREFILL + DECODE} replicas, load {name}"
+        result.targets.append(Target(what, mean_us, MAX_MEAN_US, False, "us"))
+    rows, ratio = take_over(QUICK_TRACES if quick else TRACES)
+    result.rows += rows
+    what = "burst while engines load: p99 to first token, taking over over waiting"
+    result.targets.append(Target(what, ratio, MOST_OF_WAITING, False))
+    result.notes.append("the second part is in virtual time: simulated engines, no network")
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)
