@@ -30,8 +30,8 @@ from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.probe import Probe
-from vllm_kvpool.pool.request import Step
-from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.pool.request import PoolShape, Step
+from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.fakes import FakeRequest
@@ -63,6 +63,13 @@ def chain_of(tokens: Sequence[int]) -> ChunkChain:
     chain = ChunkChain(CHUNK, RequestIdentity())
     chain.extend(tokens)
     return chain
+
+
+class Arrived(FakeRequest[RequestOptions, RequestIdentity]):
+    """A request whose tokens are one list that grows in place, as vLLM's."""
+
+    def tokens(self) -> Sequence[int]:
+        return self.prompt
 
 
 class Filler:
@@ -131,7 +138,7 @@ class Lookups:
     def one(self, tokens: list[int], stored: int, times: Times) -> tuple[int, int]:
         """Look the prompt up once; store calls and keys that took."""
         self._count += 1
-        view = FakeRequest(f"r{self._count}", tokens, RequestOptions(), RequestIdentity())
+        view = Arrived(f"r{self._count}", tokens, RequestOptions(), RequestIdentity())
         self._store.forget()
         start = time.perf_counter()
         self._scheduler.add(view)

@@ -5,7 +5,8 @@ All of them move the same prompt: pages in vLLM's head-major form, blocks in no 
 
 import hashlib
 import random
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class Geometry:
     block: int = 16
     tokens: int = 1024
     chunk: int = 256
+    span: int = 0
+    """Layers of a cell; 0 chooses as the pool does."""
 
     @property
     def row_bytes(self) -> int:
@@ -48,7 +51,7 @@ class Geometry:
         return self.layers * self.heads * self.tokens * self.row_bytes
 
     def topology(self, per_head: bool = True) -> Topology:
-        span = default_layer_span(self.layers, self.row_bytes, self.chunk)
+        span = self.span or default_layer_span(self.layers, self.row_bytes, self.chunk)
         return Topology(self.heads, 1, ((0, self.layers),), span, per_head)
 
     def cells(self, per_head: bool = True) -> tuple[int, int]:
@@ -151,8 +154,19 @@ class OurSide(PageKeeper):
             store=url, chunk_tokens=geometry.chunk, per_head_storage=per_head, load_timeout_s=120
         )
         CpuCopier([]).warm_up()  # compiling is not what is measured
+        spans = {
+            str(layer): span.start
+            for span in geometry.topology(per_head).all_spans()
+            for layer in range(span.start, span.stop)
+        }
         self._side = WorkerSide(
-            config, model, RankPlace(0, 0, 0), layers, CpuCopier, finish_in_step=True
+            config,
+            model,
+            RankPlace(0, 0, 0),
+            layers,
+            CpuCopier,
+            finish_in_step=True,
+            layer_spans=spans,
         )
         self._num_chunks = geometry.tokens // geometry.chunk
         self.num_cells, self._cell_bytes = geometry.cells(per_head)
@@ -180,18 +194,7 @@ class OurSide(PageKeeper):
 
     def load(self, seed: int, limit_s: float) -> float:
         """Seconds until every byte is in the pages."""
-        self._jobs += 1
-        hashes = chunk_hashes(seed, self._num_chunks)
-        load = LoadPlan(
-            job_id=JobId(self._jobs),
-            request_id=REQUEST,
-            first_chunk=0,
-            hashes=hashes,
-            pages=self.all_pages(),
-            token_start=0,
-            token_stop=self.geometry.tokens,
-        )
-        plan = StepPlan(loads=(load,), idle=True)
+        plan = StepPlan(loads=(self._load_plan(seed),), idle=True)
 
         def run() -> bool:
             self._side.worker.start_loads(plan)
@@ -202,6 +205,32 @@ class OurSide(PageKeeper):
 
         return wait_until(run, limit_s)
 
+    def load_within(self, seed: int, layer_s: float) -> float:
+        """The same layer by layer, in a step each of whose layers computes for `layer_s` elsewhere:
+        seconds of the step."""
+        plan = StepPlan(loads=(replace(self._load_plan(seed), layered=True),))
+        began = time.monotonic()
+        self._side.worker.start_loads(plan)
+        for layer in range(self.geometry.layers):
+            self._side.worker.wait_for_layer(str(layer))
+            time.sleep(layer_s)
+        results = self._side.worker.finish_step(plan, set())
+        if results.invalid_blocks:
+            raise RuntimeError(f"{len(results.invalid_blocks)} blocks were not loaded")
+        return time.monotonic() - began
+
+    def _load_plan(self, seed: int) -> LoadPlan:
+        self._jobs += 1
+        return LoadPlan(
+            job_id=JobId(self._jobs),
+            request_id=REQUEST,
+            first_chunk=0,
+            hashes=chunk_hashes(seed, self._num_chunks),
+            pages=self.all_pages(),
+            token_start=0,
+            token_stop=self.geometry.tokens,
+        )
+
     def _ended(self, direction: str) -> float:
         """Cells that the lanes are done with so far; anything but `done` is a failure."""
         total = 0.0
@@ -211,6 +240,10 @@ class OurSide(PageKeeper):
                     raise RuntimeError(sample)
                 total += value
         return total
+
+    def close(self) -> None:
+        """End its threads."""
+        self._side.close()
 
     def seconds_by_part(self) -> dict[str, float]:
         """Where the lanes' time has gone so far, by the counters of the pool."""

@@ -41,7 +41,7 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
         ("back", "back", WritePolicy.BACK),
     ],
     "prefetch": [(False, "false", False), (True, "1", True)],
-    "layerwise": [(False, "false", False)],
+    "layerwise": [(False, "false", False), (True, "true", True)],
     "load_policy": [("auto", "auto", LoadPolicy.AUTO), ("always", "always", LoadPolicy.ALWAYS)],
     "load_failure": [("fail", "fail", LoadFailure.FAIL)],
     "lookup_timeout_ms": [(1, "1", 1)],
@@ -64,7 +64,7 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "staging_bytes": [("", ""), (0, "0"), (-5, "-5"), ("lots", "lots"), (1.5, None)],
     "write_policy": [("never", "never"), ("THROUGH", "THROUGH"), (True, None)],
     "prefetch": [(1, "2"), ("yes", "yes"), ([], None)],
-    "layerwise": [(True, "true"), ("yes", "yes")],
+    "layerwise": [(1, "2"), ("yes", "yes")],
     "load_policy": [("never", "never"), (True, None)],
     "load_failure": [("ignore", "ignore")],
     "lookup_timeout_ms": [(0, "0"), (-1, "-1"), (MAX_EXPECT_TIMEOUT_MS + 1, "600001"), (0.5, "a")],
@@ -202,6 +202,8 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
         ),
         ({"tokens": 512}, RequestOptions()),  # the answer of an earlier request, sent back
         ({"tokens": 512, "expect_tokens": 512}, RequestOptions(expect_tokens=512)),
+        ({"tokens": 512, "cells": {"stems": [], "chunks": []}}, RequestOptions()),
+        ({"name_cells": True}, RequestOptions(name_cells=True)),
     ],
 )
 def test_a_requests_options_are_read(ours: dict[str, Any], options: RequestOptions) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +58,7 @@ def test_the_bytes_are_those_of_the_scheme() -> None:
         return len(data).to_bytes(8, "little") + data
 
     def digest(data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()
+        return hashlib.sha256(data).digest()[:HASH_BYTES]
 
     def tokens(*ids: int) -> bytes:
         return field(b"".join(i.to_bytes(4, "little") for i in ids))
@@ -66,7 +67,7 @@ def test_the_bytes_are_those_of_the_scheme() -> None:
         start = place.to_bytes(8, "little", signed=True)
         return b"media" + start + (6).to_bytes(8, "little") + field(b"image")
 
-    root = field(b"kvpool-chain-1") + (4).to_bytes(4, "little") + field(b"adapter") + field(b"salt")
+    root = field(b"kvpool-chain-2") + (4).to_bytes(4, "little") + field(b"adapter") + field(b"salt")
     embed = b"embed" + (1).to_bytes(4, "little") + field(b"row")
     first = digest(digest(root) + tokens(1000, 0, 1002, 1003) + embed + image(2))
     second = digest(first + tokens(1004, 1005, 1006, 1007) + image(-2))
@@ -173,6 +174,49 @@ def test_extending_step_by_step_is_extending_at_once(
     for stop in (*sorted(stops), len(tokens)):
         chain.extend(tokens[:stop])
     assert chain.hashes == hashes(tokens, FULL_IDENTITY, chunk_tokens)
+
+
+class Growing(Sequence[int]):
+    """As vLLM's list of all tokens: another thread adds one after every look at its length."""
+
+    def __init__(self, tokens: list[int], later: list[int]) -> None:
+        self._tokens, self._later = list(tokens), list(later)
+
+    def __len__(self) -> int:
+        length = len(self._tokens)
+        if self._later:
+            self._tokens.append(self._later.pop(0))
+        return length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tokens[index]
+
+
+@settings(deadline=None)
+@given(tokens_lists, tokens_lists, st.sampled_from((1, CHUNK, 2 * CHUNK, 100)))
+def test_a_sequence_that_grows_is_hashed_in_pieces_like_a_list(
+    tokens: list[int], later: list[int], piece: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_kvpool.hashing.PIECE_TOKENS", piece)
+        chain = ChunkChain(CHUNK, FULL_IDENTITY)
+        chain.extend(Growing(tokens, later))
+    assert chain.hashes == hashes(tokens, FULL_IDENTITY)
+
+
+class GrowingList(list[int]):
+    """A list to which another thread adds a chunk after every look at its length."""
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        super().extend(range(CHUNK))
+        return length
+
+
+def test_what_a_list_has_got_meanwhile_waits_for_the_next_time() -> None:
+    chain = ChunkChain(CHUNK, FULL_IDENTITY)
+    chain.extend(GrowingList(TOKENS))
+    assert chain.hashes == hashes(TOKENS, FULL_IDENTITY)
 
 
 # Short fields over few letters, so that fields that run into one another would collide.

@@ -23,15 +23,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hashing": set(),
     "cells": {"keys"},
     "config": {"errors", "sizes"},
+    "names": set(),
     "weights": set(),
     "layout": {"errors", "keys"},
     "store": {"errors", "keys", "sizes"},
     "staging": {"cells", "errors", "layout", "store"},
     "transfer": {"cells", "errors", "keys", "layout", "metrics", "staging", "store"},
     "pool": {
-        *("config", "errors", "hashing", "keys", "layout", "metrics"),
+        *("cells", "config", "errors", "hashing", "keys", "layout", "metrics", "names"),
         *("staging", "store", "transfer"),
     },
+    "prefetch": {"cells", "config", "errors", "keys", "names", "pool", "store"},
     "adapt": {
         *("cells", "config", "errors", "hashing", "keys", "layout", "metrics"),
         *("pool", "staging", "store", "transfer", "weights"),
@@ -39,9 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "embeds": {"adapt", "config", "plugin", "errors", "metrics", "sizes", "staging", "store"},
     "connector": {"adapt", "config", "keys", "plugin", "pool"},
     "plugin": set(),
-    "router": {"config", "errors", "metrics", "sizes"},
-    "cli": {"errors", "router"},
-    "testing": {"config", "connector", "errors", "keys", "router", "staging", "store"},
+    "router": {"config", "errors", "metrics", "names", "prefetch", "sizes"},
+    "cli": {"errors", "prefetch", "router"},
+    "testing": {"config", "connector", "errors", "keys", "names", "router", "staging", "store"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -61,10 +63,12 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "metrics.py",
             "pool/probe.py",
+            "prefetch/command.py",
             "staging/arena.py",
             "store/",
             "embeds/worker.py",
             "embeds/hands.py",
+            "embeds/drainers.py",
         ),
         *("embeds/mooncake_writes.py", "embeds/shared_files.py", "embeds/write_staging.py"),
         *("transfer/handdown.py", "transfer/lane_thread.py"),
@@ -74,7 +78,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *("store/s3.py", "store/s3_call.py", "testing/"),
         *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
         *("router/launcher.py", "router/admin.py", "router/exchange.py", "router/load.py"),
-        *("router/clients.py", "router/spelling.py"),
+        *("router/clients.py", "router/spelling.py", "router/prefetches.py", "router/replicas.py"),
     ),
     "aiohttp": (
         *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),

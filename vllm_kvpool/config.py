@@ -81,7 +81,7 @@ class KVPoolConfig:
     prefetch: bool = True
     """Bring what a lookup found into host memory while the request still waits."""
     layerwise: bool = False
-    """Save and load layer by layer."""
+    """Let a request run while it is loaded, each layer waiting for its own cells."""
     load_policy: LoadPolicy = LoadPolicy.ALWAYS
     """Load every hit, or (`auto`) only where loading should beat computing."""
     load_failure: LoadFailure | None = None
@@ -315,8 +315,6 @@ def _check(config: KVPoolConfig) -> None:
     for name in ("stats_file", "trace_file"):
         if not _can_name_a_file(getattr(config, name)):
             raise ConfigError(f"{name} cannot be the name of a file")
-    if config.layerwise:
-        raise ConfigError("layerwise is not supported yet; leave it out")
     if not config.store_urls:
         raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
     given = config.staging_bytes
@@ -373,6 +371,8 @@ class RequestOptions:
     expect_tokens: int = 0
     """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool."""
     expect_timeout_ms: int = 10_000
+    name_cells: bool = False
+    """Answer what the cells of the prompt are called, too."""
 
 
 def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
@@ -387,7 +387,7 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
     known = {f.name for f in fields(RequestOptions)}
     for name in ours:
         # What an earlier request answered may be sent back as it is.
-        if name not in known and name != "tokens":
+        if name not in known and name not in _ANSWERED:
             given = _short(name)
             raise ConfigError(
                 f"kv_transfer_params.kvpool: unknown option {given!r}; {nearest(given, known)}"
@@ -403,3 +403,4 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
 
 
 _DEFAULT_REQUEST = RequestOptions()
+_ANSWERED = ("tokens", "cells")

@@ -88,7 +88,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config,
                 adapt.role_of(vllm_config),
                 self._facts.shape,
-                vllm_config.parallel_config.data_parallel_rank,
+                adapt.rank_place(vllm_config).dp_rank,
                 adapt.first_epoch(vllm_config),
                 adapt.scheduler_device(),
             )
@@ -135,6 +135,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Prefer head-major pages, which are gathered in larger pieces."""
         return adapt.preferred_layout(vllm_config)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers must ask for their load, which they do not inside of a CUDA graph."""
+        return read_config(extra_config).layerwise
+
     # Worker side
 
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
@@ -152,6 +157,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             partial(adapt.make_copier, device=device),
             finish_in_step=device.is_host,
             device=device,
+            layer_spans=adapt.layer_spans(self._kv_cache_config, self._facts, self._vllm_config)
+            if self._config.layerwise
+            else None,
         )
         self._worker_side.worker.tells_stored = events.are_on(self._vllm_config)
 
@@ -166,12 +174,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads end before their request is scheduled."""
+        """With `layerwise`: wait for what the layer is about to read. Else loads have ended."""
+        if self._worker_side is not None:
+            self._worker_side.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: saves start when the step has ended."""
+        """Nothing: saves start when the step has ended, and take little of it."""
 
     def wait_for_save(self) -> None:
         """Start the step's saves."""
@@ -222,8 +232,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool, in which saves hold references."""
         scheduler = self._scheduler
-        scheduler.ledger.pins = adapt.PoolPins(
-            gpu_block_pool, self._own_cache_was_reset, scheduler.drop_late_saves
+        scheduler.saves.ledger.pins = adapt.PoolPins(
+            gpu_block_pool, self._own_cache_was_reset, scheduler.saves.drop_late
         )
 
     def _own_cache_was_reset(self, is_empty: bool) -> None:
@@ -274,6 +284,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._mirror.apply(rank, change)
             if self._events is not None:
                 self._events.apply(meta.report)
+        self._scheduler.step_ended()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)
 
@@ -295,12 +306,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting frees blocks sooner than preempting would."""
-        return self._scheduler.has_pins
+        return self._scheduler.saves.has_pins
 
     def has_pending_push_work(self) -> bool:
         """Whether a further step is needed although no request is left."""
         is_telling = self._events is not None and self._events.has_pending
-        return self._scheduler.has_pending_work or is_telling
+        return self._scheduler.saves.has_pending or is_telling
 
     def reset_cache(self) -> bool | None:
         """Remove every cell of the own namespace, and no other.

@@ -4,8 +4,9 @@ Our own chain, with a fixed root and a portable encoding, so that it does not de
 seed, on vLLM's hash algorithm, on the block size or on the release. Link i digests link i-1 and
 everything that enters the KV of chunk i: token ids, prompt embeddings, the multimodal items that
 overlap the chunk and where. What holds for a whole request (LoRA adapter, cache salt) is in the
-root. Every field is length-prefixed, so no two inputs encode alike. Pure; a chain belongs to one
-thread at a time.
+root. Every field is length-prefixed, so no two inputs encode alike. A digest is SHA-256, which
+processors have instructions for, cut to `HASH_BYTES`. Pure; a chain belongs to one thread at a
+time.
 """
 
 import hashlib
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 
 HASH_BYTES = 20
 TOKEN_BYTES = 4
-SCHEME = b"kvpool-chain-1"
+SCHEME = b"kvpool-chain-2"
+# So many tokens are copied and encoded at once: the copy is still in the core's cache.
+PIECE_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def _tokens_le(tokens: Sequence[int]) -> memoryview:
 class ChunkChain:
     """The hashes of a request's full chunks, extended as tokens become known."""
 
-    __slots__ = ("_chunk_tokens", "_has_extras", "_identity", "_root", "hashes")
+    __slots__ = ("_chunk_tokens", "_has_extras", "_identity", "_link", "_root", "hashes")
 
     def __init__(self, chunk_tokens: int, identity: RequestIdentity) -> None:
         assert chunk_tokens > 0
@@ -80,19 +83,31 @@ class ChunkChain:
                 _field(_encoded(identity.cache_salt)),
             )
         )
-        self._root = hashlib.blake2b(root, digest_size=HASH_BYTES).digest()
+        self._root = hashlib.sha256(root).digest()[:HASH_BYTES]
+        self._link = hashlib.sha256()  # of nothing; copied for every link
         self.hashes: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self.hashes)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hash the chunks that `tokens`, all tokens of the request so far, newly fill."""
+        """Hash the chunks that `tokens`, all tokens of the request so far, newly fill.
+
+        The sequence may grow meanwhile, on another thread.
+        """
         size = self._chunk_tokens
-        first, stop = len(self.hashes), len(tokens) // size
-        if first >= stop:
+        stop = len(tokens) // size
+        if not self.hashes and isinstance(tokens, list):  # as prompts are: nothing to copy
+            self._extend(0, stop, tokens)
             return
-        new = tokens[first * size : stop * size]
+        piece = max(1, PIECE_TOKENS // size)
+        for first in range(len(self.hashes), stop, piece):
+            until = min(first + piece, stop)
+            self._extend(first, until, tokens[first * size : until * size])
+
+    def _extend(self, first: int, stop: int, new: Sequence[int]) -> None:
+        """Hash chunks [first, stop); `new` are the tokens from the first one on."""
+        size = self._chunk_tokens
         embeds = self._identity.embeds
         if embeds is not None:
             # Where an embedding stands in, the token id is a placeholder whose value differs
@@ -102,16 +117,16 @@ class ChunkChain:
         encoded = _tokens_le(new)
         chunk_bytes = size * TOKEN_BYTES
         length = chunk_bytes.to_bytes(8, "little")
-        parent = self.hashes[-1] if self.hashes else self._root
-        for index in range(first, stop):
-            place = (index - first) * chunk_bytes
-            link = hashlib.blake2b(parent, digest_size=HASH_BYTES)
-            link.update(length)
+        hashes, has_extras, begin = self.hashes, self._has_extras, self._link.copy
+        parent = hashes[-1] if hashes else self._root
+        for place in range(0, (stop - first) * chunk_bytes, chunk_bytes):
+            link = begin()
+            link.update(parent + length)
             link.update(encoded[place : place + chunk_bytes])
-            if self._has_extras:
-                link.update(self._extras(index * size, size))
-            parent = link.digest()
-            self.hashes.append(parent)
+            if has_extras:
+                link.update(self._extras(len(hashes) * size, size))
+            parent = link.digest()[:HASH_BYTES]
+            hashes.append(parent)
 
     def _extras(self, start: int, size: int) -> bytes:
         """What enters the KV of tokens [start, start + size) besides their ids."""

@@ -119,8 +119,13 @@ class LayerSpan:
 
 def group_of(namespace: Namespace, chunk_hash: str, kind: str = "") -> str:
     """The name of all cells of one chunk and kind together; `chunk_hash` in hexadecimal."""
-    suffix = f"-{kind}" if kind else ""
-    return f"{namespace[-FORMAT_DIGEST_HEX:]}-{chunk_hash}{suffix}"
+    before, after = around_hash(namespace, kind)
+    return f"{before}{chunk_hash}{after}"
+
+
+def around_hash(namespace: Namespace, kind: str = "") -> tuple[str, str]:
+    """What stands in the names of groups before and after the chunk's hash."""
+    return f"{namespace[-FORMAT_DIGEST_HEX:]}-", f"-{kind}" if kind else ""
 
 
 def kind_of_group(group: str) -> str:
@@ -136,6 +141,11 @@ def group_of_key(key: str) -> str:
         return key
     head, _, chunk_hash = key.rpartition("@")
     return group_of(namespace, chunk_hash, unquote(head.partition("@kind:")[2]))
+
+
+def key_of_stem(stem: str, chunk_hash: str) -> CellKey:
+    """The key of one chunk's cell; `chunk_hash` in hexadecimal."""
+    return CellKey(stem + chunk_hash)
 
 
 class KeyMaker:
@@ -158,7 +168,7 @@ class KeyMaker:
 
     def key(self, part: HeadPart | RankPart, span: LayerSpan, chunk_hash: bytes) -> CellKey:
         """Name the cell of one chunk, one head (or rank) and one span of layers."""
-        return CellKey(self.stem(part, span) + chunk_hash.hex())
+        return key_of_stem(self.stem(part, span), chunk_hash.hex())
 
 
 @dataclass(frozen=True, slots=True)

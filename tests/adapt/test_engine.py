@@ -11,6 +11,8 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,9 +24,10 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.cache_tensors import tensors_of
 from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt import epochs
+from vllm_kvpool.adapt import epochs, releases
 from vllm_kvpool.adapt.kinds import LayerKind, local_layers
 from vllm_kvpool.config import read_config
+from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group
 from vllm_kvpool.testing.models import LlamaShape, make_llama
@@ -319,6 +322,47 @@ def test_a_reset_of_the_prefix_cache_is_told_whether_it_succeeds_or_not() -> Non
     assert block_pool.reset_prefix_cache.__doc__ == "As vLLM's."
 
 
+BY_LAYER = pytest.mark.skipif(
+    not releases.has_loads_within_steps(), reason="loads layer by layer are refused here"
+)
+
+
+@BY_LAYER
+def test_blocks_that_are_forgotten_are_found_no_more_and_stay_their_requests() -> None:
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+    blocks = pool.get_new_blocks(3)
+    for number, block in enumerate(blocks):
+        name = make_block_hash_with_group_id(BlockHash(bytes([number])), 0)
+        block.set_block_hash(name)
+        pool.cached_block_hash_to_block.insert(name, block)
+    pins = adapt.PoolPins(pool, [].append)
+    pins.forget([block.block_id for block in blocks[1:]])
+    found = [pool.get_cached_block(BlockHash(bytes([i])), [0]) for i in range(3)]
+    assert found == [[blocks[0]], None, None]
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
+    pins.forget([blocks[1].block_id])  # again, or of one that never was to be found
+
+
+# Loads layer by layer
+
+
+@BY_LAYER
+def test_a_layer_is_known_by_the_first_layer_of_its_cells(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    config = vllm_config(async_scheduling=False)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    for options, first in (({}, [0, 1, 2, 3]), ({"layer_span": 3}, [0, 0, 0, 3])):
+        read = facts(config, layerwise=True, **options)
+        spans = adapt.layer_spans(cache_config(SPEC), read, config)
+        assert spans == dict(zip(names, first, strict=True))
+
+
+def test_layers_ask_outside_of_cuda_graphs_where_they_have_to() -> None:
+    assert KVPoolConnector.requires_piecewise_for_cudagraph({"layerwise": True})
+    assert not KVPoolConnector.requires_piecewise_for_cudagraph({})
+
+
 # Weights
 
 
@@ -349,3 +393,19 @@ def test_without_triton_there_is_one_warning(caplog: pytest.LogCaptureFixture) -
     assert not adapt.triton_is_here()
     assert not adapt.triton_is_here()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_workers_of_data_parallel_engines_are_numbered_through(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """As vLLM tells them: each engine counts its own ranks, and without experts all say that they
+    are the first engine."""
+    config = vllm_config()
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = 2
+    numbers = []
+    for parallel.data_parallel_index in range(3):
+        for parallel.rank in range(2):
+            numbers.append(adapt.rank_place(config).number(2))
+    assert parallel.data_parallel_rank == 0
+    assert numbers == list(range(6))

@@ -249,7 +249,7 @@ class Callable_:
         functools.partial(fail),
         Callable_(),
     ],
-    ids=str,
+    ids=lambda method: method if isinstance(method, str) else type(method).__name__,
 )
 def test_any_other_call_is_a_change(core: Core, method: Any) -> None:
     core.collective_rpc(method)

@@ -356,6 +356,7 @@ def test_without_a_model_on_the_stack_nothing_is_watched(watched: Watched) -> No
     assert not watched.changed()
 
 
+@pytest.mark.alone
 def test_a_look_is_cheap(watched: Watched) -> None:
     shared = torch.zeros(1 << 20)
     model = Small(*(torch.empty_strided((1024, 1024), (1024, 1)) for _ in range(50)))

@@ -4,13 +4,14 @@ Specs are vLLM's own, changed by its own backends wherever those can be imported
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
@@ -91,6 +93,38 @@ def unequal_halves(config: VllmConfig) -> None:
     cpu_pages.layer_pages(torch.zeros(8, 4, 64, 48), 128, 64, config)
 
 
+def layer_by_layer(config: VllmConfig, *groups: KVCacheGroupSpec) -> None:
+    plain = replace(SPEC, dtype=torch.float32)
+    kv_cache_config = cache_config(plain)
+    kv_cache_config.kv_cache_groups = list(groups) or [KVCacheGroupSpec([*LAYERS], plain)]
+    adapt.read_engine(config, kv_cache_config, read_config({"layerwise": True}, env={}))
+
+
+def layers_of_a_window(config: VllmConfig) -> None:
+    window = SlidingWindowSpec(
+        block_size=64, num_kv_heads=4, head_size=64, dtype=torch.float32, sliding_window=128
+    )
+    layer_by_layer(config, KVCacheGroupSpec([*LAYERS], window))
+
+
+def layers_in_steps_planned_ahead(config: VllmConfig) -> None:
+    config.scheduler_config.async_scheduling = True
+    layer_by_layer(config)
+
+
+def layers_over_stages(config: VllmConfig) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    layer_by_layer(config)
+
+
+def layers_beside_another_connector(config: VllmConfig) -> None:
+    own = copy(config)
+    own.kv_transfer_config = KVTransferConfig(kv_connector="KVPoolConnector", kv_role="kv_both")
+    config.kv_transfer_config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")
+    with set_current_vllm_config(config):
+        layer_by_layer(own)
+
+
 def isa(name: str, dtype: torch.dtype) -> Callable[[VllmConfig], object]:
     return lambda _: cpu_pages.check_isa(name, dtype)
 
@@ -122,6 +156,10 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     ),
     "scales at run time": scales_at_run_time,
     "KV sharing over stages": sharing_over_stages,
+    "layer by layer, window": layers_of_a_window,
+    "layer by layer, asynchronous": layers_in_steps_planned_ahead,
+    "layer by layer, stages": layers_over_stages,
+    "layer by layer, beside others": layers_beside_another_connector,
     "AMX tiles": isa("amx", torch.bfloat16),
     "bfloat16 on ARM": isa("neon", torch.bfloat16),
     "unknown CPU form": isa("nnpa", torch.float32),

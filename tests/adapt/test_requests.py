@@ -54,6 +54,17 @@ def adapter(directory: Path, content: bytes) -> str:
     return str(directory)
 
 
+@pytest.mark.parametrize("embeds", [None, torch.zeros(len(IDS), 4)])
+def test_the_tokens_are_the_prompt_and_what_has_come_since(embeds: torch.Tensor | None) -> None:
+    live = request(prompt_embeds=embeds)
+    seen = VllmRequest(live, AdapterDigests(), media_are_named=True)
+    assert list(seen.tokens()) == list(live.all_token_ids)
+    assert (seen.tokens() is live.prompt_token_ids) == (embeds is None)
+    live.append_output_token_ids([7, 8])
+    assert list(seen.tokens()) == list(live.all_token_ids)
+    assert list(seen.tokens())[-2:] == [7, 8]
+
+
 def test_everything_that_shapes_kv_keeps_requests_apart(tmp_path: Path) -> None:
     one = adapter(tmp_path / "one", b"1" * 64)
     two = adapter(tmp_path / "two", b"2" * 64)
@@ -86,7 +97,7 @@ def test_chunks_have_the_same_names_in_every_release(tmp_path: Path) -> None:
         prompt_embeds=torch.arange(len(IDS) * 4, dtype=torch.float32).view(-1, 4),
         prompt_is_token_ids=[i < 24 for i in range(len(IDS))],
     )
-    assert hashes(seen)[-1].hex() == "40a12eecdb6ffc38a6c68a1e1f3298b62017506e"
+    assert hashes(seen)[-1].hex() == "4a3452b03cbc1629fb48695cbc63236092612cb5"
 
 
 def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import EngineShelf
-from tests.e2e.engine import EngineSpec, Prompt
+from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.test_events import FILE, blocks_of, told, until
 from vllm_kvpool.testing.faults import Fault, FaultControl
@@ -40,9 +40,12 @@ class Order:
         return OURS if self.ours_first else THEIRS
 
 
-def multi(order: Order, directory: Path) -> Mapping[str, Any]:
+ORDERS = [Order(True, "recompute"), Order(False, "fail")]
+
+
+def multi(order: Order, directory: Path, **extra: object) -> Mapping[str, Any]:
     ours = {
-        **pool(files(directory / "pool"), chunk_tokens=CHUNK),
+        **pool(files(directory / "pool"), chunk_tokens=CHUNK, **extra),
         "kv_connector_module_path": "vllm_kvpool.testing.faulty",
     }
     theirs = {
@@ -59,7 +62,7 @@ def multi(order: Order, directory: Path) -> Mapping[str, Any]:
     }
 
 
-@pytest.mark.parametrize("order", [Order(True, "recompute"), Order(False, "fail")], ids=str)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_beside_another_connector(
     llama: Llama, engines: EngineShelf, tmp_path: Path, order: Order
 ) -> None:
@@ -69,7 +72,8 @@ def test_beside_another_connector(
     # Only the pool has a part of a prompt.
     part = Prompt(ids=[*whole.ids[:OURS], *tokens(seed=2, count=100)])
     other = Prompt(ids=[*whole.ids[:OURS], *tokens(seed=3, count=100)])
-    expected = engines.get(EngineSpec(model=model)).generate(whole, part, other)
+    plain = engines.get(EngineSpec(model=model))
+    expected = plain.generate(whole, part, other)
     spec = EngineSpec(
         model=model,
         block_size=BLOCK,
@@ -115,3 +119,15 @@ def test_beside_another_connector(
     stored = subscriber.of("BlockStored", FILE)
     assert all(event["block_size"] == BLOCK for event in stored)
     assert blocks_of(stored[:1])
+
+
+def test_layer_by_layer_does_not_go_with_another_connector(llama: Llama, tmp_path: Path) -> None:
+    """The other child would keep what a step computes before a load is known to have failed."""
+    spec = EngineSpec(
+        model=llama(SHAPE),
+        block_size=BLOCK,
+        kv_transfer_config=multi(ORDERS[0], tmp_path, layerwise=True),
+        env={"KVPOOL_FAULTS": str(tmp_path)},
+    )
+    with pytest.raises(EngineError, match=r"layerwise (does not go with other|has not been tried)"):
+        Engine(spec, tmp_path / "engine.log")

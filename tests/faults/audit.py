@@ -63,10 +63,10 @@ def _check_requests(rig: Rig) -> None:
     assert not pool._tickets
     assert not pool._loads
     assert not pool._prefetches
-    assert not pool._late_saves
-    assert not pool._until_due
-    assert pool.ledger.num_held == 0, f"held blocks\n{rig.describe()}"
-    assert pool.ledger.num_blocks == 0, f"pinned blocks\n{rig.describe()}"
+    assert not pool.saves._late
+    assert not pool.saves._until_due
+    assert pool.saves.ledger.num_held == 0, f"held blocks\n{rig.describe()}"
+    assert pool.saves.ledger.num_blocks == 0, f"pinned blocks\n{rig.describe()}"
 
 
 def _check_blocks(rig: Rig) -> None:

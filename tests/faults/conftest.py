@@ -15,13 +15,16 @@ with warnings.catch_warnings():
     from tests.faults.workshop import Workshop
 
 from vllm_kvpool.adapt import releases
-from vllm_kvpool.pool import scheduler, sides
+from vllm_kvpool.pool import open_tiers, scheduler, sides
 from vllm_kvpool.store import breaker
 from vllm_kvpool.transfer import executor
 
 # Where a failed load cannot be told by request, models with several groups load nothing
-# (tests/adapt/test_kinds.py says so), and these are about what is loaded.
-collect_ignore = [] if releases.reports_failed_loads_by_request() else ["test_windows.py"]
+# (tests/adapt/test_kinds.py says so), and these are about what is loaded. That release has no MLA
+# on CPUs, for which rigs are configured.
+collect_ignore = (
+    [] if releases.reports_failed_loads_by_request() else ["test_windows.py", "test_latents.py"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +52,6 @@ def library(_library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(executor, "WATCH_S", 0.05)
     monkeypatch.setattr(scheduler, "RESET_WAIT_S", 0.2)
-    monkeypatch.setattr(sides, "OPEN_WAIT_S", 0.2)
+    monkeypatch.setattr(open_tiers, "OPEN_WAIT_S", 0.2)
     monkeypatch.setattr(sides, "LOOKUP_CALL_S", 0.2)
     return _library

@@ -37,6 +37,13 @@ class FakeModel:
     dtype: str = "float32"
     windows: tuple[int, ...] = ()
     """How many tokens each layer sees; 0, or nothing at all, means every token."""
+    latent: bool = False
+    """Whether its one head is MLA's latent, of `2 * head_dim` numbers, which every rank holds."""
+
+    def heads_of(self, rank: int, tp: int) -> slice:
+        """The KV heads that a rank holds; with more ranks than heads, several hold the same."""
+        first = rank * self.heads // tp
+        return slice(first, first + max(1, self.heads // tp))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -101,7 +108,7 @@ def _mix(state: int) -> int:
 
 class Pages:
     """One rank's KV caches, as vLLM's CPU attention lays them out: each head of a block holds
-    `K[D, N]`, then `V[N, D]`; all layers lie in one storage.
+    `K[D, N]`, then `V[N, D]`; a latent is plain, `[N, C]`. All layers lie in one storage.
 
     `groups` are vLLM's KV cache groups, by the layers in each. As in vLLM, the first layers of all
     groups share their memory, the second ones, and so on.
@@ -121,11 +128,16 @@ class Pages:
         held, dim = heads.stop - heads.start, model.head_dim
         shape = (max(map(len, groups)), num_blocks, held, block_size, 2 * dim)
         self._all_lbhnc = torch.full(shape, UNWRITTEN, dtype=model.torch_dtype)
-        flat = self._all_lbhnc.numpy().reshape(*shape[:3], -1)
-        half = dim * block_size
-        self._k_lbhdn = flat[..., :half].reshape(*shape[:3], dim, block_size)
-        self._v_lbhnd = flat[..., half:].reshape(*shape[:3], block_size, dim)
-        assert np.shares_memory(self._k_lbhdn, flat)
+        all_lbhnc = self._all_lbhnc.numpy()
+        if model.latent:
+            self._k_lbhdn = all_lbhnc[..., :dim].swapaxes(3, 4)
+            self._v_lbhnd = all_lbhnc[..., dim:]
+        else:
+            flat = all_lbhnc.reshape(*shape[:3], -1)
+            half = dim * block_size
+            self._k_lbhdn = flat[..., :half].reshape(*shape[:3], dim, block_size)
+            self._v_lbhnd = flat[..., half:].reshape(*shape[:3], block_size, dim)
+        assert np.shares_memory(self._k_lbhdn, all_lbhnc)
 
     def by_layer(self) -> dict[str, torch.Tensor]:
         """What vLLM hands to `register_kv_caches`."""

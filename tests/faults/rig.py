@@ -90,12 +90,11 @@ class Rig:
             [int(name.split(".")[2]) for name in group.layer_names]
             for group in cache.kv_cache_groups
         ]
-        held = spec.model.heads // spec.tp
         self.ranks = [
             Rank(
                 rank_config(rank),
                 cache,
-                self._make_pages(slice(rank * held, (rank + 1) * held)),
+                self._make_pages(spec.model.heads_of(rank, spec.tp)),
                 spec.runner,
             )
             for rank in range(spec.tp)
@@ -240,7 +239,8 @@ class Rig:
         request, context = self.scheduler.requests[request_id], self._context(request_id)
         stop, tables = request.num_computed_tokens, self._tables(request_id)
         read = np.concatenate([pages.read(tables, stop) for pages in self.pages], axis=1)
-        expected = context.rows()[:, :, :stop]
+        rows = context.rows()[:, :, :stop]
+        expected = np.concatenate([rows[:, pages.heads] for pages in self.pages], axis=1)
         for layer, window in enumerate(self.spec.model.windows):
             if window:  # the first of the step's tokens looks back furthest
                 unseen = max(0, stop - count - window + 1)
@@ -252,7 +252,8 @@ class Rig:
                 f"{request_id} reads {len(wrong)} wrong rows of {stop} tokens, the first of token "
                 f"{token}, layer {layer}, head {head}"
             )
-        return [] if stop < request.num_tokens else [self.spec.model.next_token(read)]
+        model = self.spec.model
+        return [] if stop < request.num_tokens else [model.next_token(read[:, : model.heads])]
 
     def _context(self, request_id: str) -> Context:
         context = self._contexts[request_id]
@@ -312,7 +313,7 @@ class Rig:
         }
         told = [f"step {self.num_steps}", f"requests {requests}"]
         if self.ranks:
-            told.append(f"pins {self.pool.ledger.num_blocks}, tickets {self.pool._tickets}")
+            told.append(f"pins {self.pool.saves.ledger.num_blocks}, tickets {self.pool._tickets}")
         for executor in self.executors:
             told.append(f"owed {executor.unreported}, running {list(executor._works.values())}")
             told += [f"{id_}: {executor.story(id_)}" for id_ in requests]

@@ -179,7 +179,7 @@ class Driver:
             # Aborted while they were loaded: their blocks are freed when the load ends.
             or any(request.is_finished() for request in scheduler.requests.values())
             # What a request left to be saved when it ended is gathered in the next step.
-            or self.rig.pool.has_pending_work
+            or self.rig.pool.saves.has_pending
         )
         if not others:
             self.rig.reset(running=True)

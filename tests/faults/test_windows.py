@@ -174,7 +174,7 @@ def test_blocks_are_let_go_while_a_request_runs(workshop: Workshop) -> None:
         if request_id in rig.scheduler.requests:
             tables = rig.scheduler.kv_cache_manager.get_block_ids(request_id)
             gone = sum(table.count(0) for table in tables)
-            most[:] = max(most[0], gone), max(most[1], rig.pool.ledger.num_held)
+            most[:] = max(most[0], gone), max(most[1], rig.pool.saves.ledger.num_held)
 
     rig.on_stepped.append(look)
     rig.run(LIMIT_S)

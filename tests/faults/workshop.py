@@ -13,7 +13,12 @@ from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from tests.cache_tensors import tensors_of
 from tests.faults.model import VOCAB, FakeModel
@@ -21,6 +26,7 @@ from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.open import open_store, parse_store_url, wrap_stores
 from vllm_kvpool.testing.faults import Faults, FaultyStore
+from vllm_kvpool.testing.latent_models import DeepseekShape, make_deepseek
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 if TYPE_CHECKING:
@@ -140,19 +146,8 @@ class Workshop:
         return config
 
     def _make_base(self, model: FakeModel, max_batched_tokens: int) -> Any:
-        shape = LlamaShape(
-            kv_heads=model.heads,
-            heads=model.heads,
-            layers=model.layers,
-            head_dim=model.head_dim,
-            hidden=32,
-            intermediate=32,
-            vocab=VOCAB,
-            max_position=1024,
-            seed=model.seed,
-        )
-        return EngineArgs(
-            model=str(make_llama(self._directory, shape)),
+        config = EngineArgs(
+            model=str(self._weights(model)),
             dtype=model.dtype,
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -163,21 +158,44 @@ class Workshop:
             enable_chunked_prefill=True,
             async_scheduling=False,
         ).create_engine_config()
+        # Of MLA, CPU engines want whole prefills without a cache of prefixes; rigs have no kernels.
+        config.scheduler_config.enable_chunked_prefill = True
+        config.scheduler_config.max_num_batched_tokens = max_batched_tokens
+        config.cache_config.enable_prefix_caching = True
+        return config
+
+    def _weights(self, model: FakeModel) -> Path:
+        same: dict[str, Any] = {
+            "heads": model.heads,
+            "layers": model.layers,
+            "hidden": 32,
+            "intermediate": 32,
+            "vocab": VOCAB,
+            "max_position": 1024,
+            "seed": model.seed,
+        }
+        if model.latent:
+            halves = {"latent": model.head_dim, "rope_dim": model.head_dim}
+            return make_deepseek(self._directory, DeepseekShape(**{**same, **halves, "heads": 4}))
+        shape = LlamaShape(**same, kv_heads=model.heads, head_dim=model.head_dim)
+        return make_llama(self._directory, shape)
 
 
 def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
     model = spec.model
+    held = model.heads_of(0, spec.tp)
     same: dict[str, Any] = {
         "block_size": BLOCK,
-        "num_kv_heads": model.heads // spec.tp,
-        "head_size": model.head_dim,
+        "num_kv_heads": held.stop - held.start,
+        "head_size": model.head_dim * (2 if model.latent else 1),
         "dtype": model.torch_dtype,
     }
+    whole = MLAAttentionSpec if model.latent else FullAttentionSpec
     windows = model.windows or (0,) * model.layers
     specs = {
         f"model.layers.{layer}.self_attn.attn": SlidingWindowSpec(**same, sliding_window=window)
         if window
-        else FullAttentionSpec(**same)
+        else whole(**same)
         for layer, window in enumerate(windows)
     }
     groups = get_kv_cache_groups(config, specs)

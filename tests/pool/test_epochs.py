@@ -243,7 +243,7 @@ def test_a_request_that_runs_across_the_change_is_not_saved(bench: Bench) -> Non
     assert bench.step().saves == ()
     bench.gather(before)
     assert bench.pins.references == {}
-    assert not bench.scheduler.has_pending_work
+    assert not bench.scheduler.saves.has_pending
 
 
 def test_a_request_that_waits_is_saved_as_of_the_new_epoch(bench: Bench) -> None:
@@ -262,10 +262,10 @@ def test_saves_planned_before_stay_of_the_old_epoch(make: Make) -> None:
     plan = bench.step(a=100)
     begin(bench, NEW)
     assert what(plan.saves) == [("a", range(3), FIRST)]
-    assert bench.scheduler.has_pins
+    assert bench.scheduler.saves.has_pins
     bench.gather(plan)
     begin(bench, NEWER)
-    assert bench.scheduler.has_pins
+    assert bench.scheduler.saves.has_pins
     bench.gather(plan)
     assert bench.pins.references == {}
 

@@ -226,7 +226,7 @@ class Walk:
             return
         for request_id in self.named("running"):
             self.put_back(request_id)
-        if not self.bench.scheduler.has_pins:  # else vLLM refuses
+        if not self.bench.scheduler.saves.has_pins:  # else vLLM refuses
             self.own.clear()
             self.bench.scheduler.own_cache_was_reset()
 
@@ -249,7 +249,7 @@ class Walk:
         stored = self.bench.memory._shelf.list_keys()
         assert sorted(stored) == sorted(self.cells)
         waiting = [save.plan for save in self.saves if not save.is_gathered]
-        waiting += self.bench.scheduler._late_saves
+        waiting += self.bench.scheduler.saves._late
         held = [block for plan in waiting for block in all_blocks(plan.pages)]
         assert sorted(self.bench.pins.references.elements()) == sorted(held)
 
@@ -262,7 +262,7 @@ class Walk:
             if not save.is_gathered:
                 self.bench.scheduler.apply(StepReport(gathered={save.plan.job_id: 1}))
         assert self.bench.pins.references == {}
-        assert not self.bench.scheduler.has_pending_work
+        assert not self.bench.scheduler.saves.has_pending
 
 
 MOVES = {

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,58 +13,78 @@ from vllm_kvpool.keys import (
     CellKey,
     ContextRank,
     HeadPart,
+    KeyMaker,
     ParsedKey,
     RankPart,
     group_of_key,
     in_epoch,
+    key_of_stem,
     make_namespace,
 )
-from vllm_kvpool.layout.topology import WHOLE, Context, Kind, Reach, Topology
+from vllm_kvpool.layout.topology import WHOLE, Context, Kind, Reach, Topology, cells_of_rank
 from vllm_kvpool.pool.lookup import (
     FANOUT,
+    SAMPLES,
     WINDOW_SCAN,
     CellNames,
+    ChunkQuestion,
     HitSearch,
     HostMirror,
     PrefixSearch,
     Question,
 )
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostChange, PrefetchPlan
+from vllm_kvpool.transfer.planner import Planner
 
 MAX_CHUNKS = 600
 NAMESPACE = make_namespace("model", "0" * 12)
 
 
-def search(present: list[bool]) -> tuple[int, int]:
-    """What is found, and in how many rounds."""
+def search(present: list[bool], partly: Sequence[bool] = ()) -> tuple[int, int]:
+    """What is found, and in how many rounds. Of `partly` chunks the cell that is asked is there."""
     state = PrefixSearch(len(present))
-    asked: set[int] = set()
+    asked: set[ChunkQuestion] = set()
     rounds = 0
     while not state.done:
         questions = state.questions()
         assert questions
         assert list(questions) == sorted(set(questions) - asked)
-        assert len(questions) <= FANOUT
+        assert sum(whole for _, whole in questions) <= FANOUT + 1
+        assert sum(not whole for _, whole in questions) <= SAMPLES
         asked.update(questions)
         before = state.found
-        state.tell(questions, [present[q] for q in questions])
+        answers = [
+            present[chunk] or (not whole and chunk < len(partly) and partly[chunk])
+            for chunk, whole in questions
+        ]
+        state.tell(questions, answers)
         assert state.found >= before
         rounds += 1
     assert state.questions() == ()
+    assert state.found == 0 or ChunkQuestion(state.found - 1, True) in asked
     return state.found, rounds
 
 
 def max_rounds(num_chunks: int) -> int:
-    """The two ends first, then 1 / (FANOUT + 1) of what is left each round."""
-    return 2 + math.ceil(math.log(max(1, num_chunks), FANOUT + 1))
+    """Samples leave 1 / (SAMPLES + 1) each round; the last few chunks are asked whole."""
+    narrowed, rounds = num_chunks, 0
+    while narrowed > FANOUT + 1:
+        narrowed = -(-narrowed // (SAMPLES + 1))
+        rounds += 1
+    return rounds + 2
 
 
-@pytest.mark.parametrize("num_chunks", [0, 1, 2, 3, 4, 5, 6, 7, 63, 64, 65, MAX_CHUNKS])
+def max_rounds_deceived(num_chunks: int) -> int:
+    """And all over without samples, 1 / (FANOUT + 1) of what is left each round."""
+    return max_rounds(num_chunks) + 2 + math.ceil(math.log(max(1, num_chunks), FANOUT + 1))
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 2, 3, 4, 5, 6, 7, 63, 64, 65, 512, MAX_CHUNKS])
 def test_every_stored_length_is_found(num_chunks: int) -> None:
     for stored in range(num_chunks + 1):
         found, rounds = search([True] * stored + [False] * (num_chunks - stored))
         assert found == stored
-        assert rounds <= max_rounds(num_chunks)
+        assert rounds <= (2 if num_chunks <= 512 else max_rounds(num_chunks))
 
 
 def test_lengths_up_to_the_longest_are_found() -> None:
@@ -75,6 +96,13 @@ def test_lengths_up_to_the_longest_are_found() -> None:
                 assert rounds <= max_rounds(num_chunks)
 
 
+@pytest.mark.parametrize("num_chunks", [4096, 30_000])
+def test_a_longer_prompt_takes_a_round_more(num_chunks: int) -> None:
+    for stored in (1, 17, num_chunks // 3, num_chunks - 1):
+        found, rounds = search([True] * stored + [False] * (num_chunks - stored))
+        assert (found, rounds <= 3) == (stored, True)
+
+
 def test_all_and_nothing_take_one_round() -> None:
     for num_chunks in range(1, 100):
         assert search([True] * num_chunks) == (num_chunks, 1)
@@ -82,20 +110,49 @@ def test_all_and_nothing_take_one_round() -> None:
     assert search([]) == (0, 0)
 
 
-def test_the_first_round_asks_for_both_ends() -> None:
-    assert PrefixSearch(10).questions() == (0, 9)
-    assert PrefixSearch(1).questions() == (0,)
-    state = PrefixSearch(18)
-    state.tell((0, 17), (True, False))
-    assert state.questions() == (3, 5, 7, 9, 11, 13, 15)
+def test_the_ends_are_asked_for_whole_and_samples_between() -> None:
+    whole, sample = ([ChunkQuestion(i, kind) for i in range(10)] for kind in (True, False))
+    assert PrefixSearch(1).questions() == (whole[0],)
+    assert PrefixSearch(2).questions() == (whole[0], whole[1])
+    state = PrefixSearch(10)
+    assert state.questions() == (whole[0], *sample[1:9], whole[9])
+    state.tell(state.questions(), [True] * 6 + [False] * 4)
+    assert state.found == 1  # samples alone find nothing
+    assert state.questions() == (whole[5],)
+    state.tell(state.questions(), [False])
+    assert not state.done
+    assert state.questions() == tuple(whole[1:5])
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=80))
 def test_holes_still_end_at_a_chunk_that_is_there(present: list[bool]) -> None:
     found, rounds = search(present)
     assert rounds <= max_rounds(len(present))
     assert found == 0 or (present[0] and present[found - 1])
     assert found == len(present) or not present[found]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, MAX_CHUNKS), st.integers(0, MAX_CHUNKS), st.randoms(use_true_random=False))
+def test_chunks_of_which_some_cells_are_there_are_not_found(
+    num_chunks: int, stored: int, random: Random
+) -> None:
+    stored = min(stored, num_chunks)
+    share = random.choice((0.1, 0.5, 0.9, 1.0))
+    partly = [random.random() < share for _ in range(num_chunks)]
+    found, rounds = search([True] * stored + [False] * (num_chunks - stored), partly)
+    assert found == stored
+    assert rounds <= max_rounds_deceived(num_chunks)
+
+
+def test_samples_take_turns_between_the_cells_of_a_chunk() -> None:
+    names = CellNames(NAMESPACE, [Kind(Topology(2, 1, ((0, 2),), 1), 16)])
+    everything = names.of_question(Question(7, 0), b"\xaa")
+    assert everything == names.of_chunk(b"\xaa")
+    count = len(everything)
+    asked = [names.of_question(Question(i, 0, False), b"\xaa") for i in range(2 * count)]
+    assert asked == [[key] for key in everything] * 2
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -115,13 +172,56 @@ def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
     assert len(keys) == len(expected)
 
 
+TP_AND_HEADS = [(1, 4), (2, 4), (4, 4), (8, 4), (6, 2), (1, 1), (4, 1)]
+
+
+@given(
+    st.sampled_from(TP_AND_HEADS),
+    st.sampled_from([((0, 6),), ((0, 3), (3, 6)), ((0, 1), (1, 6))]),
+    st.integers(1, 7),
+    st.booleans(),
+    st.data(),
+)
+def test_cells_are_named_as_ranks_store_them(
+    tp_and_heads: tuple[int, int],
+    stages: tuple[tuple[int, int], ...],
+    span: int,
+    per_head: bool,
+    data: st.DataObject,
+) -> None:
+    tp, heads = tp_and_heads
+    replicas = max(1, tp // heads)
+    context = Context(1, data.draw(st.sampled_from([n for n in (1, 2) if replicas % n == 0])))
+    topologies = [
+        Topology(heads, tp, stages, span, per_head, kind=name, context=context)
+        for name in data.draw(st.sampled_from([("",), ("full", "window")]))
+    ]
+    kinds = [Kind(each, row_bytes=16 * (i + 1)) for i, each in enumerate(topologies)]
+    chunk_tokens = 32
+    stored: dict[str, int] = {}
+    for tp_rank in range(tp):
+        for pp_rank in range(len(stages)):
+            planner = Planner(
+                cells_of_rank(kinds, tp_rank, pp_rank),
+                KeyMaker(NAMESPACE, context.rank(tp_rank, 0)),
+                chunk_tokens,
+                load_timeout_s=1.0,
+                context=context,
+            )
+            plan = PrefetchPlan("r", (b"\xaa",))
+            stored |= {cell.key: cell.nbytes for cell in planner.prefetch(plan).cells}
+    stems = CellNames(NAMESPACE, kinds).stems(chunk_tokens)
+    assert {key_of_stem(each.stem, "aa"): each.nbytes for each in stems} == stored
+    assert len(stems) == len(stored)
+
+
 def test_an_epoch_has_the_same_cells_by_other_names() -> None:
     topology = Topology(4, 12, ((0, 3), (3, 5)), 2, context=Context(2, 3))
     names = CellNames(NAMESPACE, [Kind(topology, 16)])
     assert names.in_epoch("") is names
     other = names.in_epoch("a")
     assert other.namespace == in_epoch(NAMESPACE, "a")
-    assert other.per_chunk() == names.per_chunk() == len(of(names))
+    assert len(of(other)) == len(of(names))
     expected = [replace(ParsedKey.parse(key), namespace=other.namespace) for key in of(names)]
     assert [ParsedKey.parse(key) for key in of(other)] == expected
     assert {group_of_key(key) for key in of(other)} == {other.group(b"\xaa")}
@@ -208,7 +308,7 @@ def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[Kind], list[list[bool]
 
 def most_rounds(num_chunks: int) -> int:
     """The prefix, its windows, and then so many chunks at once."""
-    return max_rounds(num_chunks) + 2 + -(-num_chunks // WINDOW_SCAN)
+    return max_rounds_deceived(num_chunks) + 2 + -(-num_chunks // WINDOW_SCAN)
 
 
 @settings(deadline=None, max_examples=300)
@@ -261,9 +361,9 @@ def test_one_kind_that_reads_all_is_searched_as_a_prefix(
     while not simple.done:
         assert not state.done
         chunks = simple.questions()
-        assert state.questions() == tuple(Question(chunk, 0) for chunk in chunks)
+        assert state.questions() == tuple(Question(chunk, 0, whole) for chunk, whole in chunks)
         assert state.found == simple.found
-        answers = [present[chunk] for chunk in chunks]
+        answers = [present[chunk] for chunk, _ in chunks]
         state.tell(state.questions(), answers)
         simple.tell(chunks, answers)
     assert state.done

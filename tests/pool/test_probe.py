@@ -160,6 +160,16 @@ def test_a_chunk_without_one_of_its_cells_is_absent(pool: Pool, cell: int) -> No
     assert pool.answer().found_chunks == 5
 
 
+@pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
+@pytest.mark.parametrize("stored", [0, 1, 5])
+def test_chunks_that_all_lack_a_cell_are_absent(pool: Pool, stored: int, cell: int) -> None:
+    """As while one of several ranks is still saving, or when it cannot save."""
+    pool.hold(range(stored))
+    pool.hold(range(stored, NUM_CHUNKS), but=cell)
+    pool.ask()
+    assert pool.answer().found_chunks == stored
+
+
 def test_another_identity_has_other_chunks(pool: Pool) -> None:
     pool.hold(range(NUM_CHUNKS))
     pool.ask(identify=lambda: RequestIdentity(cache_salt="x"))
@@ -181,7 +191,7 @@ def test_many_lookups_share_rounds(pool: Pool) -> None:
 
 
 def test_rounds_are_bounded(pool: Pool) -> None:
-    per_lookup = 2 * len(NAMES.of_chunk(b"x"))
+    per_lookup = 2 * len(NAMES.of_chunk(b"x")) + NUM_CHUNKS - 2
     count = MAX_KEYS_PER_ROUND // per_lookup + 20
     pool.store.inject(Fault.BLOCKED, "exists", times=1)
     pool.ask(count)

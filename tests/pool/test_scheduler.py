@@ -4,24 +4,28 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions, Role
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.keys import key_of_stem, make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
+from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.pool import scheduler as scheduler_module
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.probe import Lookup, Probe
-from vllm_kvpool.pool.request import Step
-from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.pool.request import PoolShape, Step
+from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import all_blocks
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
@@ -73,12 +77,19 @@ class Bench:
         self.scheduler = PoolScheduler(
             config or KVPoolConfig(),
             role,
-            PoolShape(CHUNK, (Group(block),), num_ranks, max_pinned, prefetches=host_tier),
+            PoolShape(
+                CHUNK,
+                (Group(block),),
+                num_ranks,
+                max_pinned,
+                prefetches=host_tier,
+                stems=NAMES.stems(CHUNK),
+            ),
             self.probe,
             self.tally,
             self.clock,
         )
-        self.scheduler.ledger.pins = self.pins
+        self.scheduler.saves.ledger.pins = self.pins
         self.views: dict[str, View] = {}
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1
@@ -163,7 +174,7 @@ class Bench:
         self.views[request_id].num_computed_tokens = tokens // self.block * self.block
         self.scheduler.check()
 
-    def finish(self, request_id: str = "a") -> dict[str, dict[str, int]] | None:
+    def finish(self, request_id: str = "a") -> dict[str, dict[str, Any]] | None:
         answer = self.scheduler.finish(request_id, (self.tables[request_id],))
         self.scheduler.check()
         return answer
@@ -400,7 +411,7 @@ def test_a_request_whose_lookup_was_too_late_is_saved(bench: Bench) -> None:
     bench.allocate("b", 0, 0)
     bench.store.release()
     bench.settle()
-    while "b" not in bench.scheduler._until_due:
+    while "b" not in bench.scheduler.saves._until_due:
         bench.settle()
     assert len(bench.step(b=100).saves) == 1
 
@@ -583,19 +594,58 @@ def test_a_chunk_is_saved_by_the_step_that_completes_it(bench: Bench) -> None:
     assert bench.finish() == {"kvpool": {"tokens": 96}}
 
 
+def test_a_request_is_told_what_its_cells_are_called(bench: Bench) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(name_cells=True))
+    bench.admit()
+    bench.step()
+    bench.scheduler.load_ended("a")
+    plan = bench.step(a=100 - bench.views["a"].num_computed_tokens)
+    assert len(plan.saves) == 1
+    answer = bench.finish()
+    assert answer is not None
+    assert answer["kvpool"]["tokens"] == 96
+    # As it is sent to who asks, found and saved chunks alike.
+    names = msgspec.convert(answer["kvpool"]["cells"], ChunkNames)
+    told = [key_of_stem(each.stem, chunk) for chunk in names.chunks for each in names.stems]
+    assert told == [key for each in hashes_of(range(96)) for key in NAMES.of_chunk(each)]
+    assert {each.nbytes for each in names.stems} == {HEADER_BYTES + CHUNK * 16}
+    bench.gather(plan)
+
+
+def test_cells_of_other_weights_are_not_told(bench: Bench) -> None:
+    bench.add(options=RequestOptions(name_cells=True))
+    bench.scheduler.begin_epoch("other")
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    assert bench.finish() == {"kvpool": {"tokens": 96, "cells": {"stems": (), "chunks": ()}}}
+
+
+def test_of_a_very_long_prompt_the_first_cells_are_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_NAMED_CHUNKS", 2)
+    bench.add(options=RequestOptions(name_cells=True))
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    answer = bench.finish()
+    assert answer is not None
+    assert len(answer["kvpool"]["cells"]["chunks"]) == 2
+
+
 def test_blocks_stay_pinned_until_every_rank_has_gathered(make: Maker) -> None:
     bench = make(num_ranks=2)
     bench.add()
     bench.admit()
     plan = bench.step(a=64)
     assert bench.pins.references == dict.fromkeys(bench.tables["a"], 1)
-    assert bench.scheduler.has_pins
+    assert bench.scheduler.saves.has_pins
     assert bench.finish() == {"kvpool": {"tokens": 64}}
     bench.gather(plan)
-    assert bench.scheduler.has_pins
+    assert bench.scheduler.saves.has_pins
     bench.gather(plan)
     assert bench.pins.references == {}
-    assert not bench.scheduler.has_pending_work
+    assert not bench.scheduler.saves.has_pending
     assert bench.counts("kvpool_pinned_blocks") == {"": 0}
 
 
@@ -683,11 +733,11 @@ def test_the_pinned_blocks_are_bounded_and_the_rest_waits(make: Maker) -> None:
     assert second.saves == (bench.save(3, range(1, 2)),)
     bench.gather(second)
     assert bench.finish() == {"kvpool": {"tokens": 96}}
-    assert bench.scheduler.has_pending_work
+    assert bench.scheduler.saves.has_pending
     late = bench.step()
     assert [(s.first_chunk, len(s.hashes)) for s in late.saves] == [(2, 1)]
     bench.gather(late)
-    assert not bench.scheduler.has_pending_work
+    assert not bench.scheduler.saves.has_pending
     assert bench.pins.references == {}
 
 
@@ -766,7 +816,7 @@ def test_a_request_that_ends_before_its_answer_leaves_nothing(bench: Bench) -> N
     assert bench.finish() == {"kvpool": {"tokens": 0}}
     bench.store.release()
     bench.settle()
-    assert not bench.scheduler.has_pending_work
+    assert not bench.scheduler.saves.has_pending
 
 
 def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
@@ -945,10 +995,10 @@ def test_a_reset_drops_the_saves_of_requests_that_have_ended(make: Maker) -> Non
     bench.admit()
     bench.gather(bench.step(a=100))
     bench.finish()
-    assert bench.scheduler.has_pending_work
+    assert bench.scheduler.saves.has_pending
     assert bench.scheduler.reset()
     assert bench.step().saves == ()
-    assert not bench.scheduler.has_pending_work
+    assert not bench.scheduler.saves.has_pending
 
 
 def test_an_answer_of_before_a_reset_is_not_used(bench: Bench) -> None:
@@ -1183,9 +1233,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.bench.scheduler.check()
         self.bench.pins.check()
         held = [block for save, _ in self.saves.values() for block in all_blocks(save.pages)]
-        late = [b for save in self.bench.scheduler._late_saves for b in all_blocks(save.pages)]
+        late = [b for save in self.bench.scheduler.saves._late for b in all_blocks(save.pages)]
         assert sorted(self.bench.pins.references.elements()) == sorted(held + late)
-        assert self.bench.scheduler.has_pins == bool(held + late)
+        assert self.bench.scheduler.saves.has_pins == bool(held + late)
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
@@ -1200,8 +1250,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.saves.clear()
         self.holds()
         assert self.bench.pins.references == {}
-        assert not self.bench.scheduler.has_pending_work
-        assert self.bench.scheduler._until_due == self.bench.scheduler._requests == {}
+        assert not self.bench.scheduler.saves.has_pending
+        assert self.bench.scheduler.saves._until_due == self.bench.scheduler._requests == {}
         assert self.bench.probe.close()
 
 

@@ -21,7 +21,7 @@ from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Kind, Topology
-from vllm_kvpool.pool import sides
+from vllm_kvpool.pool import open_tiers
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
@@ -354,7 +354,7 @@ def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             raise StoreUnreachable(f"{spec.url} is not there")
         return open_store(spec, segment=segment)
 
-    monkeypatch.setattr(sides, "open_store", open_or_not)
+    monkeypatch.setattr(open_tiers, "open_store", open_or_not)
     return back
 
 

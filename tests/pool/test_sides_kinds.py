@@ -318,7 +318,7 @@ def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...
     shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), groups, 20, 1)
     config = read_config({"store": "memory://held", "chunk_tokens": CHUNK}, env={})
     side = SchedulerSide(config, Role.BOTH, shape)
-    ledger, pins = side.scheduler.ledger, FakePins()
+    ledger, pins = side.scheduler.saves.ledger, FakePins()
     ledger.pins = pins
     held = 0
     while ledger.hold("other", Place(1, held), 1 + held):

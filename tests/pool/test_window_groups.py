@@ -24,8 +24,8 @@ from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pins import HELD_SHARE
 from vllm_kvpool.pool.probe import Probe
-from vllm_kvpool.pool.request import Step
-from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.pool.request import PoolShape, Step
+from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import all_blocks
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakeRequest
@@ -119,7 +119,7 @@ class Engine:
             Tally(),
             self.clock,
         )
-        self.scheduler.ledger.pins = self.pool
+        self.scheduler.saves.ledger.pins = self.pool
         self.requests: dict[str, Request] = {}
         self.gathering: dict[int, Gathering] = {}
         self.tokens_of_save: dict[int, list[int]] = {}
@@ -197,9 +197,9 @@ class Engine:
         if request.state == "running":
             self._let_go(request, request.view.num_computed_tokens)
         self.tokens_of_save[-1] = list(request.view.tokens())
-        late = len(self.scheduler._late_saves)
+        late = len(self.scheduler.saves._late)
         self.scheduler.finish(request_id, request.tables)
-        for plan in self.scheduler._late_saves[late:]:
+        for plan in self.scheduler.saves._late[late:]:
             self.tokens_of_save[plan.job_id] = list(request.view.tokens())
         self._free(request)
         self.check()
@@ -345,8 +345,8 @@ class Engine:
 
     def check(self) -> None:
         self.scheduler.check()
-        ledger = self.scheduler.ledger
-        plans = [g.plan for g in self.gathering.values()] + list(self.scheduler._late_saves)
+        ledger = self.scheduler.saves.ledger
+        plans = [g.plan for g in self.gathering.values()] + list(self.scheduler.saves._late)
         owners = Counter(block for plan in plans for block in all_blocks(plan.pages))
         assert owners.total() == ledger.num_blocks
         for request_id in ledger._held:
@@ -365,9 +365,9 @@ class Engine:
         self.step({})
         for job, gathering in list(self.gathering.items()):
             self.gather(job, gathering.ranks_left)
-        assert self.scheduler.ledger.num_held == self.scheduler.ledger.num_blocks == 0
-        assert not self.scheduler.has_pending_work
-        assert self.scheduler.ledger._held == {}
+        assert self.scheduler.saves.ledger.num_held == self.scheduler.saves.ledger.num_blocks == 0
+        assert not self.scheduler.saves.has_pending
+        assert self.scheduler.saves.ledger._held == {}
         assert not any(self.pool.references.values())
         assert self.probe.close()
 
@@ -447,7 +447,7 @@ def test_what_could_not_be_held_is_a_gap_and_not_what_lies_there_now(marks_gone:
     saves = [save for _ in range(3) for save in engine.step({"a": 32}).saves]
     for _ in range(10):
         assert engine.step({"a": 16}).saves == ()
-    assert engine.scheduler.ledger.room == 0
+    assert engine.scheduler.saves.ledger.room == 0
     for save in saves:
         engine.gather(save.job_id)
     run(engine, "a", [1] * 10)
@@ -478,10 +478,10 @@ def test_what_is_held_of_a_preempted_request_is_let_go() -> None:
     engine.add("a", range(100))
     engine.admit("a")
     run(engine, "a", [16])
-    assert engine.scheduler.ledger.num_held == 1
+    assert engine.scheduler.saves.ledger.num_held == 1
     engine.preempt("a")
     engine.step({})
-    assert engine.scheduler.ledger.num_held == 0
+    assert engine.scheduler.saves.ledger.num_held == 0
     engine.close()
 
 
@@ -500,7 +500,7 @@ def test_what_is_held_is_let_go_when_a_late_answer_forbids_to_save() -> None:
     engine.scheduler.allocated("a", (), 0)
     request.state = "running"
     engine.step({"a": 16})
-    assert engine.scheduler.ledger.num_held == 1
+    assert engine.scheduler.saves.ledger.num_held == 1
     gate.set()
     engine.answers()
     assert engine.step({"a": 84}).saves == ()
@@ -513,9 +513,9 @@ def test_what_is_held_is_let_go_with_the_last_chunk() -> None:
     engine.add("a", range(100))
     engine.admit("a")
     run(engine, "a", [40, 55])
-    assert engine.scheduler.ledger.num_held > 0
+    assert engine.scheduler.saves.ledger.num_held > 0
     run(engine, "a", [5])
-    assert engine.scheduler.ledger.num_held == 0
+    assert engine.scheduler.saves.ledger.num_held == 0
     engine.close()
 
 
@@ -634,7 +634,7 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule()
     def drop_late_saves(self) -> None:
         """As when the engine's own prefix cache is emptied."""
-        self.engine.scheduler.drop_late_saves()
+        self.engine.scheduler.saves.drop_late()
         self.engine.check()
 
     @invariant()

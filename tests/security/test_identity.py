@@ -114,7 +114,7 @@ def test_another_chunk_size_shares_no_hash() -> None:
 
 def test_another_scheme_shares_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     before = chain()
-    monkeypatch.setattr(hashing, "SCHEME", b"kvpool-chain-2")
+    monkeypatch.setattr(hashing, "SCHEME", b"kvpool-chain-3")
     assert not set(before) & set(chain())
 
 

@@ -176,6 +176,7 @@ def test_closing_ends_idle_threads(calls: BoundedCalls) -> None:
     assert not any(thread.is_alive() for thread in found)
 
 
+@pytest.mark.alone
 def test_closing_says_that_a_call_is_left_behind_and_waits_no_longer_than_told(
     calls: BoundedCalls,
 ) -> None:

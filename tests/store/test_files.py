@@ -1064,6 +1064,7 @@ def test_hot_cells_are_not_looked_for_again_and_again(
 # Restarts.
 
 
+@pytest.mark.alone
 def test_a_large_directory_opens_at_once_and_is_counted_apart(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SaveJob,
-    Start,
+    SpanLoaded,
     Tick,
     TierHealth,
     Work,
@@ -105,12 +105,13 @@ def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
 def in_words(action: Action) -> str:
     """See the module docstring."""
     match action:
-        case Start(work):
-            keys = " ".join(cell.cell.key for cell in work.cells)
-            return f"{work.work_id} {work.lane} {keys}"
+        case Work(work_id, lane, cells):
+            return f"{work_id} {lane} {' '.join(cell.cell.key for cell in cells)}"
         case LoadDone(job, request, stop, reason):
             assert request == f"r{job}"
             return f"loaded {job} to {stop} {reason.value}"
+        case SpanLoaded(job, layer):
+            return f"span {layer} of {job}"
         case SaveGathered(job, request):
             assert request == f"r{job}"
             return f"gathered {job}"
@@ -213,8 +214,8 @@ class Bench:
         if self.checks:
             self.engine.check()
         for action in actions:
-            if isinstance(action, Start):
-                self.running[action.work.work_id] = action.work
+            if isinstance(action, Work):
+                self.running[action.work_id] = action
             elif isinstance(action, SaveDone):
                 self.saved.append(action)
         due = self.engine.next_deadline()

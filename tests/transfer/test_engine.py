@@ -23,7 +23,7 @@ from vllm_kvpool.transfer.ops import (
     LaneName,
     OpKind,
     Owner,
-    Start,
+    Work,
     WorkCell,
     WorkDone,
     WorkId,
@@ -269,11 +269,11 @@ def test_a_work_says_for_whom_since_when_and_how_often() -> None:
 def test_the_cells_of_a_gather_say_where_the_pages_are() -> None:
     bench = Bench(DISK)
     job = save_job(1, "a b")
-    [start] = bench.engine.step(job, 0.0)
-    assert isinstance(start, Start)
-    assert start.work.lane == LaneName(OpKind.GATHER, HOST)
-    slots = [cell.slot for cell in start.work.cells]
-    assert start.work.cells == tuple(map(WorkCell, job.tasks, slots))
+    [work] = bench.engine.step(job, 0.0)
+    assert isinstance(work, Work)
+    assert work.lane == LaneName(OpKind.GATHER, HOST)
+    slots = [cell.slot for cell in work.cells]
+    assert work.cells == tuple(map(WorkCell, job.tasks, slots))
     assert len(set(slots) - {None}) == 2
 
 

@@ -39,7 +39,6 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SaveJob,
-    Start,
     Tick,
     TierHealth,
     Work,
@@ -235,8 +234,8 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, event: Event) -> None:
         for action in self.engine.step(event, self.clock()):
             match action:
-                case Start():
-                    self.started(action.work)
+                case Work():
+                    self.started(action)
                 case LoadDone():
                     self.load_reported(action)
                 case SaveGathered():

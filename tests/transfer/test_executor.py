@@ -476,6 +476,25 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
     assert rank.close(1.0)
 
 
+@pytest.mark.usefixtures("quiet")
+def test_what_has_ended_is_told_though_the_engine_fails_right_after(store: FaultyStore) -> None:
+    rank = Rank(store)
+
+    def broken() -> float | None:
+        if not rank.engine.loads.num_open:
+            raise AssertionError("the engine is broken")
+        return None
+
+    store.inject(Fault.BLOCKED, "get")
+    rank.executor.post(load_plan(1, (1, 2), 0, CHUNK))
+    assert store.entered.wait(LIMIT_S)
+    rank.engine.next_deadline = broken
+    store.release()
+    assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, CellOutcome.MISSING)]
+    assert rank.close(1.0)
+    assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
+
+
 # Lanes that die
 
 

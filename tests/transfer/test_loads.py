@@ -287,6 +287,22 @@ def test_a_prefetch_brings_cells_into_host_memory() -> None:
     assert prefetched(bench, "used") == 2  # each once
 
 
+@pytest.mark.parametrize(("num_loads", "leaves"), [(1, "a"), (2, "b")])
+def test_only_the_second_load_of_a_prefetched_cell_counts_as_another_use(
+    num_loads: int, leaves: str
+) -> None:
+    bench = Bench(DISK, slots=8, keep=3, policy="frequency")
+    bench.prefetch(1, "a")
+    bench.run()
+    for job in range(num_loads):
+        bench.load(2 + job, "a")
+        bench.run()
+    for job, cell in enumerate("bcd"):
+        bench.load(5 + job, cell)
+        words = bench.run()
+    assert f"host -{leaves}" in words
+
+
 def test_a_prefetch_takes_no_more_than_host_memory_holds() -> None:
     bench = Bench(DISK, keep=2, slots=8)
     assert bench.prefetch(1, "a b c") == ["0 get-0 a b"]

@@ -117,7 +117,7 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
         every = planner(num_heads, tp_size, rank).load(
             LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK)
         )
-        assert tuple(replace(task, stored=True) for task in kept.tasks) == every.tasks
+        assert tuple(task._replace(stored=True) for task in kept.tasks) == every.tasks
 
 
 def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:
@@ -164,7 +164,7 @@ def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(epoch: str) -> None:
             assert len(cells) == len(before)
             for cell, old in zip(cells, before, strict=True):
                 name = keys.namespace + old.key.removeprefix(KEYS.namespace)
-                assert cell == replace(old, key=name, group=group_of_key(name))
+                assert cell == old._replace(key=name, group=group_of_key(name))
         assert (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells) == first
 
 
@@ -182,3 +182,14 @@ def test_planners_of_two_models_do_not_share_names() -> None:
     plan = replace(load_plan(), epoch="sample:a")
     one, two = (replace(planner(), keys=keys).load(plan) for keys in (KEYS, other))
     assert not {task.key for task in one.tasks} & {task.key for task in two.tasks}
+
+
+def test_a_layered_load_is_the_same_cells_in_the_order_in_which_layers_run() -> None:
+    plain, layered = (
+        planner().load(replace(load_plan(first=3), layered=layered)) for layered in (False, True)
+    )
+    assert layered.layered
+    assert set(layered.tasks) == set(plain.tasks)
+    order = [(task.cell.layer_start, task.chunk) for task in layered.tasks]
+    assert order == sorted(order)
+    assert order != [(task.cell.layer_start, task.chunk) for task in plain.tasks]

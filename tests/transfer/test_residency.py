@@ -68,7 +68,7 @@ def test_without_a_host_tier_a_cell_stays_while_it_is_held() -> None:
 def test_a_cell_that_was_read_leaves_later() -> None:
     residency = host()
     bring(residency, "a b")
-    residency.used("a")
+    residency.used(entry(residency, "a"))
     bring(residency, "c")
     assert keys(residency) == "a c"
 
@@ -76,8 +76,8 @@ def test_a_cell_that_was_read_leaves_later() -> None:
 def test_a_cell_that_was_read_counts_for_more_than_one_that_was_written_again() -> None:
     residency = host(keep=3, slots=8, policy=Frequency)
     bring(residency, "a b c")
-    residency.used("a")
-    residency.refresh("b")
+    residency.used(entry(residency, "a"))
+    residency.refresh(entry(residency, "b"))
     bring(residency, "d e f")
     assert keys(residency) == "a e f"
 
@@ -86,9 +86,19 @@ def test_a_cell_whose_turn_another_one_changed_has_its_new_place() -> None:
     residency = host(keep=4, slots=8, policy=Frequency)
     bring(residency, "a b c d")
     for key in "abcd":  # all but one of them are protected: a is not any more
-        residency.used(key)
+        residency.used(entry(residency, key))
     bring(residency, "e")
     assert keys(residency) == "b c d e"
+
+
+def test_a_cell_that_others_put_back_on_probation_leaves_earlier() -> None:
+    residency = host(keep=4, slots=8, policy=Frequency)
+    bring(residency, "a b c d e")
+    bring(residency, "a")  # remembered: protected, until three others are
+    for key in "cde":
+        residency.used(entry(residency, key))
+    bring(residency, "f")
+    assert keys(residency) == "c d e f"
 
 
 def test_a_cell_that_was_held_keeps_its_place() -> None:
@@ -104,10 +114,21 @@ def test_a_cell_that_was_read_while_it_was_held_has_its_new_place() -> None:
     residency = host()
     bring(residency, "a b")
     residency.pin(entry(residency, "a"))
-    residency.used("a")
+    residency.used(entry(residency, "a"))
     residency.unpin(entry(residency, "a"))
     bring(residency, "c")
     assert keys(residency) == "a c"
+
+
+def test_a_use_of_a_cell_that_was_forgotten_says_nothing_of_its_successor() -> None:
+    residency = host()
+    bring(residency, "a", hold=True)
+    old = entry(residency, "a")
+    residency.forget(old)
+    bring(residency, "a b")
+    residency.used(old)
+    bring(residency, "c")
+    assert keys(residency) == "b c"
 
 
 def test_neither_held_nor_dirty_cells_leave() -> None:
@@ -136,7 +157,7 @@ def test_the_coldest_dirty_cells_come_in_order_and_no_more_than_asked() -> None:
     residency = host(keep=8, slots=8)
     bring(residency, "a b c d", dirty=True)
     bring(residency, "e")
-    residency.used("a")
+    residency.used(entry(residency, "a"))
     residency.pin(entry(residency, "b"))
     assert [each.key for each in residency.coldest_dirty(2)] == ["c", "d"]
 
@@ -228,11 +249,25 @@ def test_the_lines_do_not_grow_with_use() -> None:
     bring(residency, "c d")
     for number in range(10_000):
         key = "abcd"[number % 4]
-        residency.used(key)
+        residency.used(entry(residency, key))
         residency.pin(entry(residency, key))
         residency.unpin(entry(residency, key))
     residency.check()
-    assert sum(map(len, residency._lines)) <= 2 * (2 * 4 + STALE_PLACES)
+    assert sum(map(len, residency._lines)) == 4
+
+
+def test_the_lines_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
+    residency = host(keep=4, slots=8)
+    bring(residency, "a b")
+    for number in range(1_000):
+        key = f"c{number}"
+        bring(residency, key, dirty=number % 2 == 0)
+        passing = entry(residency, key)
+        residency.pin(passing)
+        residency.forget(passing)
+        residency.unpin(passing)
+    residency.check()
+    assert sum(map(len, residency._lines)) <= 2 * (2 * 3 + STALE_PLACES)
 
 
 class ResidencyMachine(RuleBasedStateMachine):
@@ -276,7 +311,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data(), refresh=st.booleans())
     def use(self, data: st.DataObject, refresh: bool) -> None:
         key = data.draw(st.sampled_from(self.order))
-        (self.residency.refresh if refresh else self.residency.used)(key)
+        use = self.residency.refresh if refresh else self.residency.used
+        use(entry(self.residency, key))
         self.order.remove(key)
         self.order.append(key)
 

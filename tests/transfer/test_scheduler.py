@@ -45,7 +45,7 @@ class Bench:
     def __init__(
         self, limits: LaneLimits = WIDE, admit: Callable[[Op], bool] | None = None
     ) -> None:
-        self.scheduler = Scheduler({"x": limits, "y": WIDE}, admit)
+        self.scheduler = Scheduler({"x": limits, "y": WIDE}, {"x": admit} if admit else {})
         self.lane = self.scheduler.lanes["x"]
         self.other = self.scheduler.lanes["y"]
         self.clock = FakeClock()

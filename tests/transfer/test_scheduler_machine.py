@@ -56,7 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, limits: LaneLimits) -> None:
         self.refused: set[int] = set()
         self.scheduler = Scheduler(
-            {"x": limits, "y": LaneLimits(2, 2, 9, 9)}, lambda op: op.what not in self.refused
+            {"x": limits, "y": LaneLimits(2, 2, 9, 9)},
+            dict.fromkeys("xy", lambda op: op.what not in self.refused),
         )
         self.lanes = (*self.scheduler.lanes.values(), None)
         self.clock = FakeClock()

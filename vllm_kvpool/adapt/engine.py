@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvpool.adapt import cpu_pages, epochs, page_formats, releases
@@ -26,6 +27,7 @@ from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import formats
 from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.layout.topology import Group
 from vllm_kvpool.pool.sides import ModelShape, RankPlace
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.staging.copier import Copier
@@ -88,6 +90,8 @@ def read_engine(
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
     groups = groups_of(kv_cache_config, kinds, context)
+    if config.layerwise:
+        refuse_layerwise(vllm_config, groups)
     loads = GroupTables(groups).resumes or releases.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
@@ -105,6 +109,56 @@ def read_engine(
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     return EngineFacts(shape, kinds, media_are_named)
+
+
+def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None:
+    """ConfigError where a layer's load that fails in the middle of a step would do harm."""
+    if not GroupTables(groups).resumes:
+        raise ConfigError(
+            "layerwise needs a model whose layers are all in one KV cache group and all attend to "
+            "the whole prompt, for vLLM cannot take a step back in others; leave layerwise out"
+        )
+    # In both a request's next step is planned before it is known that its load has failed.
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "layerwise needs steps that are planned one after another; set async_scheduling to "
+            "false (--no-async-scheduling), or leave layerwise out"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "layerwise needs steps that are planned one after another; set "
+            "pipeline_parallel_size to 1, or leave layerwise out"
+        )
+    # Workers are set up within their engine's configuration, of which a child has a part.
+    engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
+    whole = engine.kv_transfer_config if engine is not None else None
+    if whole is not None and own is not None and whole.kv_connector != own.kv_connector:
+        raise ConfigError(
+            f"layerwise does not go with other connectors ({whole.kv_connector}): what a step "
+            "computes before a load is known to have failed they would keep; leave layerwise out"
+        )
+    if releases.device_type() == "npu":
+        raise ConfigError("layerwise has not been tried on Ascend NPUs; leave it out")
+    if not releases.has_loads_within_steps():
+        raise ConfigError(
+            "layerwise has not been tried with this release of vLLM, whose steps do not say that "
+            "they wait for loads; use vLLM 0.32, or leave layerwise out"
+        )
+
+
+def layer_spans(
+    kv_cache_config: KVCacheConfig, facts: EngineFacts, vllm_config: "VllmConfig"
+) -> Mapping[str, int]:
+    """The layers of this rank by name -> the first layer of their cells, for layered loads."""
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    names = [name for name, _ in local_layers(facts.kinds, kv_cache_config, total)[0]]
+    place = rank_place(vllm_config)
+    cells = facts.shape.kinds[0].topology.local_cells(place.tp_rank, place.pp_rank)
+    return {
+        name: cell.layer_start
+        for cell in cells
+        for name in names[cell.layer_start : cell.layer_stop]
+    }
 
 
 def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
@@ -203,6 +257,10 @@ class PoolPins:
         """Drop the references; last block first, so that a prefix is evicted last."""
         self._pool.free_blocks(self._pool.blocks[i] for i in reversed(block_ids))
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Take blocks out of the prefix cache; who holds them keeps them."""
+        self._pool.evict_blocks(set(block_ids))
+
 
 # The engine's surroundings
 
@@ -216,7 +274,9 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pcp_size, rank = parallel.prefill_context_parallel_size, parallel.rank
     stage = rank // (tp_size * pcp_size) % pp_size
-    return RankPlace(rank % tp_size, stage, rank, rank // tp_size % pcp_size)
+    # Not `data_parallel_rank`, which is 0 in every engine of a model without experts.
+    dp_rank = parallel.data_parallel_index
+    return RankPlace(rank % tp_size, stage, rank, rank // tp_size % pcp_size, dp_rank)
 
 
 def device_of(kv_caches: Mapping[str, Any]) -> Device:

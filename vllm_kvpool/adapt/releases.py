@@ -65,6 +65,16 @@ def reports_failed_loads_by_request() -> bool:
     return "failed_recving" in {field.name for field in fields(KVConnectorOutput)}
 
 
+def has_loads_within_steps() -> bool:
+    """Whether a step says that it waits for loads of its own.
+
+    In releases that do, a request whose load has failed in the step goes back by itself.
+    """
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return "has_sync_kv_loads" in {field.name for field in fields(SchedulerOutput)}
+
+
 def layers_with_pages(kv_cache_config: Any) -> frozenset[str]:
     """The layers that pages are allocated for, on this rank."""
     return frozenset(

@@ -290,6 +290,12 @@ class Kind:
     def name(self) -> str:
         return self.topology.kind
 
+    def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:
+        """Of one cell of a chunk; `chunk_tokens` counts those of all context-parallel ranks."""
+        heads = 1 if self.topology.per_head else self.topology.heads_per_rank
+        local_tokens = chunk_tokens // self.topology.context.dcp_size
+        return heads * len(span) * local_tokens * self.row_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

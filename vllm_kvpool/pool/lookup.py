@@ -1,8 +1,12 @@
 """How long the stored prefix of a request is, in few questions (pure).
 
-A prefix is stored from its first chunk on, so the search asks for the first and the last chunk,
-then narrows between them, `FANOUT` chunks a round: about log8 of the chunks in rounds, each of
-which is one batched `exists`. Eviction can leave a hole that no question meets; loads verify.
+A prefix is stored from its first chunk on. Where there are few chunks, the search asks for all
+their cells at once. Else it asks for the first and the last chunk and, of up to `SAMPLES` chunks
+between, for one cell each; then for all cells of the few chunks between the last sample that is
+there and the first that is not. So two rounds, each one batched `exists`, do for up to 900 chunks,
+and one more for every 128 times as many. All cells of the last chunk found have been asked for;
+where a sample was there and the rest of its chunk is not, the search goes on before it without
+samples. Eviction can leave a hole that no question meets; loads verify.
 
 Layers that read only the last tokens (`Reach`) need only the chunks that hold those, and nobody
 keeps the others alive. So where a model has such layers, the prefix that the other layers have is
@@ -10,64 +14,98 @@ cut to the longest one before which theirs are all there.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.keys import CellKey, KeyMaker, Namespace, group_of, in_epoch
 from vllm_kvpool.layout.topology import Kind
+from vllm_kvpool.names import CellStem
 from vllm_kvpool.transfer.ops import HostChange
 
-FANOUT = 7
+FANOUT = 7  # chunks asked for whole in one round
+SAMPLES = 127  # chunks of which one cell is asked for in one round
 WINDOW_SCAN = 64  # chunks looked at in one round, once the wanted ones are not all there
+
+
+class ChunkQuestion(NamedTuple):
+    """Whether a chunk is stored: all of its cells, or else one, which tells less."""
+
+    chunk: int
+    whole: bool
 
 
 class PrefixSearch:
     """Narrows [found, absent): chunks before `found` are taken as stored, `absent` is not.
 
-    With `gaps` a chunk may be stored where earlier ones are not any more.
+    With `gaps` a chunk may be stored where earlier ones are not any more; no samples are taken.
     """
 
     def __init__(self, num_chunks: int, *, gaps: bool = False) -> None:
         self.found = 0
+        self._likely = 0  # chunks before it are stored as far as samples tell; at least `found`
         self._absent = num_chunks
         self._first_round = True
         self._gaps = gaps
+        self._samples = not gaps
 
     @property
     def done(self) -> bool:
         return self.found >= self._absent
 
-    def questions(self) -> tuple[int, ...]:
-        """The chunk indices to ask for next, ascending; empty when the search is done."""
+    def questions(self) -> tuple[ChunkQuestion, ...]:
+        """What to ask next, in ascending order; empty when the search is done."""
         if self.done:
             return ()
-        low, high = self.found, self._absent
-        if self._first_round and not self._gaps:
-            return (low, high - 1) if high - low > 1 else (low,)
-        width = high - low
-        if width <= FANOUT:
-            return tuple(range(low, high))
-        spread = tuple(low + width * i // (FANOUT + 1) for i in range(1, FANOUT + 1))
-        return tuple(dict.fromkeys((*spread, high - 1))) if self._first_round else spread
+        low, high = self._likely, self._absent
+        if self._first_round:
+            if high - low <= FANOUT + 1:
+                return tuple(ChunkQuestion(x, True) for x in range(low, high))
+            last = ChunkQuestion(high - 1, True)
+            if self._gaps:
+                return (*(ChunkQuestion(x, True) for x in _spread(low, high - 1, FANOUT)), last)
+            between = _spread(low + 1, high - 1, SAMPLES)
+            return (ChunkQuestion(low, True), *(ChunkQuestion(x, False) for x in between), last)
+        if high - low > FANOUT:
+            count = SAMPLES if self._samples else FANOUT
+            return tuple(ChunkQuestion(x, not self._samples) for x in _spread(low, high, count))
+        # With the last sample that was there: the rest of its chunk may not be.
+        return tuple(ChunkQuestion(x, True) for x in range(max(self.found, low - 1), high))
 
-    def tell(self, questions: Sequence[int], present: Sequence[bool]) -> None:
+    def tell(
+        self, questions: "Sequence[ChunkQuestion | Question]", present: Sequence[bool]
+    ) -> None:
         """Take the answers to `questions`."""
         self._first_round = False
-        for chunk, there in zip(questions, present, strict=True):
+        for question, there in zip(questions, present, strict=True):
             if there:
-                self.found = chunk + 1
+                self._likely = question.chunk + 1
+                if question.whole:
+                    self.found = question.chunk + 1
             elif not self._gaps:
-                self._absent = chunk
-                return
+                self._absent = question.chunk
+                break
         if self._gaps:
-            later = [chunk for chunk in questions if chunk >= self.found]
+            later = [each.chunk for each in questions if each.chunk >= self.found]
             self._absent = min(later, default=self._absent)
+        if self._likely > self._absent:  # a sample was there, its chunk is not
+            self._likely = self.found
+            self._samples = False
+
+
+def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
+    """Up to `count` of [start, stop), evenly apart."""
+    width = max(0, stop - start)
+    if width <= count:
+        return tuple(range(start, stop))
+    return tuple(start + width * i // (count + 1) for i in range(1, count + 1))
 
 
 class Question(NamedTuple):
-    """Whether all cells of a chunk and a kind (its index) are stored."""
+    """Whether all cells of a chunk and a kind (its index) are stored, or one of them."""
 
     chunk: int
     kind: int
+    whole: bool = True
 
 
 class HitSearch:
@@ -104,8 +142,8 @@ class HitSearch:
         """What to ask next; empty when the search is done."""
         if self._bound is None:
             return tuple(
-                Question(chunk, kind)
-                for chunk in self._prefix.questions()
+                Question(chunk, kind, whole)
+                for chunk, whole in self._prefix.questions()
                 for kind in self._anchors
             )
         unknown = self._unknown()
@@ -119,9 +157,8 @@ class HitSearch:
         """Take the answers to `questions`."""
         if self._bound is None:
             width = len(self._anchors)
-            chunks = [question.chunk for question in questions[::width]]
-            whole = [all(present[i : i + width]) for i in range(0, len(present), width)]
-            self._prefix.tell(chunks, whole)
+            there = [all(present[i : i + width]) for i in range(0, len(present), width)]
+            self._prefix.tell(questions[::width], there)
         self._known.update(zip(questions, present, strict=True))
         self._settle()
 
@@ -201,11 +238,30 @@ class CellNames:
         """What all of one kind are called together."""
         return group_of(self.namespace, chunk_hash.hex(), self.kinds[kind].name)
 
-    def per_chunk(self, kind: int = 0) -> int:
-        """How many cells of a kind a chunk has."""
-        return len(self._stems[kind])
+    def of_question(self, question: Question, chunk_hash: bytes) -> list[CellKey]:
+        """The keys that must exist for the answer to be yes."""
+        if question.whole:
+            return self.of_chunk(chunk_hash, question.kind)
+        # They take turns, so that what is missing of many chunks, such as a rank's cells, is
+        # noticed.
+        stems = self._stems[question.kind]
+        return [CellKey(stems[question.chunk % len(stems)] + chunk_hash.hex())]
+
+    def stems(self, chunk_tokens: int) -> tuple[CellStem, ...]:
+        """What the names of every chunk's cells begin with, and how large the cells are."""
+        return tuple(
+            CellStem(
+                KeyMaker(self.namespace, rank).stem(part, span),
+                HEADER_BYTES + kind.payload_bytes(span, chunk_tokens),
+            )
+            for kind in self.kinds
+            for rank in kind.topology.context.all_ranks()
+            for span in kind.topology.all_spans()
+            for part in kind.topology.all_parts()
+        )
 
     def of_chunk(self, chunk_hash: bytes, kind: int = 0) -> list[CellKey]:
         """Every key of a kind that must exist for the chunk to be a hit."""
         text = chunk_hash.hex()
-        return [CellKey(stem + text) for stem in self._stems[kind]]
+        # Not by `CellKey`, whose call takes longer than the key.
+        return cast("list[CellKey]", [stem + text for stem in self._stems[kind]])

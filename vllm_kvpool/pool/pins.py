@@ -14,6 +14,8 @@ class BlockPins(Protocol):
 
     def pin(self, block_ids: Sequence[int]) -> None: ...
     def unpin(self, block_ids: Sequence[int]) -> None: ...
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Let no further request find them in the engine's own cache."""
 
 
 class Place(NamedTuple):

@@ -270,17 +270,19 @@ class Probe:
 
     def _round(self, now: float) -> None:
         """Ask the next questions of every lookup that is due, in one batch."""
-        asked: list[tuple[_Open, tuple[Question, ...], list[bool]]] = []
+        asked: list[tuple[_Open, tuple[Question, ...], list[int]]] = []
         keys: list[str] = []
         for opened in self._open.values():
             if opened.due > now or len(keys) >= MAX_KEYS_PER_ROUND:
                 continue
             questions = opened.search.questions()
-            in_host = [self._in_host(opened, question) for question in questions]
-            for (chunk, kind), here in zip(questions, in_host, strict=True):
-                if not here:
-                    keys += opened.names.of_chunk(opened.chain.hashes[chunk], kind)
-            asked.append((opened, questions, in_host))
+            stops = []  # of the keys of each question; without any it is found
+            for question in questions:
+                if not self._in_host(opened, question):
+                    chunk_hash = opened.chain.hashes[question.chunk]
+                    keys += opened.names.of_question(question, chunk_hash)
+                stops.append(len(keys))
+            asked.append((opened, questions, stops))
         if not asked:
             return
         present = self._exists(keys)
@@ -288,14 +290,11 @@ class Probe:
         if present is None:
             present = [False] * len(keys)
         place = 0
-        for opened, questions, in_host in asked:
-            there = list(in_host)
-            for i, here in enumerate(in_host):
-                if not here:
-                    stop = place + opened.names.per_chunk(questions[i].kind)
-                    there[i] = all(present[place:stop])
-                    place = stop
-            if failed and not (any(in_host) or opened.search.found):
+        for opened, questions, stops in asked:
+            starts = [place, *stops[:-1]]
+            place = stops[-1]
+            there = [all(present[a:b]) for a, b in zip(starts, stops, strict=True)]
+            if failed and not (any(there) or opened.search.found):
                 self._finish(opened, LookupOutcome.STORE_ERROR)
                 continue
             opened.search.tell(questions, there)
@@ -303,8 +302,10 @@ class Probe:
                 self._settle(opened)
 
     def _in_host(self, opened: _Open, question: Question) -> bool:
-        chunk, kind = question
-        return self._host.has(opened.names.group(opened.chain.hashes[chunk], kind))
+        if not self._host.num_ranks:
+            return False
+        chunk_hash = opened.chain.hashes[question.chunk]
+        return self._host.has(opened.names.group(chunk_hash, question.kind))
 
     def _exists(self, keys: Sequence[str]) -> list[bool] | None:
         """Whether any tier has each key; None if no tier could say."""

@@ -1,4 +1,4 @@
-"""A request as the scheduler side knows it."""
+"""A request as the scheduler side knows it, and the sizes in which it counts."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,22 @@ from typing import Protocol
 
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.layout.topology import Group
+from vllm_kvpool.names import CellStem
 from vllm_kvpool.pool.probe import LookupOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The sizes that the scheduler side counts in."""
+
+    chunk_tokens: int
+    groups: tuple[Group, ...]
+    num_ranks: int
+    max_pinned_blocks: int
+    prefetches: bool = False  # workers have host memory to bring cells into beforehand
+    loads: bool = True  # False where the engine could not survive a load that fails
+    stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
 
 
 class RequestView(Protocol):

@@ -8,43 +8,31 @@ Owned by the scheduler's thread; the probe thread answers lookups. A request's l
 * A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
 * When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
   then is of the old weights, and nothing of it is saved as if it were of the new ones.
-* Blocks of a save are pinned from `plan_step` until every rank has gathered them; a save that
-  would pin too many waits for a later step.
-* Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
-  the engine lets them go before it is.
+* What is computed is saved chunk by chunk (`saves.py`).
+* With `layerwise` a load begins and ends in the step that its request runs in (`layered.py`).
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
-from vllm_kvpool.layout.topology import Group
 from vllm_kvpool.metrics import Tally
+from vllm_kvpool.names import MAX_NAMED_CHUNKS, ChunkNames
+from vllm_kvpool.pool.layered import LayeredLoads
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import Pace, idle_wait_s
-from vllm_kvpool.pool.pins import PinLedger
 from vllm_kvpool.pool.probe import Answer, Lookup, LookupOutcome, Probe
-from vllm_kvpool.pool.request import RequestState, RequestView, Step
+from vllm_kvpool.pool.request import PoolShape, RequestState, RequestView, Step
 from vllm_kvpool.pool.reset import Reset
-from vllm_kvpool.pool.tables import BlockTable, GroupTables, all_blocks
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.pool.saves import Saves
+from vllm_kvpool.pool.tables import BlockTable, GroupTables
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """The sizes that the scheduler side counts in."""
-
-    chunk_tokens: int
-    groups: tuple[Group, ...]
-    num_ranks: int
-    max_pinned_blocks: int
-    prefetches: bool = False  # workers have host memory to bring cells into beforehand
-    loads: bool = True  # False where the engine could not survive a load that fails
 
 
 class PoolScheduler:
@@ -66,17 +54,16 @@ class PoolScheduler:
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
         self._tables = GroupTables(shape.groups)
-        self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
+        self._reset = Reset(shape.num_ranks)
+        self.saves = Saves(
+            shape, self._tables, self._reset, tally, self._take_id, save_decode=config.save_decode
+        )
         self._requests: dict[str, RequestState] = {}
         self._tickets: dict[int, str] = {}  # lookups not yet answered
-        # Requests with chunks still to save -> tokens to schedule until the next one may be due.
-        # Counting them here spares a look at every running request in every step.
-        self._until_due: dict[str, int] = {}
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
-        self._late_saves: list[SavePlan] = []  # of finished requests, for the next plan
+        self._layered = LayeredLoads()
         self._next_id = 0
-        self._reset = Reset(shape.num_ranks)
         self._epoch = ""
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
@@ -105,7 +92,7 @@ class PoolScheduler:
         state.preemptions = state.view.num_preemptions
         state.epoch = self._epoch
         state.found_chunks = 0
-        self.ledger.let_go_all(state.view.request_id)
+        self.saves.let_go(state.view.request_id)
         if self._probe.stuck_for(now) > timeout:
             # The store does not answer. Neither this request nor the probe's inbox shall wait.
             self._time_out(state)
@@ -121,7 +108,7 @@ class PoolScheduler:
             Lookup(
                 ticket=state.ticket,
                 identify=state.view.identity,
-                tokens=state.view.tokens()[:],
+                tokens=state.view.tokens(),
                 search=state.may_load,
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
                 deadline=now + expect,
@@ -151,24 +138,18 @@ class PoolScheduler:
         state.chain = answer.chain
         if state.chain is None:
             state.may_load = state.may_save = False
-            self._until_due.pop(state.view.request_id, None)
-            self.ledger.let_go_all(state.view.request_id)
+            self.saves.forget(state.view.request_id)
             return
         # What is stored need not be saved, unless a load of it has failed here.
         known = found
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
-        self._look_for_saves(state)
+        self.saves.look(state)
         if self._shape.prefetches and state.found_chunks and state.may_load:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
             self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self._epoch)
-
-    def _look_for_saves(self, state: RequestState) -> None:
-        """See in the request's next step what is due, whatever was known of it."""
-        if state.may_save and state.chain is not None:
-            self._until_due[state.view.request_id] = 0
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -176,13 +157,17 @@ class PoolScheduler:
         (None, False) while the lookup is pending; (0, False) when there is nothing to load.
         """
         state = self._requests.get(request_id)
-        if state is None or not (state.may_load or state.may_save):
+        if state is None:
+            return 0, False
+        if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
+            return None, False
+        if not (state.may_load or state.may_save):
             return 0, False
         if state.view.num_preemptions != state.preemptions or state.epoch != self._epoch:
             self._ask(state)
         # Nothing of it is computed but what the engine has found in its own cache.
         state.stale = num_computed > 0 and self._has_old_blocks
-        self._look_for_saves(state)
+        self.saves.look(state)
         self._take_answers()
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
@@ -194,7 +179,7 @@ class PoolScheduler:
             state.offer = None
             return 0, False
         state.offer = (num_computed, stop)
-        return stop - num_computed, True
+        return stop - num_computed, not self._config.layerwise
 
     def _wait_for_answer(self, state: RequestState) -> bool:
         """Whether the pending lookup has come to an end."""
@@ -239,6 +224,8 @@ class PoolScheduler:
         state.offer, state.load = None, (start, stop)
         chunk = self._shape.chunk_tokens
         first, last = start // chunk, -(-stop // chunk)
+        if self._config.layerwise:
+            self._layered.begin(request_id, state.view.tokens(), tables[0], start, stop)
         self._loads.append(
             LoadPlan(
                 job_id=JobId(self._take_id()),
@@ -249,8 +236,18 @@ class PoolScheduler:
                 token_start=start,
                 token_stop=stop,
                 epoch=state.epoch,
+                layered=self._config.layerwise,
             )
         )
+
+    def step_ended(self) -> None:
+        """Every rank has reported the step, so its layered loads are over; `apply` comes before."""
+        for load in self._layered.take():
+            self.saves.layered_load_ended(load)
+            state = self._requests.get(load.request_id)
+            if state is not None:
+                state.load = None
+            self._count_loaded(load.start, load.kept, load.stop)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; `apply` has taken how it went."""
@@ -258,9 +255,11 @@ class PoolScheduler:
         if state is None or state.load is None:
             return
         (start, stop), state.load = state.load, None
-        if request_id in self._until_due:
-            self._until_due[request_id] = 0  # its computed tokens have jumped
+        self.saves.look_again(request_id)  # its computed tokens have jumped
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
+        self._count_loaded(start, kept, stop)
+
+    def _count_loaded(self, start: int, kept: int, stop: int) -> None:
         self._tally.add("kvpool_hit_tokens", kept - start)
         if kept < stop:
             self._tally.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
@@ -272,124 +271,19 @@ class PoolScheduler:
         self._take_answers()
         self._idle = not step.scheduled
         if self._config.load_policy is LoadPolicy.AUTO:
-            self._pace.step_planned(self._clock(), step.scheduled)
+            is_plain = not any(load.layered for load in self._loads)
+            self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
-        saves, self._late_saves = self._late_saves, []
-        until_due = self._until_due
-        for request_id, count in step.scheduled.items():
-            left = until_due.get(request_id)
-            if left is None:
-                continue
-            if left > count:
-                until_due[request_id] = left - count
-                continue
-            save = self._save_if_due(request_id, count, step.block_tables)
-            if save is not None:
-                saves.append(save)
-        for request_id in step.preempted:
-            self.ledger.let_go_all(request_id)
+        saves = self.saves.of_step(step, self._requests, self._layered, self._epoch)
         prefetches = tuple(self._prefetches.values())
         self._prefetches.clear()
-        return StepPlan(loads, tuple(saves), prefetches, self._idle, self._reset.generation)
-
-    def _save_if_due(
-        self,
-        request_id: str,
-        scheduled: int,
-        block_tables: Callable[[str], Sequence[BlockTable]],
-    ) -> SavePlan | None:
-        """The save of what is final once `scheduled` more tokens are computed, if anything is."""
-        state, chunk = self._requests[request_id], self._shape.chunk_tokens
-        before = state.view.num_computed_tokens
-        computed = before + scheduled
-        final = min(computed, self._savable_tokens(state))
-        save = None
-        if final // chunk > state.next_save:
-            save = self._plan_save(state, final, partial(block_tables, request_id), before)
-        if self._all_saved(state):
-            self.ledger.let_go_all(request_id)
-            del self._until_due[request_id]
-        elif self._tables.forgets:
-            self._hold(state, block_tables(request_id), before, computed)
-            self._until_due[request_id] = 1
-        else:
-            self._until_due[request_id] = max(1, (state.next_save + 1) * chunk - computed)
-        return save
-
-    def _hold(
-        self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
-    ) -> None:
-        """Hold what the engine may let go of the chunks still to save, and nothing else."""
-        request_id, start = state.view.request_id, state.next_save * self._shape.chunk_tokens
-        groups = self._shape.groups
-        over = [
-            place
-            for place in self.ledger.held(request_id)
-            if (place.block + 1) * groups[place.group].block_size <= start
-        ]
-        self.ledger.let_go(request_id, over)
-        for place, block_id in self._tables.of_incomplete(tables, start, computed, before):
-            if not self.ledger.hold(request_id, place, block_id):
-                break
-
-    def _savable_tokens(self, state: RequestState) -> int:
-        """Tokens from this one on are not saved (yet).
-
-        A token known by value whose KV is computed is final; drafts and tokens in flight are not
-        known yet.
-        """
-        view = state.view
-        return view.num_tokens if self._config.save_decode else view.num_prompt_tokens
-
-    def _all_saved(self, state: RequestState) -> bool:
-        """Whether nothing will be due again, unless a preemption or a failed load sets it back."""
-        prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
-        all_prompt = not self._config.save_decode and state.next_save >= prompt_chunks
-        return state.stale or all_prompt
-
-    def _plan_save(
-        self,
-        state: RequestState,
-        final: int,
-        block_tables: Callable[[], Sequence[BlockTable]],
-        computed: int,
-    ) -> SavePlan | None:
-        """The save of the chunks that end at or before token `final`; None if it has to wait.
-
-        `computed` tokens had been computed when the engine last let blocks go.
-        """
-        chunk = self._shape.chunk_tokens
-        first, stop = state.next_save, final // chunk
-        # As many chunks as the pinned blocks have room for.
-        while stop > first and self._tables.num_blocks(first * chunk, stop * chunk) > (
-            self.ledger.room
-        ):
-            stop -= 1
-        if stop <= first or state.stale or self._reset.pending:
-            return None
-        assert state.chain is not None
-        if len(state.chain) < stop:
-            state.chain.extend(state.view.tokens())
-        request_id = state.view.request_id
-        held = self.ledger.held(request_id)
-        pages = self._tables.of_save(block_tables(), first * chunk, stop * chunk, computed, held)
-        if pages is None:
-            return None
-        job_id = JobId(self._take_id())
-        self.ledger.pin(job_id, all_blocks(pages))
-        state.next_save = stop
-        self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
-        self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
-        hashes = tuple(state.chain.hashes[first:stop])
-        return SavePlan(job_id, request_id, first, hashes, pages, self._epoch)
+        return StepPlan(loads, saves, prefetches, self._idle, self._reset.generation)
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
-        for job_id, ranks in report.gathered.items():
-            self.ledger.gathered(job_id, ranks)
-        if report.gathered:
-            self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
+        self.saves.gathered(report.gathered)
         for request_id, tokens in report.load_stops.items():
+            self._layered.stopped(request_id, tokens)
             state = self._requests.get(request_id)
             if state is not None:
                 # Otherwise the engine starts again from what it has itself.
@@ -397,7 +291,7 @@ class PoolScheduler:
                 limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
                 state.limit_tokens = limit
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
-                self._look_for_saves(state)
+                self.saves.look(state)
         for rank, change in report.host.items():
             self._probe.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
@@ -408,27 +302,34 @@ class PoolScheduler:
 
     def finish(
         self, request_id: str, tables: Sequence[BlockTable]
-    ) -> dict[str, dict[str, int]] | None:
-        """The request ends: plan what is still due, answer how many tokens are being saved."""
+    ) -> dict[str, dict[str, Any]] | None:
+        """The request ends: plan what is still due, answer how many tokens are being saved.
+
+        And what their cells are called, if the request asks for it.
+        """
         state = self._requests.pop(request_id, None)
         self._prefetches.pop(request_id, None)
-        self._until_due.pop(request_id, None)
         if state is None:
             return None
         if self._tickets.pop(state.ticket, None) is not None:
             self._probe.forget(state.ticket)
         if not state.may_save:
             return None
-        if state.chain is not None and state.load is None:
-            # The last token sampled has no KV.
-            computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
-            final = min(computed, self._savable_tokens(state))
-            # These tables are the engine's own, in which empty places are marked.
-            save = self._plan_save(state, final, lambda: tables, 0)
-            if save is not None:
-                self._late_saves.append(save)
-        self.ledger.let_go_all(request_id)
-        return {"kvpool": {"tokens": state.next_save * self._shape.chunk_tokens}}
+        self.saves.finish(state, tables, self._layered.get(request_id), self._epoch)
+        answer: dict[str, Any] = {"tokens": state.next_save * self._shape.chunk_tokens}
+        if state.view.options.name_cells:
+            answer["cells"] = msgspec.to_builtins(self._names_of(state))
+        return {"kvpool": answer}
+
+    def _names_of(self, state: RequestState) -> ChunkNames:
+        """What the cells that are stored, or being stored, are called.
+
+        None in a later epoch: who asks does so for an engine that starts, with the first weights.
+        """
+        if state.chain is None or self._epoch:
+            return ChunkNames((), ())
+        hashes = state.chain.hashes[: min(state.next_save, MAX_NAMED_CHUNKS)]
+        return ChunkNames(self._shape.stems, tuple(each.hex() for each in hashes))
 
     def reset(self) -> bool:
         """Remove every cell of the own namespace; whether the store has confirmed it in time.
@@ -436,7 +337,7 @@ class PoolScheduler:
         What was being saved is dropped by the workers with the next step (see reset.py).
         """
         self._reset.begin(self._epoch)
-        self.drop_late_saves()
+        self.saves.drop_late()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
         self._probe.remove_all(confirmed.put, (self._epoch,))
@@ -444,13 +345,6 @@ class PoolScheduler:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
             return False
-
-    def drop_late_saves(self) -> None:
-        """Give up saves that wait for a further step: there may be none. Hold no block."""
-        self.ledger.let_go_all()
-        for save in self._late_saves:
-            self.ledger.gathered(save.job_id, self._shape.num_ranks)
-        self._late_saves.clear()
 
     def _forget_what_was_found(self) -> None:
         self._prefetches.clear()
@@ -460,7 +354,7 @@ class PoolScheduler:
             state.stale = (
                 state.stale or state.view.num_computed_tokens > 0 or state.load is not None
             )
-            self._look_for_saves(state)
+            self.saves.look(state)
 
     def begin_epoch(self, epoch: str) -> None:
         """The weights are others now. `epoch` says which; "" are those the engine started with.
@@ -486,24 +380,11 @@ class PoolScheduler:
         mine = (load for load in reversed(self._loads) if load.request_id == request_id)
         return next(mine, None)
 
-    @property
-    def has_pins(self) -> bool:
-        """Whether blocks wait for their gather."""
-        return self.ledger.num_blocks > 0
-
-    @property
-    def has_pending_work(self) -> bool:
-        """Whether a further step is needed to release blocks."""
-        return self.has_pins or bool(self._late_saves)
-
     def check(self) -> None:
         """What must hold between calls; tests call it after each."""
-        self.ledger.check()
+        self.saves.check(self._requests)
         for request_id in self._tickets.values():
             assert request_id in self._requests
-        for request_id in self._until_due:
-            assert self._requests[request_id].may_save
-            assert self._requests[request_id].chain is not None
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
                 assert state.found_chunks <= len(state.chain)

@@ -2,14 +2,11 @@
 
 `SchedulerSide` owns metadata-only stores, the probe thread and the scheduler's bookkeeping;
 `WorkerSide` stores, the staging arena, the engine and its lanes. Both are made, used and closed by
-one thread. A store that cannot be reached is looked for in the background (`store/guard.py`),
-unless it is required; until it is there lookups miss and saves are dropped.
+one thread.
 """
 
 import contextlib
-import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,68 +14,49 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from vllm_kvpool.config import (
-    KVPoolConfig,
-    Role,
-    Verify,
-    WritePolicy,
-    default_store_url,
-    environment,
-    json_named_by,
-    set_where_unset,
-)
-from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
 from vllm_kvpool.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Context, Group, Kind, Topology, cells_of_rank
-from vllm_kvpool.metrics import Tally, write_stats
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.pool.given_tiers import tier_specs
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.open_tiers import HOST_DEVICE, OpenTiers, check_tiers, lane_counts, open_tiers
 from vllm_kvpool.pool.pins import HELD_SHARE
 from vllm_kvpool.pool.probe import Probe
-from vllm_kvpool.pool.scheduler import PoolScheduler, PoolShape
+from vllm_kvpool.pool.request import PoolShape
+from vllm_kvpool.pool.scheduler import PoolScheduler
+from vllm_kvpool.pool.stats_file import StatsFile
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
-from vllm_kvpool.staging.devices import Device, HostDevice
+from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.staging.pinned import PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.guard import OPEN_WAIT_S, GuardedStore, Patience
-from vllm_kvpool.store.open import (
-    MOONCAKE_CONFIG_ENV,
-    StoreSpec,
-    capabilities_of,
-    check_capacity,
-    environment_for,
-    names_no_master,
-    open_store,
-    uses_device,
-)
-from vllm_kvpool.store.tiers import TierSpecs, parse_tiers
-from vllm_kvpool.transfer.engine import Engine, lane_names
+from vllm_kvpool.store.guard import Patience
+from vllm_kvpool.store.open import StoreSpec, uses_device
+from vllm_kvpool.store.tiers import TierSpecs
+from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.executor import Executor, PassOn
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
-from vllm_kvpool.transfer.ops import LaneName, OpKind, TierHealth
+from vllm_kvpool.transfer.ops import HOST, LaneName, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
-from vllm_kvpool.transfer.tiers import Tier, tier_names
+from vllm_kvpool.transfer.tiers import Tier
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
 
-logger = logging.getLogger(__name__)
-
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20  # of a store call
+COPY_BATCH_BYTES = 8 << 20  # of a copy: the first put, and after the last get the end, wait for one
 BATCH_CELLS = 64
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
-STATS_EVERY_S = 1.0
 LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
-REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
-HOST_DEVICE: Device = HostDevice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,112 +97,6 @@ class ModelShape:
         )
 
 
-def tier_specs(config: KVPoolConfig) -> TierSpecs:
-    """The tiers that the configuration names, or the default one."""
-    urls = tuple(url or default_store_url() for url in config.store_urls)
-    nameless = any(names_no_master(url) for url in urls)
-    mooncake_config = json_named_by(MOONCAKE_CONFIG_ENV) if nameless else None
-    return parse_tiers(urls, mooncake_config, environment())
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTiers:
-    """The stores, nearest first, and what they are called in metrics."""
-
-    stores: tuple[GuardedStore, ...]
-    names: tuple[str, ...]
-    get_lanes: tuple[int, ...] = ()
-    put_lanes: tuple[int, ...] = ()
-
-    def close(self, arena: Arena | None = None) -> None:
-        """Close every store, after taking back the memory that was registered with it."""
-        for store in self.stores:
-            try:
-                if arena is not None:
-                    store.unregister(arena.whole)
-                store.close()
-            except StoreError as error:
-                logger.warning("kvpool: closing %s: %s", store.capabilities.name, error)
-                store.leave()
-
-    def leave(self) -> None:
-        """Some call has not ended: the stores stay as they are, until the process ends."""
-        logger.warning("kvpool: a store call has not ended; its memory is left behind")
-        for store in self.stores:
-            store.leave()
-
-
-def open_tiers(
-    specs: Sequence[StoreSpec],
-    patience: Patience,
-    *,
-    segment: bool,
-    device: Device = HOST_DEVICE,
-) -> OpenTiers:
-    """Open the stores; one that cannot be reached is looked for later, unless it is required.
-
-    `segment`: whether to give memory to a pool that is made of its members' memory. Threads that
-    work for a store enter `device` if the store uses it.
-    """
-    known = [capabilities_of(spec) for spec in specs]
-    names = tier_names([each.name for each in known])
-    gets = [spec.get_lanes or each.parallel_gets for spec, each in zip(specs, known, strict=True)]
-    puts = [spec.put_lanes or each.parallel_puts for spec, each in zip(specs, known, strict=True)]
-    stores: list[GuardedStore] = []
-    with contextlib.ExitStack() as undo:
-        for spec, each, name in zip(specs, known, names, strict=True):
-            set_where_unset(environment_for(spec))
-            wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
-            opening = partial(open_store, spec, segment=segment)
-            enter = device.enter_thread if uses_device(spec) else _enter_nothing
-            store = GuardedStore(opening, each, name, patience, wait_s, on_start=enter)
-            undo.callback(store.close)
-            stores.append(store)
-            if not store.opened and spec.required:
-                raise ConfigError(f"{store.trouble}; the store is required (required=1)")
-            if not store.opened:
-                logger.warning("kvpool: %s. It is looked for in the background.", store.trouble)
-        undo.pop_all()
-    if specs and not any(store.opened for store in stores):
-        logger.warning("kvpool: no store can be reached: the engine runs without the pool for now.")
-    return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
-
-
-def _enter_nothing() -> None:
-    pass
-
-
-def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
-    """ConfigError if a configured store could not hold one cell."""
-    for spec in tier_specs(config).stores:
-        check_capacity(spec, cell_bytes)
-
-
-class StatsFile:
-    """Writes a tally's values where `stats_file` says: now and then, and at the end.
-
-    Not only at the end, because a process may be killed before it. Never raises: a disk that is
-    full must not stop an engine.
-    """
-
-    def __init__(self, stats_file: str, side: str, rank: int, tally: Tally) -> None:
-        self._path = Path(f"{stats_file}.kv.{side}.{rank}") if stats_file else None
-        self._tally = tally
-        self._next = 0.0
-
-    def write(self, *, force: bool = False) -> None:
-        """Write if something is due."""
-        now = time.monotonic()
-        if self._path is None or (now < self._next and not force):
-            return
-        self._next = now + STATS_EVERY_S
-        try:
-            write_stats(self._path, self._tally.snapshot())
-        except OSError as error:
-            logger.warning("kvpool: stats_file %s: %s", self._path, error)
-            self._path = None
-
-
 class SchedulerSide:
     """The scheduler's process."""
 
@@ -259,6 +131,7 @@ class SchedulerSide:
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
+            stems=names.stems(config.chunk_tokens),
         )
         self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
         self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
@@ -285,6 +158,12 @@ class RankPlace:
     pp_rank: int
     rank: int
     pcp_rank: int = 0
+    dp_rank: int = 0
+
+    def number(self, num_ranks: int) -> int:
+        """Among all workers of data-parallel engines of so many ranks each: they are configured
+        alike, so that whatever they write must be told apart by this."""
+        return self.dp_rank * num_ranks + self.rank
 
 
 class WorkerSide:
@@ -301,9 +180,11 @@ class WorkerSide:
         *,
         finish_in_step: bool,
         device: Device = HOST_DEVICE,
+        layer_spans: Mapping[str, int] | None = None,
     ) -> None:
         self._device = device
         self.tally = Tally()
+        self._number = place.number(model.num_ranks)
         specs = tier_specs(config)
         context = model.context
         planner = Planner(
@@ -342,8 +223,10 @@ class WorkerSide:
             copiers,
             place.rank,
             GroupTables(model.groups).resumes,
+            layer_spans,
+            config.load_timeout_s,
         )
-        self.stats = StatsFile(config.stats_file, "worker", place.rank, self.tally)
+        self.stats = StatsFile(config.stats_file, "worker", self._number, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
     def _start(
@@ -365,8 +248,8 @@ class WorkerSide:
         for store in self._tiers.stores:
             store.register(arena.whole)
         if config.trace_file:
-            path = Path(f"{config.trace_file}.{place.rank}.json")
-            self._trace = TraceFile(path, f"kvpool rank {place.rank}", os.getpid())
+            path = Path(f"{config.trace_file}.{self._number}.json")
+            self._trace = TraceFile(path, f"kvpool rank {self._number}", os.getpid())
         work = LaneWork(
             stores=self._tiers.stores,
             names=self._tiers.names,
@@ -442,15 +325,6 @@ def _tell_health(executor: Executor, tier: int, is_up: bool) -> None:
     executor.post(TierHealth(tier, is_up))
 
 
-def lane_counts(tiers: OpenTiers) -> dict[LaneName, int]:
-    """How many threads each lane has."""
-    counts = dict.fromkeys(lane_names(len(tiers.stores)), 1)
-    for tier, (gets, puts) in enumerate(zip(tiers.get_lanes, tiers.put_lanes, strict=True)):
-        counts[LaneName(OpKind.GET, tier)] = gets
-        counts[LaneName(OpKind.PUT, tier)] = puts
-    return counts
-
-
 def make_engine(
     config: KVPoolConfig,
     specs: TierSpecs,
@@ -462,7 +336,12 @@ def make_engine(
     """The engine over an arena and open tiers."""
     limits = {
         # One batch more than threads, so that none waits for the engine.
-        lane: LaneLimits(count + 1, BATCH_CELLS, BATCH_BYTES, BUDGET_BATCHES * BATCH_BYTES)
+        lane: LaneLimits(
+            count + 1,
+            BATCH_CELLS,
+            COPY_BATCH_BYTES if lane.tier == HOST else BATCH_BYTES,
+            BUDGET_BATCHES * BATCH_BYTES,
+        )
         for lane, count in lanes.items()
     }
     staging = arena.num_slots - arena.num_kept

@@ -3,13 +3,18 @@
 Owned by the model's thread. Nothing here calls the store. Where the model runs on the CPU the
 gather of a step's saves is finished inside the step (`finish_in_step`): an in-process engine may
 have no further step in which blocks could be released. Elsewhere saves stay asynchronous.
+
+Layered loads end in their own step: layers wait for theirs (`wait_for_layer`), the end of the step
+for the rest, and vLLM is told of blocks alone, since the request was never waiting.
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.metrics import Tally
+from vllm_kvpool.pool.layers import LayerWaits
 from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
 from vllm_kvpool.pool.pace import idle_wait_s
 from vllm_kvpool.staging.copier import Copier
@@ -27,7 +32,10 @@ from vllm_kvpool.transfer.ops import (
     SavesDropped,
 )
 
+logger = logging.getLogger(__name__)
+
 GATHER_WAIT_S = 5.0
+LATE_S = 30.0  # beyond its deadline a load has nothing to wait for but copies in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,13 @@ class PoolWorker:
         copiers: Sequence[Copier] = (),
         rank: int = 0,
         resumes: bool = True,
+        layer_spans: Mapping[str, int] | None = None,
+        load_timeout_s: float = 30.0,
     ) -> None:
+        self._waits = LayerWaits(layer_spans or {})
+        self._load_timeout_s = load_timeout_s
+        self._early: list[Report] = []  # taken before the end of the step
+        self._held_up_s = 0.0  # by layered loads
         self._resumes = resumes
         self._executor = executor
         self._copiers = copiers
@@ -90,8 +104,37 @@ class PoolWorker:
         for load in plan.loads:
             self._executor.post(load)
             self._loads[load.job_id] = (load, time.monotonic())
+            if load.layered:
+                self._waits.begin(load.job_id)
         for prefetch in plan.prefetches:
             self._executor.post(prefetch)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Before a layer reads its pages: wait until the step's loads have filled them.
+
+        Returns as well where a load has failed; the end of the step tells. RuntimeError if the
+        transfer engine is silent for `LATE_S` beyond the load's deadline.
+        """
+        if self._waits.loading:
+            self._wait_until(lambda: self._waits.ready(layer_name))
+        self._waits.asked(layer_name)
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        start = time.monotonic()
+        self._take_early()
+        while not is_over():
+            began = max(began for _, began in self._loads.values())
+            left = began + self._load_timeout_s + LATE_S - time.monotonic()
+            if left <= 0 or not self._executor.wait(bool, left):
+                # Going on would let copies that may still come fall into blocks of others.
+                raise RuntimeError("kvpool: a load has neither ended nor failed in time")
+            self._take_early()
+        self._held_up_s += time.monotonic() - start
+
+    def _take_early(self) -> None:
+        reports = self._executor.drain()
+        self._waits.take(reports)
+        self._early += reports
 
     def start_saves(self, plan: StepPlan) -> None:
         """Post the step's saves, after the forward pass; again for the same plan does nothing."""
@@ -111,7 +154,11 @@ class PoolWorker:
         """Collect what has ended since the last step."""
         if self._loads:
             self._attend_loads(plan, finished_requests)
-        reports = self._executor.drain()
+        unasked: frozenset[str] = frozenset()
+        if self._waits.loading or self._early:
+            self._wait_until(lambda: not self._waits.loading)
+            unasked = self._waits.unasked
+        reports, self._early = [*self._early, *self._executor.drain()], []
         if not reports:
             return NOTHING_ENDED
         loaded: set[str] = set()
@@ -130,8 +177,9 @@ class PoolWorker:
             elif isinstance(report, HostChange):
                 self._report = self._report.merged(StepReport(host={self._rank: report}))
             elif isinstance(report, LoadDone):
-                loaded.add(report.request_id)
-                load, kept = self._load_ended(report)
+                load, kept = self._load_ended(report, unasked)
+                if not load.layered:
+                    loaded.add(report.request_id)
                 if kept == load.token_stop:
                     continue
                 if not self._resumes:
@@ -155,12 +203,24 @@ class PoolWorker:
             if load.request_id in finished_requests:
                 self._executor.post(CancelRequest(load.request_id))
 
-    def _load_ended(self, done: LoadDone) -> tuple[LoadPlan, int]:
+    def _load_ended(self, done: LoadDone, unasked: frozenset[str]) -> tuple[LoadPlan, int]:
         """The load, and the token up to which its pages hold what they should."""
         plan, began = self._loads.pop(done.job_id)
         kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
-        if kept == plan.token_stop:
+        if plan.layered and unasked:
+            kept = plan.token_start
+            self._tally.add("kvpool_failures", kind="layer_not_asked")
+            logger.error(
+                "kvpool: %d layers, %s among them, have been computed without waiting for their "
+                "load; its tokens are computed again. Leave layerwise out for this engine",
+                len(unasked),
+                min(unasked),
+            )
+            self._report = self._report.merged(StepReport(load_stops={plan.request_id: kept}))
+        elif kept == plan.token_stop:
             seconds = time.monotonic() - began
+            if plan.layered:  # what it has cost the step, once
+                seconds, self._held_up_s = self._held_up_s, 0.0
             tokens = plan.token_stop - plan.token_start
             self._report = self._report.merged(StepReport(load_tokens=tokens, load_seconds=seconds))
         else:

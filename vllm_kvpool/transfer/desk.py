@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op
-from vllm_kvpool.transfer.ops import HOST, CellName, CellOutcome, LaneName, OpKind, Report
+from vllm_kvpool.transfer.ops import HOST, CellOutcome, LaneName, NamedCell, OpKind, Report
 from vllm_kvpool.transfer.residency import Entry, Residency
 from vllm_kvpool.transfer.scheduler import Scheduler
 from vllm_kvpool.transfer.story import Stories
@@ -24,7 +24,7 @@ PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth anot
 class CellOp:
     """What an op is about: a cell and its place in host memory."""
 
-    cell: CellName
+    cell: NamedCell
     entry: Entry | None
 
 
@@ -41,10 +41,12 @@ class Desk:
     stories: Stories = field(default_factory=Stories)
     reports: list[Report] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
+    hits: list[int] = field(default_factory=list)  # loaded cells by their tier; `HOST` is the last
     now: float = 0.0
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
+        self.hits = [0] * (len(self.tiers) + 1)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
         return self.scheduler.lanes[LaneName(kind, tier)]
@@ -75,6 +77,11 @@ class Desk:
         for (name, labels), amount in self.counts.items():
             tally.add(name, amount, **dict(labels))
         self.counts.clear()
+        tier_names = [*(tier.name for tier in self.tiers), "host"]
+        for name, hits in zip(tier_names, self.hits, strict=True):
+            if hits:
+                tally.add("kvpool_hit_cells", hits, tier=name)
+        self.hits = [0] * len(self.hits)
         for tier, breaker in zip(self.tiers, self.breakers, strict=True):
             tally.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
         if self.residency.keep:
@@ -83,6 +90,3 @@ class Desk:
             tally.set("kvpool_host_bytes", clean * slot_bytes, state="clean")
             tally.set("kvpool_host_bytes", dirty * slot_bytes, state="dirty")
             tally.set("kvpool_host_bytes", pinned * slot_bytes, state="pinned")
-
-    def note(self, request_id: str, form: str, *parts: object) -> None:
-        self.stories.note(request_id, self.now, form, *parts)

@@ -35,7 +35,6 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveJob,
     SavesDropped,
-    Start,
     Tick,
     TierHealth,
     Work,
@@ -55,7 +54,7 @@ OWNERS_SHOWN = 4  # jobs named in a lane's work
 
 Job = LoadJob | SaveJob | PrefetchJob | HandDown
 Event = Job | WorkDone | WorkStuck | TierHealth | CancelRequest | DropSaves | Flush | Tick
-Action = Start | Report
+Action = Work | Report  # a lane performs the work
 
 
 def lane_names(num_tiers: int) -> list[LaneName]:
@@ -81,7 +80,11 @@ class Engine:
         chance: Callable[[], float] = random.random,
         slot_bytes: int = 0,
     ) -> None:
-        scheduler = Scheduler(cast("Mapping[Hashable, LaneLimits]", limits), self._admit)
+        bind = {OpKind.GET: self._bind_get, OpKind.GATHER: self._bind_gather}
+        scheduler = Scheduler(
+            cast("Mapping[Hashable, LaneLimits]", limits),
+            {lane: bind[lane.kind] for lane in limits if lane.kind in bind},
+        )
         self.desk = Desk(scheduler, residency, tiers, chance, slot_bytes)
         self.saves = Saves(self.desk, write_back=write_back)
         self._fetches = Fetches(self.desk, self.saves.copy_up)
@@ -127,18 +130,15 @@ class Engine:
     def _take(self, event: Event) -> None:
         match event:
             case WorkDone():
-                if event.work_id in self.stuck:
-                    self.stuck.end(event.work_id)
-                else:
-                    self._work_done(event)
-            case WorkStuck():
-                self._work_stuck(event.work_id)
-            case TierHealth():
-                self._tier_changed(event)
+                self._work_done(event)
             case LoadJob():
                 self.loads.submit(event)
             case SaveJob():
                 self.saves.submit(event)
+            case WorkStuck():
+                self._work_stuck(event.work_id)
+            case TierHealth():
+                self._tier_changed(event)
             case PrefetchJob():
                 self.loads.prefetch(event)
             case CancelRequest():
@@ -176,18 +176,17 @@ class Engine:
 
     # Starting work
 
-    def _admit(self, op: Op) -> bool:
-        """Late binding: a cell gets its slot when it starts to come in."""
-        kind = op.lane.key[0]  # type: ignore[union-attr, index]
-        if kind is OpKind.GET:
-            use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
-            return self.desk.residency.give_slot(op.what.entry, use)
-        if kind is OpKind.GATHER:
-            return self.desk.residency.give_slot(op.what.entry, SlotUse.SAVE)
-        return True
+    # Late binding: a cell gets its slot when it starts to come in.
+
+    def _bind_get(self, op: Op) -> bool:
+        use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
+        return self.desk.residency.give_slot(op.what.entry, use)
+
+    def _bind_gather(self, op: Op) -> bool:
+        return self.desk.residency.give_slot(op.what.entry, SlotUse.SAVE)
 
     def _start(self) -> list[Action]:
-        return [Start(self._work(batch)) for batch in self.desk.scheduler.take(self.desk.now)]
+        return [self._work(batch) for batch in self.desk.scheduler.take(self.desk.now)]
 
     def _work(self, batch: Batch) -> Work:
         work_id = WorkId(self._next_work)
@@ -195,21 +194,27 @@ class Engine:
         self._running[work_id] = batch
         cells = []
         owners: dict[Owner, None] = {}
+        ready_at, attempts = self.desk.now, 0
         for op in batch.ops:
             what = op.what
             cells.append(WorkCell(what.cell, None if what.entry is None else what.entry.slot))
             if len(owners) < OWNERS_SHOWN:
                 owners[op.graph.tag] = None
+            if op.ready_at < ready_at:
+                ready_at = op.ready_at
+            if op.attempts > attempts:
+                attempts = op.attempts
         lane = cast("LaneName", batch.lane.key)
-        ready_at = min(op.ready_at for op in batch.ops)
-        attempt = 1 + max(op.attempts for op in batch.ops)
         owners.pop(NOBODY, None)
-        return Work(work_id, lane, tuple(cells), ready_at, tuple(owners), attempt)
+        return Work(work_id, lane, tuple(cells), ready_at, tuple(owners), 1 + attempts)
 
     # Work that ended
 
     def _work_done(self, done: WorkDone) -> None:
-        batch = self._running.pop(done.work_id)
+        batch = self._running.pop(done.work_id, None)
+        if batch is None:
+            self.stuck.end(done.work_id)
+            return
         assert len(done.outcomes) == len(batch.ops), done
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
@@ -217,11 +222,10 @@ class Engine:
             self._watch_tier(lane.tier, done.outcomes)
         self._tell_story(lane, batch, done.outcomes)
         if lane.kind is OpKind.GET:
-            hits = sum(
+            self.desk.hits[lane.tier] += sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
                 for op, outcome in zip(batch.ops, done.outcomes, strict=True)
             )
-            self.desk.count("kvpool_hit_cells", hits, tier=self.desk.tiers[lane.tier].name)
         handle = self._handlers[lane.kind]
         for op, outcome in zip(batch.ops, done.outcomes, strict=True):
             handle(op, outcome)
@@ -292,10 +296,8 @@ class Engine:
     def _settle(self) -> None:
         """Tell owners of what the scheduler did on its own, until that has no consequences."""
         scheduler = self.desk.scheduler
-        while True:
+        while scheduler.has_consequences:
             lost, reached = scheduler.take_lost(), scheduler.take_reached()
-            if not lost and not reached:
-                break
             for op, cause in lost:
                 if isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
@@ -312,11 +314,12 @@ class Engine:
             graph.ops.clear()  # the heap of deadlines may hold the graph for long
 
     def _tell_story(self, lane: LaneName, batch: Batch, outcomes: Sequence[CellOutcome]) -> None:
+        desk = self.desk
         if len(batch.ops) == 1:
             request_id = batch.ops[0].graph.tag.request_id
             if request_id:
                 name = self._lane_labels[lane]
-                self.desk.note(request_id, "{}: 1 {}", name, outcomes[0].value)
+                desk.stories.note(request_id, desk.now, "{}: 1 {.value}", name, outcomes[0])
             return
         ends: dict[tuple[str, CellOutcome], int] = {}
         for op, outcome in zip(batch.ops, outcomes, strict=True):
@@ -325,7 +328,7 @@ class Engine:
         name = self._lane_labels[lane]
         for (request_id, outcome), count in ends.items():
             if request_id:
-                self.desk.note(request_id, "{}: {} {}", name, count, outcome.value)
+                desk.stories.note(request_id, desk.now, "{}: {} {.value}", name, count, outcome)
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""

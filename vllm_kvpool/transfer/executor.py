@@ -47,7 +47,7 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SavePlan,
     SavesDropped,
-    Start,
+    SpanLoaded,
     Tick,
     TierHealth,
     Work,
@@ -125,6 +125,8 @@ class Executor:
         self._planner = planner
         self._perform = perform
         self._tally = tally
+        self._save_seconds = tally.histogram("kvpool_save_seconds")
+        self._load_seconds = tally.histogram("kvpool_load_seconds")
         self._trace = trace
         self._inbox: SimpleQueue[Post | WorkDone | LaneThread] = SimpleQueue()
         self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
@@ -137,6 +139,8 @@ class Executor:
         self._waiting = False
         self._passages: dict[JobId, SimpleQueue[int]] = {}
         self._num_passages = 0
+        self._begun: list[Work] = []
+        self._said: list[Report] = []
         self._gauges = Gauges(engine, tally, trace)
         self._num_new_lanes = 0
         self._refused: set[LaneName] = set()  # lanes without a thread
@@ -220,6 +224,8 @@ class Executor:
                         self._step(message)
                     elif message.work_id in self._stuck:
                         self._came_back(message)
+                case LoadPlan() | SavePlan() | PrefetchPlan():
+                    self._step(self._as_job(message))
                 case None:
                     self._step(Tick())
                 case Close():
@@ -232,9 +238,10 @@ class Executor:
                 case LaneThread():
                     self._lane_died(message)
                 case _:
-                    self._step(self._as_event(message))
+                    self._step(message)
             self._watch()
         self._step(DropSaves())
+        self._hand_out()
         self._gauges.update()
 
     def _end_lanes(self) -> None:
@@ -246,7 +253,9 @@ class Executor:
         for lane in self._lanes:
             if lane.lane.kind in (OpKind.SCATTER, OpKind.GATHER):
                 lane.thread.join()
-        self._publish([given_up(plan, CellOutcome.FAILED) for plan in self._open.values()])
+        # What had ended just before is as it was decided.
+        failed = (given_up(plan, CellOutcome.FAILED) for plan in self._open.values())
+        self._publish([*self._said, *failed])
         while not isinstance(message := self._inbox.get(), Close):
             if isinstance(message, LoadPlan | SavePlan):
                 self._publish([given_up(message, CellOutcome.FAILED)])
@@ -254,18 +263,29 @@ class Executor:
                 self._publish([SavesDropped(message.generation)])
 
     def _next_message(self, closing: float | None) -> Post | WorkDone | LaneThread | None:
+        timeout_s = 0.0
+        if self._inbox.empty():
+            timeout_s = WATCH_S if self._works else IDLE_TICK_S
+            for due in (self._engine.next_deadline(), closing):
+                if due is not None:
+                    timeout_s = max(0.0, min(timeout_s, due - time.monotonic()))
+        self._hand_out()
         try:
-            return self._inbox.get_nowait()
-        except Empty:
-            pass
-        deadline = self._engine.next_deadline()
-        now = time.monotonic()
-        watch = WATCH_S if self._works else IDLE_TICK_S
-        times = [t - now for t in (deadline, closing) if t is not None]
-        try:
-            return self._inbox.get(timeout=max(0.0, min([watch, *times])))
+            return self._inbox.get(timeout=timeout_s)
         except Empty:
             return None
+
+    def _hand_out(self) -> None:
+        """Last thing before the engine thread waits: who is woken waits for the interpreter."""
+        for work in self._begun:
+            if work.lane in self._refused:
+                self._fail(work)
+            else:
+                self._lane_inboxes[work.lane].put(work)
+        self._begun.clear()
+        if self._said:
+            self._publish(self._said)
+            self._said = []
 
     def _pass_on(self, message: PassOn) -> None:
         self._num_passages += 1
@@ -273,46 +293,35 @@ class Executor:
         self._passages[job] = message.answer
         self._step(HandDown(job, message.tier, message.cells))
 
-    def _as_event(self, message: Plan | CancelRequest | DropSaves | TierHealth) -> Event:
-        match message:
+    def _as_job(self, plan: Plan) -> Event:
+        match plan:
             case LoadPlan():
-                self._begin(message)
-                return self._planner.load(message)
+                self._begin(plan)
+                return self._planner.load(plan)
             case SavePlan():
-                self._begin(message)
-                return self._planner.save(message)
+                self._begin(plan)
+                return self._planner.save(plan)
             case PrefetchPlan():
-                return self._planner.prefetch(message)
-            case _:
-                return message
+                return self._planner.prefetch(plan)
 
     def _begin(self, plan: LoadPlan | SavePlan) -> None:
         self._open[plan.job_id] = plan
         self._began[plan.job_id] = time.monotonic()
 
     def _step(self, event: Event) -> None:
-        reports: list[Report] = []
-        works: list[Work] = []
         for action in self._engine.step(event, time.monotonic()):
-            if isinstance(action, Start):
-                works.append(action.work)
-                self._works[action.work.work_id] = action.work
+            if isinstance(action, Work):
+                self._begun.append(action)
+                self._works[action.work_id] = action
             else:
-                reports.append(action)
+                self._said.append(action)
                 self._note(action)
-        # Last, as a thread that is woken waits for the interpreter until this one waits.
-        for work in works:
-            if work.lane in self._refused:
-                self._fail(work)
-            else:
-                self._lane_inboxes[work.lane].put(work)
-        self._publish(reports)
 
     def _note(self, report: Report) -> None:
         match report:
             case SaveDone():
                 began = self._began.pop(report.job_id)
-                self._tally.observe("kvpool_save_seconds", time.monotonic() - began)
+                self._save_seconds(time.monotonic() - began)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
                         self._tally.add("kvpool_failures", count, kind=f"save_{outcome.value}")
@@ -320,25 +329,24 @@ class Executor:
             case LoadDone():
                 del self._open[report.job_id]
                 began = self._began.pop(report.job_id)
-                self._tally.observe("kvpool_load_seconds", time.monotonic() - began)
+                self._load_seconds(time.monotonic() - began)
                 if report.reason is not CellOutcome.DONE and logger.isEnabledFor(logging.DEBUG):
                     story = self._engine.story(report.request_id)
                     logger.debug("kvpool: load of %s stopped: %s", report.request_id, story)
-                self._trace.instant(
-                    f"load {report.reason.value}", job=report.job_id, request=report.request_id
-                )
+                if self._trace.on:
+                    name = f"load {report.reason.value}"
+                    self._trace.instant(name, job=report.job_id, request=report.request_id)
             case HandedDown():
                 self._passages.pop(report.job_id).put(report.moved)
-            case HostChange() | SavesDropped():
+            case HostChange() | SavesDropped() | SpanLoaded():
                 pass
             case _:
                 del self._open[report.job_id]
 
     def _publish(self, reports: Sequence[Report]) -> None:
-        if reports:
-            self._reports.extend(reports)
-            if self._waiting:
-                self._wake.put(None)
+        self._reports.extend(reports)
+        if self._waiting:
+            self._wake.put(None)
 
     # Lanes
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm_kvpool.transfer.desk import CellOp, Desk
 from vllm_kvpool.transfer.graph import Graph, Op, OpState
-from vllm_kvpool.transfer.ops import CellName, CellOutcome, OpKind
+from vllm_kvpool.transfer.ops import CellOutcome, NamedCell, OpKind
 from vllm_kvpool.transfer.residency import Entry, EntryState
 
 MAX_WAITING_REMOVES = 1024
@@ -36,12 +36,12 @@ class Fetches:
         self._desk = desk
         self._copy_up = copy_up
 
-    def begin(self, cell: CellName, graph: Graph) -> Entry | None:
+    def begin(self, cell: NamedCell, graph: Graph) -> Entry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
         tiers = self._desk.tiers_up()
         return self.begin_at(tiers[0], cell, graph) if tiers else None
 
-    def begin_at(self, tier: int, cell: CellName, graph: Graph) -> Entry:
+    def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> Entry:
         """Start to fetch a cell that is not in host memory, from a tier or those after it."""
         desk = self._desk
         entry = desk.residency.begin(cell.key, cell.group, cell.nbytes)
@@ -113,7 +113,7 @@ class Fetches:
         for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.GET, tier)):
             self._move_on(op, CellOutcome.UNREACHABLE)
 
-    def remove(self, cell: CellName, tier: int, graph: Graph) -> None:
+    def remove(self, cell: NamedCell, tier: int, graph: Graph) -> None:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
         lane = self._desk.lane(OpKind.REMOVE, tier)
         is_down = self._desk.breakers[tier].is_open(self._desk.now)

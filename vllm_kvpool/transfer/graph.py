@@ -6,7 +6,7 @@ done the moment nothing stands before it.
 """
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
@@ -116,9 +116,13 @@ class Batch:
 
 
 class Lane:
-    """The queues of one kind of work; `key` is the owner's. Only the scheduler changes it."""
+    """The queues of one kind of work; `key` and `admit` are the owner's (see `Scheduler`).
+
+    Only the scheduler changes it.
+    """
 
     __slots__ = (
+        "admit",
         "key",
         "limits",
         "num_batches",
@@ -130,9 +134,12 @@ class Lane:
         "stirred",
     )
 
-    def __init__(self, key: Hashable, limits: LaneLimits) -> None:
+    def __init__(
+        self, key: Hashable, limits: LaneLimits, admit: Callable[[Op], bool] | None
+    ) -> None:
         self.key = key
         self.limits = limits
+        self.admit = admit
         self.queues: tuple[deque[Op], ...] = tuple(deque() for _ in Priority)
         self.passed_over = [0] * len(Priority)
         self.num_passed_over = 0  # since all queues but the first were last empty

@@ -22,10 +22,10 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
 from vllm_kvpool.transfer.ops import (
     HOST,
-    CellName,
     CellOutcome,
     CellTask,
     LaneName,
+    NamedCell,
     OpKind,
     Work,
     WorkCell,
@@ -125,7 +125,7 @@ class LaneWork:
             outcomes[i] = _PUT[outcome]
         return outcomes
 
-    def _check(self, cell: CellName, buffer: Buffer) -> CellOutcome:
+    def _check(self, cell: NamedCell, buffer: Buffer) -> CellOutcome:
         fault = verify(buffer.view, key_digest(cell.key), checksum=self.verify_checksum)
         if fault is None:
             return CellOutcome.DONE

@@ -4,6 +4,9 @@ Each cell is a SCATTER after the fetch of the cell, or at once where it is in ho
 that cannot be had stops the load at its chunk: chunks before go on, nothing after is started. A
 load is reported when none of its scatters is in flight, so pages are never written behind the
 scheduler's back, and its deadline holds even while a store call is stuck.
+
+Of a layered load, whose request runs already, each span of layers is told of as soon as nothing of
+it is to come any more.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 from vllm_kvpool.transfer.desk import CellOp, Desk
 from vllm_kvpool.transfer.graph import Graph, Op, Priority
 from vllm_kvpool.transfer.ops import (
+    HOST,
     CellOutcome,
     CellTask,
     JobId,
@@ -20,6 +24,7 @@ from vllm_kvpool.transfer.ops import (
     OpKind,
     Owner,
     PrefetchJob,
+    SpanLoaded,
 )
 from vllm_kvpool.transfer.residency import Entry, EntryState
 
@@ -34,6 +39,7 @@ class Scatter(CellOp):
     cell: CellTask
     entry: Entry
     load: "_Load"
+    is_hit: bool  # the cell was in host memory, for a request
     op: Op | None = None
     over: bool = False
 
@@ -46,8 +52,7 @@ class _Load:
     outcome: CellOutcome = CellOutcome.DONE
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without what was cut off
     num_open: int = 0
-    hits: set[str] = field(default_factory=set)  # keys that were in host memory, for a request
-    num_from_host: int = 0
+    open_by_span: dict[int, int] = field(default_factory=dict)  # of a layered one, by first layer
     done: bool = False
 
 
@@ -57,6 +62,7 @@ class Loads:
     def __init__(self, desk: Desk, fetches: "Fetches") -> None:
         self._desk = desk
         self._fetches = fetches
+        self._scatters = desk.lane(OpKind.SCATTER)
         self._loads: dict[JobId, _Load] = {}
 
     @property
@@ -69,35 +75,44 @@ class Loads:
         owner = Owner(job.request_id, job.job_id)
         graph = Graph(owner, Priority.LOAD, desk.now + job.timeout_s)
         load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
-        lane = desk.lane(OpKind.SCATTER)
+        stop = job.stop_chunk
+        num_from_host = 0
         for task in job.tasks:
+            if task.chunk >= stop:
+                continue
             entry = residency.get(task.key)
             if entry is None:
                 entry = self._fetches.begin(task, graph)
+                if entry is None:  # later chunks are of no use without this one
+                    stop = task.chunk
+                    continue
             elif entry.op is not None:
                 desk.scheduler.raise_priority(entry.op, Priority.LOAD)
-            else:
-                load.num_from_host += 1
-                if not entry.prefetched:
-                    load.hits.add(task.key)
-            if entry is None:  # later chunks are of no use without this one
-                self._stop(load, task.chunk, self._why_none())
-                break
+            is_here = entry.op is None
+            num_from_host += is_here
             residency.pin(entry)
-            scatter = Scatter(task, entry, load)
+            scatter = Scatter(task, entry, load, is_here and not entry.prefetched)
             after = () if entry.op is None else (entry.op,)
-            scatter.op = desk.scheduler.add(graph, lane, scatter, task.nbytes, after)
+            scatter.op = desk.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)
             load.scatters.append(scatter)
             load.num_open += 1
-        desk.count("kvpool_hit_cells", load.num_from_host, tier="host")
+            if job.layered:
+                span = task.cell.layer_start
+                load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
+        if job.layered:
+            load.scatters.sort(key=lambda scatter: scatter.cell.chunk)
+        if stop < job.stop_chunk:
+            self._stop(load, stop, self._why_none())
+        desk.hits[HOST] += num_from_host
         desk.scheduler.close(graph)
-        desk.note(
+        desk.stories.note(
             job.request_id,
+            desk.now,
             "load of {} cells, chunks {} to {}; {} in host memory",
             len(job.tasks),
             job.first_chunk,
             job.stop_chunk,
-            load.num_from_host,
+            num_from_host,
         )
         self._finish(load)
 
@@ -114,7 +129,8 @@ class Loads:
                 entry.prefetched = True
                 num_begun += 1
         desk.scheduler.close(graph)
-        desk.note(job.request_id, "prefetch of {} of {} cells", num_begun, len(job.cells))
+        form = "prefetch of {} of {} cells"
+        desk.stories.note(job.request_id, desk.now, form, num_begun, len(job.cells))
 
     def cancel(self, request_id: str) -> None:
         """The request has ended: its loads need not go on."""
@@ -159,16 +175,18 @@ class Loads:
 
     def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
         """Nothing at or after `chunk` is wanted any more."""
+        desk = self._desk
         if chunk < load.stop_chunk:
             load.stop_chunk = chunk
             load.outcome = outcome
-            self._desk.note(load.job.request_id, "load stops at chunk {}: {}", chunk, outcome.value)
+            form = "load stops at chunk {}: {.value}"
+            desk.stories.note(load.job.request_id, desk.now, form, chunk, outcome)
             running: list[Scatter] = []
             while load.scatters and load.scatters[-1].cell.chunk >= chunk:
                 scatter = load.scatters.pop()
                 if scatter.over or scatter.op is None:
                     continue
-                if self._desk.scheduler.cancel(scatter.op):
+                if desk.scheduler.cancel(scatter.op):
                     self._over(scatter)
                 else:
                     running.append(scatter)
@@ -177,9 +195,16 @@ class Loads:
 
     def _over(self, scatter: Scatter) -> None:
         scatter.over = True
-        scatter.load.num_open -= 1
+        load = scatter.load
+        load.num_open -= 1
+        if load.job.layered:
+            span = scatter.cell.cell.layer_start
+            load.open_by_span[span] -= 1
+            if not load.open_by_span[span]:
+                self._desk.reports.append(SpanLoaded(load.job.job_id, span))
         self._desk.residency.unpin(scatter.entry)
-        self._fetches.let_go(scatter.entry)
+        if scatter.entry.op is not None:  # it is still on its way
+            self._fetches.let_go(scatter.entry)
 
     def _finish(self, load: _Load) -> None:
         """Report the load if all that is wanted is in the pages and no scatter is in flight."""
@@ -188,14 +213,17 @@ class Loads:
         load.done = True
         job = load.job
         del self._loads[job.job_id]
-        residency = self._desk.residency
+        desk, residency = self._desk, self._desk.residency
         # The end of a prompt leaves host memory first.
-        for task in reversed(job.tasks) if residency.keep else ():
-            if task.chunk < load.stop_chunk:
-                (residency.used if task.key in load.hits else residency.refresh)(task.key)
-        self._desk.note(job.request_id, "load done: chunks before {}", load.stop_chunk)
+        by_chunk = load.scatters if residency.keep else []
+        if job.layered:  # its cells are in the order of the layers
+            by_chunk = sorted(by_chunk, key=lambda scatter: scatter.cell.chunk)
+        for scatter in reversed(by_chunk):
+            if scatter.cell.chunk < load.stop_chunk:
+                (residency.used if scatter.is_hit else residency.refresh)(scatter.entry)
+        desk.stories.note(job.request_id, desk.now, "load done: chunks before {}", load.stop_chunk)
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
-        self._desk.reports.append(done)
+        desk.reports.append(done)
 
     def check(self) -> None:
         """A load's open cells are its scatters that are not over."""

@@ -2,8 +2,8 @@
 
 Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
 planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane, and its
-`WorkDone`. Up: `LoadDone`, `SaveGathered`, `SaveDone`, `HostChange`. What is made for every batch
-is a named tuple: a frozen dataclass takes twice as long to make.
+`WorkDone`. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`, `HostChange`. What is made for
+every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
 """
 
 from dataclasses import dataclass
@@ -67,6 +67,8 @@ class LoadPlan:
     token_start: int
     token_stop: int
     epoch: str = ""
+    layered: bool = False
+    """The request runs already: span after span, each told of by `SpanLoaded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,7 @@ class PrefetchPlan:
     epoch: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CellName:
+class CellName(NamedTuple):
     """A cell as stores know it."""
 
     key: str
@@ -87,14 +88,19 @@ class CellName:
     nbytes: int  # header and payload
 
 
-@dataclass(frozen=True, slots=True)
-class CellTask(CellName):
+class CellTask(NamedTuple):
     """One cell of a job: its name, its place in the model and the chunk it belongs to."""
 
+    key: str
+    group: str
+    nbytes: int
     chunk: int
     cell: LocalCell
     pages: tuple[JobPages, ...]  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory alone
+
+
+NamedCell = CellName | CellTask
 
 
 class LoadJob(NamedTuple):
@@ -102,8 +108,9 @@ class LoadJob(NamedTuple):
     request_id: str
     first_chunk: int
     stop_chunk: int
-    tasks: tuple[CellTask, ...]  # ordered by chunk
+    tasks: tuple[CellTask, ...]  # in the order in which they are wanted
     timeout_s: float
+    layered: bool = False
 
 
 class SaveJob(NamedTuple):
@@ -177,7 +184,7 @@ class WorkCell(NamedTuple):
     A GATHER or SCATTER has a `CellTask`, which says where the pages are.
     """
 
-    cell: CellName
+    cell: NamedCell
     slot: Slot | None
 
 
@@ -206,6 +213,16 @@ class LoadDone(NamedTuple):
     request_id: str
     ok_stop_chunk: int
     reason: CellOutcome  # DONE, or why it stopped
+
+
+class SpanLoaded(NamedTuple):
+    """Of a layered load: nothing is to come into the pages of these layers any more.
+
+    They are whole unless `LoadDone` says later that the load has stopped.
+    """
+
+    job_id: JobId
+    layer_start: int  # the first of the cells' layers on this rank
 
 
 class SaveGathered(NamedTuple):
@@ -314,13 +331,7 @@ class Tick:
     """Time has passed."""
 
 
-class Start(NamedTuple):
-    """Action: a lane performs the work."""
-
-    work: Work
-
-
-Report = LoadDone | SaveGathered | SaveDone | SavesDropped | HostChange | HandedDown
+Report = LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostChange | HandedDown
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:

@@ -1,11 +1,11 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import KeyMaker, group_of
+from vllm_kvpool.keys import KeyMaker, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -23,9 +23,24 @@ from vllm_kvpool.transfer.ops import (
 EPOCHS_KEPT = 4  # saves planned before a change still carry the epoch before
 
 
-@lru_cache(maxsize=EPOCHS_KEPT)
-def _in_epoch(keys: KeyMaker, epoch: str) -> KeyMaker:
-    return keys.in_epoch(epoch)
+class _Named(NamedTuple):
+    """One cell of every chunk: what its names are but for the chunk's hash, and its size."""
+
+    cell: LocalCell
+    stem: str
+    kind: int  # which of `_Names.kinds`
+    nbytes: int
+
+
+class _Names(NamedTuple):
+    """This rank's cells in one epoch."""
+
+    cells: tuple[_Named, ...]
+    kinds: tuple[tuple[str, str], ...]  # what groups are called, before and after the hash
+
+    def groups(self, chunk_hex: str) -> list[str]:
+        """The groups of a chunk's cells, by kind."""
+        return [before + chunk_hex + after for before, after in self.kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,8 @@ class Planner:
     keeps_all: bool = False
     block_sizes: tuple[int, ...] = ()
     context: Context = NO_CONTEXT
+    _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By epoch, the last `EPOCHS_KEPT`; the engine thread's."""
 
     @property
     def local_chunk_tokens(self) -> int:
@@ -55,28 +72,46 @@ class Planner:
         return max(self._cell_bytes(cell) for cell in self.cells)
 
     def load(self, plan: LoadPlan) -> LoadJob:
-        """Those of this rank's cells of the plan's chunks that its groups need."""
+        """Those of this rank's cells of the plan's chunks that its groups need.
+
+        By chunk; of a layered plan by layer, in the order in which the model reads them.
+        """
         pages = self._local(plan.pages)
-        keys = _in_epoch(self.keys, plan.epoch)
-        tasks = tuple(
-            self._task(keys, cell, chunk, chunk_hash, pages)
-            for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk)
-            for cell in self.cells
-            if self._is_needed(chunk, pages[cell.pieces[0].group])
-        )
-        stop = plan.first_chunk + len(plan.hashes)
+        names = self._in_epoch(plan.epoch)
+        tasks: list[CellTask] = []
+        tokens = self.local_chunk_tokens
+        for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
+            chunk_hex = chunk_hash.hex()
+            groups = names.groups(chunk_hex)
+            start, stop = chunk * tokens, (chunk + 1) * tokens
+            is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
+            tasks += [
+                CellTask(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages)
+                for cell, stem, kind, nbytes in names.cells
+                if is_needed[cell.pieces[0].group]
+            ]
+        if plan.layered:
+            tasks.sort(key=lambda task: task.cell.layer_start)
         return LoadJob(
-            plan.job_id, plan.request_id, plan.first_chunk, stop, tasks, self.load_timeout_s
+            plan.job_id,
+            plan.request_id,
+            plan.first_chunk,
+            plan.first_chunk + len(plan.hashes),
+            tuple(tasks),
+            self.load_timeout_s,
+            plan.layered,
         )
 
     def save(self, plan: SavePlan) -> SaveJob:
         """This rank's cells of those chunks that it is its turn to store, or that it keeps."""
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
-        keys = _in_epoch(self.keys, plan.epoch)
+        names = self._in_epoch(plan.epoch)
         tasks = []
         for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
-            for cell in self.cells:
+            chunk_hex = chunk_hash.hex()
+            groups = names.groups(chunk_hex)
+            for cell, stem, kind, nbytes in names.cells:
                 stored = cell.writes_chunk(chunk)
                 if not (stored or self.keeps_all):
                     continue
@@ -86,7 +121,8 @@ class Planner:
                     for group in {piece.group for piece in cell.pieces}
                 ):
                     continue
-                tasks.append(self._task(keys, cell, chunk, chunk_hash, pages, stored))
+                key = stem + chunk_hex
+                tasks.append(CellTask(key, groups[kind], nbytes, chunk, cell, pages, stored))
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
@@ -95,19 +131,39 @@ class Planner:
         Of a kind that reads only the last tokens, those of the chunks that hold them: a load may
         end anywhere in the last chunk.
         """
-        keys = _in_epoch(self.keys, plan.epoch)
+        names = self._in_epoch(plan.epoch)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
-        cells = tuple(
-            CellName(
-                keys.key(cell.part, cell.span, chunk_hash),
-                group_of(keys.namespace, chunk_hash.hex(), cell.span.kind),
-                self._cell_bytes(cell),
+        cells: list[CellName] = []
+        for chunk, chunk_hash in enumerate(plan.hashes):
+            chunk_hex = chunk_hash.hex()
+            groups = names.groups(chunk_hex)
+            cells += [
+                CellName(stem + chunk_hex, groups[kind], nbytes)
+                for cell, stem, kind, nbytes in names.cells
+                if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
+            ]
+        return PrefetchJob(plan.request_id, tuple(cells))
+
+    def _in_epoch(self, epoch: str) -> _Names:
+        names = self._names.get(epoch)
+        if names is None:
+            if len(self._names) >= EPOCHS_KEPT:
+                del self._names[next(iter(self._names))]
+            keys = self.keys.in_epoch(epoch)
+            kinds = list(dict.fromkeys(cell.span.kind for cell in self.cells))
+            names = self._names[epoch] = _Names(
+                tuple(
+                    _Named(
+                        cell,
+                        keys.stem(cell.part, cell.span),
+                        kinds.index(cell.span.kind),
+                        self._cell_bytes(cell),
+                    )
+                    for cell in self.cells
+                ),
+                tuple(around_hash(keys.namespace, kind) for kind in kinds),
             )
-            for chunk, chunk_hash in enumerate(plan.hashes)
-            for cell in self.cells
-            if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
-        )
-        return PrefetchJob(plan.request_id, cells)
+        return names
 
     def _local(self, pages: Sequence[JobPages]) -> tuple[JobPages, ...]:
         """The same pages, counted in the tokens that are dealt to this rank."""
@@ -123,30 +179,12 @@ class Planner:
             for block_ids, table_start, start, stop in pages
         )
 
-    def _is_needed(self, chunk: int, pages: JobPages) -> bool:
-        tokens = self.local_chunk_tokens
-        return chunk * tokens < pages.token_stop and (chunk + 1) * tokens > pages.token_start
-
     def _is_whole(self, chunk: int, pages: JobPages, block_size: int) -> bool:
         """Whether no block of the chunk is gone."""
         tokens = self.local_chunk_tokens
         first = (chunk * tokens - pages.table_start) // block_size
         stop = -(-((chunk + 1) * tokens - pages.table_start) // block_size)
         return NULL_BLOCK not in pages.block_ids[first:stop]
-
-    def _task(
-        self,
-        keys: KeyMaker,
-        cell: LocalCell,
-        chunk: int,
-        chunk_hash: bytes,
-        pages: tuple[JobPages, ...],
-        stored: bool = True,
-    ) -> CellTask:
-        key = keys.key(cell.part, cell.span, chunk_hash)
-        nbytes = self._cell_bytes(cell)
-        group = group_of(keys.namespace, chunk_hash.hex(), cell.span.kind)
-        return CellTask(key, group, nbytes, chunk, cell, pages, stored)
 
     def _cell_bytes(self, cell: LocalCell) -> int:
         return HEADER_BYTES + cell.payload_bytes(self.local_chunk_tokens)

@@ -6,7 +6,8 @@ without a host tier), and then leaves in the policy's order. A dirty cell is in 
 it is copied there before it leaves.
 
 Cells that nobody holds stand in two lines, the clean ones and the dirty ones, each a heap by rank.
-A place that its cell has left (held again, used again, gone) is stale, and skipped in its turn.
+A cell that is used again keeps its place, and takes one further back when its turn comes. A place
+that its cell has left (held then, gone, or of a lower rank now) is stale, and skipped in its turn.
 
 Invariants (`check`): a slot belongs to at most one entry; an entry that is not pinned is present,
 and there are at most `keep` of those but for dirty ones on their way out; `index` holds each key
@@ -147,7 +148,7 @@ class Residency:
         if entry.state is EntryState.PRESENT and entry.wanted and self.keep:
             self.num_idle += 1
             self.num_dirty += entry.dirty
-            self._line_up((entry.key,))
+            self._take_place(entry)
             while self.num_idle > self.keep and self._drop_one():
                 pass
         else:
@@ -159,17 +160,15 @@ class Residency:
         assert entry.pins, entry.key
         entry.dirty = False
 
-    def used(self, key: str) -> None:
+    def used(self, entry: Entry) -> None:
         """A request has read the cell."""
-        entry = self._index.get(key)
-        if self.keep and entry is not None and entry.state is EntryState.PRESENT:
-            self._line_up(self._policy.use(key))
+        if self.keep and entry.wanted and entry.state is EntryState.PRESENT:
+            self._line_up(self._policy.use(entry.key))
 
-    def refresh(self, key: str) -> None:
-        """A request has written the cell."""
-        entry = self._index.get(key)
-        if self.keep and entry is not None and entry.state is EntryState.PRESENT:
-            self._line_up(self._policy.refresh(key))
+    def refresh(self, entry: Entry) -> None:
+        """A request has written the cell, or read it as soon as it had come."""
+        if self.keep and entry.wanted and entry.state is EntryState.PRESENT:
+            self._line_up(self._policy.refresh(entry.key))
 
     def abandon(self, entry: Entry) -> None:
         """A transfer into the slot may never end: whoever asks for the key starts afresh."""
@@ -212,20 +211,24 @@ class Residency:
         return HostChange(added, removed)
 
     def _line_up(self, keys: Iterable[str]) -> None:
-        """Give cells their places in line, those of them that nobody holds."""
+        """Cells have other ranks now."""
         for key in keys:
             entry = self._index[key]
-            if entry.pins:
-                continue
-            place = (entry.dirty, self._policy.rank(key))
-            if entry.place == place:
-                continue
-            entry.place = place
-            line = self._lines[entry.dirty]
-            heapq.heappush(line, (place[1], key))
-            if len(line) > 2 * len(self._index) + STALE_PLACES:
-                line[:] = [each for each in line if self._stands(each, entry.dirty)]
-                heapq.heapify(line)
+            if not entry.pins:
+                self._take_place(entry)
+
+    def _take_place(self, entry: Entry) -> None:
+        """Give a cell that nobody holds a place in line, unless it has one that is early enough."""
+        dirty, rank = entry.dirty, self._policy.rank(entry.key)
+        place = entry.place
+        if place is not None and place[0] == dirty and place[1] <= rank:
+            return
+        entry.place = (dirty, rank)
+        line = self._lines[dirty]
+        heapq.heappush(line, (rank, entry.key))
+        if len(line) > 2 * len(self._index) + STALE_PLACES:
+            line[:] = [each for each in line if self._stands(each, dirty)]
+            heapq.heapify(line)
 
     def _stands(self, place: _Place, dirty: bool) -> bool:
         """Whether the place is not stale."""
@@ -241,8 +244,11 @@ class Residency:
             if self._stands(place, dirty):
                 entry = self._index[place[1]]
                 entry.place = None
-                if not entry.pins:
+                if entry.pins:
+                    continue
+                if place[0] == self._policy.rank(entry.key):
                     return entry
+                self._take_place(entry)  # used since it got that place
         return None
 
     def _drop_one(self) -> bool:
@@ -301,4 +307,6 @@ class Residency:
             assert len(set(ranks.values())) == len(ranks)
             places = [(d, *p) for d in (False, True) for p in self._lines[d] if self._stands(p, d)]
             assert len(set(places)) == len(places)
-            assert {(e.dirty, ranks[e.key], e.key) for e in idle} <= set(places)
+            in_line = {key: (dirty, rank) for dirty, rank, key in places}
+            assert all(in_line[e.key][0] == e.dirty for e in idle)
+            assert all(in_line[e.key][1] <= ranks[e.key] for e in idle)

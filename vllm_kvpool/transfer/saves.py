@@ -26,6 +26,7 @@ from vllm_kvpool.transfer.ops import (
     CellOutcome,
     CellTask,
     JobId,
+    NamedCell,
     OpKind,
     Owner,
     SaveDone,
@@ -130,7 +131,8 @@ class Saves:
             self._copies[id(copy)] = copy
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
-        desk.note(job.request_id, "save of {} cells; {} are known", len(job.tasks), known)
+        form = "save of {} cells; {} are known"
+        desk.stories.note(job.request_id, desk.now, form, len(job.tasks), known)
 
     def _tiers_of(self, task: CellTask, up: Sequence[int]) -> Sequence[int]:
         if not task.stored:
@@ -285,7 +287,7 @@ class Saves:
             self._tell(copy.save, copy.cell, outcome, tier)
 
     def _tell(
-        self, save: _Save, cell: CellName, outcome: CellOutcome, tier: int | None = None
+        self, save: _Save, cell: NamedCell, outcome: CellOutcome, tier: int | None = None
     ) -> None:
         save.outcomes[outcome] += 1
         assert isinstance(cell, CellTask)
@@ -299,12 +301,14 @@ class Saves:
     def _finish(self, save: _Save) -> None:
         if save.num_open or not save.gathered:
             return
-        job = self._saves.pop(save.job.job_id).job
+        desk, job = self._desk, self._saves.pop(save.job.job_id).job
         # The end of a prompt leaves host memory first.
-        for task in reversed(job.tasks) if self._desk.residency.keep else ():
-            self._desk.residency.refresh(task.key)
+        for task in reversed(job.tasks) if desk.residency.keep else ():
+            entry = desk.residency.get(task.key)
+            if entry is not None:
+                desk.residency.refresh(entry)
         for outcome, count in save.outcomes.items():
-            self._desk.note(job.request_id, "save done: {} {}", count, outcome.value)
+            desk.stories.note(job.request_id, desk.now, "save done: {} {.value}", count, outcome)
         done = SaveDone(
             job.job_id,
             job.request_id,
@@ -312,7 +316,7 @@ class Saves:
             tuple(sorted(save.tiers)),
             tuple(sorted(save.missed)),
         )
-        self._desk.reports.append(done)
+        desk.reports.append(done)
 
     def drop(self, outcome: CellOutcome) -> None:
         """Give up every save that is not stored yet."""

@@ -21,6 +21,7 @@ is larger than the byte budget alone.
 import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vllm_kvpool.transfer.graph import (
@@ -38,21 +39,23 @@ _WAITING, _READY, _RUNNING = OpState.WAITING, OpState.READY, OpState.RUNNING
 _DELAYED, _DONE = OpState.DELAYED, OpState.DONE
 _FAILED, _CANCELLED = OpState.FAILED, OpState.CANCELLED
 _NOT_STARTED = frozenset({_WAITING, _READY, _DELAYED})
+NO_CONDITIONS: Mapping[Hashable, Callable[[Op], bool]] = MappingProxyType({})
 
 
 class Scheduler:
     """See the module docstring.
 
-    `admit` is asked before an op starts, with the ops of its batch so far already admitted; False
-    leaves the op where it is, and the lane is looked at again in the next `take`. This is where
-    late binding happens: an op needs its memory only when it starts.
+    The `admit` of a lane that has one is asked before an op starts, with the ops of its batch so
+    far already admitted; False leaves the op where it is, and the lane is looked at again in the
+    next `take`. This is where late binding happens: an op needs its memory only when it starts.
     """
 
     def __init__(
-        self, lanes: Mapping[Hashable, LaneLimits], admit: Callable[[Op], bool] | None = None
+        self,
+        lanes: Mapping[Hashable, LaneLimits],
+        admit: Mapping[Hashable, Callable[[Op], bool]] = NO_CONDITIONS,
     ) -> None:
-        self.lanes = {key: Lane(key, limits) for key, limits in lanes.items()}
-        self._admit = admit
+        self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
         self._stirred: list[Lane] = []  # lanes in which something may start
         self._delayed: list[tuple[float, int, Op]] = []
         self._deadlines: list[tuple[float, int, Graph]] = []
@@ -222,6 +225,11 @@ class Scheduler:
         """Whether a `take_…` other than `take_expired` may have something."""
         return bool(self._lost or self._reached or self._ended or self._stirred)
 
+    @property
+    def has_consequences(self) -> bool:
+        """Whether `take_lost` or `take_reached` has something."""
+        return bool(self._lost or self._reached)
+
     def take_reached(self) -> list[Op]:
         """The markers reached since the last call, in order."""
         reached, self._reached = self._reached, []
@@ -251,13 +259,14 @@ class Scheduler:
     def next_time(self) -> float | None:
         """When a delayed op or a deadline is due."""
         delayed, deadlines = self._delayed, self._deadlines
-        if not delayed and not deadlines:
-            return None
         while delayed and not self._is_due(*delayed[0]):
             heapq.heappop(delayed)
         while deadlines and deadlines[0][2].ended:
             heapq.heappop(deadlines)
-        return min((heap[0][0] for heap in (delayed, deadlines) if heap), default=None)
+        if delayed and deadlines:
+            return min(delayed[0][0], deadlines[0][0])
+        first = delayed or deadlines
+        return first[0][0] if first else None
 
     # Inside
 
@@ -340,7 +349,7 @@ class Scheduler:
         lane.num_passed_over = sum(passed_over)
 
     def _cut(self, lane: Lane, queue: deque[Op], priority: int) -> list[Op]:
-        limits, admit = lane.limits, self._admit
+        limits, admit = lane.limits, lane.admit
         room = limits.budget_bytes - lane.running_bytes
         most_ops, most_bytes = limits.batch_ops, limits.batch_bytes
         ops: list[Op] = []
