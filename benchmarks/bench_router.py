@@ -11,9 +11,6 @@ lets in at twice the load that can be sustained. Without VLLM_ROUTER the peer's 
 import asyncio
 import contextlib
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,11 +20,19 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
+from benchmarks.router_sides import (
+    TOKEN,
+    process,
+    router_command,
+    toml,
+    wait_ready,
+    wait_serving,
+)
 from vllm_kvpool.router.load import run_load
 from vllm_kvpool.router.load_stats import LoadResult, Outcome
 from vllm_kvpool.router.load_trace import LoadSpec
+from vllm_kvpool.testing.server_process import free_ports
 
-READY_TIMEOUT_S = 30.0
 TTFT_TARGET_S = 3.0
 CLIENTS = 256
 FAST = ("--step-base-s", "0", "--decode-sequence-s", "0", "--prefill-tokens-per-s", "1e9")
@@ -38,51 +43,6 @@ BUSY = (
 PEER = os.environ.get("VLLM_ROUTER", "")
 OURS, THEIRS, DIRECT = "ours, whole", "vllm-router, whole", "no router"
 OURS_PD, THEIRS_PD = "ours, PD", "vllm-router, PD"
-
-
-def free_ports(count: int) -> list[int]:
-    """Consecutive ports, free when looked at."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-        with contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return list(range(first, first + count))
-
-
-@contextlib.contextmanager
-def process(command: Sequence[str], log: Path) -> Iterator[None]:
-    with log.open("wb") as out:
-        started = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        try:
-            yield
-        finally:
-            os.killpg(started.pid, signal.SIGTERM)
-            try:
-                started.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
-
-
-def wait_ready(url: str, log: Path) -> None:
-    async def ask() -> bool:
-        async with aiohttp.ClientSession() as session:
-            body = {"model": "scripted", "prompt": "hello", "max_tokens": 1}
-            async with session.post(f"{url}/v1/completions", json=body) as answer:
-                return answer.status == 200
-
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while True:
-        with contextlib.suppress(aiohttp.ClientError, OSError):
-            if asyncio.run(ask()):
-                return
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{url} does not get ready\n{log.read_text()[-2000:]}")
-        time.sleep(0.2)
 
 
 @contextlib.contextmanager
@@ -102,8 +62,7 @@ def side(name: str, engine_args: Sequence[str], scratch: Path) -> Iterator[str]:
             yield urls[0]
             return
         if name in (OURS, OURS_PD):
-            command = [python, "-m", "vllm_kvpool.cli", "router", "--log-level", "warning"]
-            command += ["--config", str(write_config(name, scratch, urls, front, admin))]
+            command = router_command(write_config(name, scratch, urls, front, admin))
         else:
             command = [PEER, "--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
             command += ["--prometheus-port", str(admin)]
@@ -119,21 +78,25 @@ def side(name: str, engine_args: Sequence[str], scratch: Path) -> Iterator[str]:
         url = f"http://127.0.0.1:{front}"
         wait_ready(url, scratch / "router.log")
         if name in (OURS, OURS_PD):
-            time.sleep(2.0)  # until all replicas serve; one is enough to be ready
+            # One that serves is enough to be ready.
+            wait_serving(f"http://127.0.0.1:{admin}", len(urls), scratch / "router.log")
         yield url
 
 
 def write_config(name: str, scratch: Path, urls: Sequence[str], front: int, admin: int) -> Path:
-    lines = [
-        f'front.listen = "127.0.0.1:{front}"',
-        f'admin.listen = "127.0.0.1:{admin}"',
-        f"overload.ttft_target_s = {TTFT_TARGET_S}",
+    def role_of(number: int) -> str:
+        return "both" if name == OURS else "prefill" if number < 2 else "decode"
+
+    sections = {
+        "front": {"listen": f"127.0.0.1:{front}"},
+        "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
+        "overload": {"ttft_target_s": TTFT_TARGET_S},
+    }
+    replicas = [
+        {"in": "replicas", "url": url, "role": role_of(number)} for number, url in enumerate(urls)
     ]
-    for number, url in enumerate(urls):
-        role = "both" if name == OURS else "prefill" if number < 2 else "decode"
-        lines += ["[[replicas]]", f'url = "{url}"', f'role = "{role}"']
     path = scratch / "router.toml"
-    path.write_text("\n".join(lines))
+    path.write_text(toml(sections, replicas))
     return path
 
 

@@ -32,6 +32,18 @@ def test_a_file_is_checked_and_nothing_is_started(tmp_path: Path) -> None:
             '[launch]\nmodel = "m"\ncommand = ["serve"]\n[[hosts]]\nname = "h"\n',
             "{port} is missing",
         ),
+        (
+            '[launch]\nmodel = "m"\nprefetch_command = ["kvpool"]\n[[hosts]]\nname = "h"\n',
+            "{kv_transfer_config} is missing",
+        ),
+        (
+            '[launch]\nmodel = "m"\nkv_transfer_config = "{"\n[[hosts]]\nname = "h"\n',
+            "kv_transfer_config is no JSON object",
+        ),
+        (
+            '[admin]\nlisten = "127.0.0.1:0"\ntoken_file = "/no/such/file"\n' + ENGINE,
+            "token_file cannot be read",
+        ),
     ],
 )
 def test_a_mistake_is_said_in_one_line(

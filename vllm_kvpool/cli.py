@@ -13,7 +13,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 @click.group()
 def main() -> None:
-    """Tools around the pool: the router of a disaggregated deployment."""
+    """Tools around the pool: the router of a disaggregated deployment, and what it starts."""
 
 
 @main.command()
@@ -31,18 +31,38 @@ def router(path: Path, check: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     from vllm_kvpool.router.config import load_config
-    from vllm_kvpool.router.run import serve
-    from vllm_kvpool.router.settings import controller_of, launch_hosts
+    from vllm_kvpool.router.run import admin_token, serve
+    from vllm_kvpool.router.settings import controller_of, launch_hosts, prefetch_commands
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     try:
         config = load_config(path)
         controller_of(config)
-        launch_hosts(config)
+        prefetch_commands(config, launch_hosts(config))
         if check:
+            if config.admin.token_file:
+                admin_token(config)
             click.echo(f"{path} will do")
             return
         serve(config)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command()
+@click.option(
+    "--kv-transfer-config", "given", required=True, help="What the engine is started with."
+)
+@click.option("--max-bytes", default=4 << 30, show_default=True, help="The most that is brought.")
+@click.option("--max-seconds", default=600.0, show_default=True, help="The longest it goes on.")
+@click.option("--finish", is_flag=True, help="Do all that was said before the input has ended.")
+def prefetch(given: str, max_bytes: int, max_seconds: float, finish: bool) -> None:
+    """Bring cells into the files of this host; the router starts it and says which."""
+    from vllm_kvpool.prefetch.command import run
+
+    logging.basicConfig(level="INFO", format=LOG_FORMAT)
+    try:
+        run(given, max_bytes, max_seconds, finish=finish)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

@@ -118,11 +118,11 @@ def busy_scene(mode: Mode = Mode.MANUAL) -> Scene:
     (handed,) = scene.prefilled("r0")
     assert isinstance(handed, Decode)
     scene.step(DecodeBegan(RequestId("r0")), 0.25)
-    for name, used in (("d0", 950), ("d1", 300)):
+    for name, used in (("d0", 990), ("d1", 300)):
         scene.measured(name, used, running=3, waiting=1)
     scene.measured("p0", 120, bytes_out=0.0, prompt_tokens=0.0)
     scene.tick()
-    for name, used in (("d0", 950), ("d1", 300)):
+    for name, used in (("d0", 990), ("d1", 300)):
         counts = {"bytes_in": 3.0 * (1 << 20), "generated_tokens": 500.0}
         scene.measured(name, used, running=3, waiting=1, **counts)
     scene.measured("p0", 120, bytes_out=6.0 * (1 << 20), prompt_tokens=4000.0)

@@ -37,14 +37,14 @@ def request(body: dict[str, Any], **more: Any) -> ClientRequest:
         (Kind.CHAT, b'{"model":"\\q"}', None, "JSON"),
         (Kind.CHAT, b'{"model":' + b"[" * 100_000, None, "nested"),
         (Kind.CHAT, b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nested"),
-        (Kind.CHAT, b'{"messages":[]}', "model", "/v1/models"),
         (Kind.CHAT, b'{"model":7,"messages":[]}', "model", "/v1/models"),
-        (Kind.CHAT, b'{"model":"","messages":[]}', "model", "/v1/models"),
         (Kind.CHAT, b'{"model":"m"}', "messages", "list"),
         (Kind.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
-        (Kind.CHAT, b'{"model":"m","messages":[],"stream":"yes"}', "stream", "true or false"),
-        (Kind.CHAT, b'{"model":"m","messages":[],"n":"2"}', "n", "whole number"),
-        (Kind.CHAT, b'{"model":"m","messages":[],"n":true}', "n", "whole number"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"stream":"sure"}', "stream", "true or false"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"stream":2}', "stream", "true or false"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"stream":[]}', "stream", "true or false"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"n":"two"}', "n", "whole number"),
+        (Kind.CHAT, b'{"model":"m","messages":[],"n":[2]}', "n", "whole number"),
         (Kind.CHAT, b'{"model":"m","messages":[],"max_tokens":1.5}', "max_tokens", "whole"),
         (Kind.CHAT, b'{"model":"m","messages":[],"n":1e999}', None, "JSON"),
         (
@@ -67,6 +67,20 @@ def test_what_no_engine_could_be_asked(
         **{"message": str(caught.value), "type": "BadRequestError"},
         **{"param": param, "code": 400},
     }
+
+
+def test_what_vllm_takes_without_its_type_is_taken() -> None:
+    for yes in (True, 1, 1.0, "true", "Yes", "on", "1"):
+        assert request(COMPLETION, stream=yes).stream
+    for no in (None, False, 0, "false", "No", "off", "0"):
+        assert not request(COMPLETION, stream=no).stream
+    for two in (2, 2.0, "2"):
+        asked = request(COMPLETION, n=two, max_tokens=two, priority=two)
+        assert (asked.n, asked.max_output_tokens, asked.priority) == (2, 2, 2)
+    assert request(CHAT, max_tokens=True).max_output_tokens == 1
+    for nothing in (None, ""):
+        assert request(COMPLETION, model=nothing).model == ""
+    assert request({"prompt": "Say"}).model == ""
 
 
 @given(st.sampled_from(Kind), st.binary(max_size=60))
@@ -226,6 +240,31 @@ def test_a_prefill_of_token_ids_may_be_of_the_first_alone() -> None:
     ids = request(COMPLETION, prompt=[5, 6, 7, 8])
     assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5, 6, 7]
     assert json.loads(ids.prefill_body())["prompt"] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, {"kvpool": {"name_cells": True}}),
+        ({"kv_transfer_params": None}, {"kvpool": {"name_cells": True}}),
+        (
+            {"kv_transfer_params": {"x": 1, "kvpool": {"load": True}}},
+            {"x": 1, "kvpool": {"load": True, "name_cells": True}},
+        ),
+        # Whoever wishes it otherwise has it so.
+        (
+            {"kv_transfer_params": {"kvpool": {"name_cells": False}}},
+            {"kvpool": {"name_cells": False}},
+        ),
+    ],
+)
+def test_an_engine_is_asked_what_the_cells_are_called(
+    given: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    body = json.loads(request(COMPLETION, **given).prefill_body(name_cells=True))
+    assert body["kv_transfer_params"] == sent
+    plain = json.loads(request(COMPLETION, **given).prefill_body())
+    assert plain.get("kv_transfer_params") == given.get("kv_transfer_params")
 
 
 def test_a_body_that_needs_no_change_is_sent_as_it_came() -> None:

@@ -24,7 +24,7 @@ async def served(
     errors: list[Exception] = []
 
     async def answer(http: web.BaseRequest) -> web.StreamResponse:
-        client = Client(http, patience_s)
+        client = Client(http, patience_s, {})
         try:
             await handle(client, http)
         except Exception as error:
@@ -176,7 +176,7 @@ def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
 
 def test_who_was_told_nothing_has_closed_the_request() -> None:
     async def main() -> None:
-        client = Client(None, 1.0)  # type: ignore[arg-type]
+        client = Client(None, 1.0, {})  # type: ignore[arg-type]
         assert client.response.status == CLIENT_CLOSED_REQUEST
 
     run(main)

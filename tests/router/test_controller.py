@@ -111,7 +111,7 @@ def test_locks_are_not_looked_at_for_each_of_many_events_but_soon() -> None:
     steps = cluster()
     steps.fleet(decode="d e")
     steps.tick(1.0)
-    steps.measure("d", used=950)
+    steps.measure("d", used=990)
     assert steps.controller.desk.locked == frozenset()
     steps.tick(0.05)
     assert steps.controller.desk.locked == {"d"}

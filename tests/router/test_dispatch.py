@@ -1,5 +1,7 @@
 """Who is given what, and when."""
 
+from collections import deque
+
 import pytest
 
 from vllm_kvpool.router.desk import Settings
@@ -146,7 +148,7 @@ def test_a_decoder_is_given_no_more_at_a_time_than_it_has_permits() -> None:
 def test_a_locked_decoder_gets_nothing() -> None:
     steps = Steps(overload=OverloadLimits(min_hold_s=1.0), shed=ALL_IN)
     steps.fleet(decode="d e")
-    steps.measure("d", used=950)
+    steps.measure("d", used=990)
     steps.tick(0.1)
     assert steps.controller.desk.locked == {"d"}
     assert {steps.ask(name, 20)[0].replica for name in "abcd"} == {"e"}
@@ -157,13 +159,34 @@ def test_a_locked_decoder_gets_nothing() -> None:
 
 
 def test_the_last_decoder_is_not_locked() -> None:
-    steps = Steps(Settings(budgets=Budgets(permits=1)), shed=ALL_IN)
+    limits = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)
+    steps = Steps(Settings(budgets=Budgets(permits=1)), overload=limits, shed=ALL_IN)
     steps.fleet(decode="d e")
     steps.measure("d", used=940)
     steps.measure("e", used=950)
     steps.tick(1.0)
     assert steps.controller.desk.locked == {"e"}
     assert steps.ask("r", 20) == [Decode("r", "d", 0)]
+
+
+def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> None:
+    """Each answer that ends makes room for the next: no batch runs emptier than it has to."""
+    steps = steps_with(Budgets(permits=1000))
+    steps.fleet(decode="d e f")
+    given = deque(each for number in range(400) for each in steps.ask(f"r{number}", 200))
+    full = [each.committed_blocks for each in steps.controller.desk.fleet]
+    assert min(full) > 900
+    for each in given:
+        steps.began(each.request_id)
+    for _ in range(100):
+        ended = given.popleft()
+        more = steps.decoded(ended.request_id, ended.replica, output=100)
+        assert len(more) == 1
+        given += more
+        steps.began(more[0].request_id)
+        steps.tick(0.1)
+        assert steps.controller.desk.locked == frozenset()
+        assert [each.committed_blocks for each in steps.controller.desk.fleet] == full
 
 
 def test_small_requests_pass_one_that_fits_nowhere_but_not_for_ever() -> None:

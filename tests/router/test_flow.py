@@ -3,14 +3,16 @@
 import pytest
 
 from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Abort, Decode, Outcome, Prefill, Refuse
+from vllm_kvpool.router.events import Abort, Decode, Outcome, Prefill, PrefillEnded, Refuse
 from vllm_kvpool.router.flow import HANDED_GRACE_S
 from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.requests import Phase
+from vllm_kvpool.router.requests import Phase, RequestId
 from vllm_kvpool.router.shedding import ShedLimits
+from vllm_kvpool.router.states import ReplicaId
 from vllm_kvpool.testing.router_steps import Steps
 
 FAILED = Outcome.FAILED
+UNHURRIED = ShedLimits(ttft_target_s=1000.0)
 
 
 @pytest.fixture
@@ -160,7 +162,7 @@ def test_a_cancelled_second_part_leaves_nothing_behind(split: Steps) -> None:
 
 
 def test_a_request_that_waits_in_the_queue_is_refused_at_its_deadline() -> None:
-    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)))
+    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=UNHURRIED)
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.ask("r", deadline=30.0)
@@ -173,13 +175,80 @@ def test_a_request_that_waits_in_the_queue_is_refused_at_its_deadline() -> None:
 
 
 def test_a_request_that_waits_for_a_decoder_is_refused_at_its_deadline() -> None:
-    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps = Steps(Settings(budgets=Budgets(decode_requests=1)), shed=UNHURRIED)
     steps.fleet(prefill="p", decode="d")
     steps.ask("first", 20)
     steps.ask("r", deadline=30.0)
     steps.prefilled("r", "p")
     assert steps.phase("r") is Phase.HANDING
-    assert refused(steps.tick(30.0)) == [("r", 503)]
+    assert steps.tick(29.9) == []
+    assert refused(steps.tick(0.1)) == [("r", 503)]
+
+
+def test_who_was_let_in_and_waits_for_others_at_twice_the_target_is_refused_after_all() -> None:
+    """As rates were not known yet: a burst at the start, say."""
+    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=ShedLimits(ttft_target_s=5.0))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("waits")
+    assert steps.tick(9.9) == []
+    assert refused(steps.tick(0.1)) == [("waits", 503)]
+    assert steps.count("late") == 1
+    # What is computed is not begun later by that.
+    assert steps.prefilled("first", "p") == [Decode("first", "d", 0)]
+
+
+def test_who_waits_for_an_engine_to_come_back_is_not_refused_for_it() -> None:
+    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps.fleet(decode="d")
+    steps.ask("first", 20)
+    steps.ask("r", 20, deadline=100.0)
+    steps.failed("d")
+    assert not refused(steps.tick(60.0))
+    assert steps.phase("r") is Phase.HANDING
+    assert refused(steps.tick(40.0)) == [("r", 503)]
+
+
+def test_who_has_been_failed_by_an_engine_may_wait_for_others_longer() -> None:
+    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps.fleet(decode="d e")
+    calls = [steps.ask(name, 20)[0] for name in "ab"]
+    lost = calls[0]
+    steps.failed(lost.replica)
+    steps.decoded(lost.request_id, lost.replica, FAILED)
+    assert steps.phase(lost.request_id) is Phase.HANDING
+    assert not refused(steps.tick(30.0))
+    assert steps.phase(lost.request_id) is Phase.HANDING
+
+
+def test_short_prompts_do_not_make_a_prefill_replica_look_slow() -> None:
+    """A step takes its time, however little it computes."""
+    steps = Steps(shed=UNHURRIED)
+    steps.fleet(prefill="p", decode="d")
+    for number in range(40):
+        name = RequestId(f"r{number}")
+        assert steps.ask(name, 300) == [Prefill(name, "p")]
+        steps.now += 0.06
+        steps.step(
+            PrefillEnded(
+                request_id=name,
+                replica=ReplicaId("p"),
+                outcome=Outcome.OK,
+                prompt_tokens=300,
+                cached_tokens=290,
+            )
+        )
+        steps.cancel(name)
+    assert steps.controller.desk.snapshot().prefill_tokens_per_s > 2000
+
+
+def test_every_choice_of_a_request_takes_blocks() -> None:
+    steps = Steps(shed=UNHURRIED)
+    steps.fleet(decode="d e")
+    one = steps.ask("one", 160, 160)[0]
+    four = steps.ask("four", 160, 160, num_choices=4)[0]
+    committed = [steps.replica(each.replica).committed_blocks for each in (one, four)]
+    assert committed == [20, 50]
 
 
 def test_a_prompt_that_is_computed_may_still_find_a_decoder_after_its_deadline() -> None:

@@ -100,12 +100,12 @@ WRONG = {
     "null": b"null",
     "text": b'"model"',
     "not UTF-8": b'{"model":"\xff"}',
-    "no model": b'{"prompt":"x"}',
+    "another model": b'{"model":7,"prompt":"x"}',
     "model of numbers": b'{"model":5,"prompt":"x"}',
     "no prompt": b'{"model":"scripted"}',
     "prompt of an object": b'{"model":"scripted","prompt":{}}',
-    "stream of text": b'{"model":"scripted","prompt":"x","stream":"yes"}',
-    "n of text": b'{"model":"scripted","prompt":"x","n":"2"}',
+    "stream of text": b'{"model":"scripted","prompt":"x","stream":"sure"}',
+    "n of text": b'{"model":"scripted","prompt":"x","n":"two"}',
     "n too large for a number": b'{"model":"scripted","prompt":"x","n":1e999}',
     "n of many digits": b'{"model":"scripted","prompt":"x","n":' + b"9" * 5000 + b"}",
     "max_tokens of a list": b'{"model":"scripted","prompt":"x","max_tokens":[]}',
@@ -260,6 +260,7 @@ def test_a_client_may_ask_before_it_sends() -> None:
 # Connections
 
 
+@pytest.mark.alone
 def test_clients_that_are_too_slow_are_let_go_while_others_are_served() -> None:
     async def main() -> None:
         async with RouterRig(1, 1, config=HASTY) as rig:
@@ -290,6 +291,7 @@ def test_clients_that_are_too_slow_are_let_go_while_others_are_served() -> None:
     run(main)
 
 
+@pytest.mark.alone
 def test_a_head_that_drips_does_not_win_time() -> None:
     async def main() -> None:
         async with RouterRig(1, 1, config=HASTY) as rig:
@@ -309,6 +311,7 @@ def test_a_head_that_drips_does_not_win_time() -> None:
     run(main)
 
 
+@pytest.mark.alone
 def test_a_second_request_must_come_in_time_too() -> None:
     async def main() -> None:
         async with RouterRig(1, 1, config=HASTY) as rig:

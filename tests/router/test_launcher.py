@@ -351,6 +351,8 @@ def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench:
         pid = await bench.started(bench.spec("sh", "-c", QUIET))
         await bench.launcher.close()
         os.kill(pid, signal.SIGKILL)
+        while is_alive(pid):  # `run` has a bound
+            await asyncio.sleep(0.01)
 
     async def second() -> None:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

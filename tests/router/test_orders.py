@@ -62,6 +62,8 @@ ADD = {"url": "http://new:1", "role": "prefill"}
         (ADD | {"url": "new:1"}, 400, "url is 'new:1'; write http://host:port"),
         (ADD | {"url": "ftp://new:1"}, 400, "write http://host:port"),
         (ADD | {"url": "http://new:1?x"}, 400, "write http://host:port"),
+        (ADD | {"url": "http://new:0"}, 400, "write http://host:port"),
+        (ADD | {"url": "http://new:65536"}, 400, "write http://host:port"),
         (ADD | {"id": "a b"}, 400, "id is 'a b'"),
         (ADD | {"id": "x" * 129}, 400, "up to 128 characters"),
         (ADD | {"id": "new\n"}, 400, "without spaces"),
@@ -94,6 +96,12 @@ def test_a_body_that_is_no_order_is_answered_with_an_example(view: RouterView, s
         with pytest.raises(OrderError, match=r"; send \{") as refused:
             order()
         assert refused.value.status == 400
+
+
+def test_a_text_that_is_not_utf8_is_no_order(view: RouterView) -> None:
+    with pytest.raises(OrderError, match=r"can't decode byte 0xff.*; send \{") as refused:
+        orders.add(view, b'{"url":"http://\xff:1","role":"prefill"}')
+    assert refused.value.status == 400
 
 
 def test_there_is_a_bound_on_replicas() -> None:

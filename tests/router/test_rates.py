@@ -278,6 +278,34 @@ def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
     assert rates.local_prefill_s_per_token == pytest.approx(0.002)
 
 
+def learned(*samples: tuple[int, float]) -> Rates:
+    """Of prompts that decode replicas have computed, by tokens and seconds."""
+    measured = Measured(Rates())
+    for _ in range(COLD_SAMPLES + MIN_SAMPLES):
+        for tokens, seconds in samples:
+            measured.prefilled_locally(ONE, 0.0, tokens, seconds)
+    return measured.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "seconds"),
+    [
+        # A step takes 20 ms, however little is computed: that is no measure of tokens.
+        ([(2, 0.02)], 2, 0.0002),
+        ([(2, 0.02)], 1000, 0.1),
+        # Prompts of all lengths: a token takes a millisecond.
+        ([(100, 0.12), (200, 0.22), (1000, 1.02)], 10, 0.01),
+        ([(100, 0.12), (200, 0.22), (1000, 1.02)], 1000, 1.0),
+        # Long prompts of one length: all but a step is theirs.
+        ([(2000, 1.0)], 2000, 0.98),
+    ],
+)
+def test_what_prompts_take_from_those_who_decode(
+    samples: list[tuple[int, float]], tokens: int, seconds: float
+) -> None:
+    assert learned(*samples).stolen_s(tokens) == pytest.approx(seconds, rel=0.02)
+
+
 def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
     measured = Measured(PRIOR)
     for _ in range(MIN_SAMPLES):

@@ -2,16 +2,21 @@
 
 import pytest
 
+from vllm_kvpool.names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, CellStem, ChunkNames
 from vllm_kvpool.router.events import Outcome
 from vllm_kvpool.router.replies import NoReply, Said, outcome_of, read_reply, read_spelled
+
+STEM = CellStem("a@", 7)
 
 
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [
         (200, Outcome.OK),
-        (201, Outcome.REJECTED),
-        (307, Outcome.REJECTED),
+        (201, Outcome.FAILED),
+        (204, Outcome.FAILED),
+        (307, Outcome.FAILED),
+        (399, Outcome.FAILED),
         (400, Outcome.REJECTED),
         (401, Outcome.REJECTED),
         (404, Outcome.REJECTED),
@@ -50,6 +55,24 @@ def test_what_a_status_means(status: int, outcome: Outcome) -> None:
 )
 def test_counts_of_an_answer(body: bytes, said: Said) -> None:
     assert read_reply(body) == said
+
+
+@pytest.mark.parametrize(
+    ("cells", "names"),
+    [
+        (b'{"stems":[["a@",7]],"chunks":["0a","0b"]}', ChunkNames((STEM,), ("0a", "0b"))),
+        (b'{"stems":[],"chunks":[]}', ChunkNames((), ())),
+        # Nothing depends on them: what cannot be read is as if it had not been said.
+        (b"null", None),
+        (b"7", None),
+        (b'{"stems":[["a@"]],"chunks":[]}', None),
+        (b'{"stems":[],"chunks":["%b"]}' % (b"0" * (MAX_HASH_CHARS + 1)), None),
+        (b'{"stems":[],"chunks":[%b]}' % b",".join([b'"0"'] * (MAX_NAMED_CHUNKS + 1)), None),
+    ],
+)
+def test_what_the_cells_are_called(cells: bytes, names: ChunkNames | None) -> None:
+    body = b'{"choices":[],"kv_transfer_params":{"kvpool":{"tokens":6,"cells":%b}}}' % cells
+    assert read_reply(body) == Said(saved_tokens=6, cells=names)
 
 
 @pytest.mark.parametrize(

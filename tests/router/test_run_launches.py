@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,21 +17,10 @@ from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.run import Router
 from vllm_kvpool.router.states import State
 from vllm_kvpool.testing.router_rig import QUICK, run
+from vllm_kvpool.testing.server_process import free_ports
 
 COMMAND = [sys.executable, "-m", "vllm_kvpool.testing.scripted_engine", "--port", "{port}"]
 ASK = {"model": "scripted", "prompt": "hello " * 300, "max_tokens": 3, "temperature": 0}
-
-
-def free_ports(count: int) -> int:
-    """The first of so many that are free, one behind the other."""
-    for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no ports")
 
 
 class Bench:
@@ -40,7 +28,7 @@ class Bench:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._port = free_ports(3)
+        self._port = free_ports(3)[0]
 
     def router(self, *, keeps: bool, **launch: Any) -> Router:
         host = {"name": "here", "first_port": self._port, "max_replicas": 3}

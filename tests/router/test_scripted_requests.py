@@ -24,6 +24,7 @@ REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (COMPLETIONS, {**PROMPT, "max_tokens": 9000}, 400, "BadRequestError", "max_tokens"),
     (COMPLETIONS, {**PROMPT, "temperature": 3}, 400, "BadRequestError", "temperature"),
     (COMPLETIONS, {**PROMPT, "n": 0}, 400, "BadRequestError", "n"),
+    (COMPLETIONS, {**PROMPT, "n": 16385}, 400, "BadRequestError", "n"),
     (COMPLETIONS, {"prompt": [1, 1 << 40]}, 400, "BadRequestError", "prompt"),
     (COMPLETIONS, {"prompt": [1] * 8193}, 400, "BadRequestError", "input_tokens"),
     (COMPLETIONS, {**PROMPT, "stream_options": {}}, 400, "Bad Request", "stream_options"),

@@ -8,7 +8,12 @@ import pytest
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.commands import Weights, WeightSource
 from vllm_kvpool.router.config import RouterConfig, read_config
-from vllm_kvpool.router.settings import controller_of, launch_hosts, launch_spec
+from vllm_kvpool.router.settings import (
+    controller_of,
+    launch_hosts,
+    launch_spec,
+    prefetch_commands,
+)
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
 
@@ -22,8 +27,9 @@ def test_the_controller_has_the_files_numbers() -> None:
         "flow": {
             **{"prefill_tokens": 11, "prefill_requests": 12, "permits": 13, "decode_requests": 14},
             **{"headroom": 0.5, "max_attempts": 15, "max_lost": 16, "drain_timeout_s": 17.0},
-            **{"split_tokens": 18, "hands_over": False},
+            **{"split_tokens": 18, "hands_over": False, "busy_pause_s": 19.0},
         },
+        "health": {"retry_pause_s": 20.0},
         "planner": {"live_takeover": False, "every_s": 3.0, "mode": "dry_run", "max_decode": 5},
     }
     controller = controller_of(config(**given))
@@ -33,12 +39,21 @@ def test_the_controller_has_the_files_numbers() -> None:
     assert (budgets.permits, budgets.decode_requests, budgets.headroom) == (13, 14, 0.5)
     assert (settings.max_attempts, settings.max_lost) == (15, 16)
     assert (settings.drain_timeout_s, settings.split_tokens) == (17.0, 18)
+    assert (settings.busy_pause_s, settings.retry_pause_s) == (19.0, 20.0)
     assert (settings.hands_over, settings.takes_over) == (False, False)
     assert (scaling.every_s, scaling.mode.value) == (3.0, "dry_run")
     assert scaling.limits.max_decode == 5
     assert [(each.name, each.first_port, each.slots) for each in scaling.hosts] == [
         ("big", 9000, 4)
     ]
+
+
+@pytest.mark.parametrize(("lock_at", "is_told"), [(0.94, True), (0.96, False)])
+def test_locks_that_ordinary_work_would_set_are_told(
+    lock_at: float, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller_of(config(overload={"lock_at": lock_at}, flow={"headroom": 0.95}))
+    assert ("run half empty" in caplog.text) is is_told
 
 
 def test_an_engine_is_started_as_the_file_says() -> None:
@@ -86,6 +101,8 @@ def test_where_weights_are_read(source: str, chosen: str, weights: Weights) -> N
         ({}, {"command": ["serve", "{modle}", "{port}"]}, "did you mean 'model'"),
         ({}, {"command": ["serve"]}, "{port} is missing"),
         ({}, {"command": []}, "list of arguments"),
+        ({}, {"kv_transfer_config": "{"}, "is no JSON object"),
+        ({}, {"kv_transfer_config": "[]"}, "is no JSON object"),
         ({"command": ["ssh", "{host}"]}, {}, "{command}"),
         ({"command": ["ssh", "{hots}", "{command}"]}, {}, "did you mean 'host'"),
     ],
@@ -94,3 +111,68 @@ def test_commands_that_cannot_work(host: dict[str, Any], launch: dict[str, Any],
     given = config(host, launch={"model": "m", **launch})
     with pytest.raises(ConfigError, match=word.replace("{", "\\{")):
         launch_hosts(given)
+
+
+TIERS = '["host://1GiB","file:///x","s3://b?region=eu"]'
+POOL = f'{{"kv_connector":"KVPoolConnector","kv_connector_extra_config":{{"store":{TIERS}}}}}'
+PLAIN = '{"kv_connector":"KVPoolConnector"}'
+SSH = {"command": ["ssh", "{host}", "{command}"], "address": "10.0.0.1"}
+
+
+def test_a_prefetch_is_started_as_the_file_says() -> None:
+    launch = {"model": "m", "kv_transfer_config": POOL, "prefetch_bytes": 7, "load_timeout_s": 9.0}
+    given = config({"env": {"A": "b"}}, launch=launch)
+    assert prefetch_commands(given, launch_hosts(given)) == {
+        "big": (
+            *("env", "A=b", "kvpool", "prefetch", "--kv-transfer-config", POOL),
+            *("--max-bytes", "7", "--max-seconds", "9"),
+        )
+    }
+    launch["prefetch_command"] = ["run", "{kv_transfer_config}"]
+    given = config(SSH, launch=launch)
+    [command] = prefetch_commands(given, launch_hosts(given)).values()
+    assert command == ("ssh", "10.0.0.1", f"run '{POOL}'")
+
+
+@pytest.mark.parametrize(
+    ("host", "launch", "planner", "inherited", "is_started"),
+    [
+        ({}, {"kv_transfer_config": POOL}, {}, "", True),
+        ({}, {"kv_transfer_config": POOL, "prefetch_bytes": 0}, {}, "", False),
+        # No replica that loads is bound to requests.
+        ({}, {"kv_transfer_config": POOL}, {"live_takeover": False}, "", False),
+        ({}, {"kv_transfer_config": PLAIN}, {}, "", False),
+        ({}, {"kv_transfer_config": PLAIN}, {}, TIERS, True),
+        ({}, {"kv_transfer_config": PLAIN}, {}, "s3://b", False),
+        ({"env": {"KVPOOL_STORE": TIERS}}, {"kv_transfer_config": PLAIN}, {}, "", True),
+        # What a process inherits elsewhere is not known.
+        (SSH, {"kv_transfer_config": PLAIN}, {}, TIERS, False),
+        ({**SSH, "env": {"KVPOOL_STORE": TIERS}}, {"kv_transfer_config": PLAIN}, {}, "", True),
+        ({}, {"kv_transfer_config": '{"kv_connector":"Other"}'}, {}, TIERS, False),
+        ({}, {"kv_transfer_config": '{"kv_connector":7}'}, {}, TIERS, False),
+        ({}, {"kv_transfer_config": POOL.replace("store", "stroe")}, {}, "", False),
+    ],
+)
+def test_where_a_prefetch_makes_sense(
+    monkeypatch: pytest.MonkeyPatch,
+    host: dict[str, Any],
+    launch: dict[str, Any],
+    planner: dict[str, Any],
+    inherited: str,
+    is_started: bool,
+) -> None:
+    monkeypatch.delenv("KVPOOL_STORE", raising=False)
+    if inherited:
+        monkeypatch.setenv("KVPOOL_STORE", inherited)
+    given = config(host, launch={"model": "m", **launch}, planner=planner)
+    assert bool(prefetch_commands(given, launch_hosts(given))) is is_started
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [([], "list of arguments"), (["x"], "is missing"), (["{kv_transfer_confg}"], "did you mean")],
+)
+def test_a_prefetch_command_that_cannot_work(command: list[str], word: str) -> None:
+    given = config(launch={"model": "m", "prefetch_command": command})
+    with pytest.raises(ConfigError, match=word):
+        prefetch_commands(given, launch_hosts(given))

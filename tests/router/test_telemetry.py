@@ -81,7 +81,7 @@ def test_a_replica_has_its_blocks_lock_work_and_flow(telemetry: Telemetry) -> No
         kind: of(values, "blocks", replica="d0", kind=kind)
         for kind in ("used", "committed", "total")
     }
-    assert blocks == {"used": 950, "committed": 110, "total": 1000}
+    assert blocks == {"used": 990, "committed": 110, "total": 1000}
     assert of(values, "locked", replica="d0") == of(values, "locked_replicas") == 1
     assert of(values, "locked", replica="d1") == 0
     work = {

@@ -72,7 +72,7 @@ def test_a_replica_is_shown_with_its_work_its_lock_and_its_flow() -> None:
     assert (d0.state, d0.role, d0.locked) == (State.DECODE, Role.DECODE, True)
     assert d0.lock_why == "over the watermark"
     assert (d0.running, d0.waiting) == (3, 1)
-    assert (d0.used_blocks, d0.committed_blocks, d0.total_blocks) == (950, 110, BLOCKS)
+    assert (d0.used_blocks, d0.committed_blocks, d0.total_blocks) == (990, 110, BLOCKS)
     assert (d0.prefills, d0.decodes, d0.starting) == (0, 1, 0)
     assert d0.bytes_in_per_s > 1e6 > d0.bytes_out_per_s == 0.0
     assert d0.generated_tokens_per_s > 100

@@ -21,6 +21,8 @@ MAX_PREFIX_SPANS = 128
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
+_YES = ("true", "1", "1.0", "yes", "y", "on", "t")
+_NO = ("false", "0", "0.0", "no", "n", "off", "f")
 
 
 class Kind(Enum):
@@ -55,6 +57,7 @@ class ClientRequest:
     raw: bytes
     fields: Mapping[str, Raw]
     model: str
+    """Empty: whichever the engine serves."""
     stream: bool
     n: int
     max_output_tokens: int | None
@@ -106,11 +109,12 @@ class ClientRequest:
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
         return max(1, round(PREFIX_SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
-    def prefill_body(self, stop_token: int = 0) -> bytes:
+    def prefill_body(self, stop_token: int = 0, *, name_cells: bool = False) -> bytes:
         """Have the same prompt computed, and one token only.
 
         Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
-        With `stop_token`, a prompt of token ids is cut after so many of them.
+        With `stop_token`, a prompt of token ids is cut after so many of them. With `name_cells`
+        the engine says what the cells are called.
         """
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
         if self.kind is Kind.COMPLETION:
@@ -125,6 +129,8 @@ class ClientRequest:
             assert self.prompt_ids is not None
             ids = msgspec.json.decode(self.prompt_ids, type=list[int])
             fields["prompt"] = Raw(msgspec.json.encode(ids[:stop_token]))
+        if name_cells:
+            fields["kv_transfer_params"] = self._wishing({"name_cells": True})
         return msgspec.json.encode(fields)
 
     def whole_body(
@@ -147,6 +153,10 @@ class ClientRequest:
         wishes: dict[str, Any] = {"expect_tokens": expect_tokens}
         if expect_timeout_ms is not None:
             wishes["expect_timeout_ms"] = expect_timeout_ms
+        return self._wishing(wishes)
+
+    def _wishing(self, wishes: Mapping[str, Any]) -> Raw:
+        """The client's own wishes go first."""
         params = self.value("kv_transfer_params") or {}
         return Raw(msgspec.json.encode({**params, "kvpool": {**wishes, **kvpool_wishes(params)}}))
 
@@ -189,11 +199,8 @@ def parse_request(kind: Kind, raw: bytes) -> ClientRequest:
 
 def _read(kind: Kind, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
     model = _value(fields, "model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str | None):
         raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
-    stream = _value(fields, "stream")
-    if not isinstance(stream, bool | None):
-        raise BadRequest("`stream` must be true or false.", "stream")
     prompts = _prompts(kind, fields)
     media = _media(kind, fields)
     num_prompts = 1 if kind is Kind.CHAT else len(prompts)
@@ -202,8 +209,8 @@ def _read(kind: Kind, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
         kind=kind,
         raw=raw,
         fields=fields,
-        model=model,
-        stream=bool(stream),
+        model=model or "",
+        stream=_truth(fields, "stream"),
         n=_whole(fields, "n") or 1,
         max_output_tokens=_max_output_tokens(kind, fields),
         priority=_whole(fields, "priority") or 0,
@@ -233,13 +240,28 @@ def _value(fields: Mapping[str, Raw], name: str) -> Any:
     return None if raw is None else msgspec.json.decode(raw)
 
 
+# Both as leniently as vLLM reads them: forms and scripts write numbers as texts.
+
+
+def _truth(fields: Mapping[str, Raw], name: str) -> bool:
+    value = _value(fields, name)
+    said = str(value).lower() if isinstance(value, str | int | float) else value
+    if said is None or said in _NO:
+        return False
+    if said in _YES:
+        return True
+    raise BadRequest(f"`{name}` must be true or false.", name)
+
+
 def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
     value = _value(fields, name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise BadRequest(f"`{name}` must be a whole number.", name)
-    return int(value)
+    try:
+        number = int(value) if isinstance(value, bool) else value
+        return msgspec.convert(number, int, strict=False)
+    except msgspec.ValidationError:
+        raise BadRequest(f"`{name}` must be a whole number.", name) from None
 
 
 def _max_output_tokens(kind: Kind, fields: Mapping[str, Raw]) -> int | None:

@@ -30,10 +30,16 @@ class ClientGone(Exception):
 
 
 class Client:
-    """One request's. Owned by its task; what waits here may be cancelled and called again."""
+    """One request's. Owned by its task; what waits here may be cancelled and called again.
 
-    def __init__(self, http: web.BaseRequest, patience_s: float) -> None:
+    `own_headers` are added to answers that are the router's own.
+    """
+
+    def __init__(
+        self, http: web.BaseRequest, patience_s: float, own_headers: Mapping[str, str]
+    ) -> None:
         self._http = http
+        self._own_headers = own_headers
         self._patience_s = patience_s
         self._response: web.StreamResponse | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -120,6 +126,8 @@ class Client:
     async def _begin(self, response: web.StreamResponse) -> None:
         assert self._response is None
         self._response = response
+        if response.headers.get("Server") == SERVER:
+            response.headers.update(self._own_headers)
         try:
             await response.prepare(self._http)
         except ConnectionError as error:

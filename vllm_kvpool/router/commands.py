@@ -101,6 +101,17 @@ DEFAULT_ENGINE_COMMAND = (
 )
 
 
+PREFETCH_PLACEHOLDERS = Placeholders(
+    values=frozenset({"kv_transfer_config", "max_bytes", "max_seconds"}),
+    lists=frozenset(),
+    one_of=("kv_transfer_config",),
+)
+DEFAULT_PREFETCH_COMMAND = (
+    *("kvpool", "prefetch", "--kv-transfer-config", "{kv_transfer_config}"),
+    *("--max-bytes", "{max_bytes}", "--max-seconds", "{max_seconds}"),
+)
+
+
 class WeightSource(Enum):
     """Where an engine that starts takes its weights from."""
 
@@ -174,6 +185,13 @@ class LaunchHost:
         return self.prefix.render(values, {"command...": arguments})
 
 
+def in_environment(variables: Mapping[str, str], command: Sequence[str]) -> tuple[str, ...]:
+    """A command with variables added to what it inherits."""
+    if not variables:
+        return tuple(command)
+    return ("env", *(f"{name}={value}" for name, value in variables.items()), *command)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """One engine that is to be started."""
@@ -216,10 +234,14 @@ class LaunchSpec:
             "extra...": self.extra,
             "weight_source_args": weight_arguments(self.weights, self.model),
         }
-        command = self.template.render(values, lists)
-        if not self.environment:
-            return command
-        return ("env", *(f"{name}={value}" for name, value in self.environment.items()), *command)
+        return in_environment(self.environment, self.template.render(values, lists))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def check_launch(spec: LaunchSpec) -> None:
@@ -231,6 +253,11 @@ def check_launch(spec: LaunchSpec) -> None:
         raise ConfigError(
             "launch.command: {weight_source_args} is missing, so the weight_source "
             f"{spec.weights.source.value!r} of host {spec.host.name!r} is lost"
+        )
+    if "kv_transfer_config" in names and not _is_object(spec.kv_transfer_config):
+        raise ConfigError(
+            "[launch] kv_transfer_config is no JSON object, so no engine would start; "
+            f"it is {spec.kv_transfer_config!r}"
         )
     last_port = spec.weights.listen_port + spec.weights.num_ranks - 1
     if spec.weights.listen_port and not (

@@ -13,14 +13,15 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.router.commands import DEFAULT_ENGINE_COMMAND
+from vllm_kvpool.router.commands import DEFAULT_ENGINE_COMMAND, DEFAULT_PREFETCH_COMMAND
 
 MAX_REPLICAS = 1024
 MAX_TIME_S = 86_400.0
 MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
+_URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MAY_BE_ZERO = ("prefill", "decode", "split_tokens", "weights_port", "prefetch_bytes")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
@@ -46,14 +47,15 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     max_wait_s: float = 120.0
     """A request that no engine has begun by then is refused."""
     engine_timeout_s: float = 120.0
-    """An engine that sends nothing of a stream, or computes a prompt, for so long counts as lost.
-    """
+    """An engine that says nothing of a stream, or of a prompt, for so long counts as lost."""
     answer_timeout_s: float = 1800.0
     """So does one that has not given an answer in one piece by then."""
     client_timeout_s: float = 120.0
     """A client that takes nothing of its answer for so long is let go."""
     shutdown_timeout_s: float = 30.0
     """When the router is stopped, requests have so long to end."""
+    allowed_origins: tuple[str, ...] = ("*",)
+    """Whose web pages may send requests (CORS)."""
     connect_timeout_s: float = 3.0
     expect_timeout_ms: int = 10_000
     """How long a decode engine waits for the prompt's KV in the pool."""
@@ -112,6 +114,9 @@ class LaunchConfig(_Section, frozen=True, kw_only=True):
     """Which engines run, so that a router that is started again finds them."""
     stop_timeout_s: float = 60.0
     load_timeout_s: float = 600.0
+    prefetch_bytes: int = 4 << 30
+    """Brought near for engines that load, at most; 0: nothing."""
+    prefetch_command: tuple[str, ...] = DEFAULT_PREFETCH_COMMAND
     keep_on_exit: bool = False
     """Leave engines running when the router is stopped (they are, always, when it crashes)."""
 
@@ -138,8 +143,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
 class OverloadConfig(_Section, frozen=True, kw_only=True):
     """When decoders are locked, and requests refused."""
 
-    lock_at: float = 0.9
-    release_at: float = 0.8
+    lock_at: float = 0.98
+    """Above `headroom`: else the router locks decoders by what it has given them itself."""
+    release_at: float = 0.93
     min_hold_s: float = 1.0
     ttft_target_s: float = 5.0
     """Requests that would wait longer for their first token are refused at once."""
@@ -160,6 +166,8 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     """Those that may be lost with it before its first token: a request may be what ends them."""
     resume_within_s: float = 60.0
     """A stream that has stopped is given up when no replica can go on with it for so long."""
+    busy_pause_s: float = 1.0
+    """How long a replica that has refused work is left alone."""
     drain_timeout_s: float = 120.0
     split_tokens: int = 0
     spills: bool = True
@@ -321,14 +329,19 @@ def _check_numbers(section: _Section, where: str) -> None:
         value = getattr(section, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        may_be_zero = name in ("prefill", "decode", "split_tokens", "weights_port")
-        least = 0 if may_be_zero else 1e-3 if isinstance(value, float) else 1
+        least = 0 if name in _MAY_BE_ZERO else 1e-3 if isinstance(value, float) else 1
         if not least <= value:
             raise ConfigError(f"{where} {name} is {value}; choose {least} or more")
         if name.endswith("_s") and value > MAX_TIME_S:
             raise ConfigError(f"{where} {name} is {value}; choose at most {MAX_TIME_S:.0f}")
         if name in ("lock_at", "release_at", "headroom") and value > 1:
             raise ConfigError(f"{where} {name} is {value}; it is a share, at most 1")
+
+
+def is_url(text: str) -> bool:
+    """Whether an engine can be reached there."""
+    match = _URL.fullmatch(text)
+    return match is not None and 0 < int((match[2] or ":1")[1:]) <= MAX_PORT
 
 
 def _check_replicas(config: RouterConfig, where: str) -> None:
@@ -343,9 +356,7 @@ def _check_replicas(config: RouterConfig, where: str) -> None:
     ):
         place = f"{where}: [[replicas]] number {number}"
         url = replica.url.rstrip("/").lower()
-        match = URL.fullmatch(replica.url)
-        port = int(match[2][1:]) if match and match[2] else 1
-        if match is None or not 0 < port <= MAX_PORT:
+        if not is_url(replica.url):
             raise ConfigError(f"{place}: url is {replica.url!r}; write http://host:port")
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{place}: id is {name!r}; choose letters, digits, '.', '_' and '-'")

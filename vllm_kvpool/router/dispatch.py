@@ -202,4 +202,5 @@ class Dispatch:
     def _tokens(self, request: Request) -> int:
         """What a request will take at a replica: its prompt, and the answer expected."""
         ask = request.ask
-        return ask.prompt_tokens + min(ask.max_output_tokens, self._desk.usual_output_tokens())
+        output = min(ask.max_output_tokens, self._desk.usual_output_tokens())
+        return ask.prompt_tokens + ask.num_choices * output

@@ -17,6 +17,7 @@ from typing import TypeVar
 from aiohttp import web
 from multidict import CIMultiDict
 
+from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.router.bodies import ClientRequest
 from vllm_kvpool.router.clients import EVENT_STREAM, JSON, SERVER, Client, ClientGone
 from vllm_kvpool.router.engines import (
@@ -24,7 +25,6 @@ from vllm_kvpool.router.engines import (
     EngineBroke,
     EngineLost,
     Engines,
-    EngineUnreached,
     finish,
     read,
 )
@@ -32,16 +32,15 @@ from vllm_kvpool.router.events import (
     Cancelled,
     Decode,
     DecodeBegan,
-    DecodeEnded,
     Event,
     Outcome,
     Prefill,
-    PrefillEnded,
     Refuse,
 )
 from vllm_kvpool.router.headers import answer_headers, with_request_id
 from vllm_kvpool.router.recovery import Manner
-from vllm_kvpool.router.replies import OK, NoReply, Said, outcome_of, read_reply
+from vllm_kvpool.router.replies import FAILED_FROM, OK, NoReply, Said, outcome_of, read_reply
+from vllm_kvpool.router.reports import ended, outcome_of_error
 from vllm_kvpool.router.requests import RequestId
 from vllm_kvpool.router.spelling import spell
 from vllm_kvpool.router.splice import Splice
@@ -71,6 +70,8 @@ class Wiring:
     """URLs of engines that answer, that one's last."""
     expect_timeout_ms: int
     prefill_timeout_s: float
+    named: Callable[[ClientRequest, ChunkNames], None] | None = None
+    """Takes what the cells of a prompt are called; None: nobody wants to know."""
 
 
 class Exchange:
@@ -183,31 +184,10 @@ class Exchange:
     def _report(self, outcome: Outcome, said: Said | None = None, seconds: float = 0.0) -> None:
         """The call in hand has ended."""
         call, self._call = self._call, None
-        said = said or Said()
         assert call is not None
         if isinstance(call, Decode):
             self._is_over |= outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-            self._wiring.post(
-                DecodeEnded(
-                    request_id=self.request_id,
-                    replica=call.replica,
-                    outcome=outcome,
-                    prompt_tokens=said.prompt_tokens,
-                    output_tokens=said.output_tokens,
-                )
-            )
-            return
-        self._wiring.post(
-            PrefillEnded(
-                request_id=self.request_id,
-                replica=call.replica,
-                outcome=outcome,
-                prompt_tokens=said.prompt_tokens,
-                saved_tokens=said.saved_tokens,
-                cached_tokens=said.cached_tokens,
-                seconds=seconds,
-            )
-        )
+        self._wiring.post(ended(call, outcome, said or Said(), seconds))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that can be aborted; EngineBroke if it is."""
@@ -238,12 +218,17 @@ class Exchange:
             outcome = outcome_of_error(error)
         if outcome is Outcome.OK and not directive.stop_token:
             self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
+            if self._wiring.named is not None and said.cells is not None:
+                self._wiring.named(self._request, said.cells)
         self._report(outcome, said, asyncio.get_running_loop().time() - began)
 
     async def _ask_prefill(self, directive: Prefill) -> Answer:
         return await self._wiring.engines.post(
             self._wiring.url_of(directive.replica) + self._request.kind.value,
-            self._request.prefill_body(directive.stop_token),
+            self._request.prefill_body(
+                directive.stop_token,
+                name_cells=self._wiring.named is not None and not directive.stop_token,
+            ),
             with_request_id(self._headers, "prefill"),
             self._wiring.prefill_timeout_s,
         )
@@ -262,10 +247,13 @@ class Exchange:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             return await self._lost(directive, outcome_of_error(error))
 
-    async def _lost(self, directive: Decode, outcome: Outcome) -> bool:
-        """The engine is gone: another one goes on, or the client is told that none can."""
+    async def _lost(self, directive: Decode, outcome: Outcome, *, rejected: bool = False) -> bool:
+        """The engine is gone: another one goes on, or the client is told that none can.
+
+        `rejected`: it is there, and does not take what the stream would go on from.
+        """
         said = self._said_by_stream()
-        after = self._splice.lost() if self._splice is not None else None
+        after = self._splice.lost(rejected=rejected) if self._splice is not None else None
         if isinstance(after, Detokenize):
             assert self._splice is not None
             wiring = self._wiring
@@ -300,7 +288,7 @@ class Exchange:
         body = self._whole_body(directive, track=False)
         answer = await self._wiring.engines.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
-            return await self._answer_error(answer)
+            return await self._answer_error(directive, answer)
         said = read_reply(answer.body)
         self._wiring.post(DecodeBegan(self.request_id))
         self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
@@ -319,7 +307,7 @@ class Exchange:
         self._num_payloads, self._num_told = 0, splice.answer.num_told
         async with self._wiring.engines.open(url, body, self._headers) as engine:
             if engine.status != OK:
-                return await self._answer_error(await read(engine))
+                return await self._answer_error(directive, await read(engine))
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
                 raise EngineLost("answers what is no stream of events")
             headers = answer_headers(engine.headers)
@@ -367,13 +355,14 @@ class Exchange:
             return Said(prompt_tokens, max(0, self._num_payloads - 1))
         return Said(prompt_tokens, self._splice.answer.num_told - self._num_told)
 
-    async def _answer_error(self, answer: Answer) -> bool:
+    async def _answer_error(self, directive: Decode, answer: Answer) -> bool:
         """An engine has refused the request, or has failed with it, and says so."""
         outcome = outcome_of(answer.status)
         if outcome is Outcome.REJECTED and self._client.has_status:
-            outcome = Outcome.FAILED  # it does not go on from there, others may
+            log.info("%s: %s does not go on: %s", self.request_id, directive.replica, answer.status)
+            return await self._lost(directive, Outcome.FAILED, rejected=True)
         if outcome is not Outcome.REJECTED:
-            if outcome is Outcome.FAILED:
+            if answer.status >= FAILED_FROM and outcome is Outcome.FAILED:
                 self._failure = answer
             self._report(outcome)
             return False
@@ -393,16 +382,6 @@ class Exchange:
         wait_s = directive.retry_after_s
         more = {"Retry-After": str(wait_s)} if wait_s else {}
         await self._client.tell(directive.status, directive.why, kind, more)
-
-
-def outcome_of_error(error: Exception) -> Outcome:
-    """What it means to the request that an engine has not answered as one."""
-    match error:
-        case EngineUnreached():
-            return Outcome.UNREACHED
-        case EngineBroke():
-            return Outcome.LOST
-    return Outcome.FAILED
 
 
 def _is_json(answer: Answer) -> bool:

@@ -26,6 +26,8 @@ BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
 HANDED_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
+LEAST_PREFILL_TOKENS = 256
+"""A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
 
 
 class Flow:
@@ -64,17 +66,18 @@ class Flow:
         if not ask.hands_over or request.part:
             return ask.hands_over
         rates = desk.snapshot()
-        local_s = desk.unknown_tokens(ask) * rates.local_prefill_s_per_token
-        return local_s > rates.handoff_s(ask.prompt_tokens)
+        stolen_s = rates.stolen_s(desk.unknown_tokens(ask))
+        return stolen_s > rates.handoff_s(ask.prompt_tokens)
 
     def _admission(self, ask: Ask) -> Admission:
         desk = self._desk
         sizes = [each.sample.block_size for each in desk.servers() if each.sample.block_size]
         output = min(ask.max_output_tokens, desk.snapshot().output_tokens_per_request)
+        tokens = ask.prompt_tokens + ask.num_choices * output
         return Admission(
             prompt_tokens=ask.prompt_tokens,
             uncached_tokens=desk.unknown_tokens(ask),
-            blocks=(ask.prompt_tokens + output) / (max(sizes, default=0) or DEFAULT_BLOCK_SIZE),
+            blocks=tokens / (max(sizes, default=0) or DEFAULT_BLOCK_SIZE),
             priority=ask.priority,
             deadline_s=None if ask.deadline == float("inf") else ask.deadline - desk.now,
         )
@@ -96,7 +99,7 @@ class Flow:
         replica.last_work = desk.now
         if event.outcome is Outcome.OK:
             computed = event.prompt_tokens - event.cached_tokens
-            tokens = max(1, computed if event.prompt_tokens else uncached)
+            tokens = max(LEAST_PREFILL_TOKENS, computed if event.prompt_tokens else uncached)
             desk.rates.did(Stage.PREFILL, event.replica, desk.now, tokens)
         desk.rates.ended(Stage.PREFILL, event.replica)
         request = desk.requests.get(event.request_id)
@@ -194,7 +197,14 @@ class Flow:
         """In the queue, in its place."""
         request.replica = None
         self._desk.queue.append(request)
-        self._desk.deadlines.set(request.ask.request_id, request.ask.deadline)
+        self._desk.deadlines.set(request.ask.request_id, self._patience(request))
+
+    def _patience(self, request: Request) -> float:
+        """Until when a request may wait here: not for long if all that it waits for is others."""
+        deadline = request.ask.deadline
+        if request.attempts or request.avoid:
+            return deadline
+        return min(deadline, self._desk.now + self._desk.shedder.overdue_s)
 
     def hand(self, request: Request, source: ReplicaId | None) -> None:
         """To whoever decodes it; what `source` has computed is in the pool."""
@@ -203,7 +213,7 @@ class Flow:
         request.source, request.replica = source, None
         desk.migration.remove(request_id)
         desk.migration.append(request, source)
-        deadline = request.ask.deadline
+        deadline = self._patience(request)
         if request.first_token is not None:
             deadline = desk.now + desk.settings.resume_within_s
         elif source is not None:
@@ -229,8 +239,12 @@ class Flow:
         """Refuse what has waited too long."""
         desk = self._desk
         for request_id in desk.deadlines.take(desk.now):
-            desk.counts["late"] += 1
             request = desk.requests[request_id]
+            is_expected = request.phase is Phase.BOUND or not desk.servers()
+            if is_expected and desk.now < request.ask.deadline:
+                desk.deadlines.set(request_id, request.ask.deadline)  # not others, but an engine
+                continue
+            desk.counts["late"] += 1
             self._refuse(request, UNAVAILABLE, LATE_RETRY_S, "waited longer than its deadline")
 
     def _may_go_on(self, request: Request, replica: Replica, outcome: Outcome) -> bool:

@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 from vllm_kvpool.router.bodies import BadRequest, ClientRequest, Kind, error_body, parse_request
 from vllm_kvpool.router.clients import JSON, SERVER, Client
 from vllm_kvpool.router.config import FrontConfig
+from vllm_kvpool.router.cors import preflight, shown_to
 from vllm_kvpool.router.engines import Answer
 from vllm_kvpool.router.headers import REQUEST_ID, answer_headers, request_headers
 
@@ -179,32 +180,47 @@ class Front:
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Listen no more; requests have `shutdown_timeout_s` to end."""
-        if self._runner is not None:
+        """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
+        if self._runner is None:
+            return
+        # By itself aiohttp waits as long again for those that it has told to end.
+        limit_s = self._config.shutdown_timeout_s
+        cutting = asyncio.get_running_loop().call_later(limit_s, _cut_off, self._runner.server)
+        try:
             await self._runner.cleanup()
+        finally:
+            cutting.cancel()
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """One request."""
+        shown = shown_to(http.headers, self._config.allowed_origins)
         try:
-            return await self._route(http)
+            response = await self._route(http, shown)
         except _Refused as refused:
-            return refused.response
+            response = refused.response
         finally:
             assert isinstance(http.protocol, _Guarded)
             http.protocol.answered()
+        if not response.prepared and response.headers.get("Server") == SERVER:
+            response.headers.update(shown)
+        return response
 
-    async def _route(self, http: web.BaseRequest) -> web.StreamResponse:
+    async def _route(self, http: web.BaseRequest, shown: dict[str, str]) -> web.StreamResponse:
         path = http.path
         kind = _KINDS.get(path)
         allowed = ("POST",) if kind is not None else _READABLE.get(path)
         if allowed is None:
             raise _Refused(_error(404, f"There is no {path} here.", "NotFoundError"))
         if http.method not in allowed:
+            if http.method == "OPTIONS":
+                granted = preflight(http.headers, self._config.allowed_origins, allowed)
+                if granted is not None:
+                    return web.Response(headers={"Server": SERVER} | granted)
             refusal = _error(405, f"{path} takes {allowed[0]}.", "MethodNotAllowed")
             refusal.headers["Allow"] = ", ".join(allowed)
             raise _Refused(refusal)
         if kind is not None:
-            return await self._generate(http, kind)
+            return await self._generate(http, kind, shown)
         if path == "/v1/models":
             return await self._list_models(http)
         if path == "/health":
@@ -212,7 +228,9 @@ class Front:
         content_type, body = self._metrics()
         return _answer(200, body, content_type)
 
-    async def _generate(self, http: web.BaseRequest, kind: Kind) -> web.StreamResponse:
+    async def _generate(
+        self, http: web.BaseRequest, kind: Kind, shown: dict[str, str]
+    ) -> web.StreamResponse:
         body = bytearray()
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
@@ -238,7 +256,7 @@ class Front:
             headers = request_headers(http.headers)
             if not headers.get(REQUEST_ID):
                 headers[REQUEST_ID] = uuid.uuid4().hex
-            client = Client(http, self._config.client_timeout_s)
+            client = Client(http, self._config.client_timeout_s, shown)
             return await self._serve(request, headers, client)
         finally:
             self.held_bytes -= len(raw)
@@ -277,6 +295,12 @@ class Front:
 
 _KINDS = {kind.value: kind for kind in Kind}
 _READABLE = dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD"))
+
+
+def _cut_off(server: web.Server | None) -> None:
+    for each in server.connections if server is not None else ():
+        if each.transport is not None:
+            each.transport.abort()
 
 
 def _answer(status: int, body: bytes, content_type: str = JSON) -> web.Response:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from vllm_kvpool.router.config import MAX_REPLICAS, URL
+from vllm_kvpool.router.config import MAX_REPLICAS, is_url
 from vllm_kvpool.router.events import (
     Added,
     Drain,
@@ -231,7 +231,7 @@ _T = TypeVar("_T", bound=_Body)
 def _read(body: bytes, kind: type[_T], example: str) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise OrderError(400, f"{error}; send {example}") from None
 
 
@@ -248,7 +248,7 @@ def _either(kind: type[Role] | type[Mode]) -> str:
 
 def _added(view: RouterView, url: str, role: Role, replica_id: str, host: str) -> Added:
     url = url.rstrip("/")
-    if URL.fullmatch(url) is None:
+    if not is_url(url):
         raise OrderError(400, f"url is {url!r}; write http://host:port")
     name = replica_id or _address(url)
     if _ID.fullmatch(name) is None:

@@ -6,8 +6,13 @@ can hold more than twice the mean). It is calm again below lower bounds, and not
 `min_hold_s`. What counts as used is the greater of what the engine says and what the router has
 committed: the one is late, the other does not know what the engine keeps.
 
+The watermark lies above the share up to which the router fills decoders (`headroom`, 0.95), so it
+is passed where answers become longer than was expected. Below that share all decoders of a busy
+deployment would be locked in turn by ordinary work, and their batches run half empty until they
+are calm: a tenth of the throughput, measured.
+
     rule       full                        calm again
-    watermark  used >= 0.9 capacity        used <= 0.8 capacity
+    watermark  used >= 0.98 capacity       used <= 0.93 capacity
     mean       used > 2 mean               used <= 1.6 mean
                and used > 0.5 capacity     or used <= 0.4 capacity
 
@@ -30,8 +35,8 @@ MEAN_RULE_FROM = 3  # replicas
 class OverloadLimits:
     """Bounds of the rules. `lock_*` is above `release_*`."""
 
-    lock_watermark: float = 0.9
-    release_watermark: float = 0.8
+    lock_watermark: float = 0.98
+    release_watermark: float = 0.93
     lock_mean: float = 2.0  # times the mean
     release_mean: float = 1.6
     lock_share: float = 0.5  # of the capacity, for the mean's rule
@@ -139,15 +144,6 @@ class Overload:
         self._open = self._last_open(loads)
         before, self._locked = self._locked, set(self._full) - {self._open}
         return tuple(self._change(replica, loads) for replica in sorted(before ^ self._locked))
-
-    def room(self, loads: Mapping[ReplicaId, Load]) -> float:
-        """Blocks that open replicas can take before they pass the watermark."""
-        most = self._limits.lock_watermark
-        return sum(
-            max(0.0, most * load.capacity_blocks - load.used)
-            for replica, load in loads.items()
-            if replica not in self._locked
-        )
 
     def check(self) -> None:
         """What always holds."""

@@ -35,12 +35,22 @@ class Rates:
     handoff_overhead_s: float = 0.02  # of one hand-off, however short the prompt
     handoff_s_per_token: float = 0.00002  # of one hand-off, beyond that
     local_prefill_s_per_token: float = 0.0001  # of a prompt that its decode replica computes
+    local_overhead_s: float = 0.0  # the same as a line: until the first token, however short it is
+    local_s_per_token: float = 0.0001  # beyond that
     output_tokens_per_request: float = 256.0
     tokens_per_byte: float = 0.25  # prompt tokens by bytes of the request's body
 
     def handoff_s(self, tokens: float) -> float:
         """Seconds from the end of a prefill to the first decoded token."""
         return self.handoff_overhead_s + self.handoff_s_per_token * tokens
+
+    def stolen_s(self, tokens: float) -> float:
+        """Seconds that so many prompt tokens take from a decode replica that computes them.
+
+        What a hand-over takes too, however short the prompt, is nothing that they take.
+        """
+        local_s = self.local_overhead_s + self.local_s_per_token * tokens
+        return local_s - min(self.local_overhead_s, self.handoff_overhead_s)
 
 
 @dataclass(slots=True)
@@ -222,6 +232,7 @@ class Measured:
         }
         self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
         self._local = Rate(prior.local_prefill_s_per_token, half_life_s=half_life_s)
+        self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
         self._seen: dict[ReplicaId, _Seen] = {}
@@ -261,6 +272,7 @@ class Measured:
         """A decode replica computed so many prompt tokens itself."""
         if tokens > 0 and seconds > 0.0 and self._is_warm("local", replica):
             self._local.add(now, seconds, tokens)
+            self._local_line.add(now, tokens, seconds)
 
     def answered(self, now: float, output_tokens: int) -> None:
         """A request is over, with so many tokens generated."""
@@ -273,6 +285,7 @@ class Measured:
 
     def snapshot(self) -> Rates:
         overhead_s, s_per_token = self._handoff.value
+        local_overhead_s, local_s_per_token = self._local_line.value
         return Rates(
             prefill_tokens_per_s=self._stages[Stage.PREFILL].value,
             decode_tokens_per_s=self._stages[Stage.DECODE].value,
@@ -280,6 +293,8 @@ class Measured:
             handoff_overhead_s=overhead_s,
             handoff_s_per_token=s_per_token,
             local_prefill_s_per_token=self._local.value,
+            local_overhead_s=local_overhead_s,
+            local_s_per_token=local_s_per_token,
             output_tokens_per_request=self._output.value,
             tokens_per_byte=self._prompt.value,
         )

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.router.events import Outcome
 
 OK = 200
 BUSY_STATUSES = (429, 503)
-FAILED_FROM = 500
+REJECTED_FROM, FAILED_FROM = 400, 500
 
 
 class NoReply(Exception):
@@ -16,12 +17,12 @@ class NoReply(Exception):
 
 
 def outcome_of(status: int) -> Outcome:
-    """What an engine's status means to the request."""
+    """What an engine's status means to the request. One that is no engine's is a failure."""
     if status == OK:
         return Outcome.OK
     if status in BUSY_STATUSES:
         return Outcome.BUSY
-    return Outcome.FAILED if status >= FAILED_FROM else Outcome.REJECTED
+    return Outcome.REJECTED if REJECTED_FROM <= status < FAILED_FROM else Outcome.FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Said:
     output_tokens: int = 0
     cached_tokens: int = 0
     saved_tokens: int = 0
+    cells: ChunkNames | None = None
+    """What those are called, where that was asked for."""
 
 
 class _Details(msgspec.Struct):
@@ -46,6 +49,7 @@ class _Usage(msgspec.Struct):
 
 class _Saved(msgspec.Struct):
     tokens: int = 0
+    cells: msgspec.Raw = msgspec.Raw()
 
 
 class _Transfer(msgspec.Struct):
@@ -63,6 +67,7 @@ class _Spelled(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_names = msgspec.json.Decoder(ChunkNames).decode
 _decode_spelled = msgspec.json.Decoder(_Spelled).decode
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -75,12 +80,22 @@ def read_reply(body: bytes) -> Said:
         raise NoReply(f"answers what is not its JSON: {error}") from None
     usage, transfer = reply.usage or _Usage(), reply.kv_transfer_params
     details = usage.prompt_tokens_details
+    saved = (transfer.kvpool if transfer else None) or _Saved()
     return Said(
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens or 0,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
-        saved_tokens=transfer.kvpool.tokens if transfer and transfer.kvpool else 0,
+        saved_tokens=saved.tokens,
+        cells=_names(saved.cells),
     )
+
+
+def _names(raw: msgspec.Raw) -> ChunkNames | None:
+    """None where there are none, or none that can be read: nothing depends on them."""
+    try:
+        return _decode_names(raw) if len(raw) else None
+    except _ERRORS:
+        return None
 
 
 def read_spelled(body: bytes) -> str:

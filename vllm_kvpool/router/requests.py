@@ -18,7 +18,8 @@ class Ask:
     prompt_tokens: int
     """Exact, or estimated from the prompt's bytes."""
     max_output_tokens: int
-    """What the client asks for at most."""
+    """What the client asks for at most, of each choice."""
+    num_choices: int = 1
     prefix: tuple[int, ...] = ()
     """Hashes of ever longer beginnings of the prompt, shortest first."""
     prefix_tokens: int = 0

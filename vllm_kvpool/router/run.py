@@ -1,8 +1,8 @@
 """The router's process: one loop that feeds the controller and performs what it decides.
 
-Owns the clock, the controller, the watches of all replicas, the launcher and both servers. Events
-are applied one after the other, in the order in which they were posted; actions are performed
-right away and never wait.
+Owns the clock, the controller and both servers. Events are applied one after the other, in the
+order in which they were posted; actions are performed right away and never wait: those of requests
+by their `Exchange`, those of replicas by `Replicas`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,27 +25,23 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.admin import Admin
 from vllm_kvpool.router.bodies import ClientRequest
 from vllm_kvpool.router.clients import Client
-from vllm_kvpool.router.config import RouterConfig, replica_ids
+from vllm_kvpool.router.config import RouterConfig
 from vllm_kvpool.router.engines import Answer, EngineLost, Engines
 from vllm_kvpool.router.events import (
     Abort,
     Action,
-    Added,
     Arrived,
     Cancelled,
     Decode,
     DecodeBegan,
     DecodeEnded,
     Event,
-    Failed,
     Load,
     Prefill,
     PrefillEnded,
     Probe,
     Refuse,
-    ReplicaSpec,
     Rest,
-    Spawn,
     Tick,
     Warm,
 )
@@ -53,14 +49,16 @@ from vllm_kvpool.router.exchange import Exchange, Wiring
 from vllm_kvpool.router.file_limit import allow_connections
 from vllm_kvpool.router.front import Front
 from vllm_kvpool.router.headers import REQUEST_ID
-from vllm_kvpool.router.launcher import Launcher
-from vllm_kvpool.router.launches import Exited, LauncherEvent, StopFailed
-from vllm_kvpool.router.ledger import Ledger
+from vllm_kvpool.router.prefetches import Prefetches
+from vllm_kvpool.router.replicas import Replicas
 from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.settings import controller_of, launch_hosts, launch_spec
-from vllm_kvpool.router.states import UP, ReplicaId, Role
+from vllm_kvpool.router.settings import (
+    controller_of,
+    launch_hosts,
+    prefetch_commands,
+)
+from vllm_kvpool.router.states import UP, ReplicaId
 from vllm_kvpool.router.telemetry import Telemetry
-from vllm_kvpool.router.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,6 @@ MAX_OUTPUT_TOKENS = 1 << 20
 MAX_ASKED = 3
 """Engines that are asked, one after the other, whether a client's key is good."""
 OK = 200
-ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
 
 
 @dataclass(slots=True)
@@ -89,24 +86,23 @@ class Router:
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.controller = controller_of(config)
-        self.telemetry = Telemetry(self.controller, clock=clock)
+        self.prefetches = Prefetches(
+            prefetch_commands(config, launch_hosts(config)), Path(config.launch.log_dir)
+        )
+        self.telemetry = Telemetry(self.controller, self.prefetches.counts, clock=clock)
         self._clock = clock
         self._events: deque[Event] = deque()
-        self._is_stepping = self._is_stopping = False
+        self._is_stepping = False
         self._exchanges: dict[RequestId, Exchange] = {}
         self._stopwatches: dict[RequestId, _Stopwatch] = {}
         """Of requests without a token."""
-        self.watches: dict[ReplicaId, Watch] = {}
         self._numbers = itertools.count(1)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._hosts = launch_hosts(config)
-        self._launcher: Launcher | None = None
         self._admin_app = Admin(
             self.controller,
             self.post,
             self.telemetry,
-            _admin_token(config),
+            admin_token(config),
             hosts=config.admin.hosts,
             clock=clock,
         ).app()
@@ -117,14 +113,17 @@ class Router:
             answer_timeout_s=config.front.answer_timeout_s,
             api_key=config.api_key,
         )
+        fleet = self.controller.desk.fleet
+        self.replicas = Replicas(config, fleet, self._engines, self.post)
         self._wiring = Wiring(
             engines=self._engines,
             post=self.post,
-            url_of=lambda replica: self.controller.desk.fleet[replica].spec.url,
+            url_of=lambda replica: fleet[replica].spec.url,
             learn=self._learn,
             others=self._others,
             expect_timeout_ms=config.front.expect_timeout_ms,
             prefill_timeout_s=config.front.engine_timeout_s,
+            named=self.prefetches.learn if self.prefetches.is_on else None,
         )
         self.front = Front(
             config.front,
@@ -156,7 +155,7 @@ class Router:
         await web.TCPSite(self._admin, host or None, port).start()
         self.admin_port = int(self._admin.addresses[0][1])
         self._tick()
-        await self._find_engines()
+        await self.replicas.find()
 
     async def stop(self) -> None:
         """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
@@ -165,16 +164,9 @@ class Router:
         if self._admin is not None:
             await self._admin.cleanup()
         # From here on nobody asks the controller: it would start engines anew that end now.
-        self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        for watch in self.watches.values():
-            await watch.stop()
-        if self._launcher is not None:
-            if not self.config.launch.keep_on_exit:
-                await self._launcher.stop_all()
-            await self._launcher.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self.replicas.stop(), self.prefetches.close())
         await self._engines.close()
 
     # Events and actions
@@ -262,24 +254,13 @@ class Router:
                 exchange = self._exchanges.get(request_id)
                 if exchange is not None:
                     exchange.abort()
-            case Load():
-                self._load(action)
-            case Warm(replica):
-                self.watches[replica].warm()
-            case Probe(replica):
-                if replica in self.watches:
-                    self.watches[replica].ask()
-            case Rest(replica, forget):
-                self._rest(replica, forget=forget)
+            case Load() | Warm() | Probe() | Rest():
+                self.replicas.perform(action)
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self.post(Tick())
-
-    def _run(self, what: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.prefetches.look(self.controller.desk.fleet)
 
     # Requests
 
@@ -295,10 +276,11 @@ class Router:
             request_id=request_id,
             prompt_tokens=tokens,
             max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
+            num_choices=max(1, request.n),
             prefix=request.prefix,
             prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
             # Whether a model that no engine has listed is there after all, one engine says.
-            hands_over=request.wants_handoff and self._lists(request.model),
+            hands_over=request.wants_handoff and self.replicas.lists(request.model),
             split_at=tokens // 2 // chunk * chunk if request.prompt_ids is not None else 0,
             priority=request.priority,
             deadline=now + self.config.front.max_wait_s,
@@ -324,9 +306,6 @@ class Router:
             each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica_id)
         ]
 
-    def _lists(self, model: str) -> bool:
-        return any(model in each.models for each in self.watches.values())
-
     async def _list_models(self, headers: CIMultiDict[str]) -> Answer | list[dict[str, Any]]:
         """All that engines list; or what an engine says to a client without a good key."""
         up = self.controller.desk.fleet.in_states(UP)
@@ -340,109 +319,15 @@ class Router:
                     break
         found: dict[str, dict[str, Any]] = {}
         for each in up:
-            found = {**self.watches[each.replica_id].models, **found}
+            found = {**self.replicas.watches[each.replica_id].models, **found}
         return list(found.values())
 
     def _is_ready(self) -> bool:
         fleet = self.controller.desk.fleet
         return bool(fleet.decoders() or fleet.prefillers())
 
-    # Replicas
 
-    async def _find_engines(self) -> None:
-        """Engines of the configuration, those of a former router, and what is missing of ours."""
-        for replica_id, given in zip(replica_ids(self.config), self.config.replicas, strict=True):
-            spec = ReplicaSpec(
-                replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"), host=given.host
-            )
-            self.post(Added(spec=spec, role=ROLES[given.role]))
-        if not self._hosts:
-            return
-        launch = self.config.launch
-        ledger = Ledger(Path(launch.state_file))
-        self._launcher = Launcher(self._hosts, ledger, self._launcher_says)
-        missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
-        room = launch.prefill + launch.decode
-        for found in await self._launcher.adopt():
-            role = ROLES[found.role]
-            missing[role] -= 1
-            room -= 1
-            url = f"http://{self._address_of(found.host)}:{found.port}"
-            spec = ReplicaSpec(
-                replica_id=ReplicaId(found.replica_id), url=url, host=found.host, is_ours=True
-            )
-            self.post(Added(spec=spec, role=role))
-        for role, count in missing.items():
-            # Roles may have changed since: who serves the other one is not started once more.
-            for _ in range(min(count, room)):
-                room -= 1
-                self.post(Spawn(role))
-
-    def _address_of(self, host: str) -> str:
-        return next(each.address for each in self.config.hosts if each.name == host)
-
-    def _load(self, action: Load) -> None:
-        replica_id = action.replica
-        spec = self.controller.desk.fleet[replica_id].spec
-        watch = self.watches.get(replica_id)
-        if watch is None:
-            watch = Watch(replica_id, spec.url, self._engines, self.config.health, self.post)
-            self.watches[replica_id] = watch
-            watch.start()
-        if spec.is_ours:
-            self._launch(action, spec, is_hung=watch.has_failed)
-        watch.load(self.config.launch.load_timeout_s, wakes=not spec.is_ours)
-
-    def _launch(self, action: Load, spec: ReplicaSpec, *, is_hung: bool) -> None:
-        assert self._launcher is not None
-        replica_id = spec.replica_id
-        if replica_id not in self._launcher.replica_ids:
-            self._launcher.start(
-                launch_spec(
-                    self.config,
-                    self._hosts[spec.host],
-                    replica_id=replica_id,
-                    port=int(spec.url.rpartition(":")[2]),
-                    role=action.role.value,
-                    weights=action.weights,
-                )
-            )
-            return
-        self._launcher.set_role(replica_id, action.role.value)
-        if is_hung:
-            # A process that served and does not answer never will. Its end is a failure, after
-            # which it is started anew.
-            self._launcher.stop(replica_id, 0.0)
-
-    def _rest(self, replica_id: ReplicaId, *, forget: bool) -> None:
-        watch = self.watches.get(replica_id)
-        is_ours = self._launcher is not None and replica_id in self._launcher.replica_ids
-        if is_ours:
-            assert self._launcher is not None
-            self._launcher.stop(replica_id)
-        if watch is None:
-            return  # it was added, and never wanted
-        watch.rest(sleeps=not is_ours and not forget)
-        if forget:
-            del self.watches[replica_id]
-            self._run(watch.stop())
-
-    def _launcher_says(self, event: LauncherEvent) -> None:
-        match event:
-            case Exited() if self._is_stopping:
-                log.info("%s", event)
-            case Exited(replica_id=replica_id, why=why, log_lines=lines):
-                log.warning("%s has ended: %s", replica_id, why)
-                for line in lines:
-                    log.info("%s: %s", replica_id, line)
-                self.post(Failed(ReplicaId(replica_id), f"its process has ended: {why}"))
-            case StopFailed(replica_id=replica_id, why=why):
-                log.error("%s cannot be stopped: %s", replica_id, why)
-            case _:
-                log.info("%s", event)
-
-
-def _admin_token(config: RouterConfig) -> str:
+def admin_token(config: RouterConfig) -> str:
     """The token of the configuration; ConfigError where its file has none."""
     given = config.admin
     if given.token:

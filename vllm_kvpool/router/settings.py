@@ -1,16 +1,22 @@
 """What the router's parts are told, out of the configuration (values)."""
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
+from vllm_kvpool.config import environment, read_config
+from vllm_kvpool.prefetch.route import pool_options, route_of, scheme_of
 from vllm_kvpool.router.breaker import BreakerLimits
 from vllm_kvpool.router.commands import (
     ENGINE_PLACEHOLDERS,
     HOST_PLACEHOLDERS,
+    PREFETCH_PLACEHOLDERS,
     LaunchHost,
     LaunchSpec,
     Weights,
     WeightSource,
     check_launch,
+    in_environment,
     read_template,
 )
 from vllm_kvpool.router.config import HostConfig, RouterConfig
@@ -24,6 +30,8 @@ from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.standings import WeightSource as Source
 
+log = logging.getLogger(__name__)
+
 _SOURCES = {
     "disk": Source.DISK,
     "host_memory": Source.MEMORY,
@@ -35,6 +43,12 @@ _SOURCES = {
 def controller_of(config: RouterConfig) -> Controller:
     """A controller that does as the configuration says; ConfigError where it cannot."""
     flow, overload, health = config.flow, config.overload, config.health
+    if overload.lock_at <= flow.headroom:
+        log.warning(
+            "[overload] lock_at %s is not above [flow] headroom %s: decoders that the router has "
+            "filled are locked, and their batches run half empty; raise the one or lower the other",
+            *(overload.lock_at, flow.headroom),
+        )
     return Controller(
         Settings(
             budgets=Budgets(
@@ -47,6 +61,7 @@ def controller_of(config: RouterConfig) -> Controller:
             max_attempts=flow.max_attempts,
             max_lost=flow.max_lost,
             resume_within_s=flow.resume_within_s,
+            busy_pause_s=flow.busy_pause_s,
             drain_timeout_s=flow.drain_timeout_s,
             retry_pause_s=health.retry_pause_s,
             split_tokens=flow.split_tokens,
@@ -161,3 +176,43 @@ def _weights(host: HostConfig, chosen: str, port: int) -> Weights:
     if chosen == Source.DISK.name.lower() and wanted is WeightSource.PRELOAD:
         return Weights(source=WeightSource.DISK)
     return Weights(source=wanted)
+
+
+def prefetch_commands(
+    config: RouterConfig, hosts: Mapping[str, LaunchHost]
+) -> dict[str, tuple[str, ...]]:
+    """What is run to bring cells near, by host; none where nothing can be brought.
+
+    ConfigError where the command cannot work.
+    """
+    launch = config.launch
+    template = read_template(
+        "[launch] prefetch_command", launch.prefetch_command, PREFETCH_PLACEHOLDERS
+    )
+    if not launch.prefetch_bytes or not config.planner.live_takeover:
+        return {}
+    values = {
+        "kv_transfer_config": launch.kv_transfer_config,
+        "max_bytes": str(launch.prefetch_bytes),
+        "max_seconds": f"{launch.load_timeout_s:g}",
+    }
+    commands = {}
+    for given in config.hosts:
+        host = hosts[given.name]
+        # What a process inherits on another host is not known here.
+        inherited = environment() if host.prefix is None else {}
+        if _can_bring(launch.kv_transfer_config, {**inherited, **given.env}):
+            command = in_environment(given.env, template.render(values, {}))
+            commands[given.name] = host.command(command)
+    return commands
+
+
+def _can_bring(kv_transfer_config: str, env: Mapping[str, str]) -> bool:
+    """Whether engines' cells may lie in a far tier, and be brought into a near one."""
+    try:
+        options = pool_options(kv_transfer_config)
+        urls = () if options is None else read_config(options, env).store_urls
+    except ValueError as error:  # a ConfigError, too: engines will say so
+        log.warning("nothing is prefetched: kv_transfer_config: %s", error)
+        return False
+    return route_of([scheme_of(url) for url in urls]) is not None

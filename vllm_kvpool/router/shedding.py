@@ -13,6 +13,9 @@ let in, at all of it none, in between a share that falls evenly: each request ad
 credit and is let in when one is full. So a steady overload sheds steadily, every second request
 at twice the load, and never all or none by turns.
 
+Where more was let in than can be served, as rates were not known yet or have fallen, those that
+still wait at twice the target are refused after all: none gets its first token much later.
+
 Requests below normal priority are refused earlier; those above it may use a reserve and are all let
 in as long as any others are. As in vLLM the lower number comes first. All belongs to one thread.
 """
@@ -26,6 +29,7 @@ from vllm_kvpool.router.rates import Rates
 
 ALL_UNTIL = 0.5  # of the wait that is allowed
 LEAST_BUDGET = 0.25  # of the target, however long the hand-off takes
+OVERDUE = 2.0  # times the target: who still waits then was let in by mistake
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503  # HTTP
 TINY = 1e-9  # requests by second
 ROUNDING = 1e-9  # of a credit: ten tenths are one
@@ -109,6 +113,11 @@ class Shedder:
         self._limits = limits or ShedLimits()
         self._credit: dict[float, float] = {}  # by allowance, of which there are three
         self._refused = 0
+
+    @property
+    def overdue_s(self) -> float:
+        """How long a request may wait for others before it."""
+        return OVERDUE * self._limits.ttft_target_s
 
     def decide(self, pressure: Pressure, ask: Ask) -> Accept | Refuse:
         limits, rates = self._limits, pressure.rates

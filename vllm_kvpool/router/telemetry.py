@@ -78,6 +78,14 @@ ROUTER_METRICS = {
         Row("plan_steps", _G, (), "Steps that the last plan takes, or would take."),
         Row("plan_held", _G, (), "1 while measurements are missing that a plan needs."),
         Row(
+            "prefetches",
+            _C,
+            ("outcome",),
+            "Processes that bring cells to where an engine loads: begun, and those that failed.",
+        ),
+        Row("prefetch_cells", _C, ("outcome",), "Cells they were told of, by what became of them."),
+        Row("prefetch_bytes", _C, (), "Bytes they have brought over the network."),
+        Row(
             "first_token_seconds",
             _H,
             (),
@@ -109,16 +117,27 @@ class Telemetry:
     """Metrics of one router, in a registry of its own."""
 
     def __init__(
-        self, controller: Controller, *, clock: Callable[[], float] = time.monotonic
+        self,
+        controller: Controller,
+        prefetched: Mapping[str, int] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is that of the controller's events."""
+        """`prefetched`: the counts of `Prefetches`; `clock`: that of the controller's events."""
         self._registry = CollectorRegistry()
         self._histograms = {
             row.name: Histogram(PREFIX + row.name, row.help, registry=None, buckets=row.bounds)
             for row in ROUTER_METRICS.values()
             if row.kind is Kind.HISTOGRAM
         }
-        self._registry.register(_Reader(controller, clock, self._histograms.values()))
+        self._registry.register(
+            _Reader(
+                controller,
+                Counter() if prefetched is None else prefetched,
+                clock,
+                self._histograms.values(),
+            )
+        )
 
     def first_token(self, seconds: float) -> None:
         """A request's first token has been passed on, so long after its arrival."""
@@ -143,10 +162,12 @@ class _Reader(Collector):
     def __init__(
         self,
         controller: Controller,
+        prefetched: Mapping[str, int],
         clock: Callable[[], float],
         histograms: Iterable[Histogram],
     ) -> None:
         self._controller = controller
+        self._prefetched = prefetched
         self._clock = clock
         self._histograms = tuple(histograms)
 
@@ -157,6 +178,7 @@ class _Reader(Collector):
     def collect(self) -> Iterator[Metric]:
         view = state_of(self._controller, self._clock())
         values = _values(view) | {"transitions": list(_edges(transition_counts(self._controller)))}
+        values |= _of_prefetches(self._prefetched)
         for name, samples in values.items():
             family = _family(ROUTER_METRICS[name])
             for labels, value in samples:
@@ -211,6 +233,15 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         "plan_replicas": [((role,), each.have) for role, each in wanted.items()],
         "plan_wanted": [((role,), each.wanted) for role, each in wanted.items()],
         **_of_replicas(view.replicas),
+    }
+
+
+def _of_prefetches(counts: Mapping[str, int]) -> dict[str, list[_Labelled]]:
+    outcomes = ("brought", "near", "missing", "bad", "unkept")
+    return {
+        "prefetches": [((name,), counts.get(name, 0)) for name in ("begun", "failed")],
+        "prefetch_cells": [((name,), counts.get(name, 0)) for name in outcomes],
+        "prefetch_bytes": [((), counts.get("nbytes", 0))],
     }
 
 

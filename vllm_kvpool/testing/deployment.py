@@ -7,7 +7,6 @@ and the router print goes to files in the deployment's directory.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from vllm_kvpool.testing.models import LlamaShape, make_llama
+from vllm_kvpool.testing.server_process import free_ports
 from vllm_kvpool.testing.tokenizers import VOCAB, add_tokenizer
 
 MODEL = "tiny"
@@ -64,7 +64,7 @@ class Deployment:
             directory.mkdir(parents=True, exist_ok=True)
             model = make_llama(directory / "models", LlamaShape(vocab=VOCAB))
             add_tokenizer(model)
-            front, admin, first = _free_ports(2 + max(spec.slots, spec.prefill + spec.decode))[:3]
+            front, admin, first = free_ports(2 + max(spec.slots, spec.prefill + spec.decode))[:3]
             self.front, self.admin = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"
             self._write_config(model, front, admin, first)
             self.start_router()
@@ -215,23 +215,6 @@ _AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 def _table(head: str, values: Mapping[str, Any]) -> str:
     # Strings, numbers, booleans and lists of them are the same in TOML as in JSON.
     return "\n".join([head, *(f"{name} = {json.dumps(value)}" for name, value in values.items())])
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that follow each other after the first two, free when looked at."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        if first + count > 65_000:
-            continue
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return list(range(first, first + count))
 
 
 def _kill_group(pid: int) -> None:

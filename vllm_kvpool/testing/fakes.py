@@ -124,6 +124,7 @@ class FakePins:
     def __init__(self) -> None:
         self.references: Counter[int] = Counter()
         self.num_pins = 0
+        self.forgotten: list[int] = []
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.num_pins += 1
@@ -133,6 +134,9 @@ class FakePins:
         self.references.subtract(block_ids)
         assert min(self.references.values(), default=0) >= 0, self.references
         self.references += Counter()  # drops zeros
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        self.forgotten += block_ids
 
     def check(self) -> None:
         assert NULL_BLOCK not in self.references

@@ -11,10 +11,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,13 +95,36 @@ class HybridShape(LlamaShape):
 def make_hybrid(directory: Path, shape: HybridShape) -> Path:
     """Write the model of `shape` below `directory`, unless it is there, and return its path."""
 
+    sizes, config = _hybrid_sizes(shape), _hybrid_config(shape)
+    return make_model(directory, "hybrid", shape, sizes, config, _hybrid_tensor)
+
+
+class Seeded(Protocol):
+    """A dataclass of a model's sizes."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def seed(self) -> int: ...
+
+
+def make_model(
+    directory: Path,
+    kind: str,
+    shape: Seeded,
+    sizes: Iterable[tuple[str, tuple[int, ...]]],
+    config: Mapping[str, Any],
+    tensor: Callable[[np.random.Generator, tuple[int, ...], str], Any],
+) -> Path:
+    """Write a model of these tensors, each made by `tensor`, unless it is there; its path."""
+
     def fill(path: Path) -> None:
         rng = np.random.default_rng(shape.seed)
-        weights = {name: _hybrid_tensor(rng, size, name) for name, size in _hybrid_sizes(shape)}
+        weights = {name: tensor(rng, size, name) for name, size in sizes}
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        write_json(path / "config.json", _hybrid_config(shape))
+        write_json(path / "config.json", config)
 
-    return once(directory, "hybrid", asdict(shape), fill)
+    return once(directory, kind, asdict(shape), fill)
 
 
 def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 1) -> Path:
@@ -282,5 +305,5 @@ def once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Pat
     return target
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")

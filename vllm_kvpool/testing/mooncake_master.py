@@ -1,9 +1,17 @@
 """A real `mooncake_master` on loopback for tests and benchmarks."""
 
+import os
 import signal
 import subprocess
+import time
 
-from vllm_kvpool.testing.server_process import HOST, STOP_TIMEOUT_S, ServerProcess, free_port
+from vllm_kvpool.testing.server_process import (
+    HOST,
+    POLL_S,
+    STOP_TIMEOUT_S,
+    ServerProcess,
+    free_port,
+)
 
 __all__ = ["HOST", "MooncakeMaster", "free_port"]
 
@@ -35,6 +43,13 @@ class MooncakeMaster(ServerProcess):
         """Freeze the master: it accepts connections and never answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # A thread of it that runs on another core may answer one more call until it is stopped.
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        how = os.WSTOPPED | os.WNOHANG
+        while os.waitid(os.P_PID, self._process.pid, how) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the master does not stop")
+            time.sleep(POLL_S)
 
     def resume(self) -> None:
         """Undo `pause`."""

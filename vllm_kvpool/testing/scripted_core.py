@@ -15,12 +15,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.testing.scripted_batch import Batch, Phase, Sequence, Step
 from vllm_kvpool.testing.scripted_bodies import Delta
 from vllm_kvpool.testing.scripted_metrics import EngineStats
 from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
 from vllm_kvpool.testing.scripted_requests import Ask
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
+from vllm_kvpool.testing.scripted_spec import STEMS, ScriptedSpec
 from vllm_kvpool.testing.scripted_words import EOS_ID, Continuation, Detokenizer
 
 CATCH_UP_S = 0.05  # steps that are later than this are late for good
@@ -194,11 +195,15 @@ class EngineCore:
         self.sleep_level = None
         self._changed.set()
 
-    def saved_tokens(self, choice: Choice) -> dict[str, dict[str, int]] | None:
+    def saved_tokens(self, choice: Choice) -> dict[str, dict[str, Any]] | None:
         """What the connector answers of a finished request."""
         if self._pool is None or not choice.ask.options.save:
             return None
-        return {"kvpool": {"tokens": self.batch.saved_tokens(choice.sequence)}}
+        answer: dict[str, Any] = {"tokens": self.batch.saved_tokens(choice.sequence)}
+        if choice.ask.options.name_cells:
+            chunks = [each.hex() for each in self.batch.saved_chunks(choice.sequence)]
+            answer["cells"] = msgspec.to_builtins(ChunkNames(STEMS, tuple(chunks)))
+        return {"kvpool": answer}
 
     def _now_s(self) -> float:
         return self._loop.time() * self._spec.time_scale

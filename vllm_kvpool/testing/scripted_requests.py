@@ -18,6 +18,7 @@ from vllm_kvpool.testing.scripted_spec import ScriptedSpec
 from vllm_kvpool.testing.scripted_words import VOCAB_SIZE, encode
 
 _CREATED_MAX_TOKENS = 16  # of completions that do not say
+_MAX_N = 16384  # VLLM_MAX_N_SEQUENCES
 _WHERE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
@@ -242,6 +243,8 @@ def _ask(body: _Body, prompts: list[list[int]], most: int | None, spec: Scripted
         raise _invalid("Stream options can only be defined when `stream=True`.", "stream_options")
     if body.n is not None and body.n < 1:
         raise _bad_value(f"n must be at least 1, got {body.n}.", "n", body.n)
+    if body.n is not None and body.n > _MAX_N:
+        raise _bad_value(f"n must be at most {_MAX_N}, got {body.n}.", "n", body.n)
     include_usage = stream is not None and bool(stream.include_usage)
     temperature = spec.default_temperature if body.temperature is None else body.temperature
     if not math.isfinite(temperature) or not 0 <= temperature <= 2:

@@ -4,6 +4,8 @@ Owns the process, which is killed at the end of the `with` and, where `setpriv` 
 the thread that started it dies. What it prints is kept for errors.
 """
 
+import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -14,17 +16,34 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+PORT_ATTEMPTS = 100
+# Below those that the kernel gives to connections, and above those that Mooncake takes by itself:
+# what is free now and used in a while, nobody else comes upon.
+PORTS = range(18_000, 32_000)
 START_ATTEMPTS = 3  # a free port may be taken before the server binds it
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.02
 HOST = "127.0.0.1"
+_CHANCE = random.SystemRandom()  # processes that are forked must not choose alike
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that follow each other, and were free a moment ago."""
+    for _ in range(PORT_ATTEMPTS):
+        first = _CHANCE.choice(PORTS[:-count])
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    held.enter_context(socket.create_server((HOST, port)))
+            except OSError:
+                continue
+            return list(range(first, first + count))
+    raise RuntimeError(f"no {count} free ports that follow each other")
 
 
 def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.create_server((HOST, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """One that was free a moment ago."""
+    return free_ports(1)[0]
 
 
 class ServerProcess:

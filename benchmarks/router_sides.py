@@ -1,0 +1,149 @@
+"""Scripted engines and a router before them, each in a process of its own, for measurements."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from vllm_kvpool.router.shown import RouterView
+from vllm_kvpool.testing.server_process import free_ports
+
+READY_TIMEOUT_S = 30.0
+POLL_S = 0.1
+TOKEN = "only-for-this-machine"
+MODULE = "vllm_kvpool.testing.scripted_engine"
+SERVES = ("prefill", "decode")
+BURST_ENGINES = (
+    *("--eos-probability", "0", "--step-base-s", "0.01", "--decode-sequence-s", "0.0005"),
+    *("--prefill-tokens-per-s", "8000", "--kv-blocks", "20000"),
+)
+
+
+@contextlib.contextmanager
+def process(command: Sequence[str], log: Path) -> Iterator[None]:
+    """A process, ended with all it has started."""
+    with log.open("wb") as out:
+        started = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        try:
+            yield
+        finally:
+            os.killpg(started.pid, signal.SIGTERM)
+            try:
+                started.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+
+
+def wait_ready(url: str, log: Path) -> None:
+    """Until somebody answers a request there; RuntimeError with the log's end if nobody does."""
+
+    async def asked() -> bool:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "scripted", "prompt": "hello", "max_tokens": 1}
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                return answer.status == 200
+
+    _until(lambda: asyncio.run(asked()), f"{url} is ready", log)
+
+
+def wait_serving(admin: str, count: int, log: Path) -> None:
+    """Until so many replicas serve in a role, and have told their metrics."""
+
+    async def asked() -> bool:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{admin}/state") as got,
+        ):
+            view = msgspec.json.decode(await got.read(), type=RouterView)
+            up = [each for each in view.replicas if each.state.value in SERVES]
+            return sum(each.sampled_at is not None for each in up) >= count
+
+    _until(lambda: asyncio.run(asked()), f"{count} replicas serve", log)
+
+
+def _until(is_so: Callable[[], bool], what: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            if is_so():
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not in time\n{log.read_text()[-2000:]}")
+        time.sleep(POLL_S)
+
+
+def router_command(config: Path) -> list[str]:
+    """The router's own process."""
+    command = [sys.executable, "-m", "vllm_kvpool.cli", "router", "--log-level", "warning"]
+    return [*command, "--config", str(config)]
+
+
+def toml(
+    sections: Mapping[str, Mapping[str, object]], tables: Sequence[Mapping[str, object]]
+) -> str:
+    """A router's configuration; `tables` name theirs by `in`."""
+    lines = []
+    for name, values in sections.items():
+        lines += [f"[{name}]", *_values(values)]
+    for table in tables:
+        lines += [f"[[{table['in']}]]", *_values({k: v for k, v in table.items() if k != "in"})]
+    return "\n".join(lines) + "\n"
+
+
+def _values(values: Mapping[str, object]) -> list[str]:
+    # Strings, numbers, booleans and lists of them are the same in TOML as in JSON.
+    return [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
+
+
+@contextlib.contextmanager
+def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator[tuple[str, str]]:
+    """Two engines of each role that serve, a router that can start two more for prefill.
+
+    Those load for `load_s`. Gives the addresses for clients and for people.
+    """
+    *ports, front, admin, first, _ = free_ports(8)
+    common = [*("--pool", str(scratch / "pool")), *BURST_ENGINES]
+    serving = [sys.executable, "-m", MODULE, "--count", "4", "--port", str(ports[0]), *common]
+    started = [sys.executable, "-m", MODULE, "--port", "{port}", "--load-s", str(load_s), *common]
+    config = scratch / "router.toml"
+    config.write_text(
+        toml(
+            {
+                "front": {"listen": f"127.0.0.1:{front}"},
+                "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
+                "planner": {"live_takeover": live_takeover},
+                "overload": {"ttft_target_s": 1000.0},
+                "launch": {
+                    **{"model": "scripted", "command": started, "stop_timeout_s": 3.0},
+                    **{"log_dir": str(scratch), "state_file": str(scratch / "state.json")},
+                },
+            },
+            [
+                *(
+                    {"in": "replicas", "url": f"http://127.0.0.1:{port}", "role": role}
+                    for port, role in zip(
+                        ports, ("prefill", "prefill", "decode", "decode"), strict=True
+                    )
+                ),
+                {"in": "hosts", "name": "more", "first_port": first, "max_replicas": 2},
+            ],
+        )
+    )
+    url, people = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"
+    with (
+        process(serving, scratch / "engines.log"),
+        process(router_command(config), scratch / "router.log"),
+    ):
+        wait_ready(url, scratch / "router.log")
+        wait_serving(people, 4, scratch / "router.log")
+        yield url, people

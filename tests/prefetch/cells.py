@@ -1,0 +1,66 @@
+"""Sealed cells by the names that an engine would tell."""
+
+from collections.abc import Iterable, Sequence
+
+from vllm_kvpool.cells import HEADER_BYTES, seal
+from vllm_kvpool.keys import group_of_key, key_digest, key_of_stem
+from vllm_kvpool.names import CellStem, ChunkNames
+from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.testing.contract import new_namespace
+from vllm_kvpool.testing.memory import make_buffer, random_bytes
+
+
+def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> ChunkNames:
+    """Of a prompt that nobody else has; cells of the second head are larger."""
+    namespace = new_namespace("prefetched")
+    stems = tuple(
+        CellStem(f"{namespace}@pcp0of1@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head)
+        for head in range(heads)
+    )
+    return ChunkNames(stems, tuple(f"{chunk:040x}" for chunk in range(chunks)))
+
+
+def keys_of(names: ChunkNames) -> dict[str, int]:
+    """Every key, chunk by chunk, with the cell's bytes."""
+    return {
+        key_of_stem(stem.stem, chunk): stem.nbytes for chunk in names.chunks for stem in names.stems
+    }
+
+
+def sealed(key: str, nbytes: int) -> Buffer:
+    """The cell of that name, as an engine would store it."""
+    buffer = make_buffer(nbytes)
+    buffer.view[HEADER_BYTES:] = random_bytes(nbytes - HEADER_BYTES, sum(key.encode()))
+    seal(buffer.view, key_digest(key))
+    return buffer
+
+
+def put(store: Store, cells: Iterable[tuple[str, Buffer]]) -> None:
+    for key, buffer in cells:
+        store.register(buffer)
+        assert store.put([key], [buffer], [group_of_key(key)]) == [PutOutcome.STORED]
+        store.unregister(buffer)
+
+
+def fill(store: Store, names: ChunkNames, damaged: Sequence[str] = ()) -> None:
+    """Store all cells, some of them with a bit that differs."""
+    for key, nbytes in keys_of(names).items():
+        buffer = sealed(key, nbytes)
+        if key in damaged:
+            buffer.view[-1] ^= 1
+        put(store, [(key, buffer)])
+
+
+def is_held(store: Store, key: str, nbytes: int) -> bool:
+    """Whether a store has the cell, byte for byte."""
+    buffer = make_buffer(nbytes)
+    store.register(buffer)
+    try:
+        [outcome] = store.get([key], [buffer])
+    finally:
+        store.unregister(buffer)
+    if outcome is GetOutcome.MISSING:
+        return False
+    assert outcome is GetOutcome.OK
+    assert buffer.view == sealed(key, nbytes).view, key
+    return True

@@ -1,0 +1,221 @@
+"""The process that brings cells near, over real stores."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.prefetch.cells import fill, is_held, keys_of, names_of
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.names import Brought, ChunkNames
+from vllm_kvpool.prefetch.command import NEAR_SHARE
+from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.open import open_store, parse_store_url
+from vllm_kvpool.testing.mooncake_master import MooncakeMaster
+from vllm_kvpool.testing.object_server import FaultyFront, Hang, ObjectServer
+
+LIMIT_S = 60.0
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
+
+
+def transfer_config(stores: list[str], **options: object) -> str:
+    extra = {"store": stores, **options}
+    return json.dumps({"kv_connector": "KVPoolConnector", "kv_connector_extra_config": extra})
+
+
+def started(stores: list[str], *arguments: str, **options: object) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm_kvpool.cli", "prefetch"),
+            *("--kv-transfer-config", transfer_config(stores, **options), *arguments),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **CREDENTIALS},
+    )
+
+
+def prefetched(stores: list[str], *names: ChunkNames, arguments: tuple[str, ...] = ()) -> Brought:
+    """What a process says that has done all it was told."""
+    with started(stores, "--finish", *arguments) as process:
+        lines = b"".join(msgspec.json.encode(each) + b"\n" for each in names)
+        out, err = process.communicate(lines, timeout=LIMIT_S)
+    assert process.returncode == 0, err.decode()
+    said = [msgspec.json.decode(line, type=Brought) for line in out.splitlines()]
+    return sum(said, Brought())
+
+
+def near_of(path: Path, size: str = "64MiB") -> str:
+    return f"file://{path}/near?size={size}"
+
+
+@contextmanager
+def opened(url: str, *, segment: bool = False) -> Iterator[Store]:
+    store = open_store(parse_store_url(url, environ=CREDENTIALS), segment=segment)
+    yield store
+    store.close()
+
+
+def near_has(url: str, names: ChunkNames) -> list[str]:
+    with opened(url) as near:
+        return [key for key, nbytes in keys_of(names).items() if is_held(near, key, nbytes)]
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with ObjectServer() as server:
+        server.make_bucket("cells")
+        yield server
+
+
+def s3_at(endpoint: str) -> str:
+    return f"s3://cells/pool?endpoint={endpoint}"
+
+
+@pytest.fixture(scope="module")
+def s3_url(server: ObjectServer) -> str:
+    return s3_at(server.endpoint)
+
+
+@pytest.mark.s3
+def test_cells_come_from_object_storage_into_files(tmp_path: Path, s3_url: str) -> None:
+    near, names = near_of(tmp_path), names_of(6, nbytes=100_000)
+    keys = list(keys_of(names))
+    damaged, lost = keys[3], keys[8]
+    with opened(s3_url) as far:
+        fill(far, names, damaged=[damaged])
+        far.remove([lost])
+    done = prefetched([near, s3_url], names)
+    assert (done.brought, done.bad, done.missing) == (10, 1, 2)
+    assert near_has(near, names) == [key for key in keys if key not in (damaged, lost)]
+    # Where it was damaged it is left to those who compute it again.
+    with opened(s3_url) as far:
+        assert far.exists([damaged]) == [True]
+    assert prefetched([near, s3_url], names).near == 10
+
+
+@pytest.mark.mooncake
+def test_cells_come_from_others_memory_into_files(tmp_path: Path) -> None:
+    near, names = near_of(tmp_path), names_of(6, nbytes=100_000)
+    with MooncakeMaster() as master:
+        far_url = f"mooncake://127.0.0.1:{master.port}?segment=64MiB"
+        with opened(far_url, segment=True) as far:
+            fill(far, names, damaged=list(keys_of(names))[:1])
+            done = prefetched(["host://1MiB", near, far_url], names)
+    assert (done.brought, done.bad) == (11, 1)
+    assert near_has(near, names) == list(keys_of(names))[1:]
+
+
+@pytest.mark.s3
+def test_orders_that_are_none_are_passed_by(tmp_path: Path, s3_url: str) -> None:
+    near, names = near_of(tmp_path), names_of(1)
+    with opened(s3_url) as far:
+        fill(far, names)
+    bad = msgspec.structs.replace(names, chunks=("../../etc",))
+    lines = [b"hello", b"{", b'{"stems":7}', msgspec.json.encode(bad), msgspec.json.encode(names)]
+    with started([near, s3_url], "--finish") as process:
+        out, err = process.communicate(b"\n".join(lines), timeout=LIMIT_S)
+    said = [msgspec.json.decode(line, type=Brought).brought for line in out.splitlines()]
+    assert (process.returncode, said) == (0, [0, 2])
+    assert err.decode().count("no order") == 3
+
+
+@pytest.mark.s3
+def test_the_bytes_are_bounded_by_the_order_and_by_the_near_tier(
+    tmp_path: Path, s3_url: str
+) -> None:
+    names = names_of(9, heads=1, nbytes=9 << 20)  # a batch each
+    with opened(s3_url) as far:
+        fill(far, names)
+    small = near_of(tmp_path / "small", "80MiB")
+    limit = (80 << 20) // NEAR_SHARE
+    assert limit <= prefetched([small, s3_url], names).nbytes < limit + (9 << 20) + 1
+    large = near_of(tmp_path / "large", "1GiB")
+    arguments = ("--max-bytes", str(10 << 20))
+    assert prefetched([large, s3_url], names, arguments=arguments).brought == 2
+
+
+def ends(process: "subprocess.Popen[bytes]", within_s: float) -> None:
+    process.wait(within_s)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+
+
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("how", ["its input ends", "its time is up"])
+def test_it_ends_though_a_store_does_not_answer(
+    tmp_path: Path, server: ObjectServer, how: str
+) -> None:
+    with FaultyFront(server.port) as front:
+        arguments = ("--max-seconds", "8") if how == "its time is up" else ()
+        process = started([near_of(tmp_path), s3_at(front.endpoint)], *arguments)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        names = names_of(2)
+        # The first order is answered: it is open by then.
+        process.stdin.write(msgspec.json.encode(names) + b"\n")
+        process.stdin.flush()
+        assert msgspec.json.decode(process.stdout.readline(), type=Brought).missing == 4
+        front.reset(lambda seen: Hang())
+        process.stdin.write(msgspec.json.encode(names_of(2)) + b"\n")
+        process.stdin.flush()
+        until(lambda: front.seen)
+        if how == "its input ends":
+            process.stdin.close()
+        ends(process, 12.0)
+        process.stdin.close()
+    assert process.returncode == 0
+
+
+USELESS: Mapping[str, list[str]] = {
+    "files alone": ["file:///tmp/x?size=1MiB"],
+    "nothing near": ["host://1MiB", "s3://cells/pool?endpoint=http://127.0.0.1:9"],
+    "nothing behind the files": ["mooncake://127.0.0.1:9", "file:///tmp/x?size=1MiB"],
+}
+
+
+@pytest.mark.parametrize("stores", USELESS.values(), ids=USELESS.keys())
+def test_where_nothing_can_be_brought_it_says_so(stores: list[str]) -> None:
+    with started(stores) as process:
+        _, err = process.communicate(b"", timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert b"nothing to prefetch" in err
+    assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("given", ["{", '{"kv_connector":"Other"}'])
+def test_a_configuration_without_a_pool(given: str) -> None:
+    command = [sys.executable, "-m", "vllm_kvpool.cli", "prefetch", "--kv-transfer-config", given]
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"Error: --kv-transfer-config")
+
+
+def test_stores_that_are_away_bring_nothing(tmp_path: Path) -> None:
+    away = "s3://cells/pool?endpoint=http://127.0.0.1:9"
+    assert prefetched([near_of(tmp_path), away], names_of(2)) == Brought(missing=4)
+    with pytest.raises(StoreError), opened(away) as far:
+        far.exists(["x"])

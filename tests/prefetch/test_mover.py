@@ -1,0 +1,203 @@
+"""Named cells come near, those that are sound and no others."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
+from vllm_kvpool.cells import HEADER_BYTES
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.names import Brought, CellStem, ChunkNames
+from vllm_kvpool.prefetch import mover as mover_module
+from vllm_kvpool.prefetch.mover import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
+from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.testing.faults import Fault, FaultyStore
+
+PLENTY = 1 << 40
+
+
+def always() -> bool:
+    return True
+
+
+def bench(far: int = 1) -> tuple[FaultyStore, list[FaultyStore]]:
+    return FaultyStore(MemoryStore("", 1 << 26)), [
+        FaultyStore(MemoryStore("", 1 << 26)) for _ in range(far)
+    ]
+
+
+def held(store: Store, names: ChunkNames) -> list[str]:
+    return [key for key, nbytes in keys_of(names).items() if is_held(store, key, nbytes)]
+
+
+def move(
+    near: Store,
+    far: list[FaultyStore],
+    names: ChunkNames,
+    max_bytes: int = PLENTY,
+    may_go_on: Callable[[], bool] = always,
+) -> Brought:
+    mover = Mover(near, far, max_bytes)
+    done = mover.move(names, may_go_on)
+    mover.close()
+    return done
+
+
+def test_cells_come_near() -> None:
+    near, far = bench()
+    names = names_of(100)
+    fill(far[0], names)
+    keys = keys_of(names)
+    assert move(near, far, names) == Brought(brought=200, nbytes=sum(keys.values()))
+    assert held(near, names) == list(keys)
+    # They cross the network once.
+    far[0].faults.inject(Fault.UNREACHABLE)
+    assert move(near, far, names) == Brought(near=200)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_is_sound_somewhere_comes_near_and_nothing_else(data: st.DataObject) -> None:
+    near, far = bench(2)
+    names = names_of(data.draw(st.integers(1, 12)), heads=data.draw(st.integers(1, 3)))
+    state = {}
+    for key, nbytes in keys_of(names).items():
+        # Where the cell is, and in which state: near, and in each far tier.
+        is_near = data.draw(st.booleans())
+        kinds = [data.draw(st.sampled_from(["none", "sound", "damaged", "short"])) for _ in far]
+        state[key] = is_near, kinds
+        if is_near:
+            put(near, [(key, sealed(key, nbytes))])
+        for store, kind in zip(far, kinds, strict=True):
+            if kind != "none":
+                buffer = sealed(key, nbytes - (kind == "short"))
+                buffer.view[-1] ^= kind == "damaged"
+                put(store, [(key, buffer)])
+    done = move(near, far, names)
+    sound = [key for key, (is_near, kinds) in state.items() if is_near or "sound" in kinds]
+    nothing = not any(is_near or "sound" in kinds for is_near, kinds in state.values())
+    assert held(near, names) == sound
+    assert done.near == sum(is_near for is_near, _ in state.values())
+    assert done.brought + done.near == len(sound)
+    assert done.missing == len(state) - len(sound)
+    assert done.unkept == 0
+    before_sound = [
+        kinds[: kinds.index("sound")] if "sound" in kinds else kinds
+        for is_near, kinds in state.values()
+        if not is_near
+    ]
+    assert done.bad == sum(kinds.count("damaged") for kinds in before_sound)
+    assert (done.nbytes > 0) or nothing or not done.brought
+
+
+def test_a_cell_in_anothers_place_is_not_taken() -> None:
+    near, far = bench()
+    names = names_of(1)
+    (one, nbytes), (other, more) = keys_of(names).items()
+    swapped = ChunkNames((CellStem(names.stems[0].stem, more),), names.chunks)
+    put(far[0], [(one, sealed(other, more))])
+    assert move(near, far, swapped) == Brought(nbytes=more, bad=1, missing=1)
+    assert near.exists([one]) == [False]
+    assert nbytes != more
+
+
+def test_a_prompt_that_the_pool_has_no_further_is_not_asked_for_to_its_end() -> None:
+    near, far = bench()
+    names = names_of(20 * BATCH_CELLS, heads=1)
+    fill(far[0], ChunkNames(names.stems, names.chunks[: BATCH_CELLS + 1]))
+    done = move(near, far, names)
+    assert done.brought == BATCH_CELLS + 1
+    assert far[0].faults.calls["get"] == 3
+
+
+def test_no_more_bytes_than_allowed_but_for_the_last_batch() -> None:
+    near, far = bench()
+    names = names_of(4 * BATCH_CELLS, heads=1)
+    fill(far[0], names)
+    nbytes = names.stems[0].nbytes
+    mover = Mover(near, far, nbytes * BATCH_CELLS + 1)
+    assert mover.move(names, always).brought == 2 * BATCH_CELLS
+    assert mover.is_spent
+    assert mover.move(names, always) == Brought()
+    mover.close()
+
+
+def test_it_stops_between_two_batches() -> None:
+    near, far = bench()
+    names = names_of(4 * BATCH_CELLS, heads=1)
+    fill(far[0], names)
+    answers = iter([True, False])
+    assert move(near, far, names, may_go_on=lambda: next(answers)).brought == BATCH_CELLS
+
+
+def test_large_cells_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "BATCH_BYTES", 10_000)
+    near, far = bench()
+    names = names_of(3, heads=2, nbytes=HEADER_BYTES + 600_000)
+    fill(far[0], names)
+    assert move(near, far, names).brought == 6
+    assert far[0].faults.calls["get"] == 6
+
+
+def test_a_far_tier_that_is_away_is_passed_by() -> None:
+    near, far = bench(2)
+    names = names_of(3)
+    fill(far[1], names)
+    far[0].faults.inject(Fault.UNREACHABLE, "get")
+    assert move(near, far, names).brought == 6
+    far[1].faults.inject(Fault.UNREACHABLE, "get")
+    other = names_of(2)
+    assert move(near, far, other) == Brought(missing=4)
+
+
+def test_nothing_more_comes_where_nothing_is_kept() -> None:
+    near, far = bench()
+    names = names_of(4 * BATCH_CELLS, heads=1)
+    fill(far[0], names)
+    near.faults.inject(Fault.FULL, "put")
+    assert move(near, far, names).unkept == BATCH_CELLS
+
+
+def test_a_near_tier_that_is_full_or_away() -> None:
+    near, far = bench()
+    names = names_of(3)
+    fill(far[0], names)
+    near.faults.inject(Fault.FULL, "put", key="head:1", times=1)
+    done = move(near, far, names)
+    assert (done.brought, done.unkept) == (3, 3)
+    near.faults.inject(Fault.UNREACHABLE, "exists")
+    with pytest.raises(StoreError):
+        move(near, far, names)
+
+
+GOOD = names_of(2)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ChunkNames((CellStem("../../etc/passwd@", 100),), ("00",)),
+        ChunkNames((CellStem(GOOD.stems[0].stem, HEADER_BYTES),), GOOD.chunks),
+        ChunkNames((CellStem(GOOD.stems[0].stem, MAX_CELL_BYTES + 1),), GOOD.chunks),
+        ChunkNames((CellStem(GOOD.stems[0].stem, -1),), GOOD.chunks),
+        ChunkNames(GOOD.stems, (GOOD.chunks[0], "../x")),
+        ChunkNames((GOOD.stems[0], CellStem("other@", 100)), GOOD.chunks),
+    ],
+)
+def test_names_that_no_engine_tells_touch_no_store(names: ChunkNames) -> None:
+    near, far = bench()
+    with pytest.raises(BadNames):
+        move(near, far, names)
+    assert not near.faults.calls
+    assert not far[0].faults.calls
+
+
+@pytest.mark.parametrize(
+    "names", [ChunkNames((), ()), ChunkNames((), GOOD.chunks), ChunkNames(GOOD.stems, ())]
+)
+def test_nothing_named_is_nothing_done(names: ChunkNames) -> None:
+    near, far = bench()
+    assert move(near, far, names) == Brought()

@@ -1,0 +1,41 @@
+"""What the controller is told of the end of a call."""
+
+import pytest
+
+from vllm_kvpool.router.engines import EngineBroke, EngineLost, EngineUnreached
+from vllm_kvpool.router.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
+from vllm_kvpool.router.replies import NoReply, Said
+from vllm_kvpool.router.reports import ended, outcome_of_error
+from vllm_kvpool.router.requests import RequestId
+from vllm_kvpool.router.states import ReplicaId
+
+ONE, REPLICA = RequestId("1"), ReplicaId("r")
+SAID = Said(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_tokens=8)
+
+
+def test_each_call_has_its_event() -> None:
+    assert ended(Prefill(ONE, REPLICA), Outcome.OK, SAID, 0.5) == PrefillEnded(
+        request_id=ONE,
+        replica=REPLICA,
+        outcome=Outcome.OK,
+        prompt_tokens=5,
+        saved_tokens=8,
+        cached_tokens=7,
+        seconds=0.5,
+    )
+    assert ended(Decode(ONE, REPLICA, 0), Outcome.LOST, SAID, 0.5) == DecodeEnded(
+        request_id=ONE, replica=REPLICA, outcome=Outcome.LOST, prompt_tokens=5, output_tokens=6
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (EngineUnreached("x", is_refused=True), Outcome.UNREACHED),
+        (EngineBroke("x"), Outcome.LOST),
+        (EngineLost("x"), Outcome.FAILED),
+        (NoReply("x"), Outcome.FAILED),
+    ],
+)
+def test_what_an_engine_that_does_not_answer_means(error: Exception, outcome: Outcome) -> None:
+    assert outcome_of_error(error) is outcome

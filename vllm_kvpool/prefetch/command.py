@@ -1,0 +1,178 @@
+"""`kvpool prefetch`: brings cells near while an engine of this host still loads.
+
+A process of low priority that the router starts beside the engine, with the engine's own
+configuration of the pool. Orders (`ChunkNames`) come in, a line of JSON each; for each a line goes
+out that says what became of it (`Brought`).
+
+| thread | owns | ends by |
+|---|---|---|
+| main | the others | the end of the input, `max_seconds`, or the mover's end |
+| reader | the input | its end |
+| mover | stores, memory | the end of orders, or of what may be brought |
+
+The input ends when the router wants no more, or is gone: then nothing more is brought, unless the
+process was told to finish. Whatever a store call is doing is left behind after `GRACE_S`.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Full, Queue
+from typing import BinaryIO, NoReturn
+
+import msgspec
+
+from vllm_kvpool.config import KVPoolConfig, read_config, set_where_unset
+from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.names import Brought, ChunkNames
+from vllm_kvpool.pool.given_tiers import tier_specs
+from vllm_kvpool.prefetch.mover import BadNames, Mover
+from vllm_kvpool.prefetch.route import pool_options, route_of
+from vllm_kvpool.store.guard import GuardedStore, Patience
+from vllm_kvpool.store.open import (
+    FileOptions,
+    StoreSpec,
+    capabilities_of,
+    environment_for,
+    open_store,
+    uses_device,
+)
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10
+GRACE_S = 2.0
+OPEN_WAIT_S = 5.0
+MAX_ORDERS = 64  # that wait; more are dropped
+MAX_LINE_BYTES = 4 << 20
+NEAR_SHARE = 4  # at most a quarter of the near tier is filled
+
+_decode = msgspec.json.Decoder(ChunkNames).decode
+
+
+def chosen(config: KVPoolConfig) -> tuple[StoreSpec, tuple[StoreSpec, ...]]:
+    """The near tier and the far ones; ConfigError where there is nothing to bring."""
+    specs = tier_specs(config).stores
+    route = route_of([spec.scheme for spec in specs])
+    far = () if route is None else tuple(specs[i] for i in route.far if not uses_device(specs[i]))
+    if route is None or not far:
+        raise ConfigError(
+            "nothing to prefetch: store needs a file:// tier, and mooncake:// or s3:// behind it "
+            "(not over the engine's own device)"
+        )
+    return specs[route.near], far
+
+
+def guarded(spec: StoreSpec, patience: Patience) -> GuardedStore:
+    """The store, opened now or, where it cannot be reached, as soon as it can."""
+    set_where_unset(environment_for(spec))
+    known = capabilities_of(spec)
+    opening = partial(open_store, spec, segment=False)
+    return GuardedStore(opening, known, known.name, patience, OPEN_WAIT_S)
+
+
+class Prefetch:
+    """Owns the mover's thread and the queue of orders; `order` and `end` from any other thread."""
+
+    def __init__(
+        self, config: KVPoolConfig, max_bytes: int, out: BinaryIO, ended: threading.Event
+    ) -> None:
+        """ConfigError as in `chosen`, or where a store can never work.
+
+        `ended` is set when the thread ends.
+        """
+        near, far = chosen(config)
+        if isinstance(near.options, FileOptions):
+            max_bytes = min(max_bytes, near.options.size_bytes // NEAR_SHARE)
+        patience = Patience(call_s=config.call_timeout_s, answer_s=config.call_timeout_s)
+        self._stores = [guarded(spec, patience) for spec in (near, *far)]
+        self._mover = Mover(self._stores[0], self._stores[1:], max_bytes)
+        self._orders: Queue[ChunkNames | None] = Queue(MAX_ORDERS + 1)
+        self._is_over = threading.Event()
+        self._out = out
+        self._ended = ended
+        self._thread = threading.Thread(target=self._run, name="kvpool-prefetch", daemon=True)
+        self._thread.start()
+
+    def order(self, names: ChunkNames) -> None:
+        """Bring these, after those that were ordered before; dropped where too many wait."""
+        if self._orders.qsize() < MAX_ORDERS:
+            self._orders.put_nowait(names)
+
+    def finish(self) -> None:
+        """Nothing more will be ordered."""
+        self._orders.put_nowait(None)
+
+    def end(self) -> bool:
+        """Stop between two batches; whether it has within `GRACE_S`."""
+        self._is_over.set()
+        with contextlib.suppress(Full):  # it does not wait for an order then
+            self._orders.put_nowait(None)
+        self._thread.join(GRACE_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (names := self._orders.get()) is not None:
+                self._move(names)
+                if self._is_over.is_set() or self._mover.is_spent:
+                    break
+            self._mover.close()
+            _close(self._stores)
+        except Exception:
+            logger.exception("the prefetch has failed")
+        finally:
+            self._ended.set()
+
+    def _move(self, names: ChunkNames) -> None:
+        try:
+            done = self._mover.move(names, lambda: not self._is_over.is_set())
+        except (BadNames, StoreError) as error:
+            logger.warning("nothing is brought: %s", error)
+            done = Brought()
+        self._out.write(msgspec.json.encode(done) + b"\n")
+        self._out.flush()
+
+
+def _close(stores: Sequence[GuardedStore]) -> None:
+    for store in stores:
+        try:
+            store.close()
+        except StoreError as error:
+            logger.info("%s", error)
+
+
+def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> None:
+    while line := lines.readline(MAX_LINE_BYTES):
+        try:
+            prefetch.order(_decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            logger.warning("no order: %s", error)
+    at_end()
+
+
+def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: bool) -> NoReturn:
+    """Serve orders until the input ends, or with `finish` until they are done; ends the process.
+
+    ConfigError where it cannot serve.
+    """
+    os.nice(NICENESS)
+    ended = threading.Event()
+    try:
+        options = pool_options(kv_transfer_config)
+    except ValueError as error:
+        raise ConfigError(f"--kv-transfer-config: {error}") from None
+    if options is None:
+        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
+    work = Prefetch(read_config(options), max_bytes, sys.stdout.buffer, ended)
+    reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
+    threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
+    if not ended.wait(max_seconds):
+        logger.info("ended after %g s", max_seconds)
+    work.end()
+    # Native threads of stores, and a reader that waits for a line, are nobody's to join.
+    os._exit(0)

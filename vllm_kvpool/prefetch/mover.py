@@ -1,0 +1,170 @@
+"""Brings named cells from far tiers into a near one, each checked on its way.
+
+Owns the memory they pass through; knows stores, not engines. One thread at a time. Cells go chunk
+by chunk from the start of a prompt, so whatever has arrived is a prefix that can be found. A cell
+that is missing, damaged or of another size is left where it is: the engine computes what is not
+there. The near tier holds what it held before, too, unless it is full of what is older.
+"""
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_kvpool.cells import HEADER_BYTES, verify
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.keys import CellKey, ParsedKey, group_of_key, key_digest, key_of_stem
+from vllm_kvpool.names import Brought, ChunkNames
+from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+
+BATCH_BYTES = 16 << 20
+BATCH_CELLS = 64
+MAX_CELL_BYTES = 256 << 20
+ALIGNMENT = 4096
+
+
+class BadNames(ValueError):
+    """Names that no engine of this release would tell."""
+
+
+class _Cell(NamedTuple):
+    key: CellKey
+    nbytes: int
+
+
+class Mover:
+    """See the module docstring. `close` after the last call."""
+
+    def __init__(self, near: Store, far: Sequence[Store], max_bytes: int) -> None:
+        """`max_bytes` is the most that crosses the network, all orders together."""
+        self._near = near
+        self._far = tuple(far)
+        self._left_bytes = max_bytes
+        self._memory: Buffer | None = None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing more is brought."""
+        return self._left_bytes <= 0
+
+    def move(self, names: ChunkNames, may_go_on: Callable[[], bool]) -> Brought:
+        """Bring what is not near yet; `may_go_on` is asked between batches.
+
+        Raises BadNames, and StoreError where the near tier is away.
+        """
+        done = Brought()
+        for batch in _batches(_cells(names)):
+            if self.is_spent or not may_go_on():
+                break
+            now = self._bring(batch)
+            done += now
+            if (now.missing or now.unkept) and not now.brought + now.near:
+                break  # the pool does not have the prompt any further, or nothing is kept
+        return done
+
+    def close(self) -> None:
+        """Give the memory back; no call may follow."""
+        if self._memory is not None:
+            for store in (self._near, *self._far):
+                store.unregister(self._memory)
+            self._memory = None
+
+    def _bring(self, batch: Sequence[_Cell]) -> Brought:
+        there = self._near.exists([cell.key for cell in batch])
+        wanted = [cell for cell, is_near in zip(batch, there, strict=True) if not is_near]
+        places = self._places(wanted)
+        done = Brought(near=len(batch) - len(wanted))
+        good: list[int] = []
+        left = list(range(len(wanted)))
+        for store in self._far:
+            if not left or self.is_spent:
+                break
+            outcomes = _get(store, [wanted[i].key for i in left], [places[i] for i in left])
+            arrived = [i for i, out in zip(left, outcomes, strict=True) if out is GetOutcome.OK]
+            nbytes = sum(wanted[i].nbytes for i in arrived)
+            self._left_bytes -= nbytes
+            sound = [i for i in arrived if _is_sound(wanted[i], places[i])]
+            done += Brought(nbytes=nbytes, bad=len(arrived) - len(sound))
+            good += sound
+            left = [i for i in left if i not in sound]
+        kept = self._keep([wanted[i] for i in good], [places[i] for i in good])
+        return done + Brought(missing=len(left), brought=kept, unkept=len(good) - kept)
+
+    def _keep(self, cells: Sequence[_Cell], buffers: Sequence[Buffer]) -> int:
+        if not cells:
+            return 0
+        keys = [cell.key for cell in cells]
+        outcomes = self._near.put(keys, buffers, [group_of_key(key) for key in keys])
+        return sum(each in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes)
+
+    def _places(self, cells: Sequence[_Cell]) -> list[Buffer]:
+        """Where each cell of a batch lands."""
+        sizes = [-(-cell.nbytes // ALIGNMENT) * ALIGNMENT for cell in cells]
+        memory = self._memory_of(sum(sizes))
+        places, start = [], 0
+        for cell, size in zip(cells, sizes, strict=True):
+            view = memory.view[start : start + cell.nbytes]
+            places.append(Buffer(memory.address + start, view))
+            start += size
+        return places
+
+    def _memory_of(self, nbytes: int) -> Buffer:
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self.close()
+            # A batch is never larger than this, unless it is one cell.
+            view = memoryview(mmap.mmap(-1, max(nbytes, BATCH_BYTES + BATCH_CELLS * ALIGNMENT)))
+            address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+            self._memory = Buffer(address, view)
+            for store in (self._near, *self._far):
+                store.register(self._memory)
+        return self._memory
+
+
+def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+    try:
+        return store.get(keys, buffers)
+    except StoreError:
+        return [GetOutcome.FAILED] * len(keys)  # it is away; another may have them
+
+
+def _is_sound(cell: _Cell, buffer: Buffer) -> bool:
+    return verify(buffer.view, key_digest(cell.key), checksum=True) is None
+
+
+def _cells(names: ChunkNames) -> Iterator[_Cell]:
+    """Every cell, chunk by chunk; BadNames before the first if one cannot be."""
+    for each in names.stems:
+        if not HEADER_BYTES < each.nbytes <= MAX_CELL_BYTES:
+            raise BadNames(f"a cell of {each.nbytes} bytes")
+        for chunk in names.chunks[:1]:
+            _check(each.stem, chunk)
+    for each in names.stems[:1]:
+        for chunk in names.chunks[1:]:
+            _check(each.stem, chunk)
+    return (
+        _Cell(key_of_stem(each.stem, chunk), each.nbytes)
+        for chunk in names.chunks
+        for each in names.stems
+    )
+
+
+def _check(stem: str, chunk: str) -> None:
+    try:
+        ParsedKey.parse(key_of_stem(stem, chunk))
+    except ValueError as error:
+        raise BadNames(str(error)) from None
+
+
+def _batches(cells: Iterator[_Cell]) -> Iterator[list[_Cell]]:
+    """As many as pass through the memory at once, in their order."""
+    batch: list[_Cell] = []
+    nbytes = 0
+    for cell in cells:
+        if batch and (len(batch) == BATCH_CELLS or nbytes + cell.nbytes > BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(cell)
+        nbytes += cell.nbytes
+    if batch:
+        yield batch
