@@ -15,9 +15,7 @@ and who gets it is known" to "the tensor can be used".
   read as its scheduler does; with Mooncake's pool of connections, which it does not ask for, too.
 """
 
-import socket
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
@@ -33,6 +31,7 @@ from benchmarks.embeds_sides import (
     Receiver,
     Sender,
 )
+from vllm_kvpool.testing.server_process import free_ports
 
 MIB = 1 << 20
 TRANSPORTS = ("mooncake", "local")
@@ -98,15 +97,6 @@ class Side:
             sender.call("send", named, self.endpoint)
             arrived = self.receiver.finish(LIMIT_S + GRACE_S)
             assert arrived == digest, "other bytes arrive than were sent"
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 class Sides:

@@ -19,7 +19,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import EncodedImage, Engine, EngineSpec, Image
 from tests.e2e.pool import expecting, files, pool, same
 from tests.e2e.vision import about, about_encoded
-from tests.embeds.engines import free_ports
+from vllm_kvpool.testing.server_process import free_ports
 from vllm_kvpool.testing.vision_models import LlavaShape, Qwen2VLShape
 
 pytestmark = pytest.mark.e2e
@@ -72,15 +72,20 @@ def starts(spec: EngineSpec, role: str, port: int, **options: Any) -> EngineSpec
     return replace(spec, ec_transfer_config=config, encoder_raises=role == "consumer")
 
 
-@pytest.fixture(params=["local", "mooncake"])
+@pytest.fixture(scope="module", params=["local", "mooncake"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Of the module, so that all tests over one are run before those over the other."""
+    return str(request.param)
+
+
+@pytest.fixture
 def sides(
-    request: pytest.FixtureRequest, alone: EngineSpec, engines: EngineShelf, ports: list[int]
+    transport: str, alone: EngineSpec, engines: EngineShelf, ports: list[int]
 ) -> tuple[Engine, Engine]:
     """A producer and a consumer, with nothing in their caches."""
-    transport = {"transport": request.param}
-    first = 0 if request.param == "local" else 2
-    producer = engines.get(starts(alone, "producer", ports[first], **transport))
-    consumer = engines.get(starts(alone, "consumer", ports[first + 1], **transport))
+    first = 0 if transport == "local" else 2
+    producer = engines.get(starts(alone, "producer", ports[first], transport=transport))
+    consumer = engines.get(starts(alone, "consumer", ports[first + 1], transport=transport))
     for engine in (producer, consumer):
         engine.reset_encoder_cache()
     return producer, consumer

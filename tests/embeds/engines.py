@@ -1,6 +1,5 @@
 """Workers of engines without an engine: everything real but the model and vLLM."""
 
-import socket
 import time
 from collections.abc import Callable
 
@@ -13,19 +12,9 @@ from vllm_kvpool.embeds.protocol import Role
 from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView
 from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+from vllm_kvpool.testing.server_process import free_ports
 
 PATIENCE_S = 20.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Engine:
@@ -78,11 +67,18 @@ class Engine:
         view = self.requests[request_id] = RequestView(request_id, tuple(features), delivery)
         return view
 
-    def encode(self, mm_hash: str, tensor: torch.Tensor, *, to: tuple[str, ...] = ()) -> None:
-        """An encoder computes an item for a request that names its consumers."""
+    def encode(
+        self,
+        mm_hash: str,
+        tensor: torch.Tensor,
+        *,
+        to: tuple[str, ...] = (),
+        aux: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """An encoder computes an item, with further planes, for a request naming consumers."""
         view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
         wait_for(lambda: self.scheduler.ensure(view, 0))
-        self.workers[0].produced(mm_hash, tensor, self.scheduler.plan((), **BUSY).epoch)
+        self.workers[0].produced(mm_hash, tensor, self.scheduler.plan((), **BUSY).epoch, aux)
 
     def get(self, mm_hash: str) -> list[list[torch.Tensor]]:
         """Load an item that `ensure` has said is there: of each rank, its planes."""

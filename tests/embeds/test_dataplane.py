@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from vllm_kvpool.embeds import mooncake_writes, shared_files
 from vllm_kvpool.embeds.dataplane import (
     LandingMemory,
+    RowWrite,
     WriteError,
     WriterPlane,
     digest_of,
@@ -297,6 +298,27 @@ def test_a_write_of_nothing_does_nothing() -> None:
     with planes_of("local") as (_, plane):
         window = SharedWindow("nowhere", "nothing", 0)
         assert plane.write(window, [], shape_of_widths(1, []), [], SEED) == ()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_writes_that_go_together_arrive_as_each_alone(transport: str) -> None:
+    shape = shape_of_widths(8, [16, 3])
+    items = [item_of(shape, number) for number in range(6)]
+    runs = [(Run(0, 8, 400 * number),) for number in range(6)]
+    runs[4] = (Run(0, 9, 1600),)  # a row that the item does not have
+    with planes_of(transport) as (landing, plane):
+        results = plane.write_all(
+            landing.window,
+            [RowWrite(item, shape, each, 7) for item, each in zip(items, runs, strict=True)],
+        )
+        for number, (item, result) in enumerate(zip(items, results, strict=True)):
+            if number == 4:
+                assert isinstance(result, WriteError)
+                assert result.quiesced
+                continue
+            target = empty_item(shape)
+            assert drain(landing.array, target, shape, runs[number], 7) == result
+            assert all(map(np.array_equal, target, item))
 
 
 def test_windows_of_the_other_transport_are_refused(fake: FakeTransferEngine) -> None:
@@ -586,6 +608,22 @@ def test_neighbouring_extents_are_one_transfer(fake: FakeTransferEngine) -> None
     with faulty(fake) as (landing, plane, _):
         write_all(landing, plane, [Run(0, 3, 5), Run(3, 2, 3005), Run(5, 1, 9000)])
         assert [write.nbytes for write in fake.writes] == [5000, 1000]
+
+
+def test_writes_that_go_together_share_pieces_and_fail_together(fake: FakeTransferEngine) -> None:
+    shape = shape_of_widths(2, [100])
+    writes = [RowWrite(item_of(shape, n), shape, (Run(0, 2, 300 * n),), n) for n in range(8)]
+    with faulty(fake) as (landing, plane, _):
+        good = plane.write_all(landing.window, writes)
+        assert good == [
+            tuple(digest_of(each.planes, shape, run, each.seed) for run in each.runs)
+            for each in writes
+        ]
+        assert len({write.source for write in fake.writes}) == 8, "all lie in one piece"
+        assert max(write.source for write in fake.writes) - fake.writes[0].source < 8 * 200
+        fake.fate = lambda index: Fate.FAILS if index == 10 else Fate.LANDS
+        bad = plane.write_all(landing.window, writes)
+        assert all(isinstance(each, WriteError) and not each.quiesced for each in bad)
 
 
 def test_few_transfers_are_under_way_at_a_time(fake: FakeTransferEngine) -> None:

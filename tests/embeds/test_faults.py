@@ -17,7 +17,7 @@ import zmq
 import zmq.auth
 
 from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of
-from tests.embeds.engines import Engine, embeddings, free_ports, wait_for
+from tests.embeds.engines import Engine, embeddings, wait_for
 from vllm_kvpool.embeds.protocol import (
     MAX_FRAME_BYTES,
     Envelope,
@@ -32,6 +32,7 @@ from vllm_kvpool.embeds.rows import Extent, ItemShape
 from vllm_kvpool.embeds.scheduler import RequestView
 from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
 from vllm_kvpool.testing.relay import Relay
+from vllm_kvpool.testing.server_process import free_ports
 
 ROOT = Path(__file__).parents[2]
 ROW_BYTES = 64 * 4
@@ -163,8 +164,8 @@ def test_a_producer_is_killed_in_a_transfer(children: list[Child]) -> None:
 def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
     """The next process asks again; the killed one's memory is gone with its start."""
     with Engine(Role.PRODUCER, heartbeat_s=HEARTBEAT_S, waiting_timeout_s=4.0) as producer:
-        producer.encode("film", embeddings(ROWS))
         children.append(Child(Role.CONSUMER))
+        producer.encode("film", embeddings(ROWS))  # kept for seconds, and a start may take them
         first = children[0]
         (window,) = first.windows()
         first.ask("begin", "film", ROWS, peer=producer.endpoint)
@@ -174,6 +175,7 @@ def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
         assert window.exists()
         children.append(Child(Role.CONSUMER, first.port))
         assert not window.exists(), "a killed process's window stays"
+        producer.encode("film", embeddings(ROWS))  # where the start has taken longer than that
         digest = children[1].ask("receive", "film", ROWS, peer=producer.endpoint)
         assert digest == digest_of(embeddings(ROWS))
         wait_for(lambda: producer.gauges()["transfers"] == producer.gauges()["writes"] == 0)

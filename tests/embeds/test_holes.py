@@ -33,7 +33,7 @@ since a grant names rows and places apart and the consumer chooses both; two cou
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -42,7 +42,7 @@ from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds import protocol as p
 from vllm_kvpool.embeds import sockets
 from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.dataplane import WriterPlane
+from vllm_kvpool.embeds.dataplane import Result, WriterPlane
 from vllm_kvpool.embeds.effects import Send, Write
 from vllm_kvpool.embeds.hands import MovingHands
 from vllm_kvpool.embeds.limits import ProducerLimits
@@ -501,14 +501,14 @@ class Reports:
     def __init__(self) -> None:
         self.results: list[object] = []
 
-    def drained(self, gid: int, same: bool) -> None:
-        self.results.append((gid, same))
+    def drained(self, grants: Sequence[tuple[int, bool]]) -> None:
+        self.results.extend(grants)
 
-    def prepared(self, sid: int, digest: str) -> None:
-        self.results.append((sid, digest))
+    def prepared(self, sources: Sequence[tuple[int, str]]) -> None:
+        self.results.extend(sources)
 
-    def written(self, tid: int, gid: int, result: p.Wrote | p.WriteFailed) -> None:
-        self.results.append(result)
+    def written(self, results: Sequence[p.Wrote | p.WriteFailed]) -> None:
+        self.results.extend(results)
 
 
 class BrokenPlane(WriterPlane):
@@ -517,7 +517,7 @@ class BrokenPlane(WriterPlane):
     def __init__(self) -> None:
         super().__init__("local", 1, host="")
 
-    def write(self, *_: object) -> tuple[int, ...]:
+    def write_all(self, *_: object) -> list[Result]:
         raise ZeroDivisionError("a bug")
 
 
@@ -538,6 +538,7 @@ def test_hole_37_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
     hands._sources[2].planes = []
     for gid in (7, 8):
         hands.write(Write(5, gid, 2, window, (Run(0, 1, 0),)))
+    hands.begin()
     hands.close()
     prepared, *written = reports.results
     assert prepared == (1, "")

@@ -2,31 +2,57 @@
 
 import time
 
+import msgspec
+
 from vllm_kvpool.embeds.links import WorkerLinks
-from vllm_kvpool.embeds.protocol import Envelope, Heartbeat, encode
+from vllm_kvpool.embeds.protocol import Envelope, Heartbeat, Taken, encode, encode_body
 from vllm_kvpool.embeds.sockets import Link, Sockets
 
 PATIENCE_S = 10.0
+
+
+def greeting(stranger: Sockets, links: WorkerLinks, deadline: float) -> Link:
+    """The link over which the links have greeted."""
+    greeted: list[Link] = []
+    while not greeted and time.monotonic() < deadline:
+        links.poll()
+        greeted = [frame.link for frame in stranger.poll(0.01)]
+    return greeted[0]
 
 
 def test_what_is_no_frame_is_ignored() -> None:
     stranger = Sockets("tcp://127.0.0.1:*")
     links = WorkerLinks((stranger.endpoint,), "engine")
     try:
-        greeted: list[Link] = []
         deadline = time.monotonic() + PATIENCE_S
-        while not greeted and time.monotonic() < deadline:
-            links.poll()
-            greeted = [frame.link for frame in stranger.poll(0.01)]
+        link = greeting(stranger, links, deadline)
         for data in (b"", b"garbage", b"\x94" * 9, encode(Envelope("s", "", 1, Heartbeat()))[:-1]):
-            assert stranger.send(greeted[0], data)
+            assert stranger.send(link, data)
         last = encode(Envelope("s", "", 2, Heartbeat()))
-        assert stranger.send(greeted[0], last)
+        assert stranger.send(link, last)
         heard = []
         while not heard and time.monotonic() < deadline:
             heard = links.poll(0.01)
         assert [said.body for said in heard] == [Heartbeat()]
         assert not links.are_up
+    finally:
+        links.close()
+        stranger.close()
+
+
+def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
+    stranger = Sockets("tcp://127.0.0.1:*")
+    links = WorkerLinks((stranger.endpoint,), "engine")
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        link = greeting(stranger, links, deadline)
+        unknown = msgspec.Raw(msgspec.msgpack.encode({"type": "of_tomorrow"}))
+        more = (encode_body(Taken("a")), unknown, encode_body(Taken("b")))
+        assert stranger.send(link, encode(Envelope("s", "", 1, Heartbeat(), more)))
+        heard = []
+        while not heard and time.monotonic() < deadline:
+            heard = links.poll(0.01)
+        assert [said.body for said in heard] == [Heartbeat(), Taken("a"), Taken("b")]
     finally:
         links.close()
         stranger.close()

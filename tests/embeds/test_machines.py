@@ -190,6 +190,41 @@ def test_back_pressure_keeps_everything_and_bounds_memory() -> None:
     assert consumer.machine.counts["refused"] == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "most"),
+    [
+        (1, {"writers": 2, "small_bytes": 15}, 4),
+        (1, {"writers": 2, "small_bytes": 99, "max_writes": 3}, 3),
+        (5, {"writers": 2, "small_bytes": 15}, 2),
+        (1, {"writers": 2, "small_bytes": 0}, 2),
+    ],
+)
+def test_small_writes_do_not_wait_for_a_writer_each(
+    rows: int, options: dict[str, int], most: int
+) -> None:
+    """Large ones do; a row has four bytes."""
+    world = World(1, arena_bytes=500, sender_limits=ProducerLimits(**options), bounds=limits())
+    world.connect_all()
+    (producer,), (consumer,) = world.producers, world.consumers
+    for number in range(6):
+        world.push(producer, f"{number}", "c0")
+        world.produce(producer, f"{number}", shape_of(rows))
+        world.expect(consumer, f"{number}")
+    under_way = 0
+    for _ in range(500):
+        under_way = max(under_way, len(producer.writes))
+        if producer.preparing:
+            world.prepare(producer)
+        elif key := next((key for key, queue in world.links.items() if queue), None):
+            world.deliver(key)
+        elif producer.writes:
+            world.end_write(producer, 0)
+        elif consumer.drains:
+            world.drain(consumer)
+    assert len(consumer.ready) == 6
+    assert under_way == most
+
+
 def test_one_transfer_for_many_offers() -> None:
     world = World(9, producers=3, arena_bytes=16)
     world.connect_all()

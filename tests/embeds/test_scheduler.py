@@ -383,6 +383,23 @@ def test_a_worker_that_has_been_restarted_is_told_everything() -> None:
     assert desk.ensure(view)
 
 
+def test_a_worker_that_was_away_is_told_what_to_forget_once_it_is_back() -> None:
+    desk = Desk(ranks=2)
+    gone, kept = request("gone", "a", "b"), request("kept", "b")
+    assert not desk.ensure(gone)
+    assert not desk.ensure(kept)
+    desk.links.are_up = False
+    desk.side.finished(gone)
+    desk.links.are_up = True
+    desk.links.say(None, 1)
+    assert not desk.ensure(kept)
+    assert desk.links.expected(1) == ["b"]
+    assert [body.mm_hash for body in desk.links.take(Forget, 1)] == ["a"]  # type: ignore[attr-defined]
+    desk.links.say(None, 1)
+    desk.ensure(kept)
+    assert not desk.links.take(Forget, 1), "it is told once"
+
+
 def test_without_workers_for_long_requests_go_on_without_them() -> None:
     desk = Desk()
     desk.links.are_up = False

@@ -24,6 +24,7 @@ from vllm_kvpool.embeds.credit import Landing, Line, RecentRows
 from vllm_kvpool.embeds.lending import Lending
 from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
 from vllm_kvpool.embeds.producer import Producer
+from vllm_kvpool.embeds.wishes import Wishes
 
 MOST_STATES = 60_000
 PATIENCE_S = 300
@@ -71,7 +72,8 @@ def frozen(value: Any) -> Any:
         names = [field.name for field in fields(value)]
     else:
         assert isinstance(
-            value, World | Consumer | Producer | Lending | Arena | Line | Landing | RecentRows
+            value,
+            World | Consumer | Producer | Lending | Arena | Line | Landing | RecentRows | Wishes,
         )
         names = sorted(vars(value))
     return tuple(frozen(getattr(value, name)) for name in names if name not in _LEFT_OUT)
@@ -222,7 +224,7 @@ def begun(
 ) -> World:
     """An item on its way; if the size of a row is `known`, rows are granted with the wish."""
     bounds = limits(default_allocate_tokens=1, repeat_s=0.5, backoff_s=0.1)
-    senders = ProducerLimits(writers=1, repeat_s=0.5)
+    senders = ProducerLimits(writers=1, small_bytes=0, repeat_s=0.5)
     world = World(0, producers=producers, arena_bytes=window, bounds=bounds, sender_limits=senders)
     world.connect_all()
     if known:

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_kvpool.embeds.kept_memory import MIN_HUGE_BYTES, KeptMemory
 from vllm_kvpool.embeds.rows import DTYPE_BYTES, ItemShape, Plane
 from vllm_kvpool.embeds.tensors import (
     EMBEDDING,
-    MIN_HUGE_BYTES,
     allocate,
     as_bytes,
     shape_of,
+    tensors_of,
     to_host,
 )
 from vllm_kvpool.errors import ConfigError
@@ -27,7 +28,7 @@ def test_the_bytes_of_a_tensor_of_any_dtype_are_its_own_memory(
     dtype: str, row_shape: tuple[int, ...]
 ) -> None:
     shape = ItemShape(7, (Plane("x", dtype, row_shape),))
-    (tensor,) = allocate(shape)
+    (tensor,) = tensors_of(shape, allocate(shape, KeptMemory()))
     assert (tensor.shape, str(tensor.dtype)) == ((7, *row_shape), f"torch.{dtype}")
     array = as_bytes(tensor)
     assert (array.dtype, array.shape) == (np.uint8, (7, shape.planes[0].row_bytes))
@@ -67,7 +68,11 @@ def test_an_items_shape_names_its_planes_in_order() -> None:
         ),
     )
     shape.check()
-    assert [as_bytes(tensor).shape for tensor in allocate(shape)] == [(5, 32), (5, 24), (5, 16)]
+    planes = allocate(shape, KeptMemory())
+    assert [plane.shape for plane in planes] == [(5, 32), (5, 24), (5, 16)]
+    assert [as_bytes(tensor).shape for tensor in tensors_of(shape, planes)] == [
+        plane.shape for plane in planes
+    ]
     assert shape_of(embedding) == ItemShape(5, shape.planes[:1])
 
 
@@ -134,8 +139,11 @@ def test_what_comes_from_a_device_is_what_was_computed_before_and_not_after(
 
 @pytest.mark.parametrize("nbytes", [1 << 10, MIN_HUGE_BYTES - 2, MIN_HUGE_BYTES, (9 << 20) + 6])
 def test_a_tensor_of_any_size_is_all_of_its_memory_and_can_be_filled(nbytes: int) -> None:
-    (tensor,) = allocate(ItemShape(nbytes // 2, (Plane("embedding", "bfloat16", ()),)))
+    shape = ItemShape(nbytes // 2, (Plane("embedding", "bfloat16", ()),))
+    (plane,) = planes = allocate(shape, KeptMemory())
+    (tensor,) = tensors_of(shape, planes)
     assert tensor.dtype is torch.bfloat16
     assert tensor.untyped_storage().nbytes() == tensor.nbytes == nbytes
-    as_bytes(tensor)[:] = 7
+    assert np.array_equal(as_bytes(tensor), plane)
+    plane[:] = 7
     assert int(tensor.view(torch.uint8).min()) == int(tensor.view(torch.uint8).max()) == 7

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.embeds.engines import Engine, embeddings, free_ports, wait_for
+from tests.embeds.engines import Engine, embeddings, wait_for
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.protocol import Role
+from vllm_kvpool.embeds.worker import Place
+from vllm_kvpool.testing.server_process import free_ports
 
 ROW_BYTES = 64 * 4
 
@@ -88,10 +90,8 @@ def test_planes_travel_with_their_rows() -> None:
         sent = embeddings(33)
         positions = torch.arange(99).reshape(3, 33).T.contiguous()
         deep = embeddings(33, 128, seed=2).bfloat16()
-        view = producer.request("encode", ("image", 33), consumers=(consumer.endpoint,))
-        assert producer.scheduler.ensure(view, 0)
         aux = {"mrope_positions": positions, "deepstack": deep}
-        producer.workers[0].produced("image", sent, 0, aux)
+        producer.encode("image", sent, to=(consumer.endpoint,), aux=aux)
         ((main, got_positions, got_deep),) = consumer.receive("image", 33)
         assert torch.equal(main, sent)
         assert torch.equal(got_positions, positions)
@@ -230,3 +230,14 @@ def test_counters_of_the_last_moment_are_written(tmp_path: Path) -> None:
         consumer.receive("image", 9)
     written = json.loads((tmp_path / "stats.ec.worker.0").read_text())
     assert written["kvpool_ec_events{side=consumer,event=rows}"] == 9
+
+
+def test_workers_of_data_parallel_engines_are_numbered_through() -> None:
+    """Each counts its own ranks from 0, and all are configured alike."""
+    ports = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    places = [
+        Place(Role.BOTH, "engine", "model", rank, ports, ports, "127.0.0.1", dp_rank)
+        for dp_rank in range(3)
+        for rank in range(2)
+    ]
+    assert [each.number for each in places] == list(range(6))

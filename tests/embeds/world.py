@@ -110,7 +110,7 @@ class World:
         self.random = random.Random(seed)
         self.now = 0.0
         self.limits = bounds or limits(default_allocate_tokens=3)
-        self.sender_limits = sender_limits or ProducerLimits(writers=2)
+        self.sender_limits = sender_limits or ProducerLimits(writers=2, small_bytes=8)
         self._arena_bytes = arena_bytes
         self._lives = 0
         self.consumers = [self._consumer(f"c{each}") for each in range(consumers)]

@@ -6,8 +6,11 @@ scattered. Owned by the control thread.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from operator import attrgetter
 
 from vllm_kvpool.embeds.rows import Extent
+
+_offset_of = attrgetter("offset")
 
 
 class Arena:
@@ -28,10 +31,12 @@ class Arena:
         """
         assert granule > 0
         assert nbytes % granule == 0
-        whole = next((each for each in self._free if each.nbytes >= nbytes), None)
+        for at, extent in enumerate(self._free):
+            if extent.nbytes >= nbytes > 0:
+                return (self._cut(at, nbytes),)
         taken: list[Extent] = []
         left = nbytes
-        for extent in (whole,) if whole is not None else tuple(self._free):
+        for extent in self._free:
             fit = min(left, extent.nbytes // granule * granule)
             if fit and len(taken) < most_extents:
                 taken.append(Extent(extent.offset, fit))
@@ -87,15 +92,21 @@ class Arena:
 
     def _remove(self, extent: Extent) -> None:
         """Take the beginning of a free extent."""
-        at = bisect_left(self._free, extent.offset, key=lambda each: each.offset)
+        self._cut(bisect_left(self._free, extent.offset, key=_offset_of), extent.nbytes)
+
+    def _cut(self, at: int, nbytes: int) -> Extent:
         old = self._free[at]
-        rest = Extent(extent.end, old.end - extent.end)
-        self._free[at : at + 1] = [rest] if rest.nbytes else []
-        self.free_bytes -= extent.nbytes
+        taken = Extent(old.offset, nbytes)
+        if nbytes == old.nbytes:
+            del self._free[at]
+        else:
+            self._free[at] = Extent(old.offset + nbytes, old.nbytes - nbytes)
+        self.free_bytes -= nbytes
+        return taken
 
     def _insert(self, extent: Extent) -> None:
         self.free_bytes += extent.nbytes
-        at = bisect_left(self._free, extent.offset, key=lambda each: each.offset)
+        at = bisect_left(self._free, extent.offset, key=_offset_of)
         low, high = at, at
         first, end = extent.offset, extent.end
         if at and self._free[at - 1].end == first:

@@ -106,6 +106,7 @@ class KVPoolECConnector(ECConnectorBase):
             self._endpoints.listen,
             self._endpoints.advertised,
             self._endpoints.host,
+            self._vllm_config.parallel_config.data_parallel_index,
         )
         takes_part = place.sends or place.receives
         if adapt.is_first_stage(self._vllm_config) and takes_part and self._worker_side is None:
@@ -223,7 +224,7 @@ class KVPoolECConnector(ECConnectorBase):
             self._worker_side.close()
         if self._scheduler_side is not None:
             if self._config.stats_file:
-                rank = self._vllm_config.parallel_config.data_parallel_rank
+                rank = self._vllm_config.parallel_config.data_parallel_index
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
                 write_stats(path, self._scheduler_side.tally.snapshot())
             self._scheduler_side.close()

@@ -50,7 +50,7 @@ from vllm_kvpool.embeds.protocol import (
     WriteFailed,
     Wrote,
 )
-from vllm_kvpool.embeds.rows import Intervals, runs_of
+from vllm_kvpool.embeds.rows import Intervals, ItemShape, checked_shape, runs_of
 from vllm_kvpool.embeds.states import (
     CONSUMER_TABLE,
     GRANT_TABLE,
@@ -77,6 +77,7 @@ class Consumer:
         self._recent = credit.RecentRows()
         self._items: dict[str, Item] = {}
         self._active: dict[str, Item] = {}  # admitted, incomplete and offered by somebody
+        self._short: dict[str, Item] = {}  # of these, those that may be granted more rows
         self._by_source: dict[Source, str] = {}
         self._ended: OrderedDict[Source, Message] = OrderedDict()  # what to say of it again
         self._peers: dict[str, Peer] = {}
@@ -111,7 +112,7 @@ class Consumer:
         item.gone.clear()
         if not was_asked:
             item.since = now
-        self.effects.extend(Connect(endpoint) for endpoint in told.peers)
+        self.effects += [Connect(endpoint) for endpoint in told.peers]
         if not self._rows_match(item):
             self._fail(item, Code.CONFLICT, self._mismatch(item), now)
             return
@@ -173,19 +174,19 @@ class Consumer:
 
     def offer(self, peer: str, told: Offer, now: float) -> None:
         """There is an item; ProtocolError if there can be no such one."""
-        told.shape.check()
+        shape = checked_shape(told.shape)
         source = (peer, told.tid)
         if self._repeated(source):
             return
-        refusal = self._refusal(told)
         item = self._items.get(told.mm_hash)
+        refusal = self._refusal(shape, item)
         if refusal is not None:
             self._refuse(source, *refusal)
             self._unusable(item, *refusal, now)
             return
         if peer in self._peers:
-            self._peers[peer].row_bytes = told.shape.row_bytes
-        self._recent.add(told.shape.rows)
+            self._peers[peer].row_bytes = shape.row_bytes
+        self._recent.add(shape.rows)
         if item is None:
             item = self._items[told.mm_hash] = Item(told.mm_hash, now)
         if item.state is State.SUCCESS:
@@ -195,13 +196,12 @@ class Consumer:
         if item.sources:
             self._follow(item, source, told)
             return
-        self._begin(item, source, told, now)
+        self._begin(item, source, told, shape, now)
         self._pump_at = now
 
-    def _refusal(self, told: Offer) -> tuple[Code, str] | None:
+    def _refusal(self, shape: ItemShape, item: Item | None) -> tuple[Code, str] | None:
         """Why an offer can never be taken."""
-        shape, most = told.shape, self._limits.max_item_bytes
-        item = self._items.get(told.mm_hash)
+        most = self._limits.max_item_bytes
         if shape.nbytes > most:
             return Code.TOO_LARGE, (
                 f"{shape.rows} rows of {shape.row_bytes} bytes are {shape.nbytes} bytes; the "
@@ -221,21 +221,21 @@ class Consumer:
             return Code.TOO_LARGE, f"the consumer knows of {self._limits.max_items} items already"
         return None
 
-    def _begin(self, item: Item, source: Source, told: Offer, now: float) -> None:
+    def _begin(self, item: Item, source: Source, told: Offer, shape: ItemShape, now: float) -> None:
         """The first offer of an item, or the first after whoever sent it was lost."""
-        same = item.shape == told.shape and item.digest == told.digest
+        same = item.shape == shape and item.digest == told.digest
         if not same:
             self._forget_rows(item)
         elif len(item.received):
             self.counts["resumed_rows"] += len(item.received)
-        item.shape, item.digest, item.aux = told.shape, told.digest, told.aux
+        item.shape, item.digest, item.aux = shape, told.digest, told.aux
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.OFFERED)
         item.since = item.idle_since = now
         self._add_source(item, source, told)
         if not item.asked:
-            self.effects.append(Tell(ItemNews(item.mm_hash, rows=told.shape.rows, offered=True)))
+            self.effects.append(Tell(ItemNews(item.mm_hash, rows=shape.rows, offered=True)))
         if item.admitted:
-            self._active[item.mm_hash] = item
+            self._activate(item)
         else:
             self._line.add(item.mm_hash, source[0], item.order)
             self._admit_all()
@@ -266,6 +266,7 @@ class Consumer:
         item = self._items.get(granted.mm_hash)
         if item is not None:
             item.live.pop(granted.gid, None)
+            self._look_for_gaps(item)
         self._say(granted.source[0], Revoke(tid, granted.gid))
 
     def _follow(self, item: Item, source: Source, told: Offer) -> None:
@@ -314,7 +315,9 @@ class Consumer:
             self._pump_at = now
             return
         assert item.shape is not None
-        runs, rows = runs_of(granted.row, told.rows, granted.extents, item.shape.row_bytes)
+        runs, rows = granted.runs, granted.rows
+        if not runs or told.rows != rows:
+            runs, rows = runs_of(granted.row, told.rows, granted.extents, item.shape.row_bytes)
         fits = told.row == granted.row and rows == told.rows <= granted.rows
         if not rows or not fits or len(runs) != len(told.digests):
             self._window.end(granted, GrantEvent.UNSURE, now)
@@ -381,7 +384,7 @@ class Consumer:
 
     def _fill(self, item: Item) -> None:
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.FILLED)
-        self._active.pop(item.mm_hash, None)
+        self._deactivate(item)
         assert not item.live, "rows are granted to one only"
         for source in list(item.sources):
             self._close_source(source, Complete(source[1]))
@@ -546,7 +549,7 @@ class Consumer:
     def _pump(self, now: float) -> None:
         self._admit_all()
         if self._window.has_room:
-            for item in sorted(self._active.values(), key=_rank):
+            for item in sorted(self._short.values(), key=_rank):
                 if not self._grant_all(item, now):
                     break
 
@@ -560,8 +563,20 @@ class Consumer:
             self._landing.take(item.shape.nbytes, item.asked)
             self._generations += 1
             item.admitted, item.generation = True, self._generations
-            self._active[mm_hash] = item
+            self._activate(item)
             self.effects.append(Allocate(mm_hash, item.shape))
+
+    def _activate(self, item: Item) -> None:
+        self._active[item.mm_hash] = self._short[item.mm_hash] = item
+
+    def _look_for_gaps(self, item: Item) -> None:
+        """Rows that were granted, or here, may not be any more."""
+        if item.mm_hash in self._active:
+            self._short[item.mm_hash] = item
+
+    def _deactivate(self, item: Item) -> None:
+        self._active.pop(item.mm_hash, None)
+        self._short.pop(item.mm_hash, None)
 
     def _next_admitted(self) -> str | None:
         is_full = len(self._active) >= self._limits.max_active
@@ -587,6 +602,7 @@ class Consumer:
         assert item.shape is not None
         while len(item.live) < credit.WINDOWS_IN_FLIGHT and now >= item.retry_at:
             if item.num_covered == item.shape.rows:
+                del self._short[item.mm_hash]
                 return True
             gap = next(item.covered().gaps(item.shape.rows), None)
             if gap is None:
@@ -603,10 +619,11 @@ class Consumer:
         extents = self._window.take(rows, row_bytes)
         if not extents:
             return False
-        _, rows = runs_of(row, rows, extents, row_bytes)
+        runs, rows = runs_of(row, rows, extents, row_bytes)
         if not item.live:
             self.counts["window_wait_s"] += now - item.idle_since
         granted = self._window.lend(item, item.sources[0], row, rows, extents, now)
+        granted.runs = runs
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
         self._say(item.sources[0][0], self._window.message(granted))
         return True
@@ -659,6 +676,7 @@ class Consumer:
         if item is not None:
             item.live.pop(granted.gid, None)
             item.idle_since = now
+            self._look_for_gaps(item)
         if granted.state is GrantState.QUARANTINED:
             nbytes = sum(extent.nbytes for extent in granted.extents)
             self.counts["quarantined_bytes"] += nbytes
@@ -695,7 +713,7 @@ class Consumer:
         if item.sources:
             self._go_on_with_next(item)
             return
-        self._active.pop(item.mm_hash, None)
+        self._deactivate(item)
         self._line.remove(item.mm_hash)
         if code is not None:
             self._fail(item, code, text, now)
@@ -768,7 +786,7 @@ class Consumer:
     def _drop(self, item: Item) -> None:
         self._forget_rows(item)
         self._line.remove(item.mm_hash)
-        self._active.pop(item.mm_hash, None)
+        self._deactivate(item)
         del self._items[item.mm_hash]
 
     def _forget_rows(self, item: Item) -> None:
@@ -835,6 +853,10 @@ class Consumer:
                     assert granted.row + granted.rows <= shape.rows
                     covered = covered.with_rows(granted.row, granted.row + granted.rows)
             assert len(item.covered()) == item.num_covered, "rows are granted twice"
+            if mm_hash in self._active and mm_hash not in self._short:
+                assert shape is not None
+                assert item.covered().holds(0, shape.rows), "rows that nobody will grant"
+        assert self._short.keys() <= self._active.keys()
         taken = sum(
             item.shape.nbytes
             for item in self._items.values()

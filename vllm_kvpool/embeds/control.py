@@ -8,7 +8,7 @@ import logging
 import queue
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +28,11 @@ from vllm_kvpool.embeds.effects import (
     Tell,
     Write,
 )
+from vllm_kvpool.embeds.outbox import Outbox
 from vllm_kvpool.embeds.producer import Producer
 from vllm_kvpool.embeds.protocol import (
+    MANY_SINCE,
+    MAX_MESSAGES,
     Cancel,
     CancelAck,
     Complete,
@@ -39,7 +42,6 @@ from vllm_kvpool.embeds.protocol import (
     Forget,
     Goodbye,
     Grant,
-    Heartbeat,
     Held,
     Hello,
     HelloReject,
@@ -62,7 +64,7 @@ from vllm_kvpool.embeds.protocol import (
     WriteFailed,
     Wrote,
     decode,
-    encode,
+    decode_body,
 )
 from vllm_kvpool.embeds.rows import ItemShape
 from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
@@ -75,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 NUMBERS_EVERY_S = 1.0
-MISSING_EVERY_S = 0.01  # a step of the model asks once; with many wishes a look takes its time
+LOOK_EVERY_S = 0.01  # a step of the model asks once; with many wishes a look takes its time
 MAX_LINKS = 16_384
 IDLE_LINK_S = 300.0  # a connection without a session is forgotten after so long
 FINISH_S = 1.0
@@ -84,7 +86,10 @@ Call = Callable[[float], None]
 
 
 class Hands(Protocol):
-    """Who moves rows. None of these blocks; each that ends in a report posts it."""
+    """Who moves rows. None of these blocks; each that ends in a report posts it.
+
+    What is to be drained, prepared and written begins with `begin`, once for all of a turn.
+    """
 
     def allocate(self, mm_hash: str, shape: ItemShape) -> None: ...
     def discard(self, mm_hash: str) -> None: ...
@@ -93,6 +98,7 @@ class Hands(Protocol):
     def prepare(self, sid: int) -> None: ...
     def write(self, work: Write) -> None: ...
     def release(self, sid: int) -> None: ...
+    def begin(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -140,14 +146,16 @@ class Control:
         self._places: dict[Link, Place] = {}
         self._known: dict[str, Known] = {}
         self._schedulers: set[Link] = set()
-        self._seq = 0
+        self._outbox = Outbox(hello.incarnation)
+        self._is_asleep = False  # or about to be, and to be woken
         self._held = 0
         self._next_tick = self._next_numbers = 0.0
-        self._next_missing = float("inf")
-        self._last_missing = 0.0
+        self._next_look = float("inf")
+        self._last_look = 0.0
         self._told: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stopping = False
         self._early: list[tuple[int, Call]] = []  # of epochs that have not begun here yet
+        self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.tally = Tally()
         self.missing: frozenset[str] = frozenset()
@@ -156,7 +164,9 @@ class Control:
     def post(self, call: Call) -> None:
         """Have something done on the control thread, before any frame that comes later."""
         self._inbox.put(call)
-        self._sockets.wake()
+        if self._is_asleep:
+            self._is_asleep = False  # one is enough
+            self._sockets.wake()
 
     def stop(self) -> None:
         """End the loop."""
@@ -170,9 +180,11 @@ class Control:
         deadline = self._clock() + FINISH_S
         while self._writes and self._clock() < deadline:
             self.turn(self._timeout())
-        self._tell_numbers()  # the last ones
+        now = self._clock()
+        self._tell_numbers(now)  # the last ones
         if not self._writes:
-            self._say_goodbye()
+            self._say_goodbye(now)
+        self._flush(float("inf"))
 
     @property
     def _writes(self) -> float:
@@ -191,33 +203,44 @@ class Control:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something, and do all that is due."""
-        frames = self._sockets.poll(timeout_s)
+        # Who posts after this looks sees that this thread sleeps.
+        self._is_asleep = True
+        frames = self._sockets.poll(timeout_s if self._inbox.empty() else 0.0)
+        self._is_asleep = False
         now = self._clock()
         # What threads have posted happened before what peers have heard of it and answer.
         for _ in range(self._inbox.qsize()):
             self._guarded(self._inbox.get_nowait(), now)
         for frame in frames:
-            self._guarded(lambda at, frame=frame: self._receive(frame, at), now)  # type: ignore[misc]
+            self._receive(frame, now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._guarded(self._tick, now)
         self._perform(now)
-        if now >= self._next_missing:
-            self._find_missing(now)
+        self._hands.begin()
+        self._flush(now)
+        if now >= self._next_look:
+            self._look(now)
 
     def _timeout(self) -> float:
-        return max(0.001, min(self._next_tick, self._next_missing) - self._clock())
+        next_at = min(self._next_tick, self._next_look, self._outbox.next_at())
+        return max(0.001, next_at - self._clock())
 
-    def _guarded(self, call: Call, now: float) -> None:
-        """A bug that one message shows costs that message."""
+    def _guarded(self, call: Callable[..., None], *args: object) -> bool:
+        """A bug that one message shows costs that message; whether there was none."""
         try:
-            call(now)
+            call(*args)
+            return True
         except ProtocolError as error:
-            self.counts["bad_messages"] += 1
-            logger.warning("kvpool: a peer has sent what cannot be: %s", error)
+            self._note_bad(error)
         except (IllegalEvent, AssertionError, LookupError):
             self.counts["internal_errors"] += 1
             logger.exception("kvpool: an embedding message could not be handled")
+        return False
+
+    def _note_bad(self, error: ProtocolError) -> None:
+        self.counts["bad_messages"] += 1
+        logger.warning("kvpool: a peer has sent what cannot be: %s", error)
 
     def _tick(self, now: float) -> None:
         for link, place in list(self._places.items()):
@@ -231,34 +254,38 @@ class Control:
             self._consumer.tick(now)
         if self._producer is not None:
             self._producer.tick(now)
-            self._find_missing(now)
+            self._look(now)
         if now >= self._next_numbers:
             self._next_numbers = now + NUMBERS_EVERY_S
-            self._tell_numbers()
+            self._tell_numbers(now)
 
     # What is to be done
 
     def _perform(self, now: float) -> None:
         if self._consumer is not None:
-            for effect in self._consumer.take_effects():
-                self._do(effect, now)
+            self._do_all(self._consumer.take_effects(), now)
         if self._producer is not None:
             effects = self._producer.take_effects()
-            for effect in effects:
-                self._do(effect, now)
+            self._do_all(effects, now)
             if effects:
-                self._next_missing = self._last_missing + MISSING_EVERY_S
-                self._tell_held()
+                self._next_look = self._last_look + LOOK_EVERY_S
 
-    def _find_missing(self, now: float) -> None:
+    def _do_all(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            if type(effect) is Send:  # every other one
+                self._send_to(effect.peer, effect.body, now)
+            else:
+                self._do(effect, now)
+
+    def _look(self, now: float) -> None:
+        """What is missing at the producer, and how much it holds."""
         assert self._producer is not None
         self.missing = frozenset(self._producer.missing())
-        self._last_missing, self._next_missing = now, float("inf")
+        self._last_look, self._next_look = now, float("inf")
+        self._tell_held(now)
 
     def _do(self, effect: Effect, now: float) -> None:
         match effect:
-            case Send(peer, body):
-                self._send_to(peer, body)
             case Allocate(mm_hash, shape):
                 self._hands.allocate(mm_hash, shape)
             case Drain():
@@ -274,9 +301,9 @@ class Control:
             case Discard(mm_hash):
                 self._hands.discard(mm_hash)
             case Tell(news):
-                if isinstance(news, ItemNews):
+                if isinstance(news, ItemNews) and news.epoch != self._hello.epoch:
                     news = msgspec.structs.replace(news, epoch=self._hello.epoch)
-                self._tell(news)
+                self._tell(news, now)
             case Connect(endpoint):
                 self._connect(endpoint, now)
 
@@ -297,34 +324,46 @@ class Control:
         session.tick(now)
         self._act(link, now)
 
-    def _send_to(self, incarnation: str, body: Message) -> None:
+    def _send_to(self, incarnation: str, body: Message, now: float) -> None:
         known = self._known.get(incarnation)
         if known is not None:
-            self._send(next(iter(known.links)), body, incarnation)
+            self._outbox.add(next(iter(known.links)), incarnation, body, now)
 
-    def _send(self, link: Link, body: Message, target: str) -> None:
-        self._seq += 1
-        frame = encode(Envelope(self._hello.incarnation, target, self._seq, body))
-        place = self._places.get(link)
-        if self._sockets.send(link, frame):
-            if place is not None:
-                place.session.said(self._clock())
-        elif place is not None:
+    def _send(self, link: Link, body: Message, target: str, now: float) -> None:
+        """With what else the turn has for this link."""
+        self._outbox.add(link, target, body, now)
+
+    def _flush(self, until: float) -> None:
+        """Say what is due by then, in as few frames as may be."""
+        for link, said in self._outbox.take(until):
+            place = self._places.get(link)
+            peer = place.session.peer if place is not None else None
+            most = MAX_MESSAGES if peer is not None and peer.versions[1] >= MANY_SINCE else 1
+            for frame in self._outbox.frames(said, most):
+                if not self._sockets.send(link, frame):
+                    self._broken(place)
+                    break
+            else:
+                if place is not None:
+                    place.session.said(self._clock())
+
+    def _broken(self, place: Place | None) -> None:
+        if place is not None:
             self.counts["broken_links"] += 1
             place.session.lost()
 
-    def _tell(self, body: ItemNews | Taken | Held | Numbers) -> None:
-        for link in tuple(self._schedulers):
-            self._send(link, body, "")
+    def _tell(self, body: ItemNews | Taken | Held | Numbers, now: float) -> None:
+        for link in self._schedulers:
+            self._outbox.add(link, "", body, now)
 
-    def _tell_held(self) -> None:
+    def _tell_held(self, now: float) -> None:
         assert self._producer is not None
         held = self._producer.held_bytes
         if held != self._held:
             self._held = held
-            self._tell(Held(held))
+            self._tell(Held(held), now)
 
-    def _tell_numbers(self) -> None:
+    def _tell_numbers(self, now: float) -> None:
         sides: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
             "channel": (self.counts, {})
         }
@@ -344,19 +383,51 @@ class Control:
             self.tally.set("kvpool_ec_peers", states[state], state=state.value)
         changes = self.tally.take_changes()
         if changes:
-            self._tell(Numbers(changes))
+            self._tell(Numbers(changes), now)
 
     # What arrives
 
     def _receive(self, frame: Frame, now: float) -> None:
-        envelope = decode(frame.data)
-        body, link = envelope.body, frame.link
+        """What is in a frame, each message on its own."""
+        try:
+            envelope = decode(frame.data)
+        except ProtocolError as error:
+            self._note_bad(error)
+            return
+        self._guarded(self._hear, frame.link, envelope, envelope.body, now)
+        more = iter(envelope.more)
+        while not self._guarded(self._hear_further, frame.link, envelope, more, now):
+            pass  # with the message behind the bad one
+
+    def _hear_further(
+        self, link: Link, envelope: Envelope, more: Iterator[msgspec.Raw], now: float
+    ) -> None:
+        for raw in more:
+            body = decode_body(raw)
+            handler = self._handlers.get(type(body))
+            if handler is not None and self._is_told_by_peer(link, envelope):
+                handler(envelope.source, body, now)  # the first message was a sign of life
+            else:
+                self._hear(link, envelope, body, now)
+
+    def _is_told_by_peer(self, link: Link, envelope: Envelope) -> bool:
+        place = self._places.get(link)
+        peer = place.session.peer if place is not None and place.session.is_up else None
+        return (
+            peer is not None
+            and peer.incarnation == envelope.source
+            and peer.role is not Role.SCHEDULER
+            and envelope.target in ("", self._hello.incarnation)
+        )
+
+    def _hear(self, link: Link, envelope: Envelope, body: Message, now: float) -> None:
         place = self._places.get(link)
         if place is None:
             place = self._welcome(link, now)
             if place is None:
                 return
         session = place.session
+        peer = session.peer
         mine = envelope.target in ("", self._hello.incarnation)
         if isinstance(body, Hello):
             session.hello(body, now)
@@ -364,13 +435,13 @@ class Control:
             if session.rejected(body, now):
                 where = link.endpoint or "of another process"
                 logger.warning("kvpool: the peer %s refuses: %s", where, body.text)
-        elif not mine or session.peer is None or session.peer.incarnation != envelope.source:
+        elif not mine or peer is None or peer.incarnation != envelope.source:
             # Meant for who was here before, or from who has forgotten us: greet anew.
             self.counts["strays"] += 1
-            self._send(link, self._hello, "")
+            self._send(link, self._hello, "", now)
         elif not session.is_up:
             return
-        elif session.peer.role is Role.SCHEDULER:
+        elif peer.role is Role.SCHEDULER:
             self._from_scheduler(body, now)
         else:
             session.heard(now)
@@ -387,18 +458,16 @@ class Control:
         return place
 
     def _from_peer(self, source: str, session: Session, body: Message, now: float) -> None:
-        if isinstance(body, Goodbye):
+        if isinstance(body, Unknown):
+            machine = self._producer if body.yours else self._consumer
+            if machine is not None:
+                machine.unknown(source, body, now)
+            return
+        handler = self._handlers.get(type(body))
+        if handler is not None:
+            handler(source, body, now)
+        elif isinstance(body, Goodbye):
             session.goodbye()
-        elif not isinstance(body, Heartbeat):
-            on_consumer, on_producer = _OF_CONSUMER.get(type(body)), _OF_PRODUCER.get(type(body))
-            if isinstance(body, Unknown):
-                on_consumer, on_producer = (
-                    (None, on_producer) if body.yours else (on_consumer, None)
-                )
-            if on_consumer is not None and self._consumer is not None:
-                on_consumer(self._consumer, source, body, now)
-            if on_producer is not None and self._producer is not None:
-                on_producer(self._producer, source, body, now)
 
     def _from_scheduler(self, body: Message, now: float) -> None:
         match body:
@@ -452,7 +521,7 @@ class Control:
             match action:
                 case Say(body):
                     peer = place.session.peer
-                    self._send(link, body, peer.incarnation if peer is not None else "")
+                    self._send(link, body, peer.incarnation if peer is not None else "", now)
                 case Up(hello):
                     self._up(link, hello, now)
                 case Lost(incarnation, quiet):
@@ -492,6 +561,7 @@ class Control:
         place = self._places.get(link)
         if place is not None and place.session.state is SessionState.INCOMPATIBLE:
             return  # the connection stands: whoever changes says so
+        self._outbox.drop(link)
         if link.endpoint:
             # What is queued for who was there is not for who comes next.
             self._sockets.disconnect(link)
@@ -501,35 +571,42 @@ class Control:
 
     def _forget_link(self, link: Link) -> None:
         del self._places[link]
+        self._outbox.drop(link)
         self._schedulers.discard(link)
         if link.endpoint:
             self._sockets.disconnect(link)
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, now: float) -> None:
         for incarnation, known in self._known.items():
             for link in known.links:
-                self._send(link, Goodbye(), incarnation)
+                self._send(link, Goodbye(), incarnation, now)
 
 
 Handler = Callable[..., None]
-_OF_CONSUMER: dict[type, Handler] = {
-    Offer: Consumer.offer,
-    WantAck: Consumer.want_ack,
-    Wrote: Consumer.wrote,
-    WriteFailed: Consumer.write_failed,
-    RevokeAck: Consumer.revoke_ack,
-    CancelAck: Consumer.cancel_ack,
-    Withdraw: Consumer.withdraw,
-    Unknown: Consumer.unknown,
-    NeedGrant: Consumer.need_grant,
-}
-_OF_PRODUCER: dict[type, Handler] = {
-    Want: Producer.want,
-    OfferAck: Producer.offer_ack,
-    Grant: Producer.grant,
-    Revoke: Producer.revoke,
-    RowsAck: Producer.rows_ack,
-    Complete: Producer.complete,
-    Cancel: Producer.cancel,
-    Unknown: Producer.unknown,
-}
+
+
+def _handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
+    """Who hears what of peers; but for `Unknown`, which either may."""
+    handlers: dict[type, Handler] = {}
+    if consumer is not None:
+        handlers |= {
+            Offer: consumer.offer,
+            WantAck: consumer.want_ack,
+            Wrote: consumer.wrote,
+            WriteFailed: consumer.write_failed,
+            RevokeAck: consumer.revoke_ack,
+            CancelAck: consumer.cancel_ack,
+            Withdraw: consumer.withdraw,
+            NeedGrant: consumer.need_grant,
+        }
+    if producer is not None:
+        handlers |= {
+            Want: producer.want,
+            OfferAck: producer.offer_ack,
+            Grant: producer.grant,
+            Revoke: producer.revoke,
+            RowsAck: producer.rows_ack,
+            Complete: producer.complete,
+            Cancel: producer.cancel,
+        }
+    return handlers

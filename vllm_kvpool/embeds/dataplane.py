@@ -20,7 +20,7 @@ from vllm_kvpool.embeds.protocol import MooncakeWindow, SharedWindow, Window
 from vllm_kvpool.embeds.rows import ItemShape, Run
 from vllm_kvpool.embeds.run_bytes import Bytes, digest_of, drain, item_digest
 from vllm_kvpool.embeds.shared_files import SharedLanding, SharedWriter
-from vllm_kvpool.embeds.writes import Write, WriteError
+from vllm_kvpool.embeds.writes import RowWrite, WriteError
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.store.mooncake_engine import (
     NativeEngine,
@@ -34,6 +34,7 @@ __all__ = [
     "LOCAL",
     "MOONCAKE",
     "LandingMemory",
+    "RowWrite",
     "WriteError",
     "WriterPlane",
     "digest_of",
@@ -45,6 +46,9 @@ __all__ = [
 MOONCAKE = "mooncake"
 LOCAL = "local"
 TRANSPORTS = (MOONCAKE, LOCAL)
+
+Result = tuple[int, ...] | WriteError
+"""Of a write: a digest for each run, or why its rows do not lie in the window."""
 
 
 class LandingMemory(Protocol):
@@ -154,14 +158,35 @@ class WriterPlane:
         `planes` are uint8 arrays of shape [rows, row_bytes], C-contiguous, of the whole item; any
         CPU memory, which stays as it is meanwhile. WriteError.
         """
-        write = Write(planes, shape, runs, seed)
-        write.check(window.nbytes)
-        if not runs:
-            return ()
+        (result,) = self.write_all(window, (RowWrite(planes, shape, runs, seed),))
+        if isinstance(result, WriteError):
+            raise result
+        return result
+
+    def write_all(self, window: Window, writes: Sequence[RowWrite]) -> list[Result]:
+        """Several writes to one window, together: for each what `write` returns or raises.
+
+        Over Mooncake they share what one write costs, and its failure.
+        """
+        results: list[Result] = [_checked_write(write, window) for write in writes]
+        good = [
+            number
+            for number, write in enumerate(writes)
+            if write.runs and not isinstance(results[number], WriteError)
+        ]
+        try:
+            found = self._write(window, [writes[number] for number in good]) if good else ()
+        except WriteError as error:
+            found = [error] * len(good)
+        for number, result in zip(good, found, strict=True):
+            results[number] = result
+        return results
+
+    def _write(self, window: Window, writes: Sequence[RowWrite]) -> Sequence[Result]:
         if isinstance(window, MooncakeWindow) and self._mooncake is not None:
-            return self._mooncake.write(window, write)
+            return self._mooncake.write(window, writes)
         if isinstance(window, SharedWindow) and self._shared is not None:
-            return self._shared.write(window, write)
+            return self._shared.write(window, writes)
         own = MOONCAKE if self._mooncake is not None else LOCAL
         raise WriteError(
             f"the window is of another transport than {own}, this side's; set the same one on both",
@@ -178,6 +203,14 @@ class WriterPlane:
             self._mooncake.close()
         if self._shared is not None:
             self._shared.close()
+
+
+def _checked_write(write: RowWrite, window: Window) -> Result:
+    try:
+        write.check(window.nbytes)
+    except WriteError as error:
+        return error
+    return ()
 
 
 def _checked(transport: str) -> str:

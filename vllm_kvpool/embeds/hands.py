@@ -1,32 +1,37 @@
 """The threads that move rows, and the memory they move them between.
 
 Writers bring sources into host memory and rows of them into peers' windows; drainers copy rows out
-of the own window and compare digests. The rows of one item are always drained by the same thread,
-in order, so what was sent before an item began anew is overwritten by what came after. Each piece
-of work is reported once, by a call posted to the control thread.
+of the own window and compare digests. What is noted in one turn of the control thread begins
+together, several small pieces with one thread, and each batch is reported by one call. Each piece
+of work is reported once.
 
-The control thread calls `allocate` to `release`; the model's thread `keep` and `take`.
+The control thread calls `allocate` to `begin`; the model's thread `keep` and `take`.
 """
 
 import logging
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from vllm_kvpool.embeds.dataplane import LandingMemory, WriterPlane
+from vllm_kvpool.embeds.batches import batches_of
+from vllm_kvpool.embeds.dataplane import LandingMemory, RowWrite, WriterPlane
+from vllm_kvpool.embeds.drainers import Drainers, Landed
 from vllm_kvpool.embeds.effects import Drain, Write
-from vllm_kvpool.embeds.protocol import WriteFailed, Wrote
+from vllm_kvpool.embeds.kept_memory import KeptMemory
+from vllm_kvpool.embeds.protocol import Window, WriteFailed, Wrote
 from vllm_kvpool.embeds.rows import ItemShape
-from vllm_kvpool.embeds.run_bytes import Bytes, drain, item_name
-from vllm_kvpool.embeds.tensors import HostCopy, Tensor, allocate, as_bytes
+from vllm_kvpool.embeds.run_bytes import Bytes, item_name, sampled_bytes
+from vllm_kvpool.embeds.tensors import HostCopy, Tensor, allocate, as_bytes, tensors_of
 from vllm_kvpool.embeds.writes import WriteError
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 0.5
+WRITE_BATCH_BYTES = 4 << 20
+"""Of one transfer: a network answers each, and each answer is waited for."""
 
 Work = Callable[[], None]
 
@@ -34,9 +39,9 @@ Work = Callable[[], None]
 class Reports(Protocol):
     """Where ends are told; any thread."""
 
-    def drained(self, gid: int, same: bool) -> None: ...
-    def prepared(self, sid: int, digest: str) -> None: ...
-    def written(self, tid: int, gid: int, result: Wrote | WriteFailed) -> None: ...
+    def drained(self, grants: Sequence[tuple[int, bool]]) -> None: ...
+    def prepared(self, sources: Sequence[tuple[int, str]]) -> None: ...
+    def written(self, results: Sequence[Wrote | WriteFailed]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -44,7 +49,6 @@ class Item:
     """Memory that rows arrive in."""
 
     shape: ItemShape
-    tensors: list[Tensor]
     planes: list[Bytes]
 
 
@@ -55,29 +59,6 @@ class Source:
     shape: ItemShape
     copies: Sequence[HostCopy]
     planes: list[Bytes] | None = None
-
-
-class Lane:
-    """One thread and its queue."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, work: Work) -> None:
-        """Do this after all that was put before."""
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """End after what was put; a thread stuck in a transfer is left behind."""
-        self._queue.put(None)
-        self._thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-            del work  # it has an item, which would be kept until the next one comes
 
 
 class MovingHands:
@@ -91,18 +72,23 @@ class MovingHands:
         *,
         writers: int,
         drainers: int,
+        kept_bytes: int = 0,
     ) -> None:
         self._reports = reports
         self._landing = landing
         self._plane = plane
-        self._items: dict[str, Item] = {}  # the control thread's
+        self._memory = KeptMemory(kept_bytes)  # the control thread's, as
+        self._items: dict[str, Item] = {}
         self._sources: dict[int, Source] = {}
-        self._ready: dict[str, list[Tensor]] = {}
+        self._ready: dict[str, Item] = {}
         self._lock = threading.Lock()  # guards `_ready`
-        self._writes: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._drainers = [Lane(f"kvpool-ec-drain-{n}") for n in range(drainers if landing else 0)]
+        self._landed: list[Landed] = []  # this turn's
+        self._to_prepare: list[tuple[int, Source]] = []
+        self._to_write: dict[Window, list[tuple[Write, Source]]] = {}
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._drainers = Drainers(landing.array, drainers, reports.drained) if landing else None
         self._writers = [
-            threading.Thread(target=self._write_loop, name=f"kvpool-ec-write-{n}", daemon=True)
+            threading.Thread(target=self._work_loop, name=f"kvpool-ec-write-{n}", daemon=True)
             for n in range(writers if plane else 0)
         ]
         for thread in self._writers:
@@ -112,8 +98,7 @@ class MovingHands:
 
     def allocate(self, mm_hash: str, shape: ItemShape) -> None:
         """Memory for an item; the pages are touched only when rows arrive."""
-        tensors = allocate(shape)
-        self._items[mm_hash] = Item(shape, tensors, [as_bytes(tensor) for tensor in tensors])
+        self._items[mm_hash] = Item(shape, allocate(shape, self._memory))
 
     def discard(self, mm_hash: str) -> None:
         """Let go of an item's memory; who still drains into it keeps it until then."""
@@ -124,29 +109,18 @@ class MovingHands:
     def ready(self, mm_hash: str) -> None:
         """Every row of an item is there."""
         with self._lock:
-            self._ready[mm_hash] = self._items[mm_hash].tensors
+            self._ready[mm_hash] = self._items[mm_hash]
 
     def take(self, mm_hash: str) -> list[Tensor] | None:
         """The tensors of an item that is ready, one for each plane; they are the caller's."""
         with self._lock:
-            return self._ready.pop(mm_hash, None)
+            item = self._ready.pop(mm_hash, None)
+        return None if item is None else tensors_of(item.shape, item.planes)
 
     def drain(self, work: Drain) -> None:
         """Copy rows out of the window."""
-        assert self._landing is not None
-        item, array = self._items[work.mm_hash], self._landing.array
-        lane = self._drainers[zlib.crc32(work.mm_hash.encode()) % len(self._drainers)]
-
-        def run() -> None:
-            same = False
-            try:
-                digests = drain(array, item.planes, item.shape, work.runs, work.gid)
-                same = digests == work.digests
-            except Exception:  # a lane reports whatever happens
-                logger.exception("kvpool: rows could not be copied out of the window")
-            self._reports.drained(work.gid, same)
-
-        lane.put(run)
+        item = self._items[work.mm_hash]
+        self._landed.append(Landed(work, item.planes, item.shape))
 
     # Producer
 
@@ -156,57 +130,73 @@ class MovingHands:
 
     def prepare(self, sid: int) -> None:
         """Wait until a source is on the host, and name it."""
-        source = self._sources[sid]
-
-        def run() -> None:
-            digest = ""
-            try:
-                planes = [as_bytes(copy.wait()) for copy in source.copies]
-                digest = item_name(planes)
-                source.planes = planes
-            except Exception:
-                logger.exception("kvpool: an encoder's output could not be read")
-            self._reports.prepared(sid, digest)
-
-        self._writes.put(run)
+        self._to_prepare.append((sid, self._sources[sid]))
 
     def write(self, work: Write) -> None:
         """Write rows into a peer's window."""
-        source = self._sources[work.sid]
-        self._writes.put(
-            lambda: self._reports.written(work.tid, work.gid, self._write(source, work))
-        )
-
-    def _write(self, source: Source, work: Write) -> Wrote | WriteFailed:
-        assert self._plane is not None
-        assert source.planes is not None
-        rows = sum(run.rows for run in work.runs)
-        try:
-            digests = self._plane.write(
-                work.window, source.planes, source.shape, work.runs, work.gid
-            )
-        except WriteError as error:
-            return WriteFailed(work.tid, work.gid, error.quiesced, str(error))
-        except Exception as error:
-            logger.exception("kvpool: rows could not be written")
-            return WriteFailed(work.tid, work.gid, False, repr(error))
-        return Wrote(work.tid, work.gid, work.runs[0].row, rows, digests)
+        self._to_write.setdefault(work.window, []).append((work, self._sources[work.sid]))
 
     def release(self, sid: int) -> None:
         """A source is not needed any more."""
         del self._sources[sid]
 
-    def _write_loop(self) -> None:
-        while (work := self._writes.get()) is not None:
+    def begin(self) -> None:
+        """Begin with what has been asked for since the last time."""
+        if self._landed:
+            assert self._drainers is not None
+            landed, self._landed = self._landed, []
+            self._drainers.put(landed)
+        if self._to_prepare:
+            sources, self._to_prepare = self._to_prepare, []
+            for batch in batches_of(sources, lambda each: sampled_bytes(each[1].shape)):
+                self._work.put(partial(self._prepare_all, batch))
+        if self._to_write:
+            windows, self._to_write = self._to_write, {}
+            for window, writes in windows.items():
+                for part in batches_of(writes, _nbytes_of, WRITE_BATCH_BYTES):
+                    self._work.put(partial(self._write_all, window, part))
+
+    # Writers' threads
+
+    def _prepare_all(self, sources: list[tuple[int, Source]]) -> None:
+        self._reports.prepared([(sid, self._prepare(source)) for sid, source in sources])
+
+    def _prepare(self, source: Source) -> str:
+        try:
+            planes = [as_bytes(copy.wait()) for copy in source.copies]
+            digest = item_name(planes)
+        except Exception:  # a thread reports whatever happens
+            logger.exception("kvpool: an encoder's output could not be read")
+            return ""
+        source.planes = planes
+        return digest
+
+    def _write_all(self, window: Window, writes: list[tuple[Write, Source]]) -> None:
+        assert self._plane is not None
+        given = []
+        for work, source in writes:
+            assert source.planes is not None
+            given.append(RowWrite(source.planes, source.shape, work.runs, work.gid))
+        try:
+            results = self._plane.write_all(window, given)
+        except Exception as error:
+            logger.exception("kvpool: rows could not be written")
+            results = [WriteError(repr(error), quiesced=False) for _ in writes]
+        self._reports.written(
+            [_result(work, result) for (work, _), result in zip(writes, results, strict=True)]
+        )
+
+    def _work_loop(self) -> None:
+        while (work := self._work.get()) is not None:
             work()
-            del work  # as of a lane
+            del work  # it has items, which would be kept until the next ones come
 
     def close(self) -> None:
         """End all threads, as far as they can be; then the window and the writers' memory."""
-        for lane in self._drainers:
-            lane.close()
+        if self._drainers is not None:
+            self._drainers.close()
         for _ in self._writers:
-            self._writes.put(None)
+            self._work.put(None)
         for thread in self._writers:
             thread.join(JOIN_S)
         is_stuck = any(thread.is_alive() for thread in self._writers)
@@ -214,3 +204,15 @@ class MovingHands:
             self._plane.close()
         if self._landing is not None:
             self._landing.close()
+
+
+def _nbytes_of(each: tuple[Write, Source]) -> int:
+    work, source = each
+    return sum(run.rows for run in work.runs) * source.shape.row_bytes
+
+
+def _result(work: Write, result: tuple[int, ...] | WriteError) -> Wrote | WriteFailed:
+    if isinstance(result, WriteError):
+        return WriteFailed(work.tid, work.gid, result.quiesced, str(result))
+    rows = sum(run.rows for run in work.runs)
+    return Wrote(work.tid, work.gid, work.runs[0].row, rows, result)

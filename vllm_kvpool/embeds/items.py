@@ -56,7 +56,10 @@ class Item:
 
         More than the item has where rows were granted before it was known.
         """
-        return len(self.received) + sum(granted.rows for granted in self.live.values())
+        rows = len(self.received)
+        for granted in self.live.values():
+            rows += granted.rows
+        return rows
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class Granted:
     generation: int = 0  # of the item's memory, and
     digest: str = ""  # of its content, when it was granted
     state: GrantState = GrantState.GRANTED
-    runs: tuple[Run, ...] = ()
+    runs: tuple[Run, ...] = ()  # where its rows go, as far as that has been looked at
     until: float = 0.0  # the end of its quarantine
 
 

@@ -58,6 +58,8 @@ class Lending:
         """Memory for so many rows, or fewer; none if too little is free to be worth a round."""
         wanted = rows * row_bytes
         extents = self._arena.take(wanted, row_bytes, MAX_EXTENTS)
+        if len(extents) == 1 and extents[0].nbytes == wanted:
+            return extents
         got = sum(extent.nbytes for extent in extents)
         is_idle = not self._grants
         if extents and not credit.is_worth_it(got, wanted, self.nbytes, is_idle):

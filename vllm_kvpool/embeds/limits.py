@@ -8,6 +8,7 @@ MAX_ACTIVE = 64  # items that get windows at the same time
 MAX_WANTS = 1 << 16  # wishes a producer keeps, for items it does not have yet
 MAX_GONE = 1 << 14  # items a producer remembers to have had
 QUARANTINE_S = 70.0  # twice the time after which Mooncake gives a transfer up, and some
+MAX_WRITES = 256  # of a producer, under way at a time
 MAX_RESULTS = 64  # grants of a transfer whose result is kept, to be said again
 
 
@@ -46,6 +47,9 @@ class ProducerLimits:
     waiting_timeout_s: float = 60.0
     """How long an item is kept that nobody takes, or a wish for one that is not there."""
     writers: int = 4
+    small_bytes: int = 8 << 20
+    """Beyond `writers` at a time, writes begin while those under way have fewer bytes."""
+    max_writes: int = MAX_WRITES
     repeat_s: float = 1.0
     max_ended: int = MAX_ENDED
     max_wants: int = MAX_WANTS

@@ -7,7 +7,7 @@ looks often enough while it waits for something, and has nothing to say while it
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_kvpool.embeds.protocol import (
@@ -19,6 +19,7 @@ from vllm_kvpool.embeds.protocol import (
     Message,
     Role,
     decode,
+    decode_body,
     encode,
 )
 from vllm_kvpool.embeds.session import Rhythm, Say, Session, Up
@@ -92,18 +93,14 @@ class WorkerLinks:
         now = self._clock()
         for frame in frames:
             rank, session = self._ranks[frame.link]
-            try:
-                body = decode(frame.data).body
-            except ProtocolError as error:
-                logger.warning("kvpool: what is no word of a worker: %s", error)
-                continue
-            if isinstance(body, Hello):
-                session.hello(body, now)
-            elif isinstance(body, HelloReject):
-                session.rejected(body, now)
-            else:
-                said.append(Said(rank, body))
-            said += self._act(frame.link, rank, session)
+            for body in _bodies(frame.data):
+                if isinstance(body, Hello):
+                    session.hello(body, now)
+                elif isinstance(body, HelloReject):
+                    session.rejected(body, now)
+                else:
+                    said.append(Said(rank, body))
+                said += self._act(frame.link, rank, session)
         for link, (rank, session) in self._ranks.items():
             session.tick(now)
             said += self._act(link, rank, session)
@@ -121,3 +118,18 @@ class WorkerLinks:
     def close(self) -> None:
         """End the connections."""
         self._sockets.close()
+
+
+def _bodies(data: bytes) -> Iterator[Message]:
+    """The messages of a frame that are any."""
+    try:
+        envelope = decode(data)
+    except ProtocolError as error:
+        logger.warning("kvpool: what is no word of a worker: %s", error)
+        return
+    yield envelope.body
+    for raw in envelope.more:
+        try:
+            yield decode_body(raw)
+        except ProtocolError as error:
+            logger.warning("kvpool: what is no word of a worker: %s", error)

@@ -13,7 +13,7 @@ read its piece, which is quarantined.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +21,7 @@ from vllm_kvpool.embeds.host_memory import HostMemory, MemorySource
 from vllm_kvpool.embeds.protocol import MooncakeWindow
 from vllm_kvpool.embeds.run_bytes import Bytes, copy_digested, new_digest, segments
 from vllm_kvpool.embeds.write_staging import Piece, Staging
-from vllm_kvpool.embeds.writes import Write, WriteError
+from vllm_kvpool.embeds.writes import RowWrite, WriteError
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.store.mooncake_engine import (
     FAILED,
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 MIN_PIECES = 2  # one is filled while the other is written
-MAX_FLYING = 2  # pieces of one write
+MAX_FLYING = 2  # pieces of writes that go together
 PAGE_BYTES = 4096
 MAX_RANGES = 32  # writes begun for one piece; Mooncake queues 1024 for a peer
 MAX_SESSIONS = 1024
@@ -106,17 +106,12 @@ class MooncakeWriter:
         self._lock = threading.Lock()  # guards what follows
         self._reached: set[str] = set()  # sessions whose last write has succeeded
 
-    def write(self, window: MooncakeWindow, write: Write) -> tuple[int, ...]:
-        """A digest for each run."""
+    def write(self, window: MooncakeWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
+        """A digest for each run of each; WriteError says that none of them is certain."""
         self._reach(window.session)
         flight = _Flight(self, window)
         try:
-            digests = []
-            for run in write.runs:
-                digest = new_digest(write.seed)
-                for offset, data in segments(write.planes, write.shape, run):
-                    flight.add(offset, data, digest)
-                digests.append(int(digest.intdigest()))
+            digests = [flight.carry(write) for write in writes]
             flight.finish()
         except WriteError:
             with self._lock:
@@ -128,7 +123,7 @@ class MooncakeWriter:
             if len(self._reached) >= MAX_SESSIONS:
                 self._reached.clear()
             self._reached.add(window.session)
-        return tuple(digests)
+        return digests
 
     def close(self) -> None:
         """End writes that go on, and let the memory go once nothing reads it any more."""
@@ -218,7 +213,7 @@ class MooncakeWriter:
 
 
 class _Flight:
-    """What one write has filled and sent. One thread's."""
+    """What writes that go together have filled and sent. One thread's."""
 
     def __init__(self, writer: MooncakeWriter, window: MooncakeWindow) -> None:
         self._writer = writer
@@ -227,6 +222,16 @@ class _Flight:
         self._used = 0
         self._ranges: list[_Range] = []
         self._flying: deque[_Sent] = deque()
+
+    def carry(self, write: RowWrite) -> tuple[int, ...]:
+        """Send the runs of a write; a digest for each."""
+        digests = []
+        for run in write.runs:
+            digest = new_digest(write.seed)
+            for offset, data in segments(write.planes, write.shape, run):
+                self.add(offset, data, digest)
+            digests.append(int(digest.intdigest()))
+        return tuple(digests)
 
     def add(self, offset: int, data: Bytes, digest: object) -> None:
         """Send bytes to `offset` of the window, at the latest with `finish`."""

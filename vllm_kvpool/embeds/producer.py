@@ -41,6 +41,7 @@ from vllm_kvpool.embeds.protocol import (
 )
 from vllm_kvpool.embeds.rows import Intervals, ItemShape, runs_of
 from vllm_kvpool.embeds.states import ENDED, PRODUCER_TABLE, SendEvent, State
+from vllm_kvpool.embeds.wishes import Wishes
 
 MIN_PATIENCE_S = 1.0  # a consumer of less only asks whether the item is here
 START_SHARE = 0.5  # of the time a grant is good, the part in which its write may begin
@@ -77,11 +78,10 @@ class Transfer:
     endpoint: str = ""  # where the consumer is, if the own scheduler named it
     peer: str = ""  # its incarnation, while there is a session
     state: State = State.BOOTSTRAPPING
-    acked: Intervals = field(default_factory=Intervals)
     results: OrderedDict[int, Message | None] = field(default_factory=OrderedDict)
     """What is to be said of each grant; None while it is due or under way."""
     due: deque[tuple[Grant, float]] = field(default_factory=deque)  # and until when it is good
-    writing: set[int] = field(default_factory=set)
+    writing: dict[int, int] = field(default_factory=dict)  # grant -> bytes
     offered: bool = False  # and answered
     asked_at: float = float("-inf")
     first: int = 0  # the grant that came with the wish
@@ -103,6 +103,7 @@ class Producer:
     def __init__(self, limits: ProducerLimits) -> None:
         self._limits = limits
         self._sources: OrderedDict[str, Source] = OrderedDict()  # least recently taken first
+        self._untaken: dict[str, Source] = {}  # of these, what nobody has taken yet
         self._read: dict[int, Source] = {}  # all that are not released, by number
         self._kept_bytes = 0
         self._transfers: dict[int, Transfer] = {}
@@ -111,13 +112,14 @@ class Producer:
         self._engines: dict[str, tuple[str, ...]] = {}  # endpoint -> those of all its ranks
         self._at: dict[str, str] = {}  # endpoint -> peer
         self._pushes: dict[str, dict[str, float]] = {}  # item -> endpoints, and until when
-        self._wants: OrderedDict[tuple[str, str], float] = OrderedDict()  # item and peer, until
+        self._wants = Wishes(limits.max_wants)
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._ended: OrderedDict[tuple[str, int], Message | None] = OrderedDict()
         self._unsure: OrderedDict[tuple[str, int], WriteFailed] = OrderedDict()  # peer and grant
         self._next_tid = 1
         self._next_sid = 1
         self._writing = 0
+        self._writing_bytes = 0
         self._pump_at: float | None = None  # something has happened since writes were last started
         self.held_bytes = 0
         """Bytes of sources that somebody is still to take."""
@@ -140,7 +142,7 @@ class Producer:
             return 0
         source = Source(self._next_sid, mm_hash, shape, aux, now, readers=1)
         self._next_sid += 1
-        self._sources[mm_hash] = self._read[source.sid] = source
+        self._sources[mm_hash] = self._untaken[mm_hash] = self._read[source.sid] = source
         self._kept_bytes += shape.nbytes
         self._weigh(source)
         self._gone.pop(mm_hash, None)
@@ -160,9 +162,8 @@ class Producer:
         source.digest, source.since = digest, now
         for endpoint in self._pushes.pop(source.mm_hash, {}):
             self._push_to(source, endpoint, now)
-        for key in [key for key in self._wants if key[0] == source.mm_hash]:
-            del self._wants[key]
-            self._offer(self._begin(source, now, peer=key[1]), now)
+        for peer in self._wants.take(source.mm_hash):
+            self._offer(self._begin(source, now, peer=peer), now)
         self._make_room()
 
     def push(self, told: Push, now: float) -> None:
@@ -178,8 +179,8 @@ class Producer:
 
     def missing(self) -> set[str]:
         """Items that somebody waits for and that are not here: the engine may have them."""
-        wanted = {mm_hash for mm_hash, _ in self._wants}
-        return (wanted | set(self._pushes)) - set(self._sources)
+        waited_for = self._wants.items | self._pushes.keys()
+        return {mm_hash for mm_hash in waited_for if mm_hash not in self._sources}
 
     def begin_epoch(self, now: float) -> None:
         """Nothing that was encoded before is sent."""
@@ -230,8 +231,7 @@ class Producer:
             if transfer.state in (State.WAITING, State.TRANSFERRING, State.PARTIAL):
                 transfer.state = PRODUCER_TABLE.after(transfer.state, SendEvent.LOST)
                 transfer.since, transfer.offered = now, False
-        for key in [key for key in self._wants if key[1] == peer]:
-            del self._wants[key]
+        self._wants.drop_peer(peer)
 
     # What consumers say
 
@@ -250,9 +250,7 @@ class Producer:
         asks_only = told.patience_s < MIN_PATIENCE_S
         gone = not is_coming and (asks_only or told.mm_hash in self._gone)
         if not gone:
-            self._wants[(told.mm_hash, peer)] = now + min(told.patience_s, _DAY_S)
-            while len(self._wants) > self._limits.max_wants:
-                self._wants.popitem(last=False)
+            self._wants.add(told.mm_hash, peer, now + min(told.patience_s, _DAY_S))
         self._say(peer, WantAck(told.mm_hash, gone, first.gid if first else 0))
 
     def offer_ack(self, peer: str, told: OfferAck, now: float) -> None:
@@ -267,7 +265,7 @@ class Producer:
             self.counts[f"refused_{told.code.value if told.code else 'unknown'}"] += 1
             self._end(transfer, SendEvent.FAIL, now)
         else:
-            self._note_acked(transfer, told.received)
+            _check_rows(transfer, told.received)
 
     def grant(self, peer: str, told: Grant, now: float) -> None:
         """Rows may be written."""
@@ -354,7 +352,7 @@ class Producer:
         transfer = self._of(peer, told.tid)
         if transfer is not None:
             transfer.since = now
-            self._note_acked(transfer, told.received)
+            _check_rows(transfer, told.received)
 
     def complete(self, peer: str, told: Complete, now: float) -> None:
         """The consumer has every row."""
@@ -379,18 +377,15 @@ class Producer:
             transfer.offered = False
             transfer.asked_at = float("-inf")
 
-    def _note_acked(self, transfer: Transfer, spans: tuple[tuple[int, int], ...]) -> None:
-        transfer.acked = Intervals.checked(spans, transfer.source.shape.rows)
-
     # What writers say
 
     def written(self, tid: int, gid: int, result: Wrote | WriteFailed, now: float) -> None:
         """A write has ended, well or not."""
-        self._writing -= 1
         transfer = self._transfers[tid]
         source = transfer.source
         source.readers -= 1
-        transfer.writing.remove(gid)
+        self._writing -= 1
+        self._writing_bytes -= transfer.writing.pop(gid)
         if isinstance(result, Wrote):
             self.counts["written_rows"] += result.rows
             self.counts["written_bytes"] += result.rows * source.shape.row_bytes
@@ -424,15 +419,14 @@ class Producer:
         limits = self._limits
         for transfer in list(self._transfers.values()):
             self._look_at(transfer, now)
-        for key in [key for key, until in self._wants.items() if until < now]:
-            del self._wants[key]
+        self._wants.drop_late(now)
         for mm_hash, targets in list(self._pushes.items()):
             for endpoint in [each for each, until in targets.items() if until < now]:
                 del targets[endpoint]
             if not targets:
                 del self._pushes[mm_hash]
-        for source in list(self._sources.values()):
-            unused = not source.transfers and not source.taken and not source.readers
+        for source in list(self._untaken.values()):
+            unused = not source.transfers and not source.readers
             if unused and now - source.since > limits.waiting_timeout_s:
                 self.counts["never_taken"] += 1
                 self._drop_source(source, now, Code.TIMEOUT, "nobody has taken it")
@@ -494,7 +488,7 @@ class Producer:
                 self._end(transfer, SendEvent.CANCEL, now)  # that one wanted it before
                 return
             self._by_target.pop((transfer.source.mm_hash, transfer.peer), None)
-            transfer.peer, transfer.acked, transfer.offered = peer, Intervals(), False
+            transfer.peer, transfer.offered = peer, False
             self._by_target[(transfer.source.mm_hash, peer)] = transfer.tid
         self._offer(transfer, now)
 
@@ -520,7 +514,7 @@ class Producer:
 
     def _pump(self, now: float) -> None:
         """Start writes: consumers in turn, of each its transfers in turn."""
-        while self._writing < self._limits.writers:
+        while self._may_write:
             peer = next((name for name, each in self._peers.items() if each.due), None)
             if peer is None:
                 return
@@ -538,6 +532,12 @@ class Producer:
             else:
                 self._write(transfer, told, known)
 
+    @property
+    def _may_write(self) -> bool:
+        limits = self._limits
+        is_small = self._writing_bytes < limits.small_bytes and self._writing < limits.max_writes
+        return is_small or self._writing < limits.writers
+
     def _decline(self, transfer: Transfer, told: Grant) -> None:
         """So late that the memory may not be kept until the write has ended."""
         self.counts["late_grants"] += 1
@@ -549,11 +549,13 @@ class Producer:
     def _write(self, transfer: Transfer, told: Grant, known: Peer) -> None:
         source = transfer.source
         most = min(told.rows, source.shape.rows - told.row)
-        runs, _ = runs_of(told.row, most, told.extents, source.shape.row_bytes)
+        runs, rows = runs_of(told.row, most, told.extents, source.shape.row_bytes)
         assert known.window is not None
+        nbytes = rows * source.shape.row_bytes
         self._writing += 1
+        self._writing_bytes += nbytes
         source.readers += 1
-        transfer.writing.add(told.gid)
+        transfer.writing[told.gid] = nbytes
         self.effects.append(Write(transfer.tid, told.gid, source.sid, known.window, runs))
 
     def _note_result(self, transfer: Transfer, gid: int, said: Message | None) -> None:
@@ -573,6 +575,8 @@ class Producer:
         source = transfer.source
         if event is SendEvent.TAKEN:
             source.taken, source.since = True, now
+            if self._untaken.get(source.mm_hash) is source:
+                del self._untaken[source.mm_hash]
             self.counts["items"] += 1
         for target in (transfer.peer, transfer.endpoint):
             if self._by_target.get((transfer.source.mm_hash, target)) == transfer.tid:
@@ -601,10 +605,9 @@ class Producer:
 
     def _make_room(self) -> None:
         """Drop what all have taken, the longest ago first, while more is kept than may be."""
-        if self._kept_bytes <= self._limits.retain_bytes:
-            return
-        for source in [each for each in self._sources.values() if each.is_spare]:
-            if self._kept_bytes <= self._limits.retain_bytes:
+        while self._kept_bytes > self._limits.retain_bytes:
+            source = next((each for each in self._sources.values() if each.is_spare), None)
+            if source is None:
                 return
             self._forget(source)
 
@@ -620,6 +623,7 @@ class Producer:
     def _forget(self, source: Source) -> None:
         """No new transfer begins from this source."""
         del self._sources[source.mm_hash]
+        self._untaken.pop(source.mm_hash, None)
         self._kept_bytes -= source.shape.nbytes
         self._weigh(source)
         self._gone[source.mm_hash] = None
@@ -669,7 +673,10 @@ class Producer:
     def check(self) -> None:
         """What always holds; tests call it after each step."""
         assert self._writing == sum(len(each.writing) for each in self._transfers.values())
-        assert self._writing <= self._limits.writers
+        assert self._writing_bytes == sum(
+            sum(each.writing.values()) for each in self._transfers.values()
+        )
+        assert self._writing <= max(self._limits.writers, self._limits.max_writes)
         for tid, transfer in self._transfers.items():
             assert tid in transfer.source.transfers
             assert transfer.writing or transfer.state not in ENDED
@@ -683,7 +690,14 @@ class Producer:
         held = (each for each in self._sources.values() if not each.is_spare)
         assert self.held_bytes == sum(each.shape.nbytes for each in held)
         assert self._kept_bytes == sum(each.shape.nbytes for each in self._sources.values())
+        untaken = {mm_hash: each for mm_hash, each in self._sources.items() if not each.taken}
+        assert self._untaken == untaken
 
 
 _DAY_S = 86_400.0
 _NOT_TOLD = ENDED | {State.BOOTSTRAPPING}  # states of which the consumer knows nothing
+
+
+def _check_rows(transfer: Transfer, spans: tuple[tuple[int, int], ...]) -> None:
+    """ProtocolError if a consumer says to have rows that the item has not."""
+    Intervals.checked(spans, transfer.source.shape.rows)

@@ -1,8 +1,9 @@
 """What two workers, and a scheduler and its own workers, say to each other.
 
-Every frame is one `Envelope` around one message, in msgpack. Messages only grow, at the end, with
-defaults; an unknown message is counted and ignored. Whatever is answered may be said again: every
-message may be lost, doubled or late, and whoever waits says so again (`REPEAT_S` of the machines).
+Every frame is one `Envelope` around one message or, since version 2, several, in msgpack. Messages
+only grow, at the end, with defaults; an unknown message is counted and ignored. Whatever is
+answered may be said again: every message may be lost, doubled or late, and whoever waits says so
+again (`REPEAT_S` of the machines).
 
 C is the consumer of an item, P its producer, S a consumer's or producer's own scheduler.
 """
@@ -15,9 +16,12 @@ import msgspec
 from vllm_kvpool.embeds.rows import Extent, ItemShape, Span
 from vllm_kvpool.errors import ProtocolError
 
-VERSION: Final = 1
+VERSION: Final = 2
 OLDEST_VERSION: Final = 1
+MANY_SINCE: Final = 2  # a version whose frames hold several messages
 MAX_FRAME_BYTES = 8 << 20
+FULL_FRAME_BYTES = 256 << 10  # a frame of as much takes no further message
+MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
 
 
@@ -75,7 +79,7 @@ class Progress(Enum):
     WROTE = "wrote"
 
 
-class MooncakeWindow(msgspec.Struct, frozen=True, tag="mooncake"):
+class MooncakeWindow(msgspec.Struct, frozen=True, gc=False, tag="mooncake"):
     """A landing window that Mooncake's transfer engine writes to."""
 
     session: str
@@ -85,7 +89,7 @@ class MooncakeWindow(msgspec.Struct, frozen=True, tag="mooncake"):
     nbytes: int
 
 
-class SharedWindow(msgspec.Struct, frozen=True, tag="shared"):
+class SharedWindow(msgspec.Struct, frozen=True, gc=False, tag="shared"):
     """A landing window in memory that processes of one host share."""
 
     host: str
@@ -97,7 +101,7 @@ class SharedWindow(msgspec.Struct, frozen=True, tag="shared"):
 Window = MooncakeWindow | SharedWindow
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     """Who is there. Sent first on every connection, and again with a higher `epoch`."""
 
     versions: tuple[int, int]
@@ -118,24 +122,24 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """An answer to a hello; is not answered."""
 
 
-class HelloReject(msgspec.Struct, frozen=True, tag="hello_reject"):
+class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):
     """No session with this incarnation."""
 
     code: Code
     text: str
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+class Heartbeat(msgspec.Struct, frozen=True, gc=False, tag="heartbeat"):
     """Still there, and so are the threads that move data."""
 
     answer: bool = False
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+class Goodbye(msgspec.Struct, frozen=True, gc=False, tag="goodbye"):
     """The process ends in order: nothing of it is in flight any more."""
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
+class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
     """C→P: write rows from `row` on, at most `rows`, into these extents.
 
     The first grant of a transfer and every later one are the same; the latter is what other
@@ -151,7 +155,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """How long the memory is certainly kept."""
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
     """C→P: send this item as soon as there is one.
 
     `first` is a grant made before the length is known: it is used with the offer or at once
@@ -163,7 +167,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     first: Grant | None = None
 
 
-class WantAck(msgspec.Struct, frozen=True, tag="want_ack"):
+class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
     """P→C: there is no such item yet, or (`gone`) no more. `declined` is the grant not used."""
 
     mm_hash: str
@@ -171,7 +175,7 @@ class WantAck(msgspec.Struct, frozen=True, tag="want_ack"):
     declined: int = 0
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
+class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
     """P→C: an item, whole: the true length, and everything that is not rows."""
 
     tid: int
@@ -184,7 +188,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """The grant of a `Want` that is used, or 0."""
 
 
-class OfferAck(msgspec.Struct, frozen=True, tag="offer_ack"):
+class OfferAck(msgspec.Struct, frozen=True, gc=False, tag="offer_ack"):
     """C→P: what becomes of the offer, and which rows are there already."""
 
     tid: int
@@ -194,13 +198,13 @@ class OfferAck(msgspec.Struct, frozen=True, tag="offer_ack"):
     text: str = ""
 
 
-class NeedGrant(msgspec.Struct, frozen=True, tag="need_grant"):
+class NeedGrant(msgspec.Struct, frozen=True, gc=False, tag="need_grant"):
     """P→C: still here, still waiting. Answered by `OfferAck`, live grants are said again."""
 
     tid: int
 
 
-class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
+class Wrote(msgspec.Struct, frozen=True, gc=False, tag="wrote"):
     """P→C: the rows of a grant lie in its extents; a digest for each run."""
 
     tid: int
@@ -210,7 +214,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     digests: tuple[int, ...]
 
 
-class WriteFailed(msgspec.Struct, frozen=True, tag="write_failed"):
+class WriteFailed(msgspec.Struct, frozen=True, gc=False, tag="write_failed"):
     """P→C: they do not. Unless `quiesced`, some may still arrive."""
 
     tid: int
@@ -219,7 +223,7 @@ class WriteFailed(msgspec.Struct, frozen=True, tag="write_failed"):
     text: str = ""
 
 
-class RowsAck(msgspec.Struct, frozen=True, tag="rows_ack"):
+class RowsAck(msgspec.Struct, frozen=True, gc=False, tag="rows_ack"):
     """C→P: what became of a grant, and all rows that are there."""
 
     tid: int
@@ -228,14 +232,14 @@ class RowsAck(msgspec.Struct, frozen=True, tag="rows_ack"):
     received: tuple[Span, ...] = ()
 
 
-class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
+class Revoke(msgspec.Struct, frozen=True, gc=False, tag="revoke"):
     """C→P: do not use this grant if you have not begun."""
 
     tid: int
     gid: int
 
 
-class RevokeAck(msgspec.Struct, frozen=True, tag="revoke_ack"):
+class RevokeAck(msgspec.Struct, frozen=True, gc=False, tag="revoke_ack"):
     """P→C."""
 
     tid: int
@@ -243,13 +247,13 @@ class RevokeAck(msgspec.Struct, frozen=True, tag="revoke_ack"):
     progress: Progress
 
 
-class Complete(msgspec.Struct, frozen=True, tag="complete"):
+class Complete(msgspec.Struct, frozen=True, gc=False, tag="complete"):
     """C→P: every row is there and checked; the source need not be kept."""
 
     tid: int
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, gc=False, tag="cancel"):
     """C→P: nobody wants it any more, or (`code`) it cannot be had."""
 
     tid: int
@@ -257,13 +261,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     text: str = ""
 
 
-class CancelAck(msgspec.Struct, frozen=True, tag="cancel_ack"):
+class CancelAck(msgspec.Struct, frozen=True, gc=False, tag="cancel_ack"):
     """P→C: nothing of this transfer is written from now on."""
 
     tid: int
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+class Withdraw(msgspec.Struct, frozen=True, gc=False, tag="withdraw"):
     """P→C: the item is not to be had from here any more."""
 
     tid: int
@@ -271,7 +275,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     text: str = ""
 
 
-class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+class Unknown(msgspec.Struct, frozen=True, gc=False, tag="unknown"):
     """Either: no such transfer here. Instead of silence."""
 
     tid: int
@@ -279,7 +283,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     """Whether it is one that the receiver sends."""
 
 
-class Expect(msgspec.Struct, frozen=True, tag="expect"):
+class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     """S→C: a request waits for an item. `order` is the request's place in line."""
 
     mm_hash: str
@@ -292,13 +296,13 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     """Somebody has been told to send it: nobody is asked before `repeat_s` has gone by."""
 
 
-class Forget(msgspec.Struct, frozen=True, tag="forget"):
+class Forget(msgspec.Struct, frozen=True, gc=False, tag="forget"):
     """S→C: no request waits for it any more."""
 
     mm_hash: str
 
 
-class ItemNews(msgspec.Struct, frozen=True, tag="item_news"):
+class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     """C→S: an item is there (`digest`), or cannot be had (`code`)."""
 
     mm_hash: str
@@ -312,32 +316,32 @@ class ItemNews(msgspec.Struct, frozen=True, tag="item_news"):
     """It is on its way, and no request has asked for it yet."""
 
 
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
+class Taken(msgspec.Struct, frozen=True, gc=False, tag="taken"):
     """C→S: the engine has this rank's tensors of an item now; it may be asked for anew."""
 
     mm_hash: str
 
 
-class Held(msgspec.Struct, frozen=True, tag="held"):
+class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
     """P→S: bytes of items that consumers have not taken yet."""
 
     nbytes: int
 
 
-class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
+class Numbers(msgspec.Struct, frozen=True, gc=False, tag="numbers"):
     """C→S, P→S: what was counted since the last time."""
 
     samples: dict[str, float]
 
 
-class Push(msgspec.Struct, frozen=True, tag="push"):
+class Push(msgspec.Struct, frozen=True, gc=False, tag="push"):
     """S→P: an item that a request is about to have encoded goes to these consumers."""
 
     mm_hash: str
     endpoints: tuple[str, ...] = ()
 
 
-class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
+class Epoch(msgspec.Struct, frozen=True, gc=False, tag="epoch"):
     """S→C, S→P: weights have changed; nothing from before is sent or used."""
 
     number: int
@@ -352,22 +356,31 @@ Message = (
 )  # fmt: skip
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """A message between incarnations; `target` is empty until it is known."""
+class Envelope(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Messages between incarnations; `target` is empty until it is known."""
 
     source: str
     target: str
     seq: int
     body: Message
+    more: tuple[msgspec.Raw, ...] = ()
+    """Further messages, in order. Each is decoded on its own: one that a release does not know
+    costs no other."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(envelope: Envelope) -> bytes:
     """One frame."""
     return _encoder.encode(envelope)
+
+
+def encode_body(body: Message) -> msgspec.Raw:
+    """A further message of an envelope."""
+    return msgspec.Raw(_encoder.encode(body))
 
 
 def decode(frame: bytes) -> Envelope:
@@ -378,3 +391,11 @@ def decode(frame: bytes) -> Envelope:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a frame of version {VERSION}: {error}") from None
+
+
+def decode_body(raw: msgspec.Raw) -> Message:
+    """A further message of an envelope; ProtocolError as of `decode`."""
+    try:
+        return _body_decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message of version {VERSION}: {error}") from None

@@ -8,6 +8,7 @@ moved together, row for row, so they never disagree about how far a transfer has
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import msgspec
 
@@ -16,6 +17,7 @@ from vllm_kvpool.errors import ProtocolError
 MAX_PLANES = 16
 MAX_ROWS = 1 << 40
 MAX_ROW_BYTES = 1 << 30
+KNOWN_SHAPES = 1024  # of recent items, which are checked and counted once
 DTYPE_BYTES = {
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -25,7 +27,7 @@ DTYPE_BYTES = {
 """What a plane may hold; torch's names."""
 
 
-class Plane(msgspec.Struct, frozen=True):
+class Plane(msgspec.Struct, frozen=True, gc=False):
     """One tensor of an item, of shape [rows, *row_shape]."""
 
     name: str
@@ -41,18 +43,18 @@ class Plane(msgspec.Struct, frozen=True):
         return nbytes
 
 
-class ItemShape(msgspec.Struct, frozen=True):
+class ItemShape(msgspec.Struct, frozen=True, dict=True):
     """How many rows an item has, and what is in a row."""
 
     rows: int
     planes: tuple[Plane, ...]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of all planes."""
         return sum(plane.row_bytes for plane in self.planes)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the item."""
         return self.rows * self.row_bytes
@@ -72,7 +74,20 @@ class ItemShape(msgspec.Struct, frozen=True):
                 raise ProtocolError(f"plane {plane.name!r} has rows of shape {plane.row_shape}")
 
 
-class Extent(msgspec.Struct, frozen=True, order=True):
+@lru_cache(KNOWN_SHAPES)
+def known_shape(shape: ItemShape) -> ItemShape:
+    """The shape, or an equal one whose bytes have been counted before. Any thread."""
+    return shape
+
+
+@lru_cache(KNOWN_SHAPES)
+def checked_shape(shape: ItemShape) -> ItemShape:
+    """As `known_shape`, of what a peer has sent; ProtocolError if there can be no such one."""
+    shape.check()
+    return known_shape(shape)
+
+
+class Extent(msgspec.Struct, frozen=True, order=True, gc=False):
     """Bytes [offset, offset + nbytes) of a landing window."""
 
     offset: int
@@ -142,12 +157,17 @@ class Intervals:
 
     def __len__(self) -> int:
         """How many rows."""
-        return sum(end - first for first, end in self.spans)
+        rows = 0
+        for first, end in self.spans:
+            rows += end - first
+        return rows
 
     def with_rows(self, first: int, end: int) -> "Intervals":
         """The set and rows [first, end)."""
         if first >= end:
             return self
+        if not self.spans:
+            return Intervals(((first, end),))
         low = bisect_left(self.spans, first, key=lambda span: span[1])
         high = bisect_right(self.spans, end, key=lambda span: span[0])
         touched = self.spans[low:high]

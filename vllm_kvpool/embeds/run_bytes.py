@@ -21,7 +21,7 @@ from vllm_kvpool.embeds.rows import ItemShape, Run
 Bytes = NDArray[np.uint8]
 
 STEP_BYTES = 4 << 20  # of a copy and its digest, which then finds the bytes in the cache
-SAMPLED_ROWS = 64  # of each plane, of which an item's name is made
+SAMPLED_ROWS = 16  # of each plane, of which an item's name is made
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -92,6 +92,11 @@ def item_name(planes: Sequence[Bytes]) -> str:
         digest.update(np.ascontiguousarray(array[::stride]))
         digest.update(np.ascontiguousarray(array[-1:]))
     return str(digest.hexdigest())
+
+
+def sampled_bytes(shape: ItemShape) -> int:
+    """As many an item's name is made of, at most."""
+    return min(shape.rows, 2 * SAMPLED_ROWS) * shape.row_bytes
 
 
 def drain(

@@ -146,6 +146,7 @@ class EmbedsScheduler:
         self._is_holding = False
         self._alone_since: float | None = None
         self._is_told = False
+        self._unsaid: dict[str, None] = {}  # items to forget, while a worker was not to be reached
         self._epoch = 0
         self._epoch_told = Epoch(0, "")
         self.tally = Tally()
@@ -328,7 +329,7 @@ class EmbedsScheduler:
             if wanted is not None:
                 wanted.requests.pop(request.request_id, None)
                 if not wanted.requests:
-                    self._links.send(Forget(wanted.name))
+                    self._tell_to_forget(wanted.name)
                     self._drop(wanted)
         for kept in (self._local, self._pushed, self._orders):
             kept.pop(request.request_id, None)
@@ -387,11 +388,15 @@ class EmbedsScheduler:
         return self._clock() < until
 
     def _say_all(self, rank: int) -> None:
-        """A worker knows of nothing."""
+        """A worker knows of nothing, or of what it should have forgotten."""
         for name in tuple(self._loading):
             self._loaded(rank, name)
         if self._epoch:
             self._links.send(self._epoch_told, rank)
+        for name in self._unsaid:
+            self._links.send(Forget(name), rank)
+        if self._links.are_up:
+            self._unsaid.clear()
         for wanted in self._wanted.values():
             wanted.ready.pop(rank, None)
             if wanted.failure is None:  # of a failed item the workers were told to forget it
@@ -422,7 +427,15 @@ class EmbedsScheduler:
     def _fail(self, wanted: Wanted, code: Code, text: str) -> None:
         wanted.failure = (code, text)
         self._count("failed_items")
-        self._links.send(Forget(wanted.name))  # the other ranks may still wait, or have it
+        self._tell_to_forget(wanted.name)  # the other ranks may still wait, or have it
+
+    def _tell_to_forget(self, name: str) -> None:
+        """Also whoever is not to be reached now: the same process may come back, and has it."""
+        self._links.send(Forget(name))
+        if not self._links.are_up:
+            self._unsaid[name] = None
+            while len(self._unsaid) > MAX_OFFERED:
+                del self._unsaid[next(iter(self._unsaid))]
 
     def _forget(self, wanted: Wanted) -> None:
         """It is loaded: whoever else waits for it finds it in the engine's cache."""

@@ -15,7 +15,7 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from vllm_kvpool.embeds.protocol import SharedWindow
 from vllm_kvpool.embeds.run_bytes import Bytes, copy_digested, new_digest, segments
-from vllm_kvpool.embeds.writes import Write, WriteError
+from vllm_kvpool.embeds.writes import RowWrite, WriteError
 from vllm_kvpool.errors import ConfigError
 
 DIRECTORY = Path("/dev/shm")
@@ -141,7 +141,7 @@ class SharedWriter:
         self._lock = threading.Lock()  # guards what follows
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
-    def write(self, window: SharedWindow, write: Write) -> tuple[int, ...]:
+    def write(self, window: SharedWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
         """A digest for each run; WriteError, always quiesced, for a window that is not there."""
         if window.host != self._host:
             raise WriteError(
@@ -151,13 +151,7 @@ class SharedWriter:
                 quiesced=True,
             )
         target = self._array(window)
-        digests = []
-        for run in write.runs:
-            digest = new_digest(write.seed)
-            for offset, data in segments(write.planes, write.shape, run):
-                copy_digested(target[offset : offset + data.nbytes], data, digest)
-            digests.append(int(digest.intdigest()))
-        return tuple(digests)
+        return [_written(target, write) for write in writes]
 
     def close(self) -> None:
         """Let go of all windows; a write that goes on keeps its own."""
@@ -188,6 +182,16 @@ class SharedWriter:
                 f"the window has {mapped.array.nbytes} bytes, not {window.nbytes}", quiesced=True
             )
         return mapped.array
+
+
+def _written(target: Bytes, write: RowWrite) -> tuple[int, ...]:
+    digests = []
+    for run in write.runs:
+        digest = new_digest(write.seed)
+        for offset, data in segments(write.planes, write.shape, run):
+            copy_digested(target[offset : offset + data.nbytes], data, digest)
+        digests.append(int(digest.intdigest()))
+    return tuple(digests)
 
 
 def _mapped(path: Path, nbytes: int) -> _Mapped:

@@ -24,7 +24,13 @@ class IllegalEvent(Exception):
     """An event that cannot happen in this state: a bug of ours, never of a peer."""
 
 
-class State(Enum):
+class Named(Enum):
+    """Members are looked up by identity: Enum's own hash is a call of Python, ten for an item."""
+
+    __hash__ = object.__hash__
+
+
+class State(Named):
     """Of a transfer."""
 
     BOOTSTRAPPING = "bootstrapping"
@@ -40,7 +46,7 @@ class State(Enum):
 ENDED = frozenset((State.SUCCESS, State.FAILED, State.CANCELLED))
 
 
-class ItemEvent(Enum):
+class ItemEvent(Named):
     """What happens to an item at its consumer."""
 
     OFFERED = "offered"
@@ -55,7 +61,7 @@ class ItemEvent(Enum):
     CANCEL = "cancel"
 
 
-class SendEvent(Enum):
+class SendEvent(Named):
     """What happens to a transfer at its producer."""
 
     OFFER = "offer"
@@ -69,7 +75,7 @@ class SendEvent(Enum):
     CANCEL = "cancel"
 
 
-class GrantState(Enum):
+class GrantState(Named):
     """Of memory granted to a producer."""
 
     GRANTED = "granted"
@@ -81,7 +87,7 @@ class GrantState(Enum):
     """May still be written to; out of use for a time."""
 
 
-class GrantEvent(Enum):
+class GrantEvent(Named):
     """What happens to a grant."""
 
     REVOKE = "revoke"

@@ -5,16 +5,14 @@ Encoders leave them on a device, behind work that has not been done yet; the mod
 their copy to the host, and whoever writes them waits for it.
 """
 
-import contextlib
-import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_kvpool.embeds.host_memory import ALIGNMENT, FLAGS
-from vllm_kvpool.embeds.rows import DTYPE_BYTES, ItemShape, Plane
+from vllm_kvpool.embeds.kept_memory import KeptMemory
+from vllm_kvpool.embeds.rows import DTYPE_BYTES, ItemShape, Plane, known_shape
 from vllm_kvpool.embeds.run_bytes import Bytes
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import Device, device_for, pinned_bytes
@@ -22,8 +20,6 @@ from vllm_kvpool.staging.devices import Device, device_for, pinned_bytes
 Tensor = torch.Tensor
 EMBEDDING = "embedding"
 """The name of the first plane."""
-MIN_HUGE_BYTES = 8 << 20
-"""Smaller tensors come from the heap, whose pages are often there already."""
 
 
 def shape_of(tensor: torch.Tensor, aux: Mapping[str, torch.Tensor] | None = None) -> ItemShape:
@@ -36,7 +32,8 @@ def shape_of(tensor: torch.Tensor, aux: Mapping[str, torch.Tensor] | None = None
         raise ConfigError(f"two planes of an item are named {EMBEDDING!r}")
     rows = tensor.shape[0] if tensor.ndim else 0
     named = {EMBEDDING: tensor, **others}
-    return ItemShape(rows, tuple(_plane(name, each, rows) for name, each in named.items()))
+    planes = tuple(_plane(name, each, rows) for name, each in named.items())
+    return known_shape(ItemShape(rows, planes))
 
 
 def _plane(name: str, tensor: torch.Tensor, rows: int) -> Plane:
@@ -48,28 +45,18 @@ def _plane(name: str, tensor: torch.Tensor, rows: int) -> Plane:
     return Plane(name, dtype, tuple(tensor.shape[1:]))
 
 
-def allocate(shape: ItemShape) -> list[torch.Tensor]:
-    """Host memory for an item, a tensor for each plane; its bytes are undefined."""
+def allocate(shape: ItemShape, memory: KeptMemory) -> list[Bytes]:
+    """Host memory for an item, undefined bytes: for each plane what `as_bytes` says of a tensor."""
+    sizes = [plane.row_bytes for plane in shape.planes]
+    return [memory.take(shape.rows * size).reshape(shape.rows, size) for size in sizes]
+
+
+def tensors_of(shape: ItemShape, planes: Sequence[Bytes]) -> list[torch.Tensor]:
+    """The tensors whose bytes `allocate` has made; they keep the memory alive."""
     return [
-        _empty(shape.rows * plane.row_bytes)
-        .view(getattr(torch, plane.dtype))
-        .view(shape.rows, *plane.row_shape)
-        for plane in shape.planes
+        torch.frombuffer(array, dtype=getattr(torch, plane.dtype)).view(-1, *plane.row_shape)
+        for array, plane in zip(planes, shape.planes, strict=True)
     ]
-
-
-def _empty(nbytes: int) -> torch.Tensor:
-    """Bytes whose pages come when they are touched: huge ones, of which there are few to wait for,
-    as far as they are filled."""
-    if nbytes < MIN_HUGE_BYTES:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes + ALIGNMENT, FLAGS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % ALIGNMENT
-    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // ALIGNMENT * ALIGNMENT)
-    # Of its own bytes alone, or they would pass for a part of something larger.
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:

@@ -6,8 +6,9 @@ The model's thread calls `produced`, `cached` and `take`; none of them waits for
 import logging
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vllm_kvpool.config import EmbedsConfig
@@ -26,6 +27,7 @@ from vllm_kvpool.metrics import write_stats
 logger = logging.getLogger(__name__)
 
 JOIN_S = 2.0
+KEPT_PARTS = 8  # of the memory for items, what is kept beside it for the next ones
 LEAST_STAGING_BYTES = 64 << 10  # of a writer, however small the window that it writes to
 
 
@@ -43,6 +45,12 @@ class Place:
     """Where peers reach each rank."""
     host: str
     """Where peers reach this machine's data plane."""
+    dp_rank: int = 0
+
+    @property
+    def number(self) -> int:
+        """Among the workers of all data-parallel engines, which are configured alike."""
+        return self.dp_rank * len(self.listen) + self.rank
 
     @property
     def sends(self) -> bool:
@@ -70,6 +78,7 @@ class EmbedsWorker:
             plane,
             writers=config.writer_threads,
             drainers=config.queue_shards,
+            kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS,
         )
         try:
             sockets = Sockets(place.listen[place.rank], keys)
@@ -154,23 +163,26 @@ class EmbedsWorker:
 
     # Hands
 
-    def drained(self, gid: int, same: bool) -> None:
+    def drained(self, grants: Sequence[tuple[int, bool]]) -> None:
         """Any thread."""
         consumer = self._consumer
         assert consumer is not None
-        self._control.post(lambda now: consumer.drained(gid, same, now))
+        for gid, same in grants:
+            self._control.post(partial(consumer.drained, gid, same))
 
-    def prepared(self, sid: int, digest: str) -> None:
+    def prepared(self, sources: Sequence[tuple[int, str]]) -> None:
         """Any thread."""
         producer = self._producer
         assert producer is not None
-        self._control.post(lambda now: producer.prepared(sid, digest, now))
+        for sid, digest in sources:
+            self._control.post(partial(producer.prepared, sid, digest))
 
-    def written(self, tid: int, gid: int, result: Wrote | WriteFailed) -> None:
+    def written(self, results: Sequence[Wrote | WriteFailed]) -> None:
         """Any thread."""
         producer = self._producer
         assert producer is not None
-        self._control.post(lambda now: producer.written(tid, gid, result, now))
+        for each in results:
+            self._control.post(partial(producer.written, each.tid, each.gid, each))
 
     def close(self) -> None:
         """Say goodbye and end, within a bounded time; again does nothing."""
@@ -181,7 +193,7 @@ class EmbedsWorker:
         self._thread.join(JOIN_S)
         self._hands.close()
         if self._config.stats_file:
-            path = Path(f"{self._config.stats_file}.ec.worker.{self._place.rank}")
+            path = Path(f"{self._config.stats_file}.ec.worker.{self._place.number}")
             write_stats(path, self._control.tally.snapshot())
 
 

@@ -16,7 +16,7 @@ class WriteError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class RowWrite:
     """Runs of an item; `planes` are the item's own memory and stay unchanged during the write."""
 
     planes: Sequence[Bytes]

@@ -1,0 +1,171 @@
+"""The loop, with sockets that a test has in its hands: frames in, frames out, who wakes it."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import pytest
+
+from tests.embeds.sessions import RHYTHM, hello
+from tests.embeds.world import limits, shape_of
+from vllm_kvpool.embeds.consumer import Consumer
+from vllm_kvpool.embeds.control import Control
+from vllm_kvpool.embeds.effects import Drain, Write
+from vllm_kvpool.embeds.protocol import (
+    Envelope,
+    Expect,
+    Goodbye,
+    Grant,
+    Message,
+    NeedGrant,
+    Offer,
+    OfferAck,
+    Role,
+    Unknown,
+    decode,
+    decode_body,
+    encode,
+    encode_body,
+)
+from vllm_kvpool.embeds.rows import ItemShape
+from vllm_kvpool.embeds.sockets import Frame, Link, Sockets
+
+PEER = Link(identity=b"peer")
+
+
+class HeldSockets:
+    """One peer: `arrives` is what the next `poll` gives, `sent` what it was sent."""
+
+    def __init__(self) -> None:
+        self.arrives: list[Frame] = []
+        self.sent: list[list[Message]] = []
+        self.timeouts_s: list[float] = []
+        self.wakes = 0
+        self.while_asleep: list[Message] = []
+
+    def poll(self, timeout_s: float) -> list[Frame]:
+        self.timeouts_s.append(timeout_s)
+        arrived, self.arrives = self.arrives, []
+        return arrived
+
+    def send(self, link: Link, data: bytes) -> bool:
+        envelope = decode(data)
+        self.sent.append([envelope.body, *map(decode_body, envelope.more)])
+        return True
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+
+class IdleHands:
+    """Moves nothing."""
+
+    def allocate(self, mm_hash: str, shape: ItemShape) -> None: ...
+    def discard(self, mm_hash: str) -> None: ...
+    def ready(self, mm_hash: str) -> None: ...
+    def drain(self, work: Drain) -> None: ...
+    def prepare(self, sid: int) -> None: ...
+    def write(self, work: Write) -> None: ...
+    def release(self, sid: int) -> None: ...
+    def begin(self) -> None: ...
+
+
+def control_with(peers_version: int = 2) -> tuple[Control, HeldSockets]:
+    """A consumer's, in session with a producer that speaks at most this version."""
+    sockets = HeldSockets()
+    machine = Consumer(1 << 20, limits())
+    control = Control(
+        hello("own"),
+        cast("Sockets", sockets),
+        RHYTHM,
+        IdleHands(),
+        consumer=machine,
+        producer=None,
+        clock=lambda: 1.0,
+    )
+    for name in "abc":
+        machine.expect(Expect(name, 0), 1.0)
+    arrive(control, sockets, hello("peer", role=Role.PRODUCER, versions=(1, peers_version)))
+    sockets.sent.clear()
+    return control, sockets
+
+
+def arrive(
+    control: Control, sockets: HeldSockets, body: Message, *more: msgspec.Raw, target: str = ""
+) -> None:
+    """A frame of the peer comes, and is dealt with."""
+    frame = encode(Envelope("peer", target, 1, body, more))
+    sockets.arrives.append(Frame(PEER, frame))
+    control.turn(0.0)
+
+
+def offers() -> Sequence[Offer]:
+    return [Offer(tid, name, shape_of(3), "digest") for tid, name in enumerate("abc", 1)]
+
+
+def test_what_comes_in_one_frame_is_answered_in_one() -> None:
+    control, sockets = control_with()
+    first, *others = offers()
+    arrive(control, sockets, first, *map(encode_body, others))
+    (answers,) = sockets.sent
+    assert [type(each) for each in answers].count(OfferAck) == 3
+    assert [type(each) for each in answers].count(Grant) == 3
+
+
+def test_an_older_release_gets_frames_that_it_can_read() -> None:
+    control, sockets = control_with(peers_version=1)
+    for each in offers():
+        arrive(control, sockets, each)
+    assert all(len(bodies) == 1 for bodies in sockets.sent)
+    assert [type(bodies[0]) for bodies in sockets.sent] == [OfferAck, Grant] * 3
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"type": "of_tomorrow"}, {"type": "offer", "tid": "one"}, 7],
+    ids=["unknown", "wrong", "none"],
+)
+def test_a_message_that_nobody_knows_costs_no_other_of_its_frame(bad: object) -> None:
+    control, sockets = control_with()
+    raw = msgspec.Raw(msgspec.msgpack.encode(bad))
+    arrive(control, sockets, NeedGrant(8), raw, encode_body(NeedGrant(9)))
+    assert sockets.sent == [[Unknown(8, yours=True), Unknown(9, yours=True)]]
+    assert control.counts["bad_messages"] == 1
+
+
+def test_nothing_of_a_frame_of_another_incarnation_is_heard() -> None:
+    control, sockets = control_with()
+    frame = encode(Envelope("other", "", 1, NeedGrant(8), (encode_body(NeedGrant(9)),)))
+    sockets.arrives.append(Frame(PEER, frame))
+    control.turn(0.0)
+    assert control.counts["strays"] == 2
+    assert not any(isinstance(body, Unknown) for bodies in sockets.sent for body in bodies)
+
+
+def test_nothing_behind_a_goodbye_is_heard() -> None:
+    control, sockets = control_with()
+    words = (NeedGrant(8), Goodbye(), NeedGrant(9))
+    arrive(control, sockets, words[0], *map(encode_body, words[1:]))
+    said = [body for bodies in sockets.sent for body in bodies]
+    assert Unknown(9, yours=True) not in said
+
+
+def test_who_posts_wakes_the_loop_only_where_it_sleeps() -> None:
+    control, sockets = control_with()
+    done: list[int] = []
+    control.post(lambda now: done.append(0))
+    assert sockets.wakes == 0, "the next turn looks before it sleeps"
+    control.turn(5.0)
+    assert sockets.timeouts_s[-1] == 0.0
+    assert done == [0]
+
+    def poll(timeout_s: float) -> list[Frame]:
+        assert timeout_s == 5.0
+        for number in (1, 2):
+            control.post(lambda now, number=number: done.append(number))  # type: ignore[misc]
+        return []
+
+    sockets.poll = poll  # type: ignore[method-assign]
+    control.turn(5.0)
+    assert sockets.wakes == 1
+    assert done == [0, 1, 2]

@@ -1,0 +1,78 @@
+"""Who drains what, and that all of it is reported."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.embeds.drainers import BUSY_BYTES, Drainers, Landed, Turns
+from vllm_kvpool.embeds.effects import Drain
+from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
+from vllm_kvpool.embeds.run_bytes import digest_of
+
+PATIENCE_S = 10.0
+SHAPE = ItemShape(8, (Plane("embedding", "uint8", (16,)),))
+
+
+def test_small_items_keep_one_thread_busy_and_large_ones_are_spread() -> None:
+    small = Turns(4)
+    assert [small.take(f"{n}", BUSY_BYTES // 4) for n in range(6)] == [0, 0, 0, 0, 1, 1]
+    large = Turns(4)
+    assert [large.take(f"{n}", 2 * BUSY_BYTES) for n in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, BUSY_BYTES)) | st.none()))
+def test_pieces_of_an_item_are_never_with_two_threads(
+    steps: list[tuple[str, int] | None],
+) -> None:
+    """A piece comes, or (None) the oldest one of some thread ends."""
+    turns = Turns(3)
+    queues: list[list[tuple[str, int]]] = [[], [], []]
+    for step in steps:
+        if step is not None:
+            queues[turns.take(*step)].append(step)
+        elif any(queues):
+            turns.end(*max(queues, key=len).pop(0))
+        names = [{name for name, _ in queue} for queue in queues]
+        assert not (names[0] & names[1])
+        assert not (names[0] & names[2])
+        assert not (names[1] & names[2])
+    for queue in queues:
+        for piece in queue:
+            turns.end(*piece)
+    assert [turns.take(f"{n}", BUSY_BYTES) for n in range(3)] == [0, 1, 2], "nothing is left"
+
+
+def test_every_piece_is_reported_once_also_one_that_fails() -> None:
+    window = np.arange(1024, dtype=np.uint8)
+    reported: dict[int, bool] = {}
+    all_there = threading.Event()
+
+    def done(grants: Sequence[tuple[int, bool]]) -> None:
+        for gid, same in grants:
+            assert gid not in reported
+            reported[gid] = same
+        if len(reported) == 40:
+            all_there.set()
+
+    drainers = Drainers(window, 3, done)
+    items = [np.zeros((8, 16), np.uint8) for _ in range(5)]
+    for turn in range(8):
+        pieces = []
+        for number, planes in enumerate(items):
+            gid = 1 + turn * len(items) + number
+            run = Run(turn, 1, 16 * gid)
+            good = np.zeros((8, 16), np.uint8)
+            good[turn] = window[16 * gid : 16 * gid + 16]
+            digests = (digest_of([good], SHAPE, run, gid),)
+            if gid % 7 == 0:
+                digests = (digests[0] ^ 1,)
+            if gid % 11 == 0:
+                run = Run(turn, 1, window.nbytes)  # a bug of whoever asks
+            pieces.append(Landed(Drain(gid, f"{number}", (run,), digests), [planes], SHAPE))
+        drainers.put(pieces)
+    assert all_there.wait(PATIENCE_S)
+    assert reported == {gid: bool(gid % 7 and gid % 11) for gid in range(1, 41)}
+    drainers.close()

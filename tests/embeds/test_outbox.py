@@ -1,0 +1,111 @@
+"""What a turn has to say: in which frames, in which order, and when."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from vllm_kvpool.embeds.outbox import LATEST_S, Outbox
+from vllm_kvpool.embeds.protocol import (
+    FULL_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    Complete,
+    Held,
+    Message,
+    NeedGrant,
+    Offer,
+    decode,
+    decode_body,
+)
+from vllm_kvpool.embeds.rows import ItemShape
+from vllm_kvpool.embeds.sockets import Link
+
+A, B = Link("tcp://a:1"), Link(identity=b"b")
+
+
+def frames_of(
+    outbox: Outbox, now: float, most: int = MAX_MESSAGES
+) -> dict[Link, list[tuple[str, list[Message]]]]:
+    """The frames of each link: to whom, and what is in it."""
+    return {
+        link: [unpacked(frame) for frame in outbox.frames(said, most)]
+        for link, said in outbox.take(now)
+    }
+
+
+def unpacked(frame: bytes) -> tuple[str, list[Message]]:
+    assert len(frame) <= MAX_FRAME_BYTES
+    envelope = decode(frame)
+    assert envelope.source == "own"
+    return envelope.target, [envelope.body, *map(decode_body, envelope.more)]
+
+
+def filled(link: Link, bodies: Iterable[Message], target: str = "peer") -> Outbox:
+    outbox = Outbox("own")
+    for body in bodies:
+        outbox.add(link, target, body, 0.0)
+    return outbox
+
+
+def test_a_turns_messages_to_a_peer_are_one_frame_in_order() -> None:
+    outbox = filled(A, map(NeedGrant, range(5)))
+    outbox.add(B, "other", NeedGrant(9), 0.0)
+    assert frames_of(outbox, 0.0) == {
+        A: [("peer", [NeedGrant(tid) for tid in range(5)])],
+        B: [("other", [NeedGrant(9)])],
+    }
+    assert not frames_of(outbox, 0.0), "nothing is said twice"
+
+
+def test_a_frame_is_for_one_incarnation() -> None:
+    outbox = Outbox("own")
+    for tid, target in enumerate(("", "old", "old", "new", "old")):
+        outbox.add(A, target, NeedGrant(tid), 0.0)
+    assert frames_of(outbox, 0.0)[A] == [
+        ("", [NeedGrant(0)]),
+        ("old", [NeedGrant(1), NeedGrant(2)]),
+        ("new", [NeedGrant(3)]),
+        ("old", [NeedGrant(4)]),
+    ]
+
+
+def test_who_knows_no_frames_of_several_gets_single_ones() -> None:
+    outbox = filled(A, map(NeedGrant, range(3)))
+    assert frames_of(outbox, 0.0, most=1)[A] == [("peer", [NeedGrant(tid)]) for tid in range(3)]
+
+
+def test_frames_are_bounded() -> None:
+    outbox = filled(A, map(NeedGrant, range(2 * MAX_MESSAGES + 1)))
+    sizes = [len(bodies) for _, bodies in frames_of(outbox, 0.0)[A]]
+    assert sizes == [MAX_MESSAGES, MAX_MESSAGES, 1]
+    shape = ItemShape(1, ())
+    offers = [Offer(tid, "i", shape, "d", bytes(FULL_FRAME_BYTES // 2 - 200)) for tid in range(6)]
+    frames = frames_of(filled(A, offers), 0.0)[A]
+    assert [body for _, bodies in frames for body in bodies] == offers
+    assert [len(bodies) for _, bodies in frames] == [3, 3]
+
+
+@pytest.mark.parametrize("body", [Complete(1), Held(5)])
+def test_what_nobody_waits_for_goes_with_what_somebody_does(body: Message) -> None:
+    outbox = filled(A, [body])
+    assert not frames_of(outbox, LATEST_S / 2)
+    outbox.add(B, "other", NeedGrant(1), LATEST_S / 2)
+    assert A not in frames_of(outbox, LATEST_S / 2), "another link's frame is no reason"
+    outbox.add(A, "peer", NeedGrant(2), LATEST_S / 2)
+    assert frames_of(outbox, LATEST_S / 2) == {A: [("peer", [body, NeedGrant(2)])]}
+    assert outbox.next_at() == float("inf")
+
+
+def test_what_nobody_waits_for_goes_all_the_same() -> None:
+    outbox = filled(A, [Complete(1)])
+    assert outbox.next_at() == LATEST_S
+    outbox.add(A, "peer", Complete(2), LATEST_S / 2)
+    assert outbox.next_at() == LATEST_S, "later ones do not put it off"
+    assert frames_of(outbox, LATEST_S) == {A: [("peer", [Complete(1), Complete(2)])]}
+
+
+def test_what_was_for_who_is_gone_is_not_for_who_comes() -> None:
+    outbox = filled(A, [Complete(1), NeedGrant(1)])
+    outbox.drop(A)
+    assert not frames_of(outbox, 1.0)
+    assert outbox.next_at() == float("inf")

@@ -1,0 +1,84 @@
+"""What a control thread has to say until the end of its turn: then one frame for each peer (pure).
+
+A frame costs its sender and its receiver a wake-up or more, and many times what a message in it
+costs. Messages over one link leave in the order in which they were added.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_kvpool.embeds.protocol import (
+    FULL_FRAME_BYTES,
+    MAX_MESSAGES,
+    Complete,
+    Envelope,
+    Held,
+    Message,
+    Numbers,
+    Taken,
+    encode,
+    encode_body,
+)
+from vllm_kvpool.embeds.sockets import Link
+
+if TYPE_CHECKING:
+    import msgspec
+
+NOT_URGENT = frozenset((Complete, Taken, Held, Numbers))
+"""What nobody waits for: it goes with the next frame, or after `LATEST_S`."""
+LATEST_S = 0.002
+
+
+class Outbox:
+    """See the module docstring. `source` is the own incarnation."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._seq = 0
+        self._waiting: dict[Link, list[tuple[str, Message]]] = {}
+        self._urgent: set[Link] = set()
+        self._late: dict[Link, float] = {}  # when what is not urgent goes
+
+    def add(self, link: Link, target: str, body: Message, now: float) -> None:
+        """A message to an incarnation, or to whoever is there ('')."""
+        self._waiting.setdefault(link, []).append((target, body))
+        if type(body) in NOT_URGENT:
+            self._late.setdefault(link, now + LATEST_S)
+        else:
+            self._urgent.add(link)
+
+    def drop(self, link: Link) -> None:
+        """What waits for this link is not for who comes next."""
+        self._waiting.pop(link, None)
+        self._late.pop(link, None)
+        self._urgent.discard(link)
+
+    def next_at(self) -> float:
+        """When something that is not urgent has to go."""
+        return min(self._late.values(), default=float("inf"))
+
+    def take(self, now: float) -> list[tuple[Link, list[tuple[str, Message]]]]:
+        """What is to be said now over each link, and where it goes; it does not wait any more."""
+        late = {link for link, at in self._late.items() if at <= now}
+        due, self._urgent = self._urgent | late, set()
+        for link in due:
+            self._late.pop(link, None)
+        return [(link, self._waiting.pop(link)) for link in due]
+
+    def frames(self, said: list[tuple[str, Message]], most: int = MAX_MESSAGES) -> Iterator[bytes]:
+        """Frames of at most so many messages, each to one target."""
+        at = 0
+        while at < len(said):
+            target, first = said[at]
+            at += 1
+            more: list[msgspec.Raw] = []
+            nbytes = 0
+            while at < len(said) and said[at][0] == target and len(more) + 1 < most:
+                raw = encode_body(said[at][1])
+                nbytes += len(memoryview(raw))
+                if nbytes > FULL_FRAME_BYTES:
+                    break
+                more.append(raw)
+                at += 1
+            self._seq += 1
+            yield encode(Envelope(self._source, target, self._seq, first, tuple(more)))
