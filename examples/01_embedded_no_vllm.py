@@ -32,6 +32,8 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerSi
     pages = torch.zeros(
         LAYERS, 1 + TOKENS // block, HEADS // tp_size, block, CONTENT, dtype=torch.float16
     )
+    layers = [from_token_content(layer) for layer in pages]
+    CpuCopier(layers).warm_up()  # a first time it compiles, which takes longer than a save may
     model = ModelShape.of_one_kind(
         namespace=make_namespace("example", "0" * 12),
         topology=topology,
@@ -44,7 +46,7 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerSi
         read_config({"store": store, "chunk_tokens": CHUNK, "staging_bytes": "16MiB"}),
         model,
         RankPlace(tp_rank, 0, tp_rank),
-        [from_token_content(layer) for layer in pages],
+        layers,
         CpuCopier,
         finish_in_step=True,
     )

@@ -82,6 +82,36 @@ ROWS = (
         "CPU, vec",
         engine("test_formats.py::test_layers_that_share_kv"),
     ),
+    Row(
+        "float32, layer by layer",
+        FULL,
+        "CPU, vec",
+        engine("test_layerwise.py::test_a_hit_runs_in_the_step_that_loads_it"),
+    ),
+    Row(
+        "float32, layer by layer, loads that fail",
+        FULL,
+        "CPU, vec",
+        engine("test_layerwise.py::test_a_cell_that_is_bad_in_mid_step_is_computed_again"),
+    ),
+    # MLA, in as many ranks as no engine here has.
+    *(
+        Row(what, MLA, "any, by vLLM's scheduler and KV cache manager", tensors(f"faults/{test}"))
+        for what, test in (
+            (
+                "float32, any tensor parallelism",
+                "test_latents.py::test_any_number_of_ranks_reads_what_any_number_has_written",
+            ),
+            (
+                "float32, ranks take turns in storing",
+                "test_latents.py::test_ranks_take_turns_and_store_nothing_twice",
+            ),
+            (
+                "float32, loads that fail",
+                "test_latents.py::test_a_load_that_fails_is_computed_from_there_on",
+            ),
+        )
+    ),
     # Contents that CPU attention has no kernel for on every machine, on its pages all the same.
     *(
         Row(isa_dtype, FULL, f"CPU, {isa}", tensors(f"adapt/test_cpu_pages.py::{test}"))
@@ -203,6 +233,30 @@ ROWS = (
         "any",
         refused("KV sharing over stages", "without pipeline parallelism only"),
     ),
+    Row(
+        "layer by layer",
+        "sliding window, several groups",
+        "any",
+        refused("layer by layer, window", "layers are all in one KV cache group"),
+    ),
+    Row(
+        "layer by layer, asynchronous scheduling",
+        "any",
+        "any",
+        refused("layer by layer, asynchronous", "set async_scheduling to false"),
+    ),
+    Row(
+        "layer by layer, pipeline parallelism",
+        "any",
+        "any",
+        refused("layer by layer, stages", "set pipeline_parallel_size to 1"),
+    ),
+    Row(
+        "layer by layer, inside MultiConnector",
+        "any",
+        "any",
+        refused("layer by layer, beside others", "does not go with other connectors"),
+    ),
     Row("bfloat16", FULL, "CPU, amx", refused("AMX tiles", "in the 'amx' form")),
     Row("bfloat16", FULL, "CPU, neon", refused("bfloat16 on ARM", "in the 'neon' form")),
     Row("any", FULL, "CPU, other forms", refused("unknown CPU form", "in the 'nnpa' form")),
@@ -214,6 +268,41 @@ ROWS = (
     ),
 )
 
+DRAFTS = (
+    "test_composition.py::"
+    "test_what_is_saved_under_drafts_and_preemptions_is_what_anybody_would_compute"
+)
+EVENTS = "test_what_is_stored_and_removed_is_told_with_vllms_own_hashes"
+
+# Beside the rest of vLLM: what, and what shows it under vLLM 0.32.0.
+COMPOSED = (
+    ("speculative decoding, preemption, LoRA", engine(f"{DRAFTS}[lora]")),
+    ("speculative decoding, preemption, chunked prefill", engine(f"{DRAFTS}[chunked]")),
+    (
+        "MultiConnector beside ExampleConnector: both orders, loads that fail "
+        "under `recompute` and `fail`",
+        engine("test_multi_connector.py::test_beside_another_connector"),
+    ),
+    (
+        "loads that fail under `load_failure: fail`",
+        tensors("faults/test_resume.py::test_a_request_may_fail_with_its_load"),
+    ),
+    ("KV events; hits by source, `host`", engine(f"test_events.py::{EVENTS}")),
+    ("hits by source, `disk`", engine(f"{DRAFTS}[chunked]")),
+    (
+        "hits by source, by tier and kind of store",
+        tensors("adapt/test_sources.py::test_tokens_are_divided_by_chunk"),
+    ),
+    (
+        "KV events of saves that fail and cells that host memory evicts",
+        tensors("faults/test_events.py::test_a_listener_believes_what_is_so"),
+    ),
+    (
+        "both of vLLM's model runners, with and without drafts, in the order of either release",
+        tensors("faults/test_runners.py::test_steps_in_the_order_of_a_runner"),
+    ),
+)
+
 INTRODUCTION = """\
 # What is shared, and what shows it
 
@@ -222,7 +311,8 @@ every test named here exists, and what is refused is refused in these words.
 
 - **real engine**: two real vLLM engines share a pool, and the second answers as the first.
 - **tensors**: byte for byte on pages that vLLM's own functions allocated, without an engine; every
-  format with this content reads what every other has written.
+  format with this content reads what every other has written. In `tests/faults`: vLLM's own
+  scheduler and KV cache manager, and real worker sides over pages that every step compares.
 - **stand-in**: on a stand-in for the device's library. It has not run on the hardware.
 - **refused**: the engine does not start; the message says what to do.
 - An empty cell: nothing shows it.
@@ -238,6 +328,9 @@ def document() -> str:
     """The whole of docs/support.md."""
     head = ("format", "group", "device", *(f"vLLM {release}" for release in RELEASES), "test")
     lines = [INTRODUCTION, *_table(head, [_cells(row) for row in ROWS if not _is_refused(row)])]
+    head = ("beside", "vLLM 0.32.0", "test")
+    composed = [(what, cell.how.value, f"`{cell.test}`") for what, cell in COMPOSED]
+    lines += ["", "## Beside the rest of vLLM", "", *_table(head, composed)]
     lines += ["", "## Refused", ""]
     head = ("format", "group", "device", "in these words")
     refusals = [(r.format, r.group, r.device, _words(r)) for r in ROWS if _is_refused(r)]
@@ -246,7 +339,8 @@ def document() -> str:
 
 def tests() -> list[str]:
     """Every pytest node that a row rests on, once."""
-    cells = (cell for row in ROWS for cell in (row.newer, row.older) if cell is not None)
+    cells = [cell for row in ROWS for cell in (row.newer, row.older) if cell is not None]
+    cells += [cell for _, cell in COMPOSED]
     return list(dict.fromkeys(cell.test for cell in cells))
 
 

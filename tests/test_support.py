@@ -31,5 +31,7 @@ def test_every_test_that_is_named_exists() -> None:
 def test_no_row_stands_twice() -> None:
     rows = [(row.format, row.group, row.device) for row in support_table.ROWS]
     assert len(set(rows)) == len(rows)
+    beside = [what for what, _ in support_table.COMPOSED]
+    assert len(set(beside)) == len(beside)
     for row in support_table.ROWS:
         assert row.newer or row.older, row

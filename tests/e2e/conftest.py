@@ -1,7 +1,8 @@
 """Models and engines that the end-to-end tests share.
 
-Engines are expensive to start (6 s, and 12 s with two ranks), so tests that ask for equal
-`EngineSpec`s get the same one, with its own prefix cache emptied.
+Engines are expensive to start (2 s, where they are forked) and to end, so tests that ask for
+equal `EngineSpec`s get the same one, with its own prefix cache emptied. How a process ends to the
+last is shown by the engines that tests start by themselves.
 """
 
 import itertools
@@ -37,7 +38,7 @@ class EngineShelf:
         engine = self._engines.pop(name, None)
         if engine is None or not engine.alive:
             while len(self._engines) >= MAX_LIVE_ENGINES:
-                self._engines.pop(next(iter(self._engines))).close()
+                self._engines.pop(next(iter(self._engines))).close(teardown=False)
             engine = Engine(spec, self._directory / f"engine{next(self._numbers)}.log")
         self._engines[name] = engine
         assert engine.reset_prefix_cache(), "the engine still holds blocks of earlier requests"
@@ -47,7 +48,7 @@ class EngineShelf:
         """Close all, even if some do not end well."""
         engines, self._engines = list(self._engines.values()), {}
         for engine in engines:
-            engine.close()
+            engine.close(teardown=False)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ class Child:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.skips_teardown = False
         self.ops: dict[str, Callable[[Any], Any]] = {
             "start": self.start,
             "release": lambda _: self.release(),
@@ -39,12 +40,11 @@ class Child:
             "set_weights": lambda change: SET_WEIGHTS[change[0]](self.llm, change[1]),
             "sleep": lambda level: self.llm.sleep(level),
             "wake_up": lambda tags: self.llm.wake_up(tags),
+            "skip_teardown": lambda _: self.skip_teardown(),
         }
 
     def start(self, arguments: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(**arguments)
+        self.llm = engine_class()(**arguments)
 
     def release(self) -> str:
         import vllm
@@ -87,11 +87,21 @@ class Child:
     def rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         self.llm.collective_rpc(method, kwargs=kwargs)
 
+    def skip_teardown(self) -> None:
+        self.skips_teardown = True
+
     def stop(self) -> None:
         # vLLM stops its scheduler and workers when the engine core shuts down; waiting for the
         # garbage collector would leave that to the interpreter's exit.
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def engine_class() -> Any:
+    """`vllm.LLM`, whose import takes seconds."""
+    from vllm import LLM
+
+    return LLM
 
 
 def _engine_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +267,8 @@ SET_WEIGHTS: "dict[str, Callable[[Any, str], None]]" = {
 }
 
 
-def main(reply_fd: int) -> None:
+def main(reply_fd: int) -> bool:
+    """Serve until the input ends; whether the process is to end without its teardown."""
     child = Child()
     with os.fdopen(reply_fd, "w") as replies:
         for line in sys.stdin:
@@ -269,6 +280,7 @@ def main(reply_fd: int) -> None:
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
         child.stop()
+    return child.skips_teardown
 
 
 if __name__ == "__main__":

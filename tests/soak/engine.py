@@ -178,7 +178,7 @@ class Engine:
         self._scheduler_side = SchedulerSide(config, spec.role, model)
         self._scheduler = self._scheduler_side.scheduler
         self._pins = FakePins()
-        self._scheduler.ledger.pins = self._pins
+        self._scheduler.saves.ledger.pins = self._pins
         self._ranks = [Rank(config, model, rank) for rank in range(spec.tp_size)]
         self._block_size = spec.block_size
         self._free = list(range(NULL_BLOCK + 1, model.num_blocks))
@@ -303,7 +303,7 @@ class Engine:
     def _release_pins(self) -> None:
         """Steps without requests, until no block waits for its gather any more."""
         deadline = time.monotonic() + PINS_LIMIT_S
-        while self._scheduler.has_pending_work:
+        while self._scheduler.saves.has_pending:
             assert time.monotonic() < deadline, "blocks stay pinned"
             self._after_forward(self._plan_idle(), ())
 

@@ -32,7 +32,7 @@ FEW_PROMPTS = 3  # the object server takes 10 ms a request
 Choose = Callable[[Member], tuple[int, ...]]
 StartCrew = Callable[[EngineSpec, EngineSpec, Choose], Crew]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ STRIKES = {
 }
 MOST_WORK_S = 0.8  # before a strike
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

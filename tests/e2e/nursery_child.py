@@ -1,0 +1,176 @@
+"""The process that has imported vLLM and forks into engines; `nursery.py` starts it.
+
+Importing vLLM is most of what an engine's start costs. It is done here once, before any thread of
+Python's is there that a fork would lose; each message is then an order for one engine, with its
+environment and four file descriptors: standard input, output, replies and status. The answer is the
+engine's process id; when it ends, its exit status is written to the last of the four. The end of
+the messages is the order to stop; engines that live then stop by the end of their own input.
+"""
+
+import atexit
+import gc
+import json
+import multiprocessing
+import multiprocessing.context
+import os
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+
+import engine_child
+
+MOST_BYTES = 1 << 20  # of a message: an environment
+NUM_FDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One engine's environment and ends of pipes."""
+
+    env: dict[str, str]
+    stdin: int
+    output: int
+    replies: int
+    status: int
+
+    def close(self) -> None:
+        for end in (self.stdin, self.output, self.replies):
+            os.close(end)
+
+
+class Nursery:
+    """Single-threaded; in a forked process, nothing of it is left but the order."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._status_fds: dict[int, int] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write)
+
+    def run(self) -> Order | None:
+        """Fork until there are no more orders; returns one in the process that it is for."""
+        while True:
+            ready = select.select([self._orders, self._wake_read], [], [])[0]
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+                self._reap()
+            if self._orders in ready:
+                message, fds, _, _ = socket.recv_fds(self._orders, MOST_BYTES, NUM_FDS)
+                if not message:
+                    return None
+                order = Order(json.loads(message), *fds)
+                pid = os.fork()
+                if pid == 0:
+                    self._leave()
+                    return order
+                self._status_fds[pid] = order.status
+                order.close()
+
+    def _reap(self) -> None:
+        for pid in list(self._status_fds):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                status_fd = self._status_fds.pop(pid)
+                os.write(status_fd, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(status_fd)
+
+    def _leave(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        # Not before it leads its own group, by which it can be killed.
+        self._orders.send(str(os.getpid()).encode())
+        self._orders.close()
+        for end in (self._wake_read, self._wake_write, *self._status_fds.values()):
+            os.close(end)
+
+
+class Rank(multiprocessing.context.ForkProcess):
+    """A worker of an engine with several ranks, forked from the engine.
+
+    OpenMP was told of one thread when the nursery started, so there is no team that a fork would
+    lose; what it would read of a new Python's environment, the rank's core, is seen to here.
+    """
+
+    def run(self) -> None:
+        cores = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")
+        numbers = cores.strip("{}").replace(",", " ").split()
+        if numbers:
+            os.sched_setaffinity(0, {int(number) for number in numbers})
+        super().run()
+
+
+class ForkContext(multiprocessing.context.ForkContext):
+    Process = Rank  # type: ignore[assignment]
+
+
+def fork_ranks() -> None:
+    """Have engines fork their ranks; on CPU vLLM starts a new Python for each."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = ForkContext
+
+
+def spin_without_yielding() -> None:
+    """Have ranks that poll for orders be preempted like anybody else.
+
+    They poll for a second after each order and call `sched_yield` all the while. Where something
+    else keeps the cores busy, Linux 6.18 lets that starve every other process for up to a minute,
+    whatever its priority (seen with a clock at nice -19 beside three busy loops): leases, sessions
+    and time limits of whoever is tested run out. `time.sleep(0)` is what vLLM uses itself where a
+    yield would keep the interpreter's lock.
+    """
+    from vllm.distributed import utils
+
+    if utils.USE_SCHED_YIELD:  # an error where a release has no such switch
+        utils.USE_SCHED_YIELD = False
+
+
+def become(order: Order) -> None:
+    """Make of this process what a start with the order's environment would have made."""
+    os.dup2(order.stdin, 0)
+    os.dup2(order.output, 1)
+    os.dup2(order.output, 2)
+    os.close(order.stdin)
+    os.close(order.output)
+    os.close(order.status)
+    os.environ.clear()
+    os.environ.update(order.env)
+
+
+class Ending:
+    """The last exit handler: with `skips_teardown` the process is gone before the teardown."""
+
+    def __init__(self) -> None:
+        self.skips_teardown = False
+        # The first to be registered is the last to be called.
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.skips_teardown:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def main(orders_fd: int) -> None:
+    ending = Ending()
+    engine_child.engine_class()
+    fork_ranks()
+    spin_without_yielding()
+    # An engine's collections, the last one as it ends above all, leave out what the import made.
+    gc.freeze()
+    order = Nursery(socket.socket(fileno=orders_fd)).run()
+    if order is None:
+        ending.skips_teardown = True
+    else:
+        become(order)
+        ending.skips_teardown = engine_child.main(order.replies)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
