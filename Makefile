@@ -7,9 +7,17 @@ OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
 TRITON_VENV ?= .venv-triton
 SET ?= all
+WORKERS ?= 2
 HERE := not gpu and not triton and not matrix and not deploy
-FAST := $(HERE) and not e2e and not mooncake and not s3 and not slow
+# Each test is run by one of the three: beside all others of its kind, a file by one process; so, but
+# beside engines, which wait for one another as much as they work; or with nothing beside it.
+BESIDE := not e2e and not soak and not alone
+ENGINES := (e2e or soak) and not alone
+ALONE := alone
+TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+FAST := $(HERE) and $(BESIDE) and not mooncake and not s3 and not slow
 # What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
+OLDER_TESTS := tests/adapt tests/faults tests/e2e
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
 export VENV TRITON_VENV
@@ -28,9 +36,11 @@ setup:
 demo: setup
 	@$(PYTHON) examples/demo.py
 
-## make test       the whole suite, real engines included
+## make test       the whole suite, real engines included, by WORKERS=2 processes
 test: setup test-triton
-	$(PYTHON) -m pytest -m "$(HERE)"
+	$(PYTHON) -m pytest $(TOGETHER) -m "$(HERE) and $(BESIDE)"
+	$(PYTHON) -m pytest $(TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)"
+	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)"
 
 ## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream
 test-deploy: setup
@@ -54,12 +64,14 @@ test-triton:
 ##                  (what runs under the newest alone is make test); SET=small leaves most out
 test-matrix: setup
 	@VENV=$(OLDER) VLLM_VERSION=$(OLDER_VLLM) scripts/setup.sh
-	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET))" tests/adapt tests/faults tests/e2e
+	$(OLDER_PYTHON) -m pytest $(TOGETHER) -m "$(OLDER_$(SET)) and $(BESIDE)" $(OLDER_TESTS)
+	$(OLDER_PYTHON) -m pytest $(TOGETHER) -m "$(OLDER_$(SET)) and $(ENGINES)" $(OLDER_TESTS)
+	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET)) and $(ALONE)" $(OLDER_TESTS)
 	KVPOOL_OLDER_PYTHON=$(abspath $(OLDER_PYTHON)) $(PYTHON) -m pytest -m matrix tests/e2e
 
 ## make test-fast  what needs neither engines nor servers: under a minute
 test-fast: setup
-	$(PYTHON) -m pytest -m "$(FAST)"
+	$(PYTHON) -m pytest $(TOGETHER) -m "$(FAST)"
 
 ## make gpu-test   page copies on a GPU; on a machine with one, torch and Triton, without vLLM
 gpu-test:

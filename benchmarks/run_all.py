@@ -3,9 +3,9 @@
     python benchmarks/run_all.py [--quick] [--only NAME ...]
 
 Each script runs in a process of its own, one after another, on a machine that should do nothing
-else. `results/{name}.json` holds what it measured, `results/SUMMARY.md` all tables and each target
-with the ratio that was reached. A script that fails or takes too long is named there, and makes the
-exit status 1; a target that was missed does not.
+else. `results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that
+is kept: tables, and each target with the ratio that was reached. A script that fails or takes too
+long keeps its former results and makes the exit status 1; a target that was missed does not.
 """
 
 import argparse
@@ -87,7 +87,8 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> Iterator[str]:
     """The section of one benchmark."""
-    yield f"`{result['command']}` ({result['seconds']} s)"
+    seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
+    yield f"`{result['command']}`{seconds}"
     yield ""
     if "failed" in result:
         yield f"**Failed: {result['failed']}.**"
@@ -115,8 +116,8 @@ def summary(results: dict[str, dict[str, Any]], surroundings: dict[str, str]) ->
         if "failed" in result:
             lines.append(f"* {name}: failed, {result['failed']}")
     for name, result in results.items():
-        lines += ["", f"## {name}", "", *markdown(result)]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += ["", f"## {name}", "", *"\n".join(markdown(result)).rstrip().split("\n")]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -133,20 +134,22 @@ def main() -> int:
         for name, path in scripts.items()
         if not args.only or name in args.only
     }
-    text = summary(results, machine())
-    print(text)
-    if not args.quick and not args.only:
-        keep(results, text)
+    print(summary(results, machine()))
+    if not args.quick:
+        keep(results)
     return any("failed" in result for result in results.values())
 
 
-def keep(results: dict[str, dict[str, Any]], text: str) -> None:
-    """Replace the kept results by these."""
+def keep(results: dict[str, dict[str, Any]]) -> None:
+    """Replace the kept results of these benchmarks, but of those that failed."""
     RESULTS.mkdir(exist_ok=True)
     for name, result in results.items():
+        if "failed" in result:
+            continue
         record = {"machine": machine(), **result}
         (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / "SUMMARY.md").write_text(text)
+    kept = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    (RESULTS / "SUMMARY.md").write_text(summary(kept, machine()))
 
 
 if __name__ == "__main__":
