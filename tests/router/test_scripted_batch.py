@@ -307,6 +307,24 @@ def test_a_pool_that_is_down_has_nothing_and_takes_nothing() -> None:
     assert (pool.count(hashes), pool.count([b"x"])) == (2, 0)
 
 
+def test_what_was_loaded_runs_when_the_last_that_ran_gives_way_to_it() -> None:
+    batch = Batch(replace(SPEC, kv_blocks=8, max_model_len=32), filled(16))
+    growing = sequence(11, first=2)
+    batch.add(growing)
+    for now in (0.0, 0.1):
+        step = batch.step(now)
+        assert step is not None
+        assert step.sampled == [growing]
+        growing.tokens.append(7)
+        if now == 0.0:
+            loaded = sequence(17)
+            batch.add(loaded)
+    assert (loaded.phase, batch.free_blocks) == (Phase.LOADING, 0)
+    step = batch.step(10.0)  # it has been loaded, and the other one wants a block
+    assert step is not None
+    assert (step.sampled, growing.phase) == ([loaded], Phase.WAITING)
+
+
 requests = st.lists(
     st.tuples(
         st.integers(1, 60),  # prompt

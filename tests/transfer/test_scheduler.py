@@ -1,5 +1,6 @@
 """Dependency graphs: tables for each rule, and what the end of an op costs."""
 
+import gc
 import string
 import sys
 from collections import Counter
@@ -653,7 +654,10 @@ def test_each_deadline_comes_once_and_none_of_what_has_ended() -> None:
 
 @contextmanager
 def counted_lines() -> Iterator[list[int]]:
-    """The number of Python lines that run in the calls of the block."""
+    """The number of Python lines that run in the calls of the block.
+
+    Without collections of garbage: hypothesis has lines of its own run at each of them.
+    """
     count = [0]
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -661,11 +665,13 @@ def counted_lines() -> Iterator[list[int]]:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         yield count
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:

@@ -176,7 +176,8 @@ class Batch:
         while index < len(self.running) and step.num_tokens < self._spec.max_num_batched_tokens:
             self._advance(self.running[index], step)
             index += 1
-        if preemptions == self.counts.preemptions:
+        # Who was preempted does not come back in the same step, unless nobody else has one.
+        if preemptions == self.counts.preemptions or not step.num_tokens:
             self._admit_loaded(step)
             self._admit_waiting(now, step)
         if not step.num_tokens:
