@@ -112,6 +112,18 @@ ROWS = (
             ),
         )
     ),
+    Row(
+        "float32, saved and not loaded",
+        MLA,
+        "CPU without AMX, whose kernels compute wrong values after a given prefix",
+        *2
+        * [
+            tensors(
+                "adapt/test_engine.py::"
+                "test_nothing_is_loaded_where_what_follows_a_given_prefix_is_computed_wrongly"
+            )
+        ],
+    ),
     # Contents that CPU attention has no kernel for on every machine, on its pages all the same.
     *(
         Row(isa_dtype, FULL, f"CPU, {isa}", tensors(f"adapt/test_cpu_pages.py::{test}"))
@@ -286,6 +298,13 @@ COMPOSED = (
     (
         "loads that fail under `load_failure: fail`",
         tensors("faults/test_resume.py::test_a_request_may_fail_with_its_load"),
+    ),
+    (
+        "data-parallel engines behind one server",
+        Cell(
+            How.ENGINE,
+            "tests/deploy/test_data_parallel.py::test_one_engine_reads_what_another_has_written",
+        ),
     ),
     ("KV events; hits by source, `host`", engine(f"test_events.py::{EVENTS}")),
     ("hits by source, `disk`", engine(f"{DRAFTS}[chunked]")),

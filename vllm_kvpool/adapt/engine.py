@@ -99,6 +99,13 @@ def read_engine(
             "window or chunked local attention, or with several KV cache groups, so nothing is "
             "loaded; what is computed is saved for others"
         )
+    if not _computes_after_a_prefix(vllm_config):
+        loads = False
+        logger.warning(
+            "kvpool: vLLM's CPU backend for MLA computes wrong values after a prefix that it is "
+            "given, and turns its own prefix caching off, so nothing is loaded; what is computed "
+            "is saved for others"
+        )
     shape = ModelShape(
         namespace=engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared),
         kinds=shared,
@@ -109,6 +116,13 @@ def read_engine(
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     return EngineFacts(shape, kinds, media_are_named)
+
+
+def _computes_after_a_prefix(vllm_config: "VllmConfig") -> bool:
+    """False for MLA on a CPU without AMX, for which the platform turns both of these off."""
+    of_cpu = releases.device_type() == "cpu" and vllm_config.model_config.use_mla
+    chunks = vllm_config.scheduler_config.enable_chunked_prefill
+    return not of_cpu or bool(chunks or vllm_config.cache_config.enable_prefix_caching)
 
 
 def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None:
