@@ -579,6 +579,7 @@ def test_a_busy_lane_that_is_ended_from_outside_is_replaced(rank: Rank) -> None:
     assert rank.save(2) == {DONE: 4}
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("mortal")
 def test_a_lane_that_dies_without_a_word_is_noticed(rank: Rank) -> None:
     rank.perform.hold("gather")
@@ -634,6 +635,7 @@ def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:
     return LoadPlan(JobId(job), f"r{job}", 0, hashes, pages, 0, CHUNK)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("thrown", [False, True], ids=["dies", "is thrown"])
 @pytest.mark.parametrize(
     ("kind", "lane"),

@@ -1,0 +1,93 @@
+"""`make up` and `make load`, as a newcomer runs them: one deployment, one load, Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.deploy
+
+ROOT = Path(__file__).parents[2]
+UP_LIMIT_S = 300.0
+LOAD_S = 10
+LOAD_LIMIT_S = 120.0
+STOP_LIMIT_S = 90.0
+PNG = b"\x89PNG\r\n"
+
+
+class Up:
+    """`examples/07_router.py` with one engine of each role, in a directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._log = directory / "up.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ROOT / "examples/07_router.py"), "--prefill=1", "--decode=1"],
+                cwd=directory,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def wait_until_it_says(self, words: str) -> None:
+        deadline = time.monotonic() + UP_LIMIT_S
+        while words not in self.said():
+            assert self._process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.2)
+
+    def engines(self) -> list[int]:
+        """Process ids."""
+        records = json.loads((self.directory / "up" / "state.json").read_text())["engines"]
+        return [int(each["engine"]["pid"]) for each in records]
+
+    def interrupt(self) -> int:
+        """Ctrl-C; the exit status."""
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(STOP_LIMIT_S)
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self.interrupt()
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    started = Up(tmp_path)
+    yield started
+    started.end()
+
+
+def test_a_newcomers_deployment_and_load(up: Up) -> None:
+    up.wait_until_it_says("Ctrl-C here ends everything")
+    addresses = dict(
+        line.split("=", 1) for line in (up.directory / "up/addresses.sh").read_text().split()
+    )
+    command = [sys.executable, "-m", "vllm_kvpool.cli", "load", addresses["FRONT"]]
+    command += ["--admin", addresses["ADMIN"], "--token-file", "up/token", "--out", "up/load"]
+    command += ["--set", f"seconds={LOAD_S}"]
+    load = subprocess.run(
+        command, cwd=up.directory, capture_output=True, text=True, timeout=LOAD_LIMIT_S
+    )
+    assert load.returncode == 0, load.stderr
+    kept = json.loads((up.directory / "up/load.json").read_bytes())
+    outcomes = {name for name, count in kept["summary"]["outcomes"].items() if count}
+    assert "completed" in outcomes
+    assert outcomes <= {"completed", "shed"}, load.stdout
+    assert len(kept["load"]["states"][-1]["router"]["replicas"]) == 2
+    assert (up.directory / "up/load.png").read_bytes().startswith(PNG)
+    pids = up.engines()
+    assert len(pids) == 2
+    assert up.interrupt() == 0, up.said()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
