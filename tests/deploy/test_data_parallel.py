@@ -3,21 +3,25 @@
 A server with two engines takes a minute to start; `make test-deploy` runs this.
 """
 
+import contextlib
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
 
 from tests.e2e.pool import files, pool
 from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.server_process import HOST, ServerProcess
+from vllm_kvpool.testing.server_process import HOST, free_ports
 from vllm_kvpool.testing.tokenizers import VOCAB, add_tokenizer
 
 pytestmark = pytest.mark.deploy
@@ -25,29 +29,63 @@ pytestmark = pytest.mark.deploy
 CHUNK = 64
 MODEL = "tiny"
 ENGINES = 2
+START_LIMIT_S = 300.0
 ANSWER_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
 STATS_LIMIT_S = 20.0
 
 
-class Server(ServerProcess):
-    """`vllm serve` with two engines, each on a core of its own."""
+class Server:
+    """`vllm serve` with two engines, which end with it."""
 
-    program = "python"
-    start_timeout_s = 180.0
-
-    def __init__(self, model: Path, transfer: str) -> None:
-        super().__init__()
-        self._model, self._transfer = model, transfer
-
-    def arguments(self) -> list[str]:
-        return [
-            *("-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)),
-            *("--served-model-name", MODEL, "--host", HOST, "--port", str(self.port)),
+    def __init__(self, model: Path, transfer: str, log: Path) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://{HOST}:{port}"
+        self._log = log
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", MODEL, "--host", HOST, "--port", str(port)),
             *("--data-parallel-size", str(ENGINES), "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20)),
             *("--block-size", "32", "--enable-prompt-tokens-details"),
-            *("--kv-transfer-config", self._transfer),
+            *("--kv-transfer-config", transfer),
         ]
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **env, "TORCH_COMPILE_DISABLE": "1"},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._is_up():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._end()
+                raise AssertionError(self._log.read_text()[-6000:])
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_LIMIT_S)
+        finally:
+            self._end()
+
+    def _is_up(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health").status_code == 200
+        return False
+
+    def _end(self) -> None:
+        """Whatever is left of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_LIMIT_S)
 
 
 @dataclass(frozen=True)
@@ -58,7 +96,7 @@ class Deployed:
     def complete(self, engine: int, ids: list[int], **wish: Any) -> dict[str, Any]:
         """An engine's answer; `wish` is what the request says to the pool."""
         answer = httpx.post(
-            f"http://{HOST}:{self.server.port}/v1/completions",
+            f"{self.server.url}/v1/completions",
             json={
                 **{"model": MODEL, "prompt": ids, "max_tokens": 4, "temperature": 0},
                 **{"logprobs": 5, "ignore_eos": True},
@@ -78,12 +116,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     add_tokenizer(model)
     stats = directory / "stats"
     transfer = pool(files(directory / "pool"), chunk_tokens=CHUNK, stats_file=str(stats))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        with Server(model, json.dumps(transfer)) as server:
-            yield Deployed(server, stats)
+    with Server(model, json.dumps(transfer), directory / "server.log") as server:
+        yield Deployed(server, stats)
 
 
 def tokens(seed: int, count: int) -> list[int]:
