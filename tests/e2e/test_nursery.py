@@ -21,7 +21,8 @@ libc = ctypes.CDLL(None)
 libc.strdup.restype = ctypes.c_void_p
 text = ctypes.c_void_p(libc.strdup(b"libraries end"))
 def work(pipe):
-    pipe.send((os.getppid(), os.environ["WHOSE"], os.sched_getaffinity(0)))
+    from vllm.distributed.utils import USE_SCHED_YIELD as yields
+    pipe.send((os.getppid(), os.environ["WHOSE"], os.sched_getaffinity(0), yields))
 __version__ = "of " + os.environ["WHOSE"]
 class LLM:
     def __init__(self, **arguments):
@@ -39,9 +40,9 @@ def start_rank():
     told, tell = context.Pipe(duplex=False)
     rank = context.Process(target=work, args=(tell,), daemon=True)
     rank.start()
-    parent, whose, cores = told.recv()
+    parent, whose, cores, yields = told.recv()
     rank.join()
-    return [parent == os.getpid(), whose, sorted(cores), rank.exitcode]
+    return [parent == os.getpid(), whose, sorted(cores), yields, rank.exitcode]
 """
 
 
@@ -129,10 +130,11 @@ def test_an_engine_may_end_without_its_teardown(rig: Rig) -> None:
 
 @pytest.mark.parametrize("binding", ["GOMP_CPU_AFFINITY", "OMP_PLACES"])
 def test_ranks_are_forked_from_their_engine_and_bound_to_its_cores(rig: Rig, binding: str) -> None:
+    """They do not yield their core either while they poll."""
     core = max(os.sched_getaffinity(0))
     engine = rig.fork("one", **{binding: f"{{{core}}}" if binding == "OMP_PLACES" else f"{core}"})
     rig.call(engine, "start", {})
-    assert rig.call(engine, "wake_up", None) == [True, "one", [core], 0]
+    assert rig.call(engine, "wake_up", None) == [True, "one", [core], False, 0]
     engine.stdin.close()
     assert engine.wait(LIMIT_S) == 0
 
