@@ -42,7 +42,8 @@ test: setup test-triton
 	$(PYTHON) -m pytest $(TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)"
 	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)"
 
-## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream
+## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream;
+##                  two data-parallel ones behind a server; make up and make load
 test-deploy: setup
 	$(PYTHON) -m pytest -m "deploy or e2e" tests/deploy
 
