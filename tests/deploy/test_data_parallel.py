@@ -6,7 +6,6 @@ A server with two engines takes a minute to start; `make test-deploy` runs this.
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from tests.e2e.pool import files, pool
+from tests.e2e.pool import files, pool, tokens
+from vllm_kvpool.testing.deployment import ENGINE_ARGS, MODEL
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.server_process import HOST, free_ports
 from vllm_kvpool.testing.tokenizers import VOCAB, add_tokenizer
@@ -27,7 +27,6 @@ from vllm_kvpool.testing.tokenizers import VOCAB, add_tokenizer
 pytestmark = pytest.mark.deploy
 
 CHUNK = 64
-MODEL = "tiny"
 ENGINES = 2
 START_LIMIT_S = 300.0
 ANSWER_LIMIT_S = 60.0
@@ -44,11 +43,8 @@ class Server:
         self._log = log
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--served-model-name", MODEL, "--host", HOST, "--port", str(port)),
-            *("--data-parallel-size", str(ENGINES), "--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20)),
-            *("--block-size", "32", "--enable-prompt-tokens-details"),
-            *("--kv-transfer-config", transfer),
+            *("--host", HOST, "--port", str(port), *ENGINE_ARGS),
+            *("--data-parallel-size", str(ENGINES), "--kv-transfer-config", transfer),
         ]
         env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         with log.open("wb") as output:
@@ -120,10 +116,6 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         yield Deployed(server, stats)
 
 
-def tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB), k=count)
-
-
 def cached(answer: dict[str, Any]) -> int:
     details = answer["usage"]["prompt_tokens_details"]
     return int(details["cached_tokens"]) if details else 0
@@ -134,7 +126,7 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 def test_one_engine_reads_what_another_has_written(deployed: Deployed) -> None:
-    ids = tokens(seed=1, count=4 * CHUNK + 20)
+    ids = tokens(seed=1, count=4 * CHUNK + 20, vocab=VOCAB)
     written = deployed.complete(0, ids)
     assert cached(written) == 0
     read = deployed.complete(1, ids, expect_tokens=4 * CHUNK, expect_timeout_ms=20_000)
@@ -145,7 +137,7 @@ def test_one_engine_reads_what_another_has_written(deployed: Deployed) -> None:
 
 def test_without_the_pool_they_have_nothing_of_each_other(deployed: Deployed) -> None:
     """So it is not one engine that answers for both."""
-    ids = tokens(seed=2, count=4 * CHUNK + 20)
+    ids = tokens(seed=2, count=4 * CHUNK + 20, vocab=VOCAB)
     assert cached(deployed.complete(0, ids)) == 0
     assert cached(deployed.complete(1, ids, load=False)) == 0
     assert cached(deployed.complete(0, ids, load=False)) == 4 * CHUNK
@@ -153,7 +145,7 @@ def test_without_the_pool_they_have_nothing_of_each_other(deployed: Deployed) ->
 
 def test_each_engine_counts_in_files_of_its_own(deployed: Deployed) -> None:
     for engine in range(ENGINES):
-        deployed.complete(engine, tokens(seed=10 + engine, count=2 * CHUNK))
+        deployed.complete(engine, tokens(seed=10 + engine, count=2 * CHUNK, vocab=VOCAB))
     names = {
         f"{deployed.stats.name}.kv.{kind}.{n}" for kind in ("scheduler", "worker") for n in (0, 1)
     }

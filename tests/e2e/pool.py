@@ -33,9 +33,9 @@ def cell_files(directory: Path) -> list[Path]:
     return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
 
 
-def tokens(seed: int, count: int) -> list[int]:
+def tokens(seed: int, count: int, vocab: int = VOCAB) -> list[int]:
     """A prompt that no other seed shares a chunk with."""
-    return random.Random(seed).choices(range(3, VOCAB), k=count)
+    return random.Random(seed).choices(range(3, vocab), k=count)
 
 
 def same(actual: Completion, expected: Completion) -> None:

@@ -2,10 +2,7 @@
 
 import gc
 import random
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -22,6 +19,7 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
 )
+from tests.transfer.lines import PACKAGE, counted_lines
 from vllm_kvpool.transfer.graph import LaneLimits, Op
 from vllm_kvpool.transfer.ops import CellOutcome, LaneName, OpKind
 from vllm_kvpool.transfer.residency import Entry
@@ -108,25 +106,10 @@ def test_a_load_that_is_over_holds_nothing_until_its_deadline() -> None:
 
 
 def lines_run(act: Callable[[], object]) -> int:
-    """How many lines of the package this takes; none of them in a collection of garbage."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        if "vllm_kvpool" not in frame.f_code.co_filename:
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()
-    sys.settrace(trace)
-    try:
+    """How many lines of the package this takes."""
+    with counted_lines(PACKAGE) as count:
         act()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return count
+    return count[0]
 
 
 def many(count: int, group: str = "a") -> str:

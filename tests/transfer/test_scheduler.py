@@ -1,17 +1,14 @@
 """Dependency graphs: tables for each rule, and what the end of an op costs."""
 
-import gc
 import string
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.transfer.lines import counted_lines
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.graph import (
     FAIR_EVERY,
@@ -650,28 +647,6 @@ def test_each_deadline_comes_once_and_none_of_what_has_ended() -> None:
 
 
 # What an end costs
-
-
-@contextmanager
-def counted_lines() -> Iterator[list[int]]:
-    """The number of Python lines that run in the calls of the block.
-
-    Without collections of garbage: hypothesis has lines of its own run at each of them.
-    """
-    count = [0]
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        count[0] += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
-        gc.enable()
 
 
 def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:
