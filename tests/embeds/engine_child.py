@@ -41,8 +41,7 @@ def answer_to(engine: Engine, order: Order) -> object:
             return digest_of(tensor)
         case "begin":
             view = engine.request("begin", (order.mm_hash, order.rows), peers=(order.peer,))
-            while not engine.scheduler._wanted:
-                engine.scheduler.ensure(view, 0)
+            engine.awaits(view)
             return "begun"
         case _:
             return engine.counts()

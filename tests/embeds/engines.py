@@ -67,6 +67,11 @@ class Engine:
         view = self.requests[request_id] = RequestView(request_id, tuple(features), delivery)
         return view
 
+    def awaits(self, view: RequestView) -> None:
+        """A request waits for items that are not here, and the workers have been told so."""
+        # Before they have answered the first greeting, they are told nothing.
+        wait_for(lambda: not self.scheduler.ensure(view, 0) and self.scheduler._links.are_up)
+
     def encode(
         self,
         mm_hash: str,

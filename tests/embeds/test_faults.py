@@ -114,7 +114,7 @@ def assert_nothing_is_lent(engine: Engine) -> None:
 def begin(engine: Engine, mm_hash: str, producer: str, rows: int = ROWS) -> RequestView:
     """A request waits for an item, some rows of which are here when this returns."""
     view = engine.request(mm_hash, (mm_hash, rows), peers=(producer,))
-    assert not engine.scheduler.ensure(view, 0)
+    engine.awaits(view)
     wait_for(lambda: "transferring" in engine.stories(mm_hash), lambda: engine.stories(mm_hash))
     at = rows_here(engine)
     wait_for(lambda: rows_here(engine) > at + 100)
