@@ -4,9 +4,11 @@
 
 fio writes and reads one file per cell with `--ioengine=io_uring --direct=1`, each file in one
 request, as many requests in flight as the store has. The store puts and gets cells of the same
-count through the slots of a staging arena, in batches of 16 MiB (as the lanes do) and all at once,
-and once more with its threads instead of a ring. Rounds take turns, with fresh keys each. `ratio`
-is the median over the rounds of ours over fio's.
+count through the slots of a staging arena: in batches, as the put lane does, and in two lanes at a
+time; all at once, as fio does; and with its threads instead of a ring. Sides take turns, with
+fresh keys each and in another order in each round: about once a round some side has to look for
+what to evict next, and whoever comes after fio finds the file system's journal full. `ratio` is the
+median over the rounds of ours over fio's.
 
 The store is full, as a cache is but for its first hours, so each put also evicts; fio makes its
 files before its clock starts. How fast the store was filled is a note: there each cell makes a
@@ -15,6 +17,7 @@ file, which is slow on ext4 for minutes after files were deleted, as by a run ri
 
 import argparse
 import json
+import random
 import shutil
 import statistics
 import subprocess
@@ -27,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Result, Row, Target
+from vllm_kvpool.pool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
@@ -36,9 +40,8 @@ from vllm_kvpool.store.uring import RING_DEPTH
 from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)
-BATCH_BYTES = 16 << 20
 TOTAL_BYTES, QUICK_TOTAL_BYTES = 128 << 20, 32 << 20
-ROUNDS, QUICK_ROUNDS = 5, 2
+ROUNDS, QUICK_ROUNDS = 9, 2
 STORE_BYTES, QUICK_STORE_BYTES = 512 << 20, 256 << 20
 FIO_LIMIT_S = 60.0
 WANTED_RATIO = 0.9
@@ -142,21 +145,23 @@ def compare(root: Path, cell_bytes: int, quick: bool, fio: bool) -> tuple[list[S
     cells = Cells(cell_bytes, max(total_bytes // cell_bytes, 1))
     directory = root / f"store-{cell_bytes}"
     stores = {io: FileStore(str(directory), store_bytes, io) for io in ("uring", "threads")}
+    batch_bytes = stores["uring"].capabilities.batches_per_put * BATCH_BYTES
+    name = f"{batch_bytes >> 20} MiB"
     sides = [
-        Side("store, 16 MiB", "uring", BATCH_BYTES, 1, [], []),
-        Side("store, 16 MiB x 2 lanes", "uring", BATCH_BYTES, 2, [], []),
+        Side(f"store, {name}", "uring", batch_bytes, 1, [], []),
+        Side(f"store, {name} x 2 lanes", "uring", batch_bytes, 2, [], []),
         Side("store, at once", "uring", total_bytes * 2, 1, [], []),
-        Side("threads, 16 MiB", "threads", BATCH_BYTES, 1, [], []),
+        Side(f"threads, {name}", "threads", batch_bytes, 1, [], []),
     ]
     if fio:
         sides.insert(0, Side("fio", "", 0, 1, [], []))
-    filling = Side("filling", "", BATCH_BYTES, 1, [], [])
+    filling = Side("filling", "", batch_bytes, 1, [], [])
     for _ in range(store_bytes // total_bytes - 1):
         filling.writes.append(run_store(stores["uring"], cells, filling)[0])
     for store in 2 * [*stores.values()]:  # until both have begun to evict
         run_store(store, cells, filling)
-    for _ in range(QUICK_ROUNDS if quick else ROUNDS):
-        for side in sides:
+    for turn in range(QUICK_ROUNDS if quick else ROUNDS):
+        for side in random.Random(turn).sample(sides, len(sides)):
             if side.io:
                 write_rate, read_rate = run_store(stores[side.io], cells, side)
             else:

@@ -21,17 +21,18 @@ from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Kind, Topology
-from vllm_kvpool.pool import open_tiers
+from vllm_kvpool.pool import open_tiers, sides
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.guard import Patience
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.store.open import StoreSpec, open_store
+from vllm_kvpool.store.open import StoreSpec, open_store, parse_store_url
 from vllm_kvpool.transfer import handdown
-from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
@@ -451,4 +452,17 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
     assert torch.equal(rank.load(), kv)
     rank.close()
     counts = {name: names[f"kvpool-{name}"] for name in ("get-0", "put-0", "get-1", "put-1")}
-    assert counts == {"get-0": 3, "put-0": 2, "get-1": 2, "put-1": 2}
+    assert counts == {"get-0": 3, "put-0": 2, "get-1": 2, "put-1": 1}
+
+
+def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
+    specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
+    opened = open_tiers.open_tiers(specs, Patience(call_s=5.0, answer_s=5.0), segment=False)
+    limits = {
+        kind: [sides._limits_of(LaneName(kind, tier), 1, opened) for tier in (0, 1)]
+        for kind in (OpKind.PUT, OpKind.GET)
+    }
+    for limit, factor in zip(limits[OpKind.PUT] + limits[OpKind.GET], (1, 2, 1, 1), strict=True):
+        assert limit.batch_bytes == factor * sides.BATCH_BYTES <= limit.budget_bytes
+        assert limit.batch_ops == factor * sides.BATCH_CELLS
+    opened.close()

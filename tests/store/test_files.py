@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import stat
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ from vllm_kvpool.store import files_batch, files_space, files_spares, uring
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.disk import Done, Transfer, move
 from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_lock import OPENING_S, locked, read_usage, reclaim, write_usage
+from vllm_kvpool.store.files_lock import (
+    OPENING_S,
+    Claim,
+    LockTimeout,
+    locked,
+    read_usage,
+    reclaim,
+    write_usage,
+)
 from vllm_kvpool.store.files_order import HIT_CREDIT_NS, MAX_CREDIT_NS, Policy
 from vllm_kvpool.store.files_space import FORMAT_DIR, Space
 from vllm_kvpool.store.open import open_store, parse_store_url
@@ -243,7 +252,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     "where",
     [
-        *("os.link", "os.unlink", "os.close", "files_space.write_usage"),
+        *("files_space.rename_new", "os.close", "files_space.write_usage"),
         *("files_lock.Claim.change", "files_lock.create_file", "files_batch.write_tail"),
         "uring.Ring.wait",
     ],
@@ -547,15 +556,15 @@ def test_a_forked_child_may_use_the_store_and_the_parent_goes_on(root: Path) -> 
     store.close()
 
 
-@pytest.mark.parametrize("has_links", [True, False])
-def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, has_links: bool) -> None:
+@pytest.mark.parametrize("renames_new", [True, False])
+def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, renames_new: bool) -> None:
     spaces = [FileStore(str(root), MIB)._space for _ in range(2)]
     path = path_of(root, key_of(new_namespace(), 0))
     claims = [space.reserve([FILE]) for space in spaces]
     published = []
     for space, claim, letter in zip(spaces, claims, (b"a", b"b"), strict=True):
         assert claim is not None
-        space._has_links = has_links
+        space._renames_new = renames_new
         fd, temp_path = claim.open_temp(FILE, 0)
         os.write(fd, letter * FILE)
         os.close(fd)
@@ -594,25 +603,70 @@ def put_many(store: FileStore, keys: list[str], buffer: Buffer) -> None:
     assert set(outcomes) == {PutOutcome.STORED}, outcomes
 
 
-def test_a_batch_is_charged_in_one_round(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_batch_is_charged_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(str(root), 64 * MIB)
-    rounds: list[str] = []
+    charges: list[str] = []
 
     @contextlib.contextmanager
     def counted(path: str, wait_s: float) -> Iterator[int]:
-        rounds.append(os.path.basename(path))
+        charges.append(os.path.basename(path))
         with locked(path, wait_s) as fd:
             yield fd
 
     monkeypatch.setattr(files_space, "locked", counted)
-    keys = [key_of(new_namespace(), n) for n in range(100)]
+    num_cells = files_batch.ROUND_BYTES // FILE
+    keys = [key_of(new_namespace(), n) for n in range(num_cells)]
     buffer = make_buffer(CELL)
     put_many(store, keys, buffer)
-    assert rounds == ["usage"]
-    assert store.put(keys, [buffer] * 100, [""] * 100) == [PutOutcome.EXISTED] * 100
-    assert store.get(keys, [buffer] * 100) == [GetOutcome.OK] * 100
-    assert store.exists(keys) == [True] * 100
-    assert rounds == ["usage"]
+    assert charges == ["usage"]
+    assert store.put(keys, [buffer] * num_cells, [""] * num_cells) == (
+        [PutOutcome.EXISTED] * num_cells
+    )
+    assert store.get(keys, [buffer] * num_cells) == [GetOutcome.OK] * num_cells
+    assert store.exists(keys) == [True] * num_cells
+    assert charges == ["usage"]
+    store.close()
+
+
+def test_room_for_more_is_made_while_the_disk_writes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_batch, "ROUND_BYTES", 2 * FILE)
+    store = FileStore(str(root), 64 * FILE)
+    put_many(store, [key_of(new_namespace(), n) for n in range(64)], make_buffer(CELL))  # full
+    events: list[str] = []
+    for name in ("reserve", "publish"):
+        method = getattr(store._space, name)
+        monkeypatch.setattr(
+            store._space,
+            name,
+            lambda *args, name=name, method=method: (events.append(name), method(*args))[1],
+        )
+    put_many(store, [key_of(new_namespace(), n) for n in range(8)], make_buffer(CELL))
+    assert events == ["reserve"] * 4 + ["publish"] * 8  # the queue is longer than that
+    assert_counted(root)
+    store.close()
+
+
+def test_where_no_room_can_be_made_what_is_being_written_is_stored(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_batch, "ROUND_BYTES", 2 * FILE)
+    store = FileStore(str(root), 64 * FILE)
+    reserve, num_calls = store._space.reserve, itertools.count()
+
+    def locked_out(sizes: Sequence[int]) -> Claim | None:
+        if next(num_calls) == 2:
+            raise LockTimeout("somebody holds it")
+        return reserve(sizes)
+
+    monkeypatch.setattr(store._space, "reserve", locked_out)
+    keys = [key_of(new_namespace(), n) for n in range(8)]
+    outcomes = store.put(keys, [make_buffer(CELL)] * 8, [""] * 8)
+    assert outcomes == [PutOutcome.STORED] * 4 + [PutOutcome.FULL] * 4
+    assert store.exists(keys) == [True] * 4 + [False] * 4
+    assert next(num_calls) == 3, "each would wait as long again"
+    assert_counted(root)
     store.close()
 
 

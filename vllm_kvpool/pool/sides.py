@@ -42,7 +42,7 @@ from vllm_kvpool.transfer.executor import Executor, PassOn
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
-from vllm_kvpool.transfer.ops import HOST, LaneName, TierHealth
+from vllm_kvpool.transfer.ops import HOST, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
@@ -325,6 +325,20 @@ def _tell_health(executor: Executor, tier: int, is_up: bool) -> None:
     executor.post(TierHealth(tier, is_up))
 
 
+def _limits_of(lane: LaneName, num_threads: int, tiers: OpenTiers) -> LaneLimits:
+    batch_bytes, num_batches = BATCH_BYTES, 1
+    if lane.tier == HOST:
+        batch_bytes = COPY_BATCH_BYTES
+    elif lane.kind is OpKind.PUT:
+        num_batches = tiers.stores[lane.tier].capabilities.batches_per_put
+    return LaneLimits(
+        num_threads + 1,  # so that none waits for the engine
+        num_batches * BATCH_CELLS,
+        num_batches * batch_bytes,
+        BUDGET_BATCHES * BATCH_BYTES,
+    )
+
+
 def make_engine(
     config: KVPoolConfig,
     specs: TierSpecs,
@@ -334,16 +348,7 @@ def make_engine(
     lanes: Mapping[LaneName, int],
 ) -> Engine:
     """The engine over an arena and open tiers."""
-    limits = {
-        # One batch more than threads, so that none waits for the engine.
-        lane: LaneLimits(
-            count + 1,
-            BATCH_CELLS,
-            COPY_BATCH_BYTES if lane.tier == HOST else BATCH_BYTES,
-            BUDGET_BATCHES * BATCH_BYTES,
-        )
-        for lane, count in lanes.items()
-    }
+    limits = {lane: _limits_of(lane, count, tiers) for lane, count in lanes.items()}
     staging = arena.num_slots - arena.num_kept
     residency = Residency(
         SlotPool(arena.num_slots, staging // LOAD_RESERVE),

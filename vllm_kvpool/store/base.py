@@ -59,6 +59,7 @@ class Capabilities:
     remote: bool  # calls cross a network: a failure may pass, so it is worth a retry
     parallel_gets: int  # calls of `get` at a time that together are the fastest
     parallel_puts: int
+    batches_per_put: int = 1  # of the usual size, taken together: a long put may overlap its parts
     sheds: bool = False  # it is `Shedding` too
 
 

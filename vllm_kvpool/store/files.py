@@ -21,7 +21,7 @@ from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import choose_disk
-from vllm_kvpool.store.files_batch import NO_ROOM, Cell, ReadBatch, Surroundings, Tails, WriteBatch
+from vllm_kvpool.store.files_batch import Cell, ReadBatch, Surroundings, Tails, WriteBatch
 from vllm_kvpool.store.files_entries import directories, entries, is_there, make_directory
 from vllm_kvpool.store.files_format import PAGE_BYTES, Footer, file_bytes, read_footer
 from vllm_kvpool.store.files_lock import (
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 NAME_DIGEST_BYTES = 20
 FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-CLAIMS_PER_SIZE = 8  # a put larger than this part of the size is made in several rounds
+CLAIMS_PER_SIZE = 8  # a put larger than this part of the size is made in several parts
 HAND_DOWN_WATERMARK = 0.85  # below LOW_WATERMARK: what is handed down in time is not evicted
 HAND_DOWN_SCAN_NS = 10 * 10**9  # between two scans for the same purpose
 
@@ -45,7 +45,8 @@ CAPABILITIES = Capabilities(
     durable=True,
     remote=False,
     parallel_gets=2,
-    parallel_puts=2,  # one opens and publishes files while the other waits for the disk
+    parallel_puts=1,  # it makes room and publishes while the disk writes; two would only take turns
+    batches_per_put=2,  # at its ends it does wait for the disk
     sheds=True,
 )
 
@@ -152,8 +153,8 @@ class FileStore:
                 absent[i] = Cell.of(key, buffer, path)
                 outcomes[i] = PutOutcome.FULL
         try:
-            for cells in self._rounds(absent):
-                self._put(cells, outcomes)
+            for cells in self._parts(absent):
+                self._perform(WriteBatch(self._around, cells, outcomes))
         except LockTimeout as error:  # the others would wait as long again, each of them
             logger.warning("%s; the rest of the batch is not stored", error)
         if PutOutcome.FAILED in outcomes:
@@ -238,7 +239,7 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"file store {self._space.root} cannot remove: {error}") from error
 
-    def _rounds(self, cells: Mapping[int, Cell]) -> Iterator[dict[int, Cell]]:
+    def _parts(self, cells: Mapping[int, Cell]) -> Iterator[dict[int, Cell]]:
         """Which cells to put at a time.
 
         What is charged but not published cannot be evicted, so a small store takes a large batch
@@ -255,25 +256,6 @@ class FileStore:
             part_bytes += cell.file_bytes
         if part:
             yield part
-
-    def _put(self, cells: Mapping[int, Cell], outcomes: list[PutOutcome]) -> None:
-        try:
-            claim = self._space.reserve([cell.file_bytes for cell in cells.values()])
-        except OSError as error:
-            self._warn(error)
-            failed = PutOutcome.FULL if error.errno in NO_ROOM else PutOutcome.FAILED
-            for i in cells:
-                outcomes[i] = failed
-            return
-        if claim is None:
-            return
-        try:
-            self._perform(WriteBatch(self._around, claim, cells, outcomes))
-        finally:
-            try:
-                self._space.settle(claim)
-            except OSError as error:  # then the count is too high, until the next one
-                self._warn(error)
 
     def _perform(self, batch: ReadBatch | WriteBatch) -> None:
         with (

@@ -8,7 +8,9 @@ With O_DIRECT the body goes straight between disk and the caller's buffer, if th
 the tail always goes through a page of ours.
 """
 
+import contextlib
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -30,11 +32,14 @@ from vllm_kvpool.store.files_format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.store.files_lock import Claim
+from vllm_kvpool.store.files_lock import Claim, LockTimeout
 from vllm_kvpool.store.files_order import Policy, worth_until
 from vllm_kvpool.store.files_space import Space
 
+logger = logging.getLogger(__name__)
+
 TAILS_AT_A_TIME = 32
+ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says
@@ -112,14 +117,23 @@ class Surroundings:
         return os.O_DIRECT if self.direct and is_aligned else 0
 
 
-class _Open(NamedTuple):
-    """A file in transfer."""
+class _Reading(NamedTuple):
+    """A file being read."""
 
     fd: int
     path: str
     tail: Buffer
-    worth_ns: int = 0  # these two as they were when it was opened, to be read
-    inode: int = 0
+    worth_ns: int  # these two as they were when it was opened
+    inode: int
+
+
+class _Writing(NamedTuple):
+    """A file being written."""
+
+    fd: int
+    path: str
+    tail: Buffer
+    claim: Claim
 
 
 class ReadBatch:
@@ -130,7 +144,7 @@ class ReadBatch:
         self._around = around
         self._cells = cells
         self._ways = around.space.ways()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _Reading] = {}
 
     def transfers(self) -> Iterator[Transfer]:
         for i, cell in enumerate(self._cells):
@@ -152,7 +166,7 @@ class ReadBatch:
                 continue
             os.set_blocking(fd, True)  # a ring may answer EAGAIN to what may not block
             tail = self._around.tails.take()
-            self._open[i] = _Open(fd, cell.path, tail, status.st_mtime_ns, status.st_ino)
+            self._open[i] = _Reading(fd, cell.path, tail, status.st_mtime_ns, status.st_ino)
             yield Transfer(i, fd, cell.parts(tail), writes=False)
 
     def finish(self, done: Done) -> None:
@@ -171,7 +185,7 @@ class ReadBatch:
         for file in self._open.values():
             os.close(file.fd)
 
-    def _accept(self, file: _Open, cell: Cell) -> GetOutcome:
+    def _accept(self, file: _Reading, cell: Cell) -> GetOutcome:
         # An object that was evicted meanwhile may have been written over before it was read.
         try:
             if os.lstat(file.path).st_ino != file.inode:
@@ -194,37 +208,74 @@ class ReadBatch:
 
 
 class WriteBatch:
-    """A `put` of cells within one claim; fills in the outcomes of `cells`, by their numbers."""
+    """A `put`; fills in the outcomes of `cells`, by their numbers. They are FULL before.
+
+    Room is made for one round at a time, each with a claim of its own.
+    """
 
     def __init__(
-        self,
-        around: Surroundings,
-        claim: Claim,
-        cells: Mapping[int, Cell],
-        outcomes: list[PutOutcome],
+        self, around: Surroundings, cells: Mapping[int, Cell], outcomes: list[PutOutcome]
     ) -> None:
         self._around = around
-        self._claim = claim
         self._ways = around.space.ways()
         self._cells = cells
         self._outcomes = outcomes
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _Writing] = {}
+        self._claims: list[Claim] = []
         # A write has set the file's time by the system's clock.
         self._has_time = around.clock_ns is time.time_ns
 
     def transfers(self) -> Iterator[Transfer]:
-        for i, cell in self._cells.items():
+        for numbers in self._rounds():
             try:
-                flag = self._around.direct_flag(cell.buffer)
-                fd, path = self._claim.open_temp(cell.file_bytes, flag)
-            except OSError as error:
-                self._fail(i, error)
+                claim = self._reserve(numbers)
+            except LockTimeout as error:  # the others would wait as long again, each of them
+                logger.warning("%s; the rest of the batch is not stored", error)
+                return
+            if claim is None:
                 continue
-            tail = self._around.tails.take()
-            self._open[i] = _Open(fd, path, tail)
-            parts = cell.parts(tail)
-            write_tail(parts[-1].view, cell.buffer.view, cell.key)
-            yield Transfer(i, fd, parts, writes=True)
+            for i in numbers:
+                transfer = self._begin(i, claim)
+                if transfer is not None:
+                    yield transfer
+
+    def _rounds(self) -> Iterator[list[int]]:
+        numbers: list[int] = []
+        nbytes = 0
+        for i, cell in self._cells.items():
+            if numbers and nbytes + cell.file_bytes > ROUND_BYTES:
+                yield numbers
+                numbers, nbytes = [], 0
+            numbers.append(i)
+            nbytes += cell.file_bytes
+        if numbers:
+            yield numbers
+
+    def _reserve(self, numbers: Sequence[int]) -> Claim | None:
+        try:
+            claim = self._around.space.reserve([self._cells[i].file_bytes for i in numbers])
+        except OSError as error:
+            self._around.warn(error)
+            for i in numbers:
+                self._fail(i, error)
+            return None
+        if claim is not None:
+            self._claims.append(claim)
+        return claim
+
+    def _begin(self, i: int, claim: Claim) -> Transfer | None:
+        cell = self._cells[i]
+        try:
+            flag = self._around.direct_flag(cell.buffer)
+            fd, path = claim.open_temp(cell.file_bytes, flag)
+        except OSError as error:
+            self._fail(i, error)
+            return None
+        tail = self._around.tails.take()
+        self._open[i] = _Writing(fd, path, tail, claim)
+        parts = cell.parts(tail)
+        write_tail(parts[-1].view, cell.buffer.view, cell.key)
+        return Transfer(i, fd, parts, writes=True)
 
     def finish(self, done: Done) -> None:
         i = done.tag
@@ -238,7 +289,7 @@ class WriteBatch:
             cell = self._cells[i]
             self._ways.check(cell.path)
             charge_bytes = self._around.space.charge_of(cell.file_bytes)
-            published = self._around.space.publish(self._claim, charge_bytes, file.path, cell.path)
+            published = self._around.space.publish(file.claim, charge_bytes, file.path, cell.path)
             self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED
         except OSError as error:
             self._around.space.discard(file.path)
@@ -249,9 +300,18 @@ class WriteBatch:
                 self._around.tails.give_back(file.tail)
 
     def close(self) -> None:
-        for file in self._open.values():
-            os.close(file.fd)
-            self._around.space.discard(file.path)
+        with contextlib.ExitStack() as ends:
+            for claim in self._claims:
+                ends.callback(self._settle, claim)
+            for file in self._open.values():
+                os.close(file.fd)
+                self._around.space.discard(file.path)
+
+    def _settle(self, claim: Claim) -> None:
+        try:
+            self._around.space.settle(claim)
+        except OSError as error:  # then the count is too high, until the next one
+            self._around.warn(error)
 
     def _fail(self, i: int, error: OSError) -> None:
         if error.errno in NO_ROOM:

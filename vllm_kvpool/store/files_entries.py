@@ -7,11 +7,15 @@ we look at the moment after: that is its owner alone, who is trusted.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
 
 DIR_MODE = 0o700
+
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # not in every libc
 
 
 def make_directory(path: str) -> None:
@@ -69,6 +73,19 @@ class Ways:
 def is_there(path: str) -> bool:
     """Whether an object has its name; a link in its place counts, as somebody must remove it."""
     return os.access(path, os.F_OK, follow_symlinks=False)
+
+
+def rename_new(path: str, new_path: str) -> None:
+    """Rename a file to a name that must be free, in one step.
+
+    OSError: EEXIST if it is taken, EINVAL or ENOSYS if this file system or system cannot.
+    """
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), new_path)
+    names = os.fsencode(path), os.fsencode(new_path)
+    if _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), new_path)
 
 
 def open_spare(path: str, nbytes: int, flags: int) -> int | None:

@@ -26,6 +26,7 @@ from vllm_kvpool.store.files_entries import (
     directories,
     entries,
     make_directory,
+    rename_new,
     set_worth,
     take_away_foreign,
 )
@@ -54,7 +55,7 @@ USAGE_WAIT_S = 10.0  # the usage lock is held for microseconds
 EVICT_WAIT_S = 10.0
 COUNT_END_S = 2.0  # a count looks after each directory whether it is to end
 
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+_NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Closing(Exception):
@@ -75,7 +76,7 @@ class Space:
         self._usage = os.path.join(self._base, "usage")
         self._evict_lock = os.path.join(self._base, "evict.lock")
         self.hand_down_lock = os.path.join(self._base, "hand_down.lock")
-        self._has_links = True
+        self._renames_new = True  # some file systems of a network cannot
         self._restore_lock = threading.Lock()
         # The last is in use. Claims under way may still write to the locks of those before it.
         self._own: list[Writer] = []
@@ -274,18 +275,16 @@ class Space:
         return True
 
     def _name(self, temp_path: str, path: str) -> bool:
-        if self._has_links:
+        if self._renames_new:
             try:
-                os.link(temp_path, path)
+                rename_new(temp_path, path)
+                return True
             except FileExistsError:
                 return False
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in _NO_RENAME_NEW:
                     raise
-                self._has_links = False
-            else:
-                os.unlink(temp_path)
-                return True
+                self._renames_new = False
         with locked(self._usage, USAGE_WAIT_S):  # one namer at a time: rename would replace
             if os.path.lexists(path):
                 return False
@@ -342,27 +341,30 @@ class Space:
         Files of the wanted sizes go into the claim or become spares, with their charge; but not
         of what is used beyond the size.
         """
-        evicted_bytes = freed_bytes = 0
+        evicted_bytes = freed_bytes = moved_bytes = 0
         must_free_bytes = used_bytes - self.size_bytes
         sizes = wanted.keys() if self._spares.are_kept else set[int]()
-        while evicted_bytes < excess_bytes:
-            item = next(coldest_first, None)
-            if item is None:
-                break
-            with contextlib.suppress(FileNotFoundError):
-                status = os.lstat(item.path)
-                if status.st_mtime_ns != item.worth_ns or not stat.S_ISREG(status.st_mode):
-                    continue
-                nbytes = status.st_size
-                if nbytes not in sizes or freed_bytes < must_free_bytes:
-                    os.unlink(item.path)
-                    freed_bytes += item.charge_bytes
-                elif claim.num_spares(nbytes) < wanted[nbytes]:
-                    claim.change(item.charge_bytes)
-                    os.rename(item.path, claim.new_spare(nbytes))
-                else:
-                    freed_bytes += self._take_away(item.path, nbytes)
-                evicted_bytes += item.charge_bytes
+        try:
+            while evicted_bytes < excess_bytes:
+                item = next(coldest_first, None)
+                if item is None:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(item.path)
+                    if status.st_mtime_ns != item.worth_ns or not stat.S_ISREG(status.st_mode):
+                        continue
+                    nbytes = status.st_size
+                    if nbytes not in sizes or freed_bytes < must_free_bytes:
+                        os.unlink(item.path)
+                        freed_bytes += item.charge_bytes
+                    elif claim.num_spares(nbytes) < wanted[nbytes]:
+                        os.rename(item.path, claim.new_spare(nbytes))
+                        moved_bytes += item.charge_bytes
+                    else:
+                        freed_bytes += self._take_away(item.path, nbytes)
+                    evicted_bytes += item.charge_bytes
+        finally:
+            claim.change(moved_bytes)  # once for all: nobody counts meanwhile
         self._give_back(freed_bytes)
         return evicted_bytes
 
