@@ -643,6 +643,29 @@ def test_few_transfers_are_under_way_at_a_time(fake: FakeTransferEngine) -> None
         assert most <= 2 * mooncake_writes.MAX_RANGES
 
 
+@pytest.mark.parametrize("takes_s", [0.0001, 0.0005, 0.003, 0.05])
+def test_the_end_of_a_write_is_soon_seen_and_seldom_asked_for(
+    fake: FakeTransferEngine, takes_s: float
+) -> None:
+    fake.fate = lambda index: Fate.HANGS
+    check = fake.transfer_check_status
+    with faulty(fake) as (landing, plane, clock):
+        start, step_s = clock.now, 5e-6
+
+        def watched(number: int) -> int:
+            if clock.now - start >= takes_s:
+                fake.land(fake.writes[number - 1])
+            return check(number)
+
+        fake.transfer_check_status = watched  # type: ignore[method-assign]
+        clock.step_s = step_s
+        write_all(landing, plane, [Run(0, 1, 0)])
+        (write,) = fake.writes
+        late_s = clock.now - start - takes_s
+    assert late_s < max(takes_s * 0.15, mooncake_writes.MIN_PAUSE_S) + 4 * step_s
+    assert write.num_asked < mooncake_writes.SPIN_S / step_s + 80
+
+
 def test_a_session_is_asked_for_before_the_first_write_and_after_a_failure(
     fake: FakeTransferEngine,
 ) -> None:

@@ -49,6 +49,7 @@ CLOSE_WAIT_S = 2.0
 SPIN_S = 150e-6  # a small write has ended by then; sleeping would double what it takes
 MIN_PAUSE_S = 50e-6
 MAX_PAUSE_S = 1e-3
+PAUSE_SHARE = 0.125  # of the time that a write has taken so far: about as late its end is seen
 
 
 def timeout_of(nbytes: int) -> float:
@@ -163,7 +164,7 @@ class MooncakeWriter:
 
     def wait(self, sent: _Sent) -> None:
         """Return when all writes of a piece have ended well."""
-        spin_until, pause_s = self.clock() + SPIN_S, MIN_PAUSE_S
+        start = self.clock()
         while sent.numbers:
             answer = self.native.transfer_check_status(sent.numbers[-1])
             if answer in (WRITTEN, FAILED):
@@ -176,9 +177,8 @@ class MooncakeWriter:
                 raise WriteError("Mooncake's transfer does not end", quiesced=False)
             if self._closing.is_set():
                 raise WriteError("the process ends", quiesced=False)
-            if now >= spin_until:
-                self._sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            if now >= start + SPIN_S:
+                self._sleep(min(max(PAUSE_SHARE * (now - start), MIN_PAUSE_S), MAX_PAUSE_S))
 
     def leave(self, sent: _Sent) -> None:
         """A piece comes back, as soon as nothing reads it."""
