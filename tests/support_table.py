@@ -317,6 +317,10 @@ COMPOSED = (
         tensors("faults/test_events.py::test_a_listener_believes_what_is_so"),
     ),
     (
+        "KV events of what stores evict, or lose to others",
+        tensors("faults/test_events.py::test_what_a_store_evicts_is_taken_back"),
+    ),
+    (
         "both of vLLM's model runners, with and without drafts, in the order of either release",
         tensors("faults/test_runners.py::test_steps_in_the_order_of_a_runner"),
     ),

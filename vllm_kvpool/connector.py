@@ -101,7 +101,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._facts.shape.cells_per_chunk,
             )
             self._mirror = HostMirror(self._scheduler_side.host_ranks)
-            self._hit_sources = HitSources(self._scheduler_side.tier_kinds)
+            self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
         atexit.register(self.shutdown)
@@ -119,8 +119,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             shape.namespace,
             self._config.chunk_tokens,
             shape.num_ranks,
-            side.tier_kinds,
+            side.tiers,
             self._mirror,
+            side.look,
         )
 
     # What the engine asks before it starts

@@ -134,6 +134,11 @@ def kind_of_group(group: str) -> str:
     return parts[2] if len(parts) == 3 else ""
 
 
+def hash_of_group(group: str) -> str:
+    """The hash, in hexadecimal, of the chunk whose cells a group is."""
+    return group.split("-", 2)[1]
+
+
 def group_of_key(key: str) -> str:
     """The group of a key; a string that is no key of ours is in one by itself."""
     namespace = namespace_of(key)

@@ -153,12 +153,19 @@ def test_what_is_stored_and_removed_is_told_with_vllms_own_hashes(
         grown = {source: after[source] - before[source] for source in after}
         assert grown == dict.fromkeys(after, 0) | {"host": count * block_size}
 
-        assert engine.reset_pool()
-        subscriber.events.clear()
-
         def removed(medium: tuple[str, str | None]) -> Counter[bytes]:
             gone = subscriber.of("BlockRemoved", medium)
             return Counter(name for event in gone for name in event["block_hashes"])
 
-        until(engine, subscriber, lambda: bool(removed(FILE)))
-        assert removed(HOST) == removed(FILE) == Counter(wanted.keys())
+        # Somebody else evicts it: this engine looks, and tells.
+        for file in (tmp_path / "pool").rglob("objects/*/*/*"):
+            file.unlink()
+        until(engine, subscriber, lambda: len(removed(FILE)) == count)
+        assert removed(FILE) == Counter(wanted.keys())
+        assert not removed(HOST)
+
+        assert engine.reset_pool()
+        subscriber.events.clear()
+        until(engine, subscriber, lambda: bool(removed(HOST)))
+        assert removed(HOST) == Counter(wanted.keys())
+        assert not removed(FILE)

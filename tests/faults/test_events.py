@@ -6,6 +6,7 @@ all ranks say they have.
 """
 
 import random
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -15,8 +16,10 @@ from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
 from tests.faults.workshop import Workshop
+from vllm_kvpool.adapt import events
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import group_of
+from vllm_kvpool.store.base import Store
 from vllm_kvpool.testing.faults import Fault
 
 STEPS = 150
@@ -74,6 +77,23 @@ def chunk_hash(tokens: list[int]) -> bytes:
     return chain.hashes[-1]
 
 
+def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], set[Any]]:
+    """The blocks that are whole in the store, and in host memory."""
+    connector: Any = rig.scheduler.connector
+    connector._events._announcer.check()
+    names = connector._scheduler_side._probe._names
+    stored, in_host = set(), set()
+    for name, (parent, _) in listener.known.items():
+        path = listener.tokens_to(name)
+        if len(path) % CHUNK == 0:  # the block ends a chunk, and its parent begins it
+            chunk = chunk_hash(path)
+            if all(store.exists(names.of_chunk(chunk))):
+                stored |= {name, parent}
+            if connector._mirror.has(group_of(names.namespace, chunk.hex())):
+                in_host |= {name, parent}
+    return stored, in_host
+
+
 @pytest.mark.parametrize("policy", ["through", "back"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("faulty", [False, True])
@@ -103,22 +123,56 @@ def test_a_listener_believes_what_is_so(
     rig.run(END_S)
     rig.settle()
     rig.step()
-    connector: Any = rig.scheduler.connector
-    connector._events._announcer.check()
     assert listener.num_told > 0
     assert rig.count("kvpool_evicted_cells") > 0
-    names = connector._scheduler_side._probe._names
-    stored, in_host = set(), set()
-    for name, (parent, _) in listener.known.items():
-        path = listener.tokens_to(name)
-        if len(path) % CHUNK == 0:  # the block ends a chunk, and its parent begins it
-            chunk = chunk_hash(path)
-            if all(store.exists(names.of_chunk(chunk))):
-                stored |= {name, parent}
-            if connector._mirror.has(group_of(names.namespace, chunk.hex())):
-                in_host |= {name, parent}
+    stored, in_host = what_is_so(rig, listener, store)
     assert listener.blocks[HOST] == in_host
     assert listener.blocks[STORE] <= stored
     if policy == "through" and not faulty:
         assert listener.blocks[STORE] == stored
         assert stored
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_a_store_evicts_is_taken_back(
+    workshop: Workshop, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine itself, or by others: nobody tells it."""
+    monkeypatch.setattr(events, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(events, "MOST_LOOKED_AT", 7)
+    url = f"{workshop.memory()}?size=1MiB"
+    rig = workshop.rig(RigSpec(tp=tp, num_blocks=40, events=True), url)
+    listener, store = Listener(rig), workshop.plain_store(url)
+    last = -1
+    while last < 20 or 4 * len(listener.blocks[STORE]) > 3 * len(listener.known):
+        last += 1
+        assert last < MOST_STEPS, "nothing is taken back"
+        rig.add(tokens(last, 4 * CHUNK), 1)
+        rig.run(END_S)
+    rig.settle()
+    assert step_until(rig, listener, store)
+    known = set(listener.blocks[STORE])
+    assert known
+    others = tuple(listener.known)[-1]
+    chunk = chunk_hash(listener.tokens_to(others)[: 2 * CHUNK])
+    names = rig.scheduler.connector._scheduler_side._probe._names
+    assert store.remove(names.of_chunk(chunk)[-1:]) == 1
+    assert step_until(rig, listener, store)
+    assert len(listener.blocks[STORE]) < len(known)
+    # What comes back is announced again.
+    rig.reset(connector=False)
+    rig.add(tokens(last, 4 * CHUNK), 1)
+    rig.run(END_S)
+    rig.settle()
+    assert step_until(rig, listener, store)
+    assert others in listener.blocks[STORE]
+
+
+def step_until(rig: Rig, listener: Listener, store: Store) -> bool:
+    """Whether the listener soon believes what is so."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        rig.step()
+        if listener.blocks[STORE] == what_is_so(rig, listener, store)[0]:
+            return True
+    return False

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
 import pytest
@@ -20,7 +20,14 @@ from vllm_kvpool.keys import (
 )
 from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.probe import MAX_KEYS_PER_ROUND, Answer, Lookup, LookupOutcome, Probe
+from vllm_kvpool.pool.probe import (
+    MAX_KEYS_PER_ROUND,
+    Answer,
+    Look,
+    Lookup,
+    LookupOutcome,
+    Probe,
+)
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
@@ -582,3 +589,44 @@ def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, qu
     pool.probe.remove_all(done.put, ("a", "b"))
     assert not done.get(timeout=LIMIT_S)
     assert pool.store.calls["remove_namespace"] == 2
+
+
+def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:
+    """Of these chunks, those that a look at so many tiers misses."""
+    said: SimpleQueue[list[str]] = SimpleQueue()
+    hashes = [each.hex() for each in chain_of().hashes]
+    asked = tuple(hashes[chunk] for chunk in chunks)
+    pool.probe.look(Look(num_tiers, "", asked, first_turn, said.put))
+    return {hashes.index(each) for each in said.get(timeout=LIMIT_S)}
+
+
+def test_a_look_says_what_is_gone(pool: Pool) -> None:
+    pool.hold(range(3))
+    assert gone_of(pool, range(5)) == {3, 4}
+    assert gone_of(pool, ()) == set()
+
+
+def test_a_cell_that_is_gone_is_missed_when_it_is_its_turn(pool: Pool) -> None:
+    num_cells = len(NAMES.of_chunk(bytes(20)))
+    pool.hold(range(1), but=2)
+    missed = [gone_of(pool, [0], first_turn=turn) for turn in range(num_cells)]
+    assert missed == [{0} if turn == 2 else set() for turn in range(num_cells)]
+
+
+def test_a_chunk_may_lie_in_several_tiers() -> None:
+    pool = Pool(num_stores=3)
+    try:
+        for cell in range(len(NAMES.of_chunk(bytes(20)))):
+            pool.hold(range(1), only=cell, tier=cell % 2)
+        pool.hold(range(1, 2), tier=2)
+        for turn in range(4):
+            assert gone_of(pool, (0, 1), num_tiers=2, first_turn=turn) == {1}
+        assert gone_of(pool, (1,), num_tiers=3) == set()
+    finally:
+        pool.probe.close()
+
+
+def test_of_a_tier_that_cannot_say_nothing_is_gone(pool: Pool) -> None:
+    pool.store.inject(Fault.ERROR, "exists", times=1)
+    assert gone_of(pool, (0, 1)) == set()
+    assert gone_of(pool, (0, 1)) == {0, 1}

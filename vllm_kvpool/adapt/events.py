@@ -7,10 +7,12 @@ host memory; see `pool/announcer.py`. vLLM publishes what `take` gives with its 
 end of a step: `has_pending` asks for further steps, for a bounded time, while there is more to say.
 """
 
+import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import (
@@ -30,7 +32,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from vllm_kvpool.adapt import releases
 from vllm_kvpool.adapt.kinds import LayerKind
-from vllm_kvpool.keys import Namespace, group_of, in_epoch
+from vllm_kvpool.keys import Namespace, group_of, hash_of_group, in_epoch
 from vllm_kvpool.pool.announcer import (
     Announcement,
     Announcer,
@@ -42,6 +44,8 @@ from vllm_kvpool.pool.announcer import (
 )
 from vllm_kvpool.pool.lookup import HostMirror
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
+from vllm_kvpool.pool.probe import Look
+from vllm_kvpool.store.base import Capabilities
 from vllm_kvpool.transfer.ops import LoadPlan, PrefetchPlan, SavePlan
 
 if TYPE_CHECKING:
@@ -51,6 +55,11 @@ if TYPE_CHECKING:
 
 KNOWN_S = 2.0
 """For so long after the last save an engine without requests is kept stepping, to learn its end."""
+
+LOOK_EVERY_S = 1.0
+MAX_CELLS = 1 << 16  # of a chunk; which of them is looked at is left to chance
+MOST_LOOKED_AT = 512
+"""Chunks at a time: each that is announced is looked at within half a minute of steps."""
 
 LOCAL, REMOTE = "LOCAL", "REMOTE"
 HOST = Medium(MEDIUM_CPU, LOCAL)
@@ -98,8 +107,9 @@ class KVEvents:
         namespace: Namespace,
         chunk_tokens: int,
         num_ranks: int,
-        tier_kinds: Sequence[str],
+        tiers: Sequence[Capabilities],
         mirror: HostMirror,
+        look: Callable[[Look], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
@@ -120,7 +130,20 @@ class KVEvents:
         }
         self._stored_fields = releases.event_fields(BlockStored)
         self._removed_fields = releases.event_fields(BlockRemoved)
-        self._announcer = Announcer([MEDIA[kind] for kind in tier_kinds], num_ranks)
+        media = [MEDIA[tier.name] for tier in tiers]
+        self._announcer = Announcer(media, num_ranks)
+        self._looks: dict[Medium, int] = {}  # media that are looked after -> tiers to look at
+        for number, medium in enumerate(media, 1):
+            # Cells of a chunk may lie in any tier up to the one that it was announced for.
+            if all(tier.free_exists for tier in tiers[:number]):
+                self._looks[medium] = number
+            else:
+                self._looks.pop(medium, None)
+        self._look = look
+        self._looked: SimpleQueue[tuple[Medium, list[str]]] = SimpleQueue()
+        self._num_looks = 0
+        self._is_looking = False
+        self._look_at = clock() + LOOK_EVERY_S
         self._requests: dict[str, _Live] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
         self._epoch = ""
@@ -154,10 +177,42 @@ class KVEvents:
         for request_id in self._ended:
             self._requests.pop(request_id, None)
         self._ended.clear()
+        self._look_after_stores()
+
+    def _look_after_stores(self) -> None:
+        """Take what a look at a medium has found, and begin with the next one."""
+        while not self._looked.empty():
+            medium, gone = self._looked.get()
+            self._announcer.missed(
+                [group_of(self._of_epoch, chunk, self._kind) for chunk in gone], medium
+            )
+            self._is_looking = False
+        now = self._clock()
+        if self._is_looking or now < self._look_at or not self._looks:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        medium = list(self._looks)[self._num_looks % len(self._looks)]
+        chunks = self._announcer.to_look_at(medium, MOST_LOOKED_AT)
+        if chunks:
+            self._is_looking = True
+            self._look(
+                Look(
+                    self._looks[medium],
+                    self._kind,
+                    tuple(map(hash_of_group, chunks)),
+                    random.randrange(MAX_CELLS),
+                    lambda gone: self._looked.put((medium, gone)),
+                    self._epoch,
+                )
+            )
+        self._num_looks += 1
+
+    @property
+    def _of_epoch(self) -> Namespace:
+        return in_epoch(self._namespace, self._epoch)
 
     def _name(self, chunk_hash: bytes) -> str:
-        namespace = in_epoch(self._namespace, self._epoch)
-        return group_of(namespace, chunk_hash.hex(), self._kind)
+        return group_of(self._of_epoch, chunk_hash.hex(), self._kind)
 
     def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> list[str]:
         """What the plan's chunks are called; none of them if it is of other weights."""

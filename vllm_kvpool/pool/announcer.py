@@ -2,7 +2,8 @@
 
 Owned by the scheduler's thread. A block is announced in a medium once every chunk that it overlaps
 is there, whole, and taken back when one of them has left. A chunk is told of once per medium,
-however often it is saved.
+however often it is saved. Stores do not say what they evict: `to_look_at` names, in turn, chunks to
+look after, and `missed` is told which of them are gone.
 
 Bounded: of at most `MAX_CHUNKS` chunks is known what was announced, the newest; `clear` makes up
 for those forgotten by taking back everything. What is to be told waits in a queue of `MAX_WAITING`
@@ -12,7 +13,7 @@ entries; should nobody take it, all of it is replaced by one `Cleared`.
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from vllm_kvpool.pool.metadata import Stored
@@ -80,12 +81,21 @@ class _Job:
 class _Content:
     """What one medium holds."""
 
-    announced: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Chunk that is there -> the range of its blocks that is announced."""
+    announced: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
+    """Chunk that is there -> the range of its blocks that is announced; next to look at first."""
+    renewed: set[str] | None = None
+    """What was stored (again) while it is looked who is gone; None if nobody looks."""
     followers: dict[str, set[str]] = field(default_factory=dict)
     """Chunk -> chunks that are there, and whose first block overlaps it."""
     counts: dict[Hashable, int] = field(default_factory=dict)
     """Block -> how many chunks it is announced for: those that differ after it share it."""
+
+    def renew(self, chunk: str) -> None:
+        """The chunk has been stored, whatever a look of before finds."""
+        if self.renewed is not None:
+            self.renewed.add(chunk)
+            if len(self.renewed) > MAX_CHUNKS:  # that look takes too long to tell anything
+                self.renewed = None
 
     def has_all(self, chunks: Sequence[str]) -> bool:
         return all(chunk in self.announced for chunk in chunks)
@@ -191,6 +201,7 @@ class Announcer:
         """All cells of the chunk are in the medium."""
         blocks = self._chunks.get(chunk)
         content = self._media.setdefault(medium, _Content())
+        content.renew(chunk)
         if blocks is None or chunk in content.announced:
             return
         content.link(blocks)
@@ -234,6 +245,27 @@ class Announcer:
         removed = tuple(block for block in left if content.count_out(block))
         if removed:
             self._tell(BlocksRemoved(medium, removed))
+
+    def to_look_at(self, medium: Medium, most: int) -> tuple[str, ...]:
+        """Chunks announced in the medium, those first that were not looked at for longest."""
+        content = self._media.get(medium)
+        if content is None:
+            return ()
+        chunks = tuple(islice(content.announced, most))
+        for chunk in chunks:
+            content.announced.move_to_end(chunk)
+        content.renewed = set()
+        return chunks
+
+    def missed(self, chunks: Sequence[str], medium: Medium) -> None:
+        """Of what was to be looked at last, these were gone; some may have been stored since."""
+        content = self._media.get(medium)
+        if content is None or content.renewed is None:  # all was forgotten meanwhile
+            return
+        renewed, content.renewed = content.renewed, None
+        for chunk in chunks:
+            if chunk not in renewed:
+                self.gone(chunk, medium)
 
     def clear(self) -> None:
         """Nothing of what was stored so far is there any more, and nothing of it is to come."""
@@ -282,6 +314,7 @@ class Announcer:
         assert len(self._jobs) <= MAX_JOBS
         assert len(self._waiting) <= MAX_WAITING
         for content in self._media.values():
+            assert len(content.renewed or ()) <= MAX_CHUNKS
             for chunk, (start, stop) in content.announced.items():
                 blocks = self._chunks[chunk]
                 assert stop == len(blocks.blocks)

@@ -244,8 +244,12 @@ class CellNames:
             return self.of_chunk(chunk_hash, question.kind)
         # They take turns, so that what is missing of many chunks, such as a rank's cells, is
         # noticed.
-        stems = self._stems[question.kind]
-        return [CellKey(stems[question.chunk % len(stems)] + chunk_hash.hex())]
+        return [self.one_of_chunk(chunk_hash.hex(), question.kind, question.chunk)]
+
+    def one_of_chunk(self, chunk_hash: str, kind: int, turn: int) -> CellKey:
+        """One of the keys of a chunk, each in turn; `chunk_hash` in hexadecimal."""
+        stems = self._stems[kind]
+        return CellKey(stems[turn % len(stems)] + chunk_hash)
 
     def stems(self, chunk_tokens: int) -> tuple[CellStem, ...]:
         """What the names of every chunk's cells begin with, and how large the cells are."""

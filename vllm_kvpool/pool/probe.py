@@ -2,7 +2,7 @@
 
 Owns the scheduler side's stores (metadata only), the open lookups, the requests' hash chains until
 it hands them over in an `Answer`, and what the workers say of their host memory. Inbox: `Lookup`,
-`Forget`, `RemoveAll`, `HostNews`. Outbox: answers, taken by the scheduler's thread.
+`Forget`, `RemoveAll`, `HostNews`, `Look`. Outbox: answers, taken by the scheduler's thread.
 A chunk that every rank has in host memory is found without asking, and while no tier answers; of
 the others, each tier is asked for the cells that nearer ones lack. One that is away, or does not
 answer in time, says so by itself (`store/guard.py`), so the thread is never stuck for long.
@@ -87,6 +87,23 @@ class HostNews:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
+
+    Cells take turns from `first_turn` on. `done` is told, on the probe thread, which chunks are
+    gone; none of them if a tier cannot say.
+    """
+
+    num_tiers: int
+    kind: str
+    chunk_hashes: tuple[str, ...]
+    """In hexadecimal."""
+    first_turn: int
+    done: Callable[[list[str]], None]
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """`chain` is None when the request cannot be shared; else it is the receiver's from now on."""
 
@@ -97,7 +114,7 @@ class Answer:
     epoch: str = ""
 
 
-_Message = Lookup | Forget | RemoveAll | HostNews
+_Message = Lookup | Forget | RemoveAll | HostNews | Look
 
 
 @dataclass(slots=True)
@@ -153,6 +170,10 @@ class Probe:
     def host_changed(self, rank: int, change: HostChange) -> None:
         """A rank has told what its host memory holds now."""
         self._inbox.put(HostNews(rank, change))
+
+    def look(self, look: Look) -> None:
+        """Look after what may have been evicted."""
+        self._inbox.put(look)
 
     def take_answers(self) -> list[Answer]:
         if not self._answers:  # a length is read atomically; saves the lock on most steps
@@ -216,6 +237,8 @@ class Probe:
                 names = [self._names.in_epoch(epoch) for epoch in message.epochs]
                 removed = [self._remove_all(each.namespace) for each in names]
                 message.done(all(removed))
+            case Look():
+                message.done(self._gone(message))
             case Lookup():
                 try:
                     self._begin(message)
@@ -239,6 +262,29 @@ class Probe:
             finally:
                 self._busy_since = None
         return removed
+
+    def _gone(self, look: Look) -> list[str]:
+        try:
+            return self._missing(look)
+        except StoreError as error:
+            logger.debug("kvpool: what is stored cannot be looked after: %s", error)
+        except Exception:
+            logger.exception("kvpool: what is stored cannot be looked after")
+        return []
+
+    def _missing(self, look: Look) -> list[str]:
+        names = self._names_of(look.epoch)
+        kind = next(i for i, each in enumerate(names.kinds) if each.name == look.kind)
+        left = {
+            names.one_of_chunk(chunk_hash, kind, turn): chunk_hash
+            for turn, chunk_hash in enumerate(look.chunk_hashes, look.first_turn)
+        }
+        for store in self._stores[: look.num_tiers]:
+            there = store.exists(tuple(left))
+            left = {
+                key: left[key] for key, is_there in zip(left, there, strict=True) if not is_there
+            }
+        return list(left.values())
 
     def _begin(self, lookup: Lookup) -> None:
         try:

@@ -23,7 +23,7 @@ from vllm_kvpool.pool.given_tiers import tier_specs
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.open_tiers import HOST_DEVICE, OpenTiers, check_tiers, lane_counts, open_tiers
 from vllm_kvpool.pool.pins import HELD_SHARE
-from vllm_kvpool.pool.probe import Probe
+from vllm_kvpool.pool.probe import Look, Probe
 from vllm_kvpool.pool.request import PoolShape
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.stats_file import StatsFile
@@ -116,7 +116,7 @@ class SchedulerSide:
         self._tiers = open_tiers(specs.stores, patience, segment=False, device=device)
         names = CellNames(model.namespace, model.kinds)
         self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
-        self.tier_kinds = tuple(store.capabilities.name for store in self._tiers.stores)
+        self.tiers = tuple(store.capabilities for store in self._tiers.stores)
         self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
         block = tables.block_size
@@ -136,6 +136,10 @@ class SchedulerSide:
         self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
         self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
         self.first_epoch = first_epoch
+
+    def look(self, look: Look) -> None:
+        """Look after what is stored, on the probe thread."""
+        self._probe.look(look)
 
     def weights_changed(self, epoch: str) -> None:
         """The weights are others now; an epoch equal to `first_epoch` is a return to the first."""

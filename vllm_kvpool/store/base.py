@@ -61,6 +61,7 @@ class Capabilities:
     parallel_puts: int
     batches_per_put: int = 1  # of the usual size, taken together: a long put may overlap its parts
     sheds: bool = False  # it is `Shedding` too
+    free_exists: bool = False  # it takes microseconds and changes nothing, not what goes first
 
 
 class Store(Protocol):

@@ -48,6 +48,7 @@ CAPABILITIES = Capabilities(
     parallel_puts=1,  # it makes room and publishes while the disk writes; two would only take turns
     batches_per_put=2,  # at its ends it does wait for the disk
     sheds=True,
+    free_exists=True,
 )
 
 

@@ -21,6 +21,7 @@ CAPABILITIES = Capabilities(
     remote=False,
     parallel_gets=1,
     parallel_puts=1,
+    free_exists=True,
 )
 
 
