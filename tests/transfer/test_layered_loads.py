@@ -68,6 +68,20 @@ def test_what_is_in_host_memory_is_told_of_first() -> None:
     assert here.ends(3) == ["span 0 of 2"]
 
 
+def test_the_end_of_a_prompt_leaves_host_memory_before_its_beginning() -> None:
+    """Whole chunks go, not layers: of a chunk without one of its layers nothing is of use."""
+    here = bench(keep=6)
+    here.step(layered_job(1, "a0 b0 c0 a1 b1 c1"))
+    here.run()
+    left = []
+    for number, other in enumerate("vwxyz", 2):
+        before = set(here.cells().split())
+        here.load(number, f"{other}9")
+        here.run()
+        left += sorted(before - set(here.cells().split()))
+    assert [cell[0] for cell in left] == ["c", "c", "b", "b", "a"]
+
+
 @pytest.mark.parametrize("outcome", [MISSING, CORRUPT, FAILED])
 @pytest.mark.parametrize("bad", ["a0", "b0", "c0", "a2", "b2", "c2"])
 def test_a_cell_that_cannot_be_had_ends_its_chunk_and_those_after_it(

@@ -99,7 +99,7 @@ class Loads:
             if job.layered:
                 span = task.cell.layer_start
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
-        if job.layered:
+        if job.layered:  # its cells come in the order of the layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk)
         if stop < job.stop_chunk:
             self._stop(load, stop, self._why_none())
@@ -216,8 +216,6 @@ class Loads:
         desk, residency = self._desk, self._desk.residency
         # The end of a prompt leaves host memory first.
         by_chunk = load.scatters if residency.keep else []
-        if job.layered:  # its cells are in the order of the layers
-            by_chunk = sorted(by_chunk, key=lambda scatter: scatter.cell.chunk)
         for scatter in reversed(by_chunk):
             if scatter.cell.chunk < load.stop_chunk:
                 (residency.used if scatter.is_hit else residency.refresh)(scatter.entry)
