@@ -652,7 +652,7 @@ def test_where_no_room_can_be_made_what_is_being_written_is_stored(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_batch, "ROUND_BYTES", 2 * FILE)
-    store = FileStore(str(root), 64 * FILE)
+    store = FileStore(str(root), 64 * FILE)  # puts of more than 8 are made in parts
     reserve, num_calls = store._space.reserve, itertools.count()
 
     def locked_out(sizes: Sequence[int]) -> Claim | None:
@@ -661,10 +661,10 @@ def test_where_no_room_can_be_made_what_is_being_written_is_stored(
         return reserve(sizes)
 
     monkeypatch.setattr(store._space, "reserve", locked_out)
-    keys = [key_of(new_namespace(), n) for n in range(8)]
-    outcomes = store.put(keys, [make_buffer(CELL)] * 8, [""] * 8)
-    assert outcomes == [PutOutcome.STORED] * 4 + [PutOutcome.FULL] * 4
-    assert store.exists(keys) == [True] * 4 + [False] * 4
+    keys = [key_of(new_namespace(), n) for n in range(20)]
+    outcomes = store.put(keys, [make_buffer(CELL)] * 20, [""] * 20)
+    assert outcomes == [PutOutcome.STORED] * 4 + [PutOutcome.FULL] * 16
+    assert store.exists(keys) == [True] * 4 + [False] * 16
     assert next(num_calls) == 3, "each would wait as long again"
     assert_counted(root)
     store.close()

@@ -155,7 +155,10 @@ class FileStore:
                 outcomes[i] = PutOutcome.FULL
         try:
             for cells in self._parts(absent):
-                self._perform(WriteBatch(self._around, cells, outcomes))
+                batch = WriteBatch(self._around, cells, outcomes)
+                self._perform(batch)
+                if batch.timeout is not None:
+                    raise batch.timeout
         except LockTimeout as error:  # the others would wait as long again, each of them
             logger.warning("%s; the rest of the batch is not stored", error)
         if PutOutcome.FAILED in outcomes:

@@ -10,7 +10,6 @@ the tail always goes through a page of ours.
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import stat
@@ -35,8 +34,6 @@ from vllm_kvpool.store.files_format import (
 from vllm_kvpool.store.files_lock import Claim, LockTimeout
 from vllm_kvpool.store.files_order import Policy, worth_until
 from vllm_kvpool.store.files_space import Space
-
-logger = logging.getLogger(__name__)
 
 TAILS_AT_A_TIME = 32
 ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
@@ -222,6 +219,8 @@ class WriteBatch:
         self._outcomes = outcomes
         self._open: dict[int, _Writing] = {}
         self._claims: list[Claim] = []
+        self.timeout: LockTimeout | None = None
+        """Why some cells were not begun with."""
         # A write has set the file's time by the system's clock.
         self._has_time = around.clock_ns is time.time_ns
 
@@ -229,8 +228,8 @@ class WriteBatch:
         for numbers in self._rounds():
             try:
                 claim = self._reserve(numbers)
-            except LockTimeout as error:  # the others would wait as long again, each of them
-                logger.warning("%s; the rest of the batch is not stored", error)
+            except LockTimeout as error:
+                self.timeout = error  # what is being written can still end
                 return
             if claim is None:
                 continue

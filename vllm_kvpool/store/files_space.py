@@ -55,7 +55,7 @@ USAGE_WAIT_S = 10.0  # the usage lock is held for microseconds
 EVICT_WAIT_S = 10.0
 COUNT_END_S = 2.0  # a count looks after each directory whether it is to end
 
-_NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+_NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 
 
 class Closing(Exception):
