@@ -14,14 +14,21 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import choose_disk
-from vllm_kvpool.store.files_batch import Cell, ReadBatch, Surroundings, Tails, WriteBatch
+from vllm_kvpool.store.files_batch import (
+    Cell,
+    ReadBatch,
+    Surroundings,
+    Tails,
+    WriteBatch,
+    parts_of,
+)
 from vllm_kvpool.store.files_entries import directories, entries, is_there, make_directory
 from vllm_kvpool.store.files_format import PAGE_BYTES, Footer, file_bytes, read_footer
 from vllm_kvpool.store.files_lock import (
@@ -153,8 +160,10 @@ class FileStore:
                 first_of[key] = i
                 absent[i] = Cell.of(key, buffer, path)
                 outcomes[i] = PutOutcome.FULL
+        # What is charged but not published cannot be evicted: a small store takes it in parts.
+        most_bytes = self._space.size_bytes // CLAIMS_PER_SIZE
         try:
-            for cells in self._parts(absent):
+            for cells in parts_of(absent, most_bytes):
                 batch = WriteBatch(self._around, cells, outcomes)
                 self._perform(batch)
                 if batch.timeout is not None:
@@ -242,24 +251,6 @@ class FileStore:
             return 0
         except OSError as error:
             raise StoreError(f"file store {self._space.root} cannot remove: {error}") from error
-
-    def _parts(self, cells: Mapping[int, Cell]) -> Iterator[dict[int, Cell]]:
-        """Which cells to put at a time.
-
-        What is charged but not published cannot be evicted, so a small store takes a large batch
-        in parts.
-        """
-        limit_bytes = self._space.size_bytes // CLAIMS_PER_SIZE
-        part: dict[int, Cell] = {}
-        part_bytes = 0
-        for i, cell in cells.items():
-            if part and part_bytes + cell.file_bytes > limit_bytes:
-                yield part
-                part, part_bytes = {}, 0
-            part[i] = cell
-            part_bytes += cell.file_bytes
-        if part:
-            yield part
 
     def _perform(self, batch: ReadBatch | WriteBatch) -> None:
         with (

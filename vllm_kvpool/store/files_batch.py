@@ -97,6 +97,20 @@ class Cell(NamedTuple):
         return Buffer(self.buffer.address, self.buffer.view[: self.body_bytes]), end
 
 
+def parts_of(cells: Mapping[int, Cell], most_bytes: int) -> Iterator[dict[int, Cell]]:
+    """Cells in order, in parts whose files have at most so many bytes, or of one cell."""
+    part: dict[int, Cell] = {}
+    part_bytes = 0
+    for i, cell in cells.items():
+        if part and part_bytes + cell.file_bytes > most_bytes:
+            yield part
+            part, part_bytes = {}, 0
+        part[i] = cell
+        part_bytes += cell.file_bytes
+    if part:
+        yield part
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What all batches of a store act on."""
@@ -225,37 +239,25 @@ class WriteBatch:
         self._has_time = around.clock_ns is time.time_ns
 
     def transfers(self) -> Iterator[Transfer]:
-        for numbers in self._rounds():
+        for cells in parts_of(self._cells, ROUND_BYTES):
             try:
-                claim = self._reserve(numbers)
+                claim = self._reserve(cells)
             except LockTimeout as error:
                 self.timeout = error  # what is being written can still end
                 return
             if claim is None:
                 continue
-            for i in numbers:
+            for i in cells:
                 transfer = self._begin(i, claim)
                 if transfer is not None:
                     yield transfer
 
-    def _rounds(self) -> Iterator[list[int]]:
-        numbers: list[int] = []
-        nbytes = 0
-        for i, cell in self._cells.items():
-            if numbers and nbytes + cell.file_bytes > ROUND_BYTES:
-                yield numbers
-                numbers, nbytes = [], 0
-            numbers.append(i)
-            nbytes += cell.file_bytes
-        if numbers:
-            yield numbers
-
-    def _reserve(self, numbers: Sequence[int]) -> Claim | None:
+    def _reserve(self, cells: Mapping[int, Cell]) -> Claim | None:
         try:
-            claim = self._around.space.reserve([self._cells[i].file_bytes for i in numbers])
+            claim = self._around.space.reserve([cell.file_bytes for cell in cells.values()])
         except OSError as error:
             self._around.warn(error)
-            for i in numbers:
+            for i in cells:
                 self._fail(i, error)
             return None
         if claim is not None:
