@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from tests.e2e.pool import files, pool, tokens
+from tests.e2e.pool import cell_files, files, pool, tokens
 from vllm_kvpool.testing.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
@@ -158,7 +158,7 @@ def test_what_is_stored_and_removed_is_told_with_vllms_own_hashes(
             return Counter(name for event in gone for name in event["block_hashes"])
 
         # Somebody else evicts it: this engine looks, and tells.
-        for file in (tmp_path / "pool").rglob("objects/*/*/*"):
+        for file in cell_files(tmp_path / "pool"):
             file.unlink()
         until(engine, subscriber, lambda: len(removed(FILE)) == count)
         assert removed(FILE) == Counter(wanted.keys())

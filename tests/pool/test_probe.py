@@ -594,10 +594,10 @@ def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, qu
 def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:
     """Of these chunks, those that a look at so many tiers misses."""
     said: SimpleQueue[list[str]] = SimpleQueue()
-    hashes = [each.hex() for each in chain_of().hashes]
-    asked = tuple(hashes[chunk] for chunk in chunks)
-    pool.probe.look(Look(num_tiers, "", asked, first_turn, said.put))
-    return {hashes.index(each) for each in said.get(timeout=LIMIT_S)}
+    names = [NAMES.group(each) for each in chain_of().hashes]
+    asked = tuple(names[chunk] for chunk in chunks)
+    pool.probe.look(Look(num_tiers, asked, first_turn, said.put))
+    return {names.index(each) for each in said.get(timeout=LIMIT_S)}
 
 
 def test_a_look_says_what_is_gone(pool: Pool) -> None:

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from vllm_kvpool.adapt import releases
 from vllm_kvpool.adapt.kinds import LayerKind
-from vllm_kvpool.keys import Namespace, group_of, hash_of_group, in_epoch
+from vllm_kvpool.keys import Namespace, group_of, in_epoch
 from vllm_kvpool.pool.announcer import (
     Announcement,
     Announcer,
@@ -183,9 +183,7 @@ class KVEvents:
         """Take what a look at a medium has found, and begin with the next one."""
         while not self._looked.empty():
             medium, gone = self._looked.get()
-            self._announcer.missed(
-                [group_of(self._of_epoch, chunk, self._kind) for chunk in gone], medium
-            )
+            self._announcer.missed(gone, medium)
             self._is_looking = False
         now = self._clock()
         if self._is_looking or now < self._look_at or not self._looks:
@@ -198,8 +196,7 @@ class KVEvents:
             self._look(
                 Look(
                     self._looks[medium],
-                    self._kind,
-                    tuple(map(hash_of_group, chunks)),
+                    chunks,
                     random.randrange(MAX_CELLS),
                     lambda gone: self._looked.put((medium, gone)),
                     self._epoch,
@@ -207,12 +204,9 @@ class KVEvents:
             )
         self._num_looks += 1
 
-    @property
-    def _of_epoch(self) -> Namespace:
-        return in_epoch(self._namespace, self._epoch)
-
     def _name(self, chunk_hash: bytes) -> str:
-        return group_of(self._of_epoch, chunk_hash.hex(), self._kind)
+        namespace = in_epoch(self._namespace, self._epoch)
+        return group_of(namespace, chunk_hash.hex(), self._kind)
 
     def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> list[str]:
         """What the plan's chunks are called; none of them if it is of other weights."""

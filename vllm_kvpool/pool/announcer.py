@@ -249,7 +249,7 @@ class Announcer:
     def to_look_at(self, medium: Medium, most: int) -> tuple[str, ...]:
         """Chunks announced in the medium, those first that were not looked at for longest."""
         content = self._media.get(medium)
-        if content is None:
+        if content is None or not content.announced:
             return ()
         chunks = tuple(islice(content.announced, most))
         for chunk in chunks:

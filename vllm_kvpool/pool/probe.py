@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import Namespace
+from vllm_kvpool.keys import Namespace, hash_of_group, kind_of_group
 from vllm_kvpool.pool.lookup import CellNames, HitSearch, HostMirror, Question
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.transfer.ops import HostChange
@@ -90,14 +90,12 @@ class HostNews:
 class Look:
     """Whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
 
-    Cells take turns from `first_turn` on. `done` is told, on the probe thread, which chunks are
-    gone; none of them if a tier cannot say.
+    Chunks are named as by `group_of`; cells take turns from `first_turn` on. `done` is told, on the
+    probe thread, which chunks are gone; none of them if a tier cannot say.
     """
 
     num_tiers: int
-    kind: str
-    chunk_hashes: tuple[str, ...]
-    """In hexadecimal."""
+    chunks: tuple[str, ...]
     first_turn: int
     done: Callable[[list[str]], None]
     epoch: str = ""
@@ -266,25 +264,21 @@ class Probe:
     def _gone(self, look: Look) -> list[str]:
         try:
             return self._missing(look)
-        except StoreError as error:
-            logger.debug("kvpool: what is stored cannot be looked after: %s", error)
-        except Exception:
+        except Exception:  # whoever waits for it would never look again
             logger.exception("kvpool: what is stored cannot be looked after")
-        return []
+            return []
 
     def _missing(self, look: Look) -> list[str]:
         names = self._names_of(look.epoch)
-        kind = next(i for i, each in enumerate(names.kinds) if each.name == look.kind)
-        left = {
-            names.one_of_chunk(chunk_hash, kind, turn): chunk_hash
-            for turn, chunk_hash in enumerate(look.chunk_hashes, look.first_turn)
-        }
-        for store in self._stores[: look.num_tiers]:
-            there = store.exists(tuple(left))
-            left = {
-                key: left[key] for key, is_there in zip(left, there, strict=True) if not is_there
-            }
-        return list(left.values())
+        kinds = {kind.name: number for number, kind in enumerate(names.kinds)}
+        keys = [
+            names.one_of_chunk(hash_of_group(chunk), kinds[kind_of_group(chunk)], turn)
+            for turn, chunk in enumerate(look.chunks, look.first_turn)
+        ]
+        present, num_silent = self._exists(keys, self._stores[: look.num_tiers])
+        if num_silent:
+            return []
+        return [chunk for chunk, there in zip(look.chunks, present, strict=True) if not there]
 
     def _begin(self, lookup: Lookup) -> None:
         try:
@@ -331,10 +325,8 @@ class Probe:
             asked.append((opened, questions, stops))
         if not asked:
             return
-        present = self._exists(keys)
-        failed = present is None
-        if present is None:
-            present = [False] * len(keys)
+        present, num_silent = self._exists(keys, self._stores)
+        failed = 0 < num_silent == len(self._stores)
         place = 0
         for opened, questions, stops in asked:
             starts = [place, *stops[:-1]]
@@ -353,12 +345,12 @@ class Probe:
         chunk_hash = opened.chain.hashes[question.chunk]
         return self._host.has(opened.names.group(chunk_hash, question.kind))
 
-    def _exists(self, keys: Sequence[str]) -> list[bool] | None:
-        """Whether any tier has each key; None if no tier could say."""
+    def _exists(self, keys: Sequence[str], stores: Sequence[Store]) -> tuple[list[bool], int]:
+        """Whether any tier has each key, and how many of those asked could not say."""
         present = [False] * len(keys)
         missing = list(range(len(keys)))
-        num_answers = 0
-        for store in self._stores:
+        num_silent = 0
+        for store in stores:
             if not missing:
                 break
             try:
@@ -366,14 +358,14 @@ class Probe:
                 answers = store.exists([keys[i] for i in missing])
             except StoreError as error:
                 logger.debug("kvpool: lookup failed: %s", error)
+                num_silent += 1
                 continue
             finally:
                 self._busy_since = None
-            num_answers += 1
             for i, there in zip(missing, answers, strict=True):
                 present[i] = there
             missing = [i for i, there in zip(missing, answers, strict=True) if not there]
-        return None if keys and self._stores and not num_answers else present
+        return present, num_silent
 
     def _settle(self, opened: _Open) -> None:
         """A search is complete: answer, or ask again later if more is expected."""
