@@ -17,8 +17,8 @@ from tests.transfer.engine_bench import (
     Bench,
 )
 from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
-from vllm_kvpool.transfer.ops import CellOutcome
-from vllm_kvpool.transfer.tiers import MAX_TRIES, retry_pause_s
+from vllm_kvpool.transfer.ops import CellOutcome, WorkId
+from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
 
 LONG_S = 1.0  # after it every retry is due
 
@@ -44,6 +44,60 @@ def test_a_cell_that_turns_out_bad_is_asked_of_the_next() -> None:
     told = bench.ends(1, CORRUPT)
     assert sorted(line.lstrip("0123456789 ") for line in told) == ["get-1 a", "remove-0 a"]
     assert "loaded 1 to 1 done" in bench.run()
+
+
+def met_a_bad_cell(*tiers: Tier) -> tuple[Bench, WorkId]:
+    """A bench whose load has met the bad cell `a` in the first tier, and that cell's removal."""
+    bench = Bench(*tiers)
+    bench.load(1, "a")
+    bench.ends(0)
+    bench.ends(1, CORRUPT)
+    [removal] = [n for n, work in bench.running.items() if str(work.lane) == "remove-0"]
+    return bench, removal
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED, UNREACHABLE])
+def test_a_bad_cell_is_not_asked_for_while_it_is_being_removed(outcome: CellOutcome) -> None:
+    bench, removal = met_a_bad_cell(DISK)
+    assert bench.load(2, "a b") == ["loaded 2 to 0 missing"]
+    bench.ends(removal, outcome)
+    [told] = bench.load(3, "a")
+    assert told.endswith("get-0 a")
+    bench.run()
+    assert bench.is_clean
+
+
+def test_a_bad_cell_is_asked_of_the_next_tier_while_it_is_being_removed() -> None:
+    bench, removal = met_a_bad_cell(MEMORY, DISK)
+    bench.ends(next(n for n in bench.running if n != removal), MISSING)
+    [told] = bench.load(2, "a")
+    assert told.endswith("get-1 a")
+    bench.run()
+    assert bench.is_clean
+
+
+def test_a_bad_cell_of_a_further_tier_is_not_asked_for_while_it_is_being_removed() -> None:
+    bench = Bench(MEMORY, DISK)
+    bench.load(1, "a")
+    bench.ends(0, MISSING)
+    bench.ends(1)
+    told = bench.ends(2, CORRUPT)
+    assert told == ["loaded 1 to 0 corrupt", "3 remove-1 a"]
+    assert bench.load(2, "a") == ["4 get-0 a"]
+    assert bench.ends(4, MISSING) == ["loaded 2 to 0 missing"]
+    bench.run()
+    assert bench.is_clean
+
+
+def test_a_removal_that_is_stuck_does_not_hide_what_comes_back() -> None:
+    bench, removal = met_a_bad_cell(DISK)
+    bench.stuck(removal)
+    bench.after(FIRST_PAUSE_S)
+    [told] = bench.load(2, "a")
+    assert told.endswith("get-0 a")
+    bench.late(removal)
+    bench.run()
+    assert bench.is_clean
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class Engine:
             OpKind.GET: self._fetches.got,
             OpKind.CHECK: self._fetches.checked,
             OpKind.SCATTER: self.loads.scattered,
-            OpKind.REMOVE: self._removed,
+            OpKind.REMOVE: self._fetches.removed,
         }
 
     def step(self, event: Event, now: float) -> list[Action]:
@@ -286,12 +286,6 @@ class Engine:
             desk.count("kvpool_evicted_cells", residency.num_dropped, tier="host", fate="dropped")
             desk.count("kvpool_prefetched_cells", residency.unused_prefetches, outcome="unused")
             residency.num_dropped = residency.unused_prefetches = 0
-
-    def _removed(self, op: Op, outcome: CellOutcome) -> None:
-        if outcome is CellOutcome.DONE:
-            self.desk.scheduler.finish(op)
-        else:
-            self.desk.scheduler.fail(op)
 
     def _settle(self) -> None:
         """Tell owners of what the scheduler did on its own, until that has no consequences."""

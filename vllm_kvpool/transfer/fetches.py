@@ -3,7 +3,8 @@
 A fetch is one op that goes through lanes: GET from the nearest tier that may have the cell, then
 CHECK; a cell that is missing, bad or out of reach there is asked of the next tier. Whoever wants
 the cell makes an op that comes after it, so any number of loads share one fetch; a fetch that
-nobody wants any more is cancelled if it has not started. A bad cell is removed from its tier.
+nobody wants any more is cancelled if it has not started. A bad cell is removed from its tier, and
+from then on it is not asked for there, so no other load of this engine meets it.
 
 A cell found further away is copied into the nearer tiers that lack it (`copy_up`).
 """
@@ -28,6 +29,13 @@ class Fetch(CellOp):
     trouble: CellOutcome = CellOutcome.MISSING  # the most telling outcome so far
 
 
+@dataclass(slots=True)
+class Removal(CellOp):
+    """A bad cell that is being taken out of a tier."""
+
+    tier: int
+
+
 class Fetches:
     """`copy_up(entry, tiers)` is told of a cell that these nearer tiers lack. An op that waits for
     a cell which no tier can give is lost (`Scheduler.take_lost`), with the fetch as the cause."""
@@ -35,10 +43,11 @@ class Fetches:
     def __init__(self, desk: Desk, copy_up: Callable[[Entry, list[int]], None]) -> None:
         self._desk = desk
         self._copy_up = copy_up
+        self._removing: set[tuple[int, str]] = set()  # bad cells, by tier and key
 
     def begin(self, cell: NamedCell, graph: Graph) -> Entry | None:
-        """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
-        tiers = self._desk.tiers_up()
+        """Start to fetch a cell that is not in host memory; None if no tier can be asked for it."""
+        tiers = self._tiers_of(cell)
         return self.begin_at(tiers[0], cell, graph) if tiers else None
 
     def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> Entry:
@@ -109,7 +118,7 @@ class Fetches:
     def tier_down(self, tier: int) -> None:
         """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
         for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
-            self._desk.scheduler.fail(op)
+            self.removed(op, CellOutcome.UNREACHABLE)
         for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.GET, tier)):
             self._move_on(op, CellOutcome.UNREACHABLE)
 
@@ -117,8 +126,25 @@ class Fetches:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
         lane = self._desk.lane(OpKind.REMOVE, tier)
         is_down = self._desk.breakers[tier].is_open(self._desk.now)
-        if lane.num_ready < MAX_WAITING_REMOVES and not is_down:
-            self._desk.scheduler.add(graph, lane, CellOp(cell, None))
+        place = (tier, cell.key)
+        if lane.num_ready < MAX_WAITING_REMOVES and not is_down and place not in self._removing:
+            self._removing.add(place)
+            self._desk.scheduler.add(graph, lane, Removal(cell, None, tier))
+
+    def removed(self, op: Op, outcome: CellOutcome) -> None:
+        """REMOVE has ended, of a bad cell or of one that was handed down."""
+        what = op.what
+        if isinstance(what, Removal):
+            self._removing.remove((what.tier, what.cell.key))
+        if outcome is CellOutcome.DONE:
+            self._desk.scheduler.finish(op)
+        else:
+            self._desk.scheduler.fail(op)
+
+    def _tiers_of(self, cell: NamedCell, first: int = 0) -> list[int]:
+        """The tiers from `first` on that can be asked for a cell: not where it is being removed."""
+        tiers, removing = self._desk.tiers_up(first), self._removing
+        return [t for t in tiers if (t, cell.key) not in removing] if removing else tiers
 
     def _elsewhere(self, op: Op, outcome: CellOutcome) -> None:
         """The tier could not give the cell: again, the next tier, or nobody."""
@@ -141,7 +167,7 @@ class Fetches:
         desk, fetch = self._desk, op.what
         if fetch.trouble is CellOutcome.MISSING:
             fetch.trouble = outcome
-        further = desk.tiers_up(fetch.tier + 1)
+        further = self._tiers_of(fetch.cell, fetch.tier + 1)
         if not further:
             self._give_up(op, fetch.trouble)
             return

@@ -171,7 +171,9 @@ class Loads:
             self._stop(scatter.load, scatter.cell.chunk, outcome)
 
     def _why_none(self) -> CellOutcome:
-        return CellOutcome.UNREACHABLE if self._desk.tiers else CellOutcome.MISSING
+        desk = self._desk
+        is_cut_off = desk.tiers and not desk.tiers_up()
+        return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
     def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
         """Nothing at or after `chunk` is wanted any more."""
