@@ -643,27 +643,62 @@ def test_few_transfers_are_under_way_at_a_time(fake: FakeTransferEngine) -> None
         assert most <= 2 * mooncake_writes.MAX_RANGES
 
 
-@pytest.mark.parametrize("takes_s", [0.0001, 0.0005, 0.003, 0.05])
+class TimedWrites:
+    """Each write of one row ends so long after it was begun as was said before."""
+
+    def __init__(
+        self, fake: FakeTransferEngine, landing: LandingMemory, plane: WriterPlane, clock: FakeClock
+    ) -> None:
+        self._fake, self._landing, self._plane, self._clock = fake, landing, plane, clock
+        self._ends_at = 0.0
+        self._check = fake.transfer_check_status
+        fake.fate = lambda index: Fate.HANGS
+        fake.transfer_check_status = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, number: int) -> int:
+        if self._clock.now >= self._ends_at:
+            self._fake.land(self._fake.writes[number - 1])
+        return self._check(number)
+
+    def write(self, takes_s: float) -> tuple[float, int]:
+        """How late its end is seen, and how often it is asked for."""
+        self._ends_at = self._clock.now + takes_s
+        write_all(self._landing, self._plane, [Run(0, 1, 0)])
+        return self._clock.now - self._ends_at, self._fake.writes[-1].num_asked
+
+
+STEP_S = 5e-6  # what a question takes
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "later"), [(0.0001, 1.0), (0.0005, 0.5), (0.003, 0.5), (0.05, 1.0)]
+)
 def test_the_end_of_a_write_is_soon_seen_and_seldom_asked_for(
-    fake: FakeTransferEngine, takes_s: float
+    fake: FakeTransferEngine, takes_s: float, later: float
 ) -> None:
-    fake.fate = lambda index: Fate.HANGS
-    check = fake.transfer_check_status
+    """`later`: the share of questions that is left when it is known how long such writes take."""
     with faulty(fake) as (landing, plane, clock):
-        start, step_s = clock.now, 5e-6
+        writes = TimedWrites(fake, landing, plane, clock)
+        clock.step_s = STEP_S
+        most_late_s = max(takes_s * 0.15, mooncake_writes.MIN_PAUSE_S) + 4 * STEP_S
+        first = writes.write(takes_s)
+        assert first[0] < most_late_s
+        assert first[1] < mooncake_writes.SPIN_S / STEP_S + 80
+        for _ in range(20):
+            late_s, num_asked = writes.write(takes_s)
+            assert late_s < most_late_s
+        assert num_asked <= later * first[1] + 1, (num_asked, first[1])
 
-        def watched(number: int) -> int:
-            if clock.now - start >= takes_s:
-                fake.land(fake.writes[number - 1])
-            return check(number)
 
-        fake.transfer_check_status = watched  # type: ignore[method-assign]
-        clock.step_s = step_s
-        write_all(landing, plane, [Run(0, 1, 0)])
-        (write,) = fake.writes
-        late_s = clock.now - start - takes_s
-    assert late_s < max(takes_s * 0.15, mooncake_writes.MIN_PAUSE_S) + 4 * step_s
-    assert write.num_asked < mooncake_writes.SPIN_S / step_s + 80
+def test_a_network_that_is_fast_again_is_soon_known_to_be(fake: FakeTransferEngine) -> None:
+    with faulty(fake) as (landing, plane, clock):
+        writes = TimedWrites(fake, landing, plane, clock)
+        clock.step_s = STEP_S
+        for _ in range(20):
+            writes.write(20.0)
+        late = [writes.write(0.0005)[0] for _ in range(60)]
+        assert max(late) <= mooncake_writes.MAX_SURE_S + mooncake_writes.MAX_PAUSE_S
+        assert late[-1] < 2 * mooncake_writes.MIN_PAUSE_S
 
 
 def test_a_session_is_asked_for_before_the_first_write_and_after_a_failure(

@@ -12,7 +12,7 @@ read its piece, which is quarantined.
 
 import logging
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -50,6 +50,11 @@ SPIN_S = 150e-6  # a small write has ended by then; sleeping would double what i
 MIN_PAUSE_S = 50e-6
 MAX_PAUSE_S = 1e-3
 PAUSE_SHARE = 0.125  # of the time that a write has taken so far: about as late its end is seen
+# A write of its size should take so long that it is not asked about before; a question costs its
+# thread a turn on a core that the network's threads could use.
+SURE_SHARE = 0.5  # of what such writes have taken
+MAX_SURE_S = 5e-3  # after a network that was slow is fast again
+LAST_SHARE = 0.25  # of the last one, in what they have taken
 
 
 def timeout_of(nbytes: int) -> float:
@@ -71,7 +76,8 @@ class _Sent:
     """A piece on its way."""
 
     piece: Piece
-    deadline: float
+    nbytes: int
+    begun: float
     numbers: list[int] = field(default_factory=list)  # of transfers that have not ended
 
 
@@ -106,6 +112,7 @@ class MooncakeWriter:
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._reached: set[str] = set()  # sessions whose last write has succeeded
+        self._taken_s = defaultdict[int, float](float)  # by writes of so many bits of bytes
 
     def write(self, window: MooncakeWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
         """A digest for each run of each; WriteError says that none of them is certain."""
@@ -164,21 +171,31 @@ class MooncakeWriter:
 
     def wait(self, sent: _Sent) -> None:
         """Return when all writes of a piece have ended well."""
-        start = self.clock()
+        deadline = sent.begun + timeout_of(sent.nbytes)
+        size = sent.nbytes.bit_length()
+        sure_at = sent.begun + min(SURE_SHARE * self._taken_s[size], MAX_SURE_S)
+        was_early = False  # so that it is known when the write ended
         while sent.numbers:
+            now = self.clock()
+            if now < sure_at - MIN_PAUSE_S:
+                self._sleep(min(sure_at - now, MAX_PAUSE_S))
+                continue
             answer = self.native.transfer_check_status(sent.numbers[-1])
             if answer in (WRITTEN, FAILED):
                 sent.numbers.pop()
                 if answer == FAILED:
                     raise WriteError("Mooncake's transfer failed", quiesced=False)
                 continue
-            now = self.clock()
-            if now >= sent.deadline:
+            was_early = True
+            if now >= deadline:
                 raise WriteError("Mooncake's transfer does not end", quiesced=False)
             if self._closing.is_set():
                 raise WriteError("the process ends", quiesced=False)
-            if now >= start + SPIN_S:
-                self._sleep(min(max(PAUSE_SHARE * (now - start), MIN_PAUSE_S), MAX_PAUSE_S))
+            spent = now - sent.begun
+            if spent >= SPIN_S:
+                self._sleep(min(max(PAUSE_SHARE * spent, MIN_PAUSE_S), MAX_PAUSE_S))
+        taken_s = self.clock() - sent.begun if was_early else 0.0
+        self._taken_s[size] += LAST_SHARE * (taken_s - self._taken_s[size])
 
     def leave(self, sent: _Sent) -> None:
         """A piece comes back, as soon as nothing reads it."""
@@ -282,8 +299,7 @@ class _Flight:
     def _send(self) -> None:
         if self._piece is None:
             return
-        deadline = self._writer.clock() + timeout_of(self._used)
-        sent = _Sent(self._piece, deadline)
+        sent = _Sent(self._piece, self._used, self._writer.clock())
         self._flying.append(sent)
         ranges, self._ranges = self._ranges, []
         self._piece, self._used = None, 0
