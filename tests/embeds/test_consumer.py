@@ -1,8 +1,10 @@
-"""Rows that were granted once, all of an item at a time, and are not there: who gets them next."""
+"""Rows that were granted once and are not there: who gets them next. And the oldest request: when
+its items are let in beyond the limit."""
 
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.effects import Drain, Send
+from vllm_kvpool.embeds.credit import OLDEST_WAITS_S
+from vllm_kvpool.embeds.effects import Allocate, Drain, Send
 from vllm_kvpool.embeds.protocol import Expect, Grant, Offer, WriteFailed, Wrote
 
 LATER_S = 10.0
@@ -58,3 +60,63 @@ def test_what_can_be_granted_no_more_is_looked_at_no_more() -> None:
     machine, _ = with_all_rows_granted()
     assert list(machine._active) == ["image"]
     assert not machine._short
+
+
+# The oldest request
+
+
+def with_room_for_one_of_two() -> tuple[Consumer, Grant]:
+    """An item of the second request is on its way; one of the first waits for its memory."""
+    machine = Consumer(1 << 12, limits(max_landing_bytes=shape_of(3).nbytes))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("second", 1), 0.0)
+    machine.offer("a", Offer(1, "second", shape_of(3), "digest"), 0.0)
+    ((_, grant),) = granted(machine)
+    machine.expect(Expect("first", 0), 0.0)
+    machine.offer("a", Offer(2, "first", shape_of(3), "digest"), 0.0)
+    assert let_in(machine) == []
+    return machine, grant
+
+
+def let_in(machine: Consumer) -> list[str]:
+    """The items that a turn lets in."""
+    effects = machine.take_effects()
+    machine.check()
+    return [each.mm_hash for each in effects if isinstance(each, Allocate)]
+
+
+def fill(machine: Consumer, grant: Grant) -> None:
+    """The rows of a grant, the last ones of their item, arrive."""
+    machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.1)
+    machine.take_effects()
+    machine.drained(grant.gid, True, 0.1)
+
+
+def test_the_oldest_request_waits_for_memory_that_is_about_to_be_free() -> None:
+    machine, grant = with_room_for_one_of_two()
+    machine.tick(OLDEST_WAITS_S * 0.9)
+    assert let_in(machine) == []
+    machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.1)
+    machine.take_effects()
+    assert machine.gauges()["landing_bytes"] == shape_of(3).nbytes
+
+
+def test_the_oldest_request_does_not_wait_for_an_item_that_takes_long() -> None:
+    machine, _ = with_room_for_one_of_two()
+    machine.tick(OLDEST_WAITS_S * 1.1)
+    assert let_in(machine) == ["first"]
+    assert machine.gauges()["landing_bytes"] == 2 * shape_of(3).nbytes
+
+
+def test_the_oldest_request_does_not_wait_for_a_younger_one_that_may_wait_for_it() -> None:
+    machine, grant = with_room_for_one_of_two()
+    fill(machine, grant)
+    assert let_in(machine) == ["first"]
+
+
+def test_memory_stays_under_its_limit_where_items_are_taken_at_once() -> None:
+    machine, grant = with_room_for_one_of_two()
+    fill(machine, grant)
+    machine.taken("second", 0.1)
+    assert let_in(machine) == ["first"]
+    assert machine.gauges()["landing_bytes"] == shape_of(3).nbytes

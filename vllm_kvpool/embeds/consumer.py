@@ -238,7 +238,7 @@ class Consumer:
             self._activate(item)
         else:
             self._line.add(item.mm_hash, source[0], item.order)
-            self._admit_all()
+            self._admit_all(now)
         verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
         self._say(source[0], OfferAck(source[1], verdict, item.received.spans))
         self._adopt_first(item, told, now)
@@ -547,14 +547,14 @@ class Consumer:
     # Letting in and granting
 
     def _pump(self, now: float) -> None:
-        self._admit_all()
+        self._admit_all(now)
         if self._window.has_room:
             for item in sorted(self._short.values(), key=_rank):
                 if not self._grant_all(item, now):
                     break
 
-    def _admit_all(self) -> None:
-        while (mm_hash := self._next_admitted()) is not None:
+    def _admit_all(self, now: float) -> None:
+        while (mm_hash := self._next_admitted(now)) is not None:
             item = self._items[mm_hash]
             assert item.shape is not None
             self._line.remove(mm_hash)
@@ -578,7 +578,7 @@ class Consumer:
         self._active.pop(item.mm_hash, None)
         self._short.pop(item.mm_hash, None)
 
-    def _next_admitted(self) -> str | None:
+    def _next_admitted(self, now: float) -> str | None:
         is_full = len(self._active) >= self._limits.max_active
         asked = self._line.first_asked()
         if asked is not None:
@@ -589,7 +589,10 @@ class Consumer:
                 return asked
             # Those that are known for longer come first: an older one is soon found.
             is_oldest = not any(0 <= each.order < item.order for each in self._items.values())
-            return asked if is_oldest else None  # younger ones wait behind it
+            if not is_oldest:
+                return None  # it waits behind older ones, and younger ones behind it
+            may_get_room = self._active and now - item.since < credit.OLDEST_WAITS_S
+            return None if may_get_room else asked
         for mm_hash in self._line.unasked() if not is_full else ():
             shape = self._items[mm_hash].shape
             assert shape is not None

@@ -3,8 +3,9 @@
 Memory for an item's rows is taken whole, before its first grant, and given back when the engine has
 taken the item. So nobody holds a part of what it needs while it waits for the rest. Between items
 of several requests that wait for each other's memory the oldest request decides: its items are let
-in even beyond the limit, so one request can always go on. Memory is bounded by the limit plus what
-one request needs at once.
+in even beyond the limit, so one request can always go on; but only where no item is on its way that
+may make room when it is there, or that takes long. Memory is bounded by the limit, plus what one
+request needs at once where requests wait for each other.
 """
 
 import heapq
@@ -20,6 +21,8 @@ MOST_SHARES = 8  # the window is not cut into more parts than that, however many
 SMALLEST_SHARE = 16  # a grant of less than 1/n of the window waits for more, if it is not the last
 
 MOST_WINDOW_BYTES = 32 << 20  # longer grants only overlap less, and take more into quarantine
+
+OLDEST_WAITS_S = 0.25  # for items on their way, before it is let in beyond the limit
 
 NOT_ASKED = -1
 
