@@ -24,6 +24,7 @@ from vllm_kvpool.embeds.credit import Landing, Line, RecentRows
 from vllm_kvpool.embeds.lending import Lending
 from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
 from vllm_kvpool.embeds.producer import Producer
+from vllm_kvpool.embeds.shelf import Shelf
 from vllm_kvpool.embeds.wishes import Wishes
 
 MOST_STATES = 60_000
@@ -45,6 +46,7 @@ Step = Callable[[World], None]
 _LEFT_OUT = {
     "counts",
     "_on_end",
+    "_release",
     "random",
     "log",
     "limits",
@@ -73,7 +75,16 @@ def frozen(value: Any) -> Any:
     else:
         assert isinstance(
             value,
-            World | Consumer | Producer | Lending | Arena | Line | Landing | RecentRows | Wishes,
+            World
+            | Consumer
+            | Producer
+            | Shelf
+            | Lending
+            | Arena
+            | Line
+            | Landing
+            | RecentRows
+            | Wishes,
         )
         names = sorted(vars(value))
     return tuple(frozen(getattr(value, name)) for name in names if name not in _LEFT_OUT)

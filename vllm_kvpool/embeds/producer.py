@@ -40,32 +40,12 @@ from vllm_kvpool.embeds.protocol import (
     Wrote,
 )
 from vllm_kvpool.embeds.rows import Intervals, ItemShape, runs_of
+from vllm_kvpool.embeds.shelf import Shelf, Source
 from vllm_kvpool.embeds.states import ENDED, PRODUCER_TABLE, SendEvent, State
 from vllm_kvpool.embeds.wishes import Wishes
 
 MIN_PATIENCE_S = 1.0  # a consumer of less only asks whether the item is here
 START_SHARE = 0.5  # of the time a grant is good, the part in which its write may begin
-
-
-@dataclass(slots=True)
-class Source:
-    """An item's rows in this process."""
-
-    sid: int
-    mm_hash: str
-    shape: ItemShape
-    aux: bytes
-    since: float  # it is here, or somebody last took it
-    digest: str = ""  # empty until it is prepared
-    transfers: set[int] = field(default_factory=set)
-    taken: bool = False  # by at least one consumer
-    readers: int = 0  # writes, and the preparation, that read it now
-    held_bytes: int = 0  # its part of what the producer holds for others
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether nobody needs it now."""
-        return self.taken and not self.transfers
 
 
 @dataclass(slots=True)
@@ -102,10 +82,7 @@ class Producer:
 
     def __init__(self, limits: ProducerLimits) -> None:
         self._limits = limits
-        self._sources: OrderedDict[str, Source] = OrderedDict()  # least recently taken first
-        self._untaken: dict[str, Source] = {}  # of these, what nobody has taken yet
-        self._read: dict[int, Source] = {}  # all that are not released, by number
-        self._kept_bytes = 0
+        self._shelf = Shelf(limits.retain_bytes, limits.max_gone, self._release)
         self._transfers: dict[int, Transfer] = {}
         self._by_target: dict[tuple[str, str], int] = {}  # item, and peer or endpoint
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # whose turn it is first
@@ -113,16 +90,12 @@ class Producer:
         self._at: dict[str, str] = {}  # endpoint -> peer
         self._pushes: dict[str, dict[str, float]] = {}  # item -> endpoints, and until when
         self._wants = Wishes(limits.max_wants)
-        self._gone: OrderedDict[str, None] = OrderedDict()
         self._ended: OrderedDict[tuple[str, int], Message | None] = OrderedDict()
         self._unsure: OrderedDict[tuple[str, int], WriteFailed] = OrderedDict()  # peer and grant
         self._next_tid = 1
-        self._next_sid = 1
         self._writing = 0
         self._writing_bytes = 0
         self._pump_at: float | None = None  # something has happened since writes were last started
-        self.held_bytes = 0
-        """Bytes of sources that somebody is still to take."""
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
 
@@ -138,23 +111,18 @@ class Producer:
 
     def produced(self, mm_hash: str, shape: ItemShape, aux: bytes, now: float) -> int:
         """An item has been encoded; its number, or 0 for one that is here already."""
-        if mm_hash in self._sources:
+        if mm_hash in self._shelf:
             return 0
-        source = Source(self._next_sid, mm_hash, shape, aux, now, readers=1)
-        self._next_sid += 1
-        self._sources[mm_hash] = self._untaken[mm_hash] = self._read[source.sid] = source
-        self._kept_bytes += shape.nbytes
-        self._weigh(source)
-        self._gone.pop(mm_hash, None)
+        source = self._shelf.add(mm_hash, shape, aux, now)
         self.effects.append(Prepare(source.sid))
         return source.sid
 
     def prepared(self, sid: int, digest: str, now: float) -> None:
         """A source is in host memory. An empty digest says that it could not be brought there."""
-        source = self._read[sid]
+        source = self._shelf.numbered(sid)
         source.readers -= 1
-        if self._sources.get(source.mm_hash) is not source:
-            self._let_go(source)
+        if not self._shelf.holds(source):
+            self._shelf.let_go(source)
             return
         if not digest:
             self._drop_source(source, now, Code.GONE, "the encoder's output could not be read")
@@ -164,13 +132,13 @@ class Producer:
             self._push_to(source, endpoint, now)
         for peer in self._wants.take(source.mm_hash):
             self._offer(self._begin(source, now, peer=peer), now)
-        self._make_room()
+        self._shelf.make_room()
 
     def push(self, told: Push, now: float) -> None:
         """An item that is about to be encoded, or here already, goes to these consumers."""
         for endpoint in told.endpoints:
             self.effects.append(Connect(endpoint))
-            source = self._sources.get(told.mm_hash)
+            source = self._shelf.get(told.mm_hash)
             if source is not None and source.digest:
                 self._push_to(source, endpoint, now)
             else:
@@ -180,13 +148,13 @@ class Producer:
     def missing(self) -> set[str]:
         """Items that somebody waits for and that are not here: the engine may have them."""
         waited_for = self._wants.items | self._pushes.keys()
-        return {mm_hash for mm_hash in waited_for if mm_hash not in self._sources}
+        return {mm_hash for mm_hash in waited_for if mm_hash not in self._shelf}
 
     def begin_epoch(self, now: float) -> None:
         """Nothing that was encoded before is sent."""
-        for source in list(self._sources.values()):
+        for source in self._shelf:
             self._drop_source(source, now, Code.STALE, "the weights have changed")
-        self._gone.clear()
+        self._shelf.forget_what_was_here()
 
     # What sessions say
 
@@ -237,7 +205,7 @@ class Producer:
 
     def want(self, peer: str, told: Want, now: float) -> None:
         """A consumer waits for an item."""
-        source = self._sources.get(told.mm_hash)
+        source = self._shelf.get(told.mm_hash)
         first = told.first
         if source is not None and source.digest:
             transfer = self._begin(source, now, peer=peer)
@@ -248,7 +216,7 @@ class Producer:
             return
         is_coming = source is not None or told.mm_hash in self._pushes
         asks_only = told.patience_s < MIN_PATIENCE_S
-        gone = not is_coming and (asks_only or told.mm_hash in self._gone)
+        gone = not is_coming and (asks_only or self._shelf.was_here(told.mm_hash))
         if not gone:
             self._wants.add(told.mm_hash, peer, now + min(told.patience_s, _DAY_S))
         self._say(peer, WantAck(told.mm_hash, gone, first.gid if first else 0))
@@ -416,7 +384,6 @@ class Producer:
 
     def tick(self, now: float) -> None:
         """Whatever is due. Called often."""
-        limits = self._limits
         for transfer in list(self._transfers.values()):
             self._look_at(transfer, now)
         self._wants.drop_late(now)
@@ -425,12 +392,10 @@ class Producer:
                 del targets[endpoint]
             if not targets:
                 del self._pushes[mm_hash]
-        for source in list(self._untaken.values()):
-            unused = not source.transfers and not source.readers
-            if unused and now - source.since > limits.waiting_timeout_s:
-                self.counts["never_taken"] += 1
-                self._drop_source(source, now, Code.TIMEOUT, "nobody has taken it")
-        self._make_room()
+        for source in self._shelf.too_old(now, self._limits.waiting_timeout_s):
+            self.counts["never_taken"] += 1
+            self._drop_source(source, now, Code.TIMEOUT, "nobody has taken it")
+        self._shelf.make_room()
         self._pump_at = now
 
     def _look_at(self, transfer: Transfer, now: float) -> None:
@@ -470,9 +435,7 @@ class Producer:
         transfer = Transfer(self._next_tid, source, now, endpoint, peer)
         self._next_tid += 1
         self._transfers[transfer.tid] = transfer
-        source.transfers.add(transfer.tid)
-        self._weigh(source)
-        self._sources.move_to_end(source.mm_hash)
+        self._shelf.begin(source, transfer.tid)
         for target in (peer, endpoint):
             if target:
                 self._by_target[(source.mm_hash, target)] = transfer.tid
@@ -572,11 +535,8 @@ class Producer:
     def _end(self, transfer: Transfer, event: SendEvent, now: float) -> None:
         transfer.state = PRODUCER_TABLE.after(transfer.state, event)
         transfer.due.clear()
-        source = transfer.source
         if event is SendEvent.TAKEN:
-            source.taken, source.since = True, now
-            if self._untaken.get(source.mm_hash) is source:
-                del self._untaken[source.mm_hash]
+            self._shelf.note_taken(transfer.source, now)
             self.counts["items"] += 1
         for target in (transfer.peer, transfer.endpoint):
             if self._by_target.get((transfer.source.mm_hash, target)) == transfer.tid:
@@ -594,55 +554,19 @@ class Producer:
             self._ended.popitem(last=False)
         if transfer.last_word is not None and transfer.peer in self._peers:
             self._say(transfer.peer, transfer.last_word)
-        source = transfer.source
-        source.transfers.remove(transfer.tid)
-        self._weigh(source)
-        source.since = now
-        if self._sources.get(source.mm_hash) is source:
-            self._make_room()
-        else:
-            self._let_go(source)
-
-    def _make_room(self) -> None:
-        """Drop what all have taken, the longest ago first, while more is kept than may be."""
-        while self._kept_bytes > self._limits.retain_bytes:
-            source = next((each for each in self._sources.values() if each.is_spare), None)
-            if source is None:
-                return
-            self._forget(source)
+        self._shelf.end(transfer.source, transfer.tid, now)
 
     def _drop_source(self, source: Source, now: float, code: Code, text: str) -> None:
         """Withdraw an item, whoever still wants it; it goes when nothing reads it any more."""
-        self._forget(source)
+        self._shelf.forget(source)
         for tid in list(source.transfers):
             transfer = self._transfers[tid]
             if transfer.state not in ENDED:
                 transfer.last_word = Withdraw(tid, code, text)
                 self._end(transfer, SendEvent.FAIL, now)
 
-    def _forget(self, source: Source) -> None:
-        """No new transfer begins from this source."""
-        del self._sources[source.mm_hash]
-        self._untaken.pop(source.mm_hash, None)
-        self._kept_bytes -= source.shape.nbytes
-        self._weigh(source)
-        self._gone[source.mm_hash] = None
-        while len(self._gone) > self._limits.max_gone:
-            self._gone.popitem(last=False)
-        self._let_go(source)
-
-    def _weigh(self, source: Source) -> None:
-        """A source has come, has gone, or is needed by more or by fewer."""
-        is_held = self._sources.get(source.mm_hash) is source and not source.is_spare
-        nbytes = source.shape.nbytes if is_held else 0
-        self.held_bytes += nbytes - source.held_bytes
-        source.held_bytes = nbytes
-
-    def _let_go(self, source: Source) -> None:
-        """Release a forgotten source once nothing reads it."""
-        if not source.transfers and not source.readers:
-            del self._read[source.sid]
-            self.effects.append(Release(source.sid))
+    def _release(self, sid: int) -> None:
+        self.effects.append(Release(sid))
 
     def _of(self, peer: str, tid: int) -> Transfer | None:
         transfer = self._transfers.get(tid)
@@ -661,10 +585,15 @@ class Producer:
 
     # For whoever watches
 
+    @property
+    def held_bytes(self) -> int:
+        """Of sources that somebody is still to take."""
+        return self._shelf.held_bytes
+
     def gauges(self) -> dict[str, float]:
         """Levels."""
         return {
-            "sources": len(self._sources),
+            "sources": len(self._shelf),
             "held_bytes": self.held_bytes,
             "transfers": len(self._transfers),
             "writes": self._writing,
@@ -682,16 +611,7 @@ class Producer:
             assert transfer.writing or transfer.state not in ENDED
             if transfer.state is State.TRANSFERRING:
                 assert transfer.due or transfer.writing
-        for sid, source in self._read.items():
-            assert sid == source.sid
-            assert source.transfers <= set(self._transfers)
-            assert source.readers >= 0
-            assert source.transfers or source.readers or source.mm_hash in self._sources
-        held = (each for each in self._sources.values() if not each.is_spare)
-        assert self.held_bytes == sum(each.shape.nbytes for each in held)
-        assert self._kept_bytes == sum(each.shape.nbytes for each in self._sources.values())
-        untaken = {mm_hash: each for mm_hash, each in self._sources.items() if not each.taken}
-        assert self._untaken == untaken
+        self._shelf.check(set(self._transfers))
 
 
 _DAY_S = 86_400.0
