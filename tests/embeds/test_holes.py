@@ -85,10 +85,10 @@ def nothing_is_left(world: World) -> None:
         assert machine.gauges()["landing_bytes"] == 0
         assert not machine._items
         assert not list(machine._window)
-        assert not machine._by_source
-        assert not machine._active
+        assert not machine._sources._items
+        assert machine._admission.num_active == 0
+        assert machine.gauges()["waiting_items"] == 0
         assert not consumer.tensors
-        assert not len(machine._line)
     for producer in world.producers:
         assert not producer.machine._transfers
         assert not producer.machine._by_target

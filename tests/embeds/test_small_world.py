@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from tests.embeds.world import World, limits, shape_of
+from vllm_kvpool.embeds.admission import Admission
 from vllm_kvpool.embeds.arena import Arena
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.credit import Landing, Line, RecentRows
@@ -25,6 +26,7 @@ from vllm_kvpool.embeds.lending import Lending
 from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
 from vllm_kvpool.embeds.producer import Producer
 from vllm_kvpool.embeds.shelf import Shelf
+from vllm_kvpool.embeds.sources import Sources
 from vllm_kvpool.embeds.wishes import Wishes
 
 MOST_STATES = 60_000
@@ -47,6 +49,7 @@ _LEFT_OUT = {
     "counts",
     "_on_end",
     "_release",
+    "_say",
     "random",
     "log",
     "limits",
@@ -79,6 +82,8 @@ def frozen(value: Any) -> Any:
             | Consumer
             | Producer
             | Shelf
+            | Admission
+            | Sources
             | Lending
             | Arena
             | Line

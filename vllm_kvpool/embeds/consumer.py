@@ -8,9 +8,10 @@ missing row on. Whatever ends early leaves its rows; whoever offers the same byt
 Time is given to every method; what is to be done is left in `effects` until `take_effects`.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 
 from vllm_kvpool.embeds import credit
+from vllm_kvpool.embeds.admission import Admission
 from vllm_kvpool.embeds.effects import (
     Allocate,
     Connect,
@@ -51,6 +52,7 @@ from vllm_kvpool.embeds.protocol import (
     Wrote,
 )
 from vllm_kvpool.embeds.rows import Intervals, ItemShape, checked_shape, runs_of
+from vllm_kvpool.embeds.sources import Sources
 from vllm_kvpool.embeds.states import (
     CONSUMER_TABLE,
     GRANT_TABLE,
@@ -72,16 +74,11 @@ class Consumer:
             quarantine_s=limits.quarantine_s,
             ended=self._grant_ended,
         )
-        self._landing = credit.Landing(limits.max_landing_bytes)
-        self._line = credit.Line()
         self._recent = credit.RecentRows()
         self._items: dict[str, Item] = {}
-        self._active: dict[str, Item] = {}  # admitted, incomplete and offered by somebody
-        self._short: dict[str, Item] = {}  # of these, those that may be granted more rows
-        self._by_source: dict[Source, str] = {}
-        self._ended: OrderedDict[Source, Message] = OrderedDict()  # what to say of it again
+        self._admission = Admission(self._items, limits.max_landing_bytes, limits.max_active)
+        self._sources = Sources(limits.max_ended, self._say)
         self._peers: dict[str, Peer] = {}
-        self._generations = 0
         self._pump_at: float | None = None  # something has happened since rows were last granted
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -102,10 +99,8 @@ class Consumer:
         if item is None:
             item = self._items[told.mm_hash] = Item(told.mm_hash, now)
         was_asked = item.asked
-        if not was_asked and item.admitted:
-            assert item.shape is not None
-            self._landing.now_asked(item.shape.nbytes)
         item.order = min(item.order, told.order) if was_asked else told.order
+        self._admission.reorder(item, was_asked)
         item.patience_s = max(item.patience_s, told.patience_s)
         item.peers |= frozenset(told.peers)
         item.expected_rows = told.rows or item.expected_rows
@@ -121,8 +116,6 @@ class Consumer:
             return
         if told.is_pushed and not told.peers:
             item.wanted_at = now
-        if item.mm_hash in self._line:
-            self._line.add(item.mm_hash, item.sources[0][0] if item.sources else "", item.order)
         self._want(item, now)
         self._pump_at = now
 
@@ -164,10 +157,9 @@ class Consumer:
         """It is gone; what it was to write may still arrive, unless `quiet`."""
         self._peers.pop(peer, None)
         self._window.end_all_of(peer, now, quiet=quiet)
-        for source in [each for each in self._by_source if each[0] == peer]:
+        for source in self._sources.of_peer(peer):
             self._source_lost(source, now)
-        for source in [each for each in self._ended if each[0] == peer]:
-            del self._ended[source]
+        self._sources.forget_ends_of(peer)
         self._pump_at = now
 
     # What producers say
@@ -191,7 +183,7 @@ class Consumer:
             item = self._items[told.mm_hash] = Item(told.mm_hash, now)
         if item.state is State.SUCCESS:
             self.counts["deduplicated"] += 1
-            self._close_source(source, OfferAck(told.tid, Verdict.HAVE))
+            self._sources.close(source, OfferAck(told.tid, Verdict.HAVE))
             return
         if item.sources:
             self._follow(item, source, told)
@@ -231,14 +223,14 @@ class Consumer:
         item.shape, item.digest, item.aux = shape, told.digest, told.aux
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.OFFERED)
         item.since = item.idle_since = now
-        self._add_source(item, source, told)
+        self._sources.add(item, source, told)
         if not item.asked:
             self.effects.append(Tell(ItemNews(item.mm_hash, rows=shape.rows, offered=True)))
         if item.admitted:
-            self._activate(item)
+            self._admission.activate(item)
         else:
-            self._line.add(item.mm_hash, source[0], item.order)
-            self._admit_all(now)
+            self._admission.wait(item)
+            self._let_in(now)
         verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
         self._say(source[0], OfferAck(source[1], verdict, item.received.spans))
         self._adopt_first(item, told, now)
@@ -266,7 +258,7 @@ class Consumer:
         item = self._items.get(granted.mm_hash)
         if item is not None:
             item.live.pop(granted.gid, None)
-            self._look_for_gaps(item)
+            self._admission.look_for_gaps(item)
         self._say(granted.source[0], Revoke(tid, granted.gid))
 
     def _follow(self, item: Item, source: Source, told: Offer) -> None:
@@ -276,13 +268,8 @@ class Consumer:
             self._refuse(source, Code.CONFLICT, text)
             return
         self.counts["deduplicated"] += 1
-        self._add_source(item, source, told)
+        self._sources.add(item, source, told)
         self._say(source[0], OfferAck(source[1], Verdict.FOLLOW))
-
-    def _add_source(self, item: Item, source: Source, told: Offer) -> None:
-        item.sources.append(source)
-        item.offers[source] = told
-        self._by_source[source] = item.mm_hash
 
     def want_ack(self, peer: str, told: WantAck, now: float) -> None:
         """A peer does not have it now, and maybe never will again."""
@@ -330,9 +317,9 @@ class Consumer:
 
     def _answer_late(self, peer: str, told: Wrote) -> None:
         """A grant that has ended: its rows may be here, or have not been used."""
-        mm_hash = self._by_source.get((peer, told.tid))
+        mm_hash = self._sources.item_of((peer, told.tid))
         if mm_hash is None:
-            if not self._repeat_end((peer, told.tid)):
+            if not self._sources.repeat_end((peer, told.tid)):
                 self._say(peer, Unknown(told.tid, yours=True))
             return
         received = self._items[mm_hash].received
@@ -372,7 +359,7 @@ class Consumer:
         self.counts["rows"] += granted.rows
         self.counts["bytes"] += granted.rows * item.shape.row_bytes
         is_full = len(item.received) == item.shape.rows
-        if granted.source in self._by_source and not is_full:
+        if granted.source in self._sources and not is_full:
             peer, tid = granted.source
             self._say(peer, RowsAck(tid, granted.gid, Landing.OK, item.received.spans))
         if is_full:
@@ -384,10 +371,10 @@ class Consumer:
 
     def _fill(self, item: Item) -> None:
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.FILLED)
-        self._deactivate(item)
+        self._admission.deactivate(item)
         assert not item.live, "rows are granted to one only"
         for source in list(item.sources):
-            self._close_source(source, Complete(source[1]))
+            self._sources.close(source, Complete(source[1]))
         item.sources.clear()
         item.offers.clear()
         self.counts["items"] += 1
@@ -457,7 +444,7 @@ class Consumer:
     def withdraw(self, peer: str, told: Withdraw, now: float) -> None:
         """The producer has given an item up; nothing of it is in flight."""
         self._window.end_all(GrantEvent.QUIET, now, source=(peer, told.tid))
-        mm_hash = self._by_source.pop((peer, told.tid), None)
+        mm_hash = self._sources.drop((peer, told.tid))
         if mm_hash is not None:
             self._without_source(self._items[mm_hash], (peer, told.tid), told.code, told.text, now)
         self._pump_at = now
@@ -475,9 +462,9 @@ class Consumer:
 
     def _repeated(self, source: Source) -> bool:
         """Answer again what was answered before; False if nothing was."""
-        if self._repeat_end(source):
+        if self._sources.repeat_end(source):
             return True
-        mm_hash = self._by_source.get(source)
+        mm_hash = self._sources.item_of(source)
         if mm_hash is None:
             return False
         item = self._items[mm_hash]
@@ -490,12 +477,6 @@ class Consumer:
             if granted.state is GrantState.GRANTED and granted.source == source:
                 self._say(source[0], self._window.message(granted))
         return True
-
-    def _repeat_end(self, source: Source) -> bool:
-        message = self._ended.get(source)
-        if message is not None:
-            self._say(source[0], message)
-        return message is not None
 
     # Time
 
@@ -547,65 +528,23 @@ class Consumer:
     # Letting in and granting
 
     def _pump(self, now: float) -> None:
-        self._admit_all(now)
+        self._let_in(now)
         if self._window.has_room:
-            for item in sorted(self._short.values(), key=_rank):
+            for item in self._admission.short():
                 if not self._grant_all(item, now):
                     break
 
-    def _admit_all(self, now: float) -> None:
-        while (mm_hash := self._next_admitted(now)) is not None:
-            item = self._items[mm_hash]
+    def _let_in(self, now: float) -> None:
+        for item in self._admission.let_in(now):
             assert item.shape is not None
-            self._line.remove(mm_hash)
-            if not item.asked:
-                self._line.took(item.sources[0][0])
-            self._landing.take(item.shape.nbytes, item.asked)
-            self._generations += 1
-            item.admitted, item.generation = True, self._generations
-            self._activate(item)
-            self.effects.append(Allocate(mm_hash, item.shape))
-
-    def _activate(self, item: Item) -> None:
-        self._active[item.mm_hash] = self._short[item.mm_hash] = item
-
-    def _look_for_gaps(self, item: Item) -> None:
-        """Rows that were granted, or here, may not be any more."""
-        if item.mm_hash in self._active:
-            self._short[item.mm_hash] = item
-
-    def _deactivate(self, item: Item) -> None:
-        self._active.pop(item.mm_hash, None)
-        self._short.pop(item.mm_hash, None)
-
-    def _next_admitted(self, now: float) -> str | None:
-        is_full = len(self._active) >= self._limits.max_active
-        asked = self._line.first_asked()
-        if asked is not None:
-            item = self._items[asked]
-            assert item.shape is not None
-            fits = self._landing.admits(item.shape.nbytes, asked=True, oldest=False)
-            if fits and not is_full:
-                return asked
-            # Those that are known for longer come first: an older one is soon found.
-            is_oldest = not any(0 <= each.order < item.order for each in self._items.values())
-            if not is_oldest:
-                return None  # it waits behind older ones, and younger ones behind it
-            may_get_room = self._active and now - item.since < credit.OLDEST_WAITS_S
-            return None if may_get_room else asked
-        for mm_hash in self._line.unasked() if not is_full else ():
-            shape = self._items[mm_hash].shape
-            assert shape is not None
-            if self._landing.admits(shape.nbytes, asked=False, oldest=False):
-                return mm_hash
-        return None
+            self.effects.append(Allocate(item.mm_hash, item.shape))
 
     def _grant_all(self, item: Item, now: float) -> bool:
         """Grant what the item lacks; False if the window has no more."""
         assert item.shape is not None
         while len(item.live) < credit.WINDOWS_IN_FLIGHT and now >= item.retry_at:
             if item.num_covered == item.shape.rows:
-                del self._short[item.mm_hash]
+                self._admission.has_all(item)
                 return True
             gap = next(item.covered().gaps(item.shape.rows), None)
             if gap is None:
@@ -617,7 +556,7 @@ class Consumer:
     def _grant(self, item: Item, row: int, end: int, now: float) -> bool:
         assert item.shape is not None
         row_bytes = item.shape.row_bytes
-        share = credit.window_bytes(self._window.nbytes, len(self._active)) // row_bytes
+        share = credit.window_bytes(self._window.nbytes, self._admission.num_active) // row_bytes
         rows = min(end - row, self._limits.default_allocate_tokens, max(1, share))
         extents = self._window.take(rows, row_bytes)
         if not extents:
@@ -662,7 +601,9 @@ class Consumer:
             return self._window.message(early)
         if item.state is not State.BOOTSTRAPPING or early is not None or not row_bytes:
             return None
-        share = credit.window_bytes(self._window.nbytes, len(self._active) + 1) // row_bytes
+        share = (
+            credit.window_bytes(self._window.nbytes, self._admission.num_active + 1) // row_bytes
+        )
         rows = min(self._recent.first_grant(self._limits.default_allocate_tokens), share)
         if item.expected_rows:
             rows = min(rows, item.expected_rows)
@@ -679,7 +620,7 @@ class Consumer:
         if item is not None:
             item.live.pop(granted.gid, None)
             item.idle_since = now
-            self._look_for_gaps(item)
+            self._admission.look_for_gaps(item)
         if granted.state is GrantState.QUARANTINED:
             nbytes = sum(extent.nbytes for extent in granted.extents)
             self.counts["quarantined_bytes"] += nbytes
@@ -697,7 +638,7 @@ class Consumer:
             item.state = CONSUMER_TABLE.after(item.state, ItemEvent.DRY)
 
     def _source_lost(self, source: Source, now: float) -> None:
-        mm_hash = self._by_source.pop(source, None)
+        mm_hash = self._sources.drop(source)
         if mm_hash is not None:
             self._without_source(self._items[mm_hash], source, None, "", now)
 
@@ -716,8 +657,7 @@ class Consumer:
         if item.sources:
             self._go_on_with_next(item)
             return
-        self._deactivate(item)
-        self._line.remove(item.mm_hash)
+        self._admission.leave(item)
         if code is not None:
             self._fail(item, code, text, now)
             return
@@ -742,26 +682,19 @@ class Consumer:
     def _give_up_source(self, item: Item, code: Code, text: str, now: float) -> None:
         """Another one goes on, or nobody."""
         source = item.sources[0]
-        self._close_source(source, Cancel(source[1], code, text))
+        self._sources.close(source, Cancel(source[1], code, text))
         item.failures = item.corrupt = 0
         self._without_source(item, source, code, text, now)
 
     def _refuse(self, source: Source, code: Code, text: str) -> None:
         self.counts["refused"] += 1
         ack = OfferAck(source[1], Verdict.REFUSED, code=code, text=text)
-        self._close_source(source, ack)
+        self._sources.close(source, ack)
 
     def _unusable(self, item: Item | None, code: Code, text: str, now: float) -> None:
         """An offer of what a request waits for can never be taken."""
         if item is not None and not item.sources and item.state in _NOBODY_SENDS:
             self._fail(item, code, text, now)
-
-    def _close_source(self, source: Source, last_word: Message) -> None:
-        self._by_source.pop(source, None)
-        self._ended[source] = last_word
-        while len(self._ended) > self._limits.max_ended:
-            self._ended.popitem(last=False)
-        self._say(source[0], last_word)
 
     def _rows_match(self, item: Item) -> bool:
         return item.shape is None or item.expected_rows in (0, item.shape.rows)
@@ -778,7 +711,7 @@ class Consumer:
         item.state = CONSUMER_TABLE.after(item.state, event)
         self.counts[f"ended_{code.value}"] += 1
         for source in list(item.sources):
-            self._close_source(source, Cancel(source[1], code, text))
+            self._sources.close(source, Cancel(source[1], code, text))
         for granted in list(item.live.values()):
             if granted.state is GrantState.GRANTED:
                 self._revoke(granted, granted.source[1])
@@ -788,8 +721,7 @@ class Consumer:
 
     def _drop(self, item: Item) -> None:
         self._forget_rows(item)
-        self._line.remove(item.mm_hash)
-        self._deactivate(item)
+        self._admission.leave(item)
         del self._items[item.mm_hash]
 
     def _forget_rows(self, item: Item) -> None:
@@ -798,9 +730,7 @@ class Consumer:
         for granted in [each for each in item.live.values() if each.source[1]]:
             del item.live[granted.gid]
         if item.admitted:
-            assert item.shape is not None
-            self._landing.give_back(item.shape.nbytes, item.asked)
-            item.admitted = False
+            self._admission.give_back(item)
             self.effects.append(Discard(item.mm_hash))
 
     def _tell_ready(self, item: Item) -> None:
@@ -816,8 +746,7 @@ class Consumer:
         """Levels."""
         return {
             "items": len(self._items),
-            "waiting_items": len(self._line),
-            "landing_bytes": self._landing.taken,
+            **self._admission.gauges(),
             **self._window.gauges(),
         }
 
@@ -839,9 +768,6 @@ class Consumer:
             shape = item.shape
             assert all(self._window[gid].mm_hash == mm_hash for gid in item.live)
             assert item.state in CONSUMER_TABLE.edges
-            assert (mm_hash in self._active) == (
-                item.admitted and bool(item.sources) and item.state is not State.SUCCESS
-            )
             if item.state is State.TRANSFERRING:
                 assert item.live
             if item.state in (State.WAITING, State.PARTIAL, State.TRANSFERRING):
@@ -856,22 +782,8 @@ class Consumer:
                     assert granted.row + granted.rows <= shape.rows
                     covered = covered.with_rows(granted.row, granted.row + granted.rows)
             assert len(item.covered()) == item.num_covered, "rows are granted twice"
-            if mm_hash in self._active and mm_hash not in self._short:
-                assert shape is not None
-                assert item.covered().holds(0, shape.rows), "rows that nobody will grant"
-        assert self._short.keys() <= self._active.keys()
-        taken = sum(
-            item.shape.nbytes
-            for item in self._items.values()
-            if item.admitted and item.shape is not None
-        )
-        assert taken == self._landing.taken
-        for source, mm_hash in self._by_source.items():
-            assert source in self._items[mm_hash].sources
+        self._admission.check()
+        self._sources.check(self._items)
 
 
 _NOBODY_SENDS = frozenset((State.BOOTSTRAPPING, State.SUSPENDED))
-
-
-def _rank(item: Item) -> tuple[bool, int]:
-    return (not item.asked, item.order)

@@ -1,0 +1,136 @@
+"""Which items a consumer lets in, and which of them can be granted rows (pure; control thread).
+
+An item that is offered waits in line until there is memory for all of it (credit.py). Let in, it is
+active as long as somebody offers it and rows are missing; of these, the short ones may be granted
+more.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from vllm_kvpool.embeds import credit
+from vllm_kvpool.embeds.items import Item
+from vllm_kvpool.embeds.states import State
+
+
+class Admission:
+    """See the module docstring. `items` are the consumer's, as they come and go."""
+
+    def __init__(self, items: Mapping[str, Item], max_landing_bytes: int, max_active: int) -> None:
+        self._items = items
+        self._max_active = max_active
+        self._landing = credit.Landing(max_landing_bytes)
+        self._line = credit.Line()
+        self._active: dict[str, Item] = {}
+        self._short: dict[str, Item] = {}
+        self._generations = 0
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def short(self) -> list[Item]:
+        """Those that may be granted rows, by whose turn it is."""
+        return sorted(self._short.values(), key=_rank)
+
+    # The line
+
+    def wait(self, item: Item) -> None:
+        """An item has been offered that has no memory."""
+        self._line.add(item.mm_hash, item.sources[0][0], item.order)
+
+    def reorder(self, item: Item, was_asked: bool) -> None:
+        """A request, or an older one, has come for an item."""
+        if not was_asked and item.admitted:
+            self._landing.now_asked(_nbytes(item))
+        if item.mm_hash in self._line:
+            producer = item.sources[0][0] if item.sources else ""
+            self._line.add(item.mm_hash, producer, item.order)
+
+    def let_in(self, now: float) -> Iterator[Item]:
+        """Let in whom there is memory for; each gets it before the next one is looked at."""
+        while (mm_hash := self._next(now)) is not None:
+            item = self._items[mm_hash]
+            self._line.remove(mm_hash)
+            if not item.asked:
+                self._line.took(item.sources[0][0])
+            self._landing.take(_nbytes(item), item.asked)
+            self._generations += 1
+            item.admitted, item.generation = True, self._generations
+            self.activate(item)
+            yield item
+
+    def _next(self, now: float) -> str | None:
+        is_full = len(self._active) >= self._max_active
+        asked = self._line.first_asked()
+        if asked is not None:
+            item = self._items[asked]
+            if self._landing.admits(_nbytes(item), asked=True, oldest=False) and not is_full:
+                return asked
+            # Those that are known for longer come first: an older one is soon found.
+            is_oldest = not any(0 <= each.order < item.order for each in self._items.values())
+            if not is_oldest:
+                return None  # it waits behind older ones, and younger ones behind it
+            may_get_room = self._active and now - item.since < credit.OLDEST_WAITS_S
+            return None if may_get_room else asked
+        for mm_hash in self._line.unasked() if not is_full else ():
+            if self._landing.admits(_nbytes(self._items[mm_hash]), asked=False, oldest=False):
+                return mm_hash
+        return None
+
+    # Those that are in
+
+    def activate(self, item: Item) -> None:
+        """An item that is in is offered, and rows of it are missing."""
+        self._active[item.mm_hash] = self._short[item.mm_hash] = item
+
+    def look_for_gaps(self, item: Item) -> None:
+        """Rows that were granted, or here, may not be any more."""
+        if item.mm_hash in self._active:
+            self._short[item.mm_hash] = item
+
+    def has_all(self, item: Item) -> None:
+        """Every row of it is here or granted."""
+        del self._short[item.mm_hash]
+
+    def deactivate(self, item: Item) -> None:
+        """It is whole, or nobody offers it."""
+        self._active.pop(item.mm_hash, None)
+        self._short.pop(item.mm_hash, None)
+
+    def leave(self, item: Item) -> None:
+        """Nobody offers it any more: it waits for nothing."""
+        self._line.remove(item.mm_hash)
+        self.deactivate(item)
+
+    def give_back(self, item: Item) -> None:
+        """Its memory is not its own any more."""
+        self._landing.give_back(_nbytes(item), item.asked)
+        item.admitted = False
+
+    # For whoever watches
+
+    def gauges(self) -> dict[str, float]:
+        """Levels."""
+        return {"waiting_items": len(self._line), "landing_bytes": self._landing.taken}
+
+    def check(self) -> None:
+        """What always holds."""
+        for mm_hash, item in self._items.items():
+            assert (mm_hash in self._active) == (
+                item.admitted and bool(item.sources) and item.state is not State.SUCCESS
+            )
+            if mm_hash in self._active and mm_hash not in self._short:
+                assert item.shape is not None
+                assert item.covered().holds(0, item.shape.rows), "rows that nobody will grant"
+        assert self._short.keys() <= self._active.keys() <= self._items.keys()
+        taken = sum(_nbytes(item) for item in self._items.values() if item.admitted)
+        assert taken == self._landing.taken
+
+
+def _nbytes(item: Item) -> int:
+    assert item.shape is not None
+    return item.shape.nbytes
+
+
+def _rank(item: Item) -> tuple[bool, int]:
+    return (not item.asked, item.order)
