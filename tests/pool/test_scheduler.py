@@ -126,13 +126,22 @@ class Bench:
         return view
 
     def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
-        """The answer to come; the lookup is waited for."""
+        """The answer to come; the lookup is waited for. `PENDING` if it has to give way."""
+        if self.gives_way(request_id):
+            assert self.scheduler.match(request_id, num_computed) == PENDING
+            return PENDING
         while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
             answered = len(self.probe._answers)
             self.probe.wait(LIMIT_S)
             assert self.probe._answers or answered, "no answer"
         self.scheduler.check()
         return offer
+
+    def gives_way(self, request_id: str) -> bool:
+        """Whether others have loaded that hold the blocks it lacks."""
+        state = self.scheduler._requests.get(request_id)
+        others = self.scheduler._loaded - {request_id}
+        return state is not None and state.tried and self.scheduler._idle and bool(others)
 
     def grow(self, request_id: str, num_tokens: int) -> None:
         table = self.tables[request_id]
@@ -371,6 +380,44 @@ def test_an_offer_that_is_not_taken_is_no_load(bench: Bench) -> None:
     bench.match()
     bench.allocate("a", 0, 0)
     assert bench.step(a=100).loads == ()
+
+
+def load_beside_one_without_blocks(bench: Bench) -> None:
+    """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
+    bench.hold(range(1000), range(3))
+    bench.add("a")
+    bench.add("b")
+    assert bench.match("a") == (96, True)
+    assert bench.match("b") == (96, True)
+    bench.allocate("b", 0, 96)
+    bench.step()
+    assert bench.match("a") == (96, True)  # as long as the load goes on nobody has to give way
+    bench.scheduler.load_ended("b")
+
+
+def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(bench: Bench) -> None:
+    load_beside_one_without_blocks(bench)
+    bench.add("c")
+    assert bench.match("c") == (96, True)  # there may be blocks for it
+    for _ in range(2):
+        assert bench.scheduler.match("a", 0) == PENDING
+    bench.step(b=4)
+    assert bench.match("a") == (96, True)
+    bench.allocate("a", 0, 96)
+    bench.scheduler.check()
+
+
+@pytest.mark.parametrize("how", ["runs", "ends", "comes to nothing"])
+def test_nobody_gives_way_where_something_runs_or_can(bench: Bench, how: str) -> None:
+    load_beside_one_without_blocks(bench)
+    if how == "runs":
+        bench.add("other", options=RequestOptions(load=False, save=False))
+        bench.step(other=1)
+    elif how == "ends":
+        bench.finish("b")
+    else:
+        bench.match("b")
+    assert bench.match("a") == (96, True)
 
 
 def test_a_lookup_that_takes_too_long_is_a_miss(bench: Bench) -> None:
@@ -1075,7 +1122,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = self.live[request_id]
         local = data.draw(st.integers(0, (live.view.num_tokens - 1) // self.block)) * self.block
         count, is_async = self.bench.match(request_id, local)
-        assert count is not None
+        if count is None:
+            assert self.with_state("running"), "nobody can run"
+            return
         assert is_async == (count > 0)
         stop = local + count
         if count:

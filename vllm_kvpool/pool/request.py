@@ -86,6 +86,7 @@ class RequestState:
     found_chunks: int = 0
     limit_tokens: int | None = None  # a load has failed here: never ask for more again
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
+    tried: bool = False  # it was matched, and has got no blocks since
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
     counted: bool = False
     next_save: int = 0  # chunks before it are stored or on their way

@@ -5,6 +5,7 @@ Owned by the scheduler's thread; the probe thread answers lookups. A request's l
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 
 * `match` may be called any number of times; only `allocated` makes an offer a load.
+* A request that has loaded goes before one there are no blocks for (`_must_give_way`).
 * A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
 * When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
   then is of the old weights, and nothing of it is saved as if it were of the new ones.
@@ -62,6 +63,7 @@ class PoolScheduler:
         self._tickets: dict[int, str] = {}  # lookups not yet answered
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
+        self._loaded: set[str] = set()  # and not run since
         self._layered = LayeredLoads()
         self._next_id = 0
         self._epoch = ""
@@ -161,7 +163,11 @@ class PoolScheduler:
             return 0, False
         if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
+        self._loaded.discard(request_id)  # if it had, nothing has come of that
+        if self._must_give_way(state):
+            return None, False
         if not (state.may_load or state.may_save):
+            state.tried = True
             return 0, False
         if state.view.num_preemptions != state.preemptions or state.epoch != self._epoch:
             self._ask(state)
@@ -172,6 +178,7 @@ class PoolScheduler:
         if state.answer is None and not self._wait_for_answer(state):
             return None, False
         self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
+        state.tried = True
         stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
         if self._reset.pending:
             stop = 0
@@ -180,6 +187,14 @@ class PoolScheduler:
             return 0, False
         state.offer = (num_computed, stop)
         return stop - num_computed, not self._config.layerwise
+
+    def _must_give_way(self, state: RequestState) -> bool:
+        """Whether requests behind this one hold the blocks that it lacks.
+
+        vLLM 0.27 looks no further than the first request that it has no blocks for: where nothing
+        runs, nothing ever would. 0.32 has a line of its own for those that hold blocks.
+        """
+        return self._idle and state.tried and bool(self._loaded)
 
     def _wait_for_answer(self, state: RequestState) -> bool:
         """Whether the pending lookup has come to an end."""
@@ -213,6 +228,7 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
+        state.tried = False
         if not state.counted:
             state.counted = True
             for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
@@ -255,6 +271,7 @@ class PoolScheduler:
         if state is None or state.load is None:
             return
         (start, stop), state.load = state.load, None
+        self._loaded.add(request_id)
         self.saves.look_again(request_id)  # its computed tokens have jumped
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
         self._count_loaded(start, kept, stop)
@@ -270,6 +287,7 @@ class PoolScheduler:
         """The loads that are allocated and the saves that are due; pins the saves' blocks."""
         self._take_answers()
         self._idle = not step.scheduled
+        self._loaded.difference_update(step.scheduled)
         if self._config.load_policy is LoadPolicy.AUTO:
             is_plain = not any(load.layered for load in self._loads)
             self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
@@ -308,6 +326,7 @@ class PoolScheduler:
         And what their cells are called, if the request asks for it.
         """
         state = self._requests.pop(request_id, None)
+        self._loaded.discard(request_id)
         self._prefetches.pop(request_id, None)
         if state is None:
             return None
@@ -385,6 +404,7 @@ class PoolScheduler:
         self.saves.check(self._requests)
         for request_id in self._tickets.values():
             assert request_id in self._requests
+        assert self._loaded <= self._requests.keys()
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
                 assert state.found_chunks <= len(state.chain)

@@ -1,0 +1,40 @@
+"""Requests that wait for each other's blocks in a cache that is too small for both."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.kinds import nothing
+from tests.faults.rig import CHUNK, RigSpec
+from tests.faults.scene import COUSIN, PREFIX, READER, SLACK_S, Library, Scene
+from tests.faults.workshop import Workshop
+
+EXPECT_S = 0.2
+TINY_BLOCKS = 20  # for either request, and not for what the other holds while it waits
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_first_in_line_gives_way_to_one_that_has_loaded(
+    workshop: Workshop, library: Library, tp: int
+) -> None:
+    """vLLM 0.27 looks no further than the first request that it has no blocks for."""
+    spec = replace(RigSpec(tp=tp), num_blocks=TINY_BLOCKS)
+    scene = Scene(workshop, library, spec, nothing, nothing)
+    rig = scene.start_engine()
+    for executor in rig.executors:
+        executor.perform.hold("scatter")
+    # The first one waits for what is never stored; the second one's load takes longer than that.
+    expect = {"expect_tokens": 6 * CHUNK, "expect_timeout_ms": int(1000 * EXPECT_S)}
+    first = rig.add(READER, **expect)
+    second = rig.add(COUSIN)
+    rig.run(SLACK_S, until=lambda: all(e.perform.entered.is_set() for e in rig.executors))
+    assert not rig.answers[second].ended
+    deadline = time.monotonic() + 2 * EXPECT_S
+    rig.run(SLACK_S, until=lambda: time.monotonic() > deadline)
+    for executor in rig.executors:
+        executor.perform.release()
+    rig.run(SLACK_S)
+    rig.expect([first, second])
+    assert rig.count("kvpool_hit_tokens") >= len(PREFIX)
+    scene.close(exact=True)
