@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvpool.metrics import METRICS
@@ -267,6 +267,8 @@ def tokenizer_of(token_ids: Sequence[int]) -> Any:
 
 
 @settings(deadline=None, max_examples=60)
+@example([*encode("{\U000a0432"), EOS_ID], 0, [], False, 0)  # no text after the last character
+@example([*encode("{\U000a0432"), *[EOS_ID] * 5], 0, [], False, 0)
 @given(
     start=st.text(max_size=8).map(lambda text: encode(f"x{text}")),
     num_before=st.integers(0, 12),

@@ -79,6 +79,16 @@ def decode(token_ids: Sequence[int]) -> str:
     return b"".join(map(token_bytes, token_ids)).decode(errors="replace")
 
 
+def _last_bytes(token_ids: Sequence[int]) -> bytes:
+    """The end of a text, with all of its last character: of tokens, some have no text."""
+    end = b""
+    for token_id in reversed(token_ids):
+        end = token_bytes(token_id) + end
+        if len(end) >= _LONGEST_CHAR:
+            break
+    return end
+
+
 def _spoken() -> tuple[int, ...]:
     """The words that are generated: a space, and twice a consonant and a vowel."""
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
@@ -121,7 +131,7 @@ class Continuation:
         self._hash.update(struct.pack(f"<{len(prompt)}I", *prompt))
         self._eos = round(eos_probability * _ODDS)
         self._wide = self._eos + round(wide_probability * _ODDS)
-        end = b"".join(map(token_bytes, prompt[-_LONGEST_CHAR:]))
+        end = _last_bytes(prompt)
         self._partial = next((p for p in _REST if end.endswith(p)), b"")
 
     def next(self) -> int:
@@ -172,7 +182,7 @@ class Detokenizer:
         self, prompt: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False
     ) -> None:
         self._bytes = b""
-        if decode(prompt[-_LONGEST_CHAR:]).endswith(_UNKNOWN):
+        if _last_bytes(prompt).decode(errors="replace").endswith(_UNKNOWN):
             self._bytes = b"".join(map(token_bytes, prompt))
         self._stop = tuple(stop)
         self._includes_stop = include_stop
