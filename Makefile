@@ -8,6 +8,7 @@ OLDER_PYTHON := $(OLDER)/bin/python
 TRITON_VENV ?= .venv-triton
 SET ?= all
 WORKERS ?= 2
+TIMES ?= 10
 HERE := not gpu and not triton and not matrix and not deploy
 # Each test is run by one of the three: beside all others of its kind, a file by one process; so, but
 # beside engines, which wait for one another as much as they work; or with nothing beside it.
@@ -22,7 +23,7 @@ OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
 export VENV TRITON_VENV
 
-.PHONY: help setup demo up load test test-fast test-deploy test-matrix test-triton gpu-test gpu-bench soak check bench \
+.PHONY: help setup demo up load test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check bench \
 	format clean
 
 help:
@@ -73,6 +74,11 @@ test-matrix: setup
 ## make test-fast  what needs neither engines nor servers: under a minute
 test-fast: setup
 	$(PYTHON) -m pytest $(TOGETHER) -m "$(FAST)"
+
+## make fuzz       the same with examples that no run has had before: TIMES=10 of them
+fuzz: setup
+	for i in $$(seq $(TIMES)); do $(PYTHON) -m pytest -q $(TOGETHER) --hypothesis-profile=fuzz \
+		-m "$(FAST)" || exit 1; done
 
 ## make gpu-test   page copies on a GPU; on a machine with one, torch and Triton, without vLLM
 gpu-test:

@@ -120,3 +120,33 @@ def test_memory_stays_under_its_limit_where_items_are_taken_at_once() -> None:
     machine.taken("second", 0.1)
     assert let_in(machine) == ["first"]
     assert machine.gauges()["landing_bytes"] == shape_of(3).nbytes
+
+
+def test_the_oldest_request_does_not_wait_for_its_own_items() -> None:
+    machine = Consumer(1 << 12, limits(max_landing_bytes=shape_of(3).nbytes))
+    machine.peer_up("a", frozenset(), 0.0)
+    for number, name in enumerate(("one", "two"), 1):
+        machine.expect(Expect(name, 0), 0.0)
+        machine.offer("a", Offer(number, name, shape_of(3), "digest"), 0.0)
+    assert let_in(machine) == ["one", "two"]
+
+
+def test_the_oldest_request_does_not_wait_for_what_nobody_asks_for() -> None:
+    machine = Consumer(1 << 12, limits(max_landing_bytes=2 * shape_of(3).nbytes))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.offer("a", Offer(1, "pushed", shape_of(3), "digest"), 0.0)
+    machine.expect(Expect("one", 0), 0.0)
+    machine.offer("a", Offer(2, "one", shape_of(6), "digest"), 0.0)
+    assert let_in(machine) == ["pushed", "one"]
+
+
+def test_beyond_the_limit_one_is_let_in_at_a_time() -> None:
+    machine, _ = with_room_for_one_of_two()
+    machine.expect(Expect("third", 0), 0.0)
+    machine.offer("a", Offer(3, "third", shape_of(3), "digest"), 0.0)
+    machine.tick(OLDEST_WAITS_S * 1.1)
+    assert let_in(machine) == ["first"]
+    machine.tick(OLDEST_WAITS_S * 2.0)
+    assert let_in(machine) == []
+    machine.tick(OLDEST_WAITS_S * 2.2)
+    assert let_in(machine) == ["third"]

@@ -120,13 +120,12 @@ class LandingMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(1, 150), asked=st.booleans())
     def let_in(self, nbytes: int, asked: bool) -> None:
-        if self.landing.admits(nbytes, asked=asked, oldest=False):
+        if self.landing.admits(nbytes, asked=asked):
             self.landing.take(nbytes, asked)
             self.items.append((nbytes, asked))
 
     @rule(nbytes=st.integers(1, 150))
     def let_in_the_oldest(self, nbytes: int) -> None:
-        assert self.landing.admits(nbytes, asked=True, oldest=True)
         self.landing.take(nbytes, asked=True)
         self.items.append((nbytes, True))
         self.beyond = max(0, sum(size for size, _ in self.items) - self.LIMIT)
@@ -154,8 +153,8 @@ class LandingMachine(RuleBasedStateMachine):
         # What nobody asked for never keeps out what somebody asks for.
         room = self.LIMIT - self.landing.taken
         if room >= 1:
-            assert self.landing.admits(room, asked=True, oldest=False)
-            assert not self.landing.admits(room + 1, asked=True, oldest=False)
+            assert self.landing.admits(room, asked=True)
+            assert not self.landing.admits(room + 1, asked=True)
 
 
 TestLanding = LandingMachine.TestCase

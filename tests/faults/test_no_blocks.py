@@ -18,7 +18,8 @@ TINY_BLOCKS = 20  # for either request, and not for what the other holds while i
 def test_the_first_in_line_gives_way_to_one_that_has_loaded(
     workshop: Workshop, library: Library, tp: int
 ) -> None:
-    """vLLM 0.27 looks no further than the first request that it has no blocks for."""
+    """vLLM 0.27 looks no further than the first request that it has no blocks for; 0.32 has another
+    line for those that have loaded, and needs no help."""
     spec = replace(RigSpec(tp=tp), num_blocks=TINY_BLOCKS)
     scene = Scene(workshop, library, spec, nothing, nothing)
     rig = scene.start_engine()

@@ -94,8 +94,7 @@ class Walk:
         view = live.view
         local = min(len(self.own), (view.num_tokens - 1) // BLOCK) * BLOCK
         count, _ = self.bench.match(request_id, local)
-        if count is None:  # somebody has loaded, and has to run before
-            return
+        assert count is not None
         if self.random.random() < 0.2:  # no room for it
             return
         live.kv = [tags for block in self.own[: local // BLOCK] for tags in block]

@@ -66,6 +66,7 @@ class Bench:
         max_pinned: int = 1000,
         config: KVPoolConfig | None = None,
         host_tier: bool = False,
+        stops_at_first: bool = False,
     ) -> None:
         self.block = block
         self.memory = MemoryStore("", 1 << 24)
@@ -83,6 +84,7 @@ class Bench:
                 num_ranks,
                 max_pinned,
                 prefetches=host_tier,
+                stops_at_first=stops_at_first,
                 stems=NAMES.stems(CHUNK),
             ),
             self.probe,
@@ -126,22 +128,13 @@ class Bench:
         return view
 
     def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
-        """The answer to come; the lookup is waited for. `PENDING` if it has to give way."""
-        if self.gives_way(request_id):
-            assert self.scheduler.match(request_id, num_computed) == PENDING
-            return PENDING
+        """The answer to come; the lookup is waited for."""
         while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
             answered = len(self.probe._answers)
             self.probe.wait(LIMIT_S)
             assert self.probe._answers or answered, "no answer"
         self.scheduler.check()
         return offer
-
-    def gives_way(self, request_id: str) -> bool:
-        """Whether others have loaded that hold the blocks it lacks."""
-        state = self.scheduler._requests.get(request_id)
-        others = self.scheduler._loaded - {request_id}
-        return state is not None and state.tried and self.scheduler._idle and bool(others)
 
     def grow(self, request_id: str, num_tokens: int) -> None:
         table = self.tables[request_id]
@@ -382,8 +375,9 @@ def test_an_offer_that_is_not_taken_is_no_load(bench: Bench) -> None:
     assert bench.step(a=100).loads == ()
 
 
-def load_beside_one_without_blocks(bench: Bench) -> None:
+def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) -> Bench:
     """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
+    bench = make(stops_at_first=stops_at_first)
     bench.hold(range(1000), range(3))
     bench.add("a")
     bench.add("b")
@@ -392,24 +386,44 @@ def load_beside_one_without_blocks(bench: Bench) -> None:
     bench.allocate("b", 0, 96)
     bench.step()
     assert bench.match("a") == (96, True)  # as long as the load goes on nobody has to give way
-    bench.scheduler.load_ended("b")
-
-
-def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(bench: Bench) -> None:
-    load_beside_one_without_blocks(bench)
     bench.add("c")
-    assert bench.match("c") == (96, True)  # there may be blocks for it
+    bench.match("c")
+    bench.scheduler._requests["c"].tried = False  # it has not come so far in line
+    bench.scheduler.load_ended("b")
+    return bench
+
+
+def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Maker) -> None:
+    bench = load_beside_one_without_blocks(make)
     for _ in range(2):
         assert bench.scheduler.match("a", 0) == PENDING
+    bench.allocate("b", 96, 0)
     bench.step(b=4)
     assert bench.match("a") == (96, True)
     bench.allocate("a", 0, 96)
     bench.scheduler.check()
 
 
+def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) -> None:
+    bench = load_beside_one_without_blocks(make)
+    assert bench.match("c") == (96, True)  # it stands before it
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.scheduler._requests["c"].tried = False
+    assert bench.scheduler.match("c", 0) == PENDING
+    bench.allocate("b", 96, 0)
+    assert bench.match("c") == (96, True)  # nobody that has loaded is left
+    bench.step(b=4)
+    assert bench.match("a") == (96, True)
+
+
+def test_nobody_gives_way_where_those_that_have_loaded_have_their_own_line(make: Maker) -> None:
+    bench = load_beside_one_without_blocks(make, stops_at_first=False)
+    assert bench.match("a") == (96, True)
+
+
 @pytest.mark.parametrize("how", ["runs", "ends", "comes to nothing"])
-def test_nobody_gives_way_where_something_runs_or_can(bench: Bench, how: str) -> None:
-    load_beside_one_without_blocks(bench)
+def test_nobody_gives_way_where_something_runs_or_can(make: Maker, how: str) -> None:
+    bench = load_beside_one_without_blocks(make)
     if how == "runs":
         bench.add("other", options=RequestOptions(load=False, save=False))
         bench.step(other=1)
@@ -1122,9 +1136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = self.live[request_id]
         local = data.draw(st.integers(0, (live.view.num_tokens - 1) // self.block)) * self.block
         count, is_async = self.bench.match(request_id, local)
-        if count is None:
-            assert self.with_state("running"), "nobody can run"
-            return
+        assert count is not None
         assert is_async == (count > 0)
         stop = local + count
         if count:

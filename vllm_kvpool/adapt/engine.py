@@ -113,6 +113,7 @@ def read_engine(
         num_blocks=kv_cache_config.num_blocks,
         num_ranks=ranks,
         loads=loads,
+        stops_at_first=releases.stops_at_first(),
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     return EngineFacts(shape, kinds, media_are_named)

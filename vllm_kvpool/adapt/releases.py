@@ -65,6 +65,16 @@ def reports_failed_loads_by_request() -> bool:
     return "failed_recving" in {field.name for field in fields(KVConnectorOutput)}
 
 
+def stops_at_first() -> bool:
+    """Whether requests that have loaded wait behind one that there are no blocks for.
+
+    Releases that do not have a line of their own for requests that hold blocks.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "kv_holding_waiting" not in Scheduler.__init__.__code__.co_names
+
+
 def has_loads_within_steps() -> bool:
     """Whether a step says that it waits for loads of its own.
 

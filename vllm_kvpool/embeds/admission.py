@@ -23,6 +23,8 @@ class Admission:
         self._active: dict[str, Item] = {}
         self._short: dict[str, Item] = {}
         self._generations = 0
+        self._has_moved = False  # memory has come back
+        self._moved_at = float("-inf")  # the last time that it had, or somebody was let in
 
     @property
     def num_active(self) -> int:
@@ -47,7 +49,9 @@ class Admission:
             self._line.add(item.mm_hash, producer, item.order)
 
     def let_in(self, now: float) -> Iterator[Item]:
-        """Let in whom there is memory for; each gets it before the next one is looked at."""
+        """Let in whom there is memory for: each by the time that the next one is asked for."""
+        if self._has_moved:
+            self._has_moved, self._moved_at = False, now
         while (mm_hash := self._next(now)) is not None:
             item = self._items[mm_hash]
             self._line.remove(mm_hash)
@@ -55,6 +59,7 @@ class Admission:
                 self._line.took(item.sources[0][0])
             self._landing.take(_nbytes(item), item.asked)
             self._generations += 1
+            self._moved_at = now
             item.admitted, item.generation = True, self._generations
             self.activate(item)
             yield item
@@ -64,18 +69,29 @@ class Admission:
         asked = self._line.first_asked()
         if asked is not None:
             item = self._items[asked]
-            if self._landing.admits(_nbytes(item), asked=True, oldest=False) and not is_full:
+            has_room = self._landing.admits(_nbytes(item), asked=True)
+            if has_room and not is_full:
                 return asked
             # Those that are known for longer come first: an older one is soon found.
             is_oldest = not any(0 <= each.order < item.order for each in self._items.values())
             if not is_oldest:
                 return None  # it waits behind older ones, and younger ones behind it
-            may_get_room = self._active and now - item.since < credit.OLDEST_WAITS_S
-            return None if may_get_room else asked
+            waited_s = now - max(item.since, self._moved_at)
+            may_wait = waited_s < credit.OLDEST_WAITS_S and self._will_move(item, has_room)
+            return None if may_wait else asked
         for mm_hash in self._line.unasked() if not is_full else ():
-            if self._landing.admits(_nbytes(self._items[mm_hash]), asked=False, oldest=False):
+            if self._landing.admits(_nbytes(self._items[mm_hash]), asked=False):
                 return mm_hash
         return None
+
+    def _will_move(self, item: Item, has_room: bool) -> bool:
+        """Whether what an item lacks, memory or a place among the active, will soon be given up.
+
+        Memory is when an item of another request is there. One that nobody asks for stays.
+        """
+        if has_room:
+            return bool(self._active)
+        return any(each.asked and each.order != item.order for each in self._active.values())
 
     # Those that are in
 
@@ -105,6 +121,7 @@ class Admission:
     def give_back(self, item: Item) -> None:
         """Its memory is not its own any more."""
         self._landing.give_back(_nbytes(item), item.asked)
+        self._has_moved = True
         item.admitted = False
 
     # For whoever watches

@@ -3,9 +3,10 @@
 Memory for an item's rows is taken whole, before its first grant, and given back when the engine has
 taken the item. So nobody holds a part of what it needs while it waits for the rest. Between items
 of several requests that wait for each other's memory the oldest request decides: its items are let
-in even beyond the limit, so one request can always go on; but only where no item is on its way that
-may make room when it is there, or that takes long. Memory is bounded by the limit, plus what one
-request needs at once where requests wait for each other.
+in even beyond the limit, so one request can always go on; but only where no other request's item is
+on its way, which makes room when it is there, or where nothing has moved for `OLDEST_WAITS_S`.
+Memory is bounded by the limit, plus what one request needs at once where requests wait for each
+other.
 """
 
 import heapq
@@ -22,7 +23,7 @@ SMALLEST_SHARE = 16  # a grant of less than 1/n of the window waits for more, if
 
 MOST_WINDOW_BYTES = 32 << 20  # longer grants only overlap less, and take more into quarantine
 
-OLDEST_WAITS_S = 0.25  # for items on their way, before it is let in beyond the limit
+OLDEST_WAITS_S = 0.25  # for something to move, before it is let in beyond the limit
 
 NOT_ASKED = -1
 
@@ -61,10 +62,10 @@ class Landing:
     taken: int = 0
     unasked: int = 0  # of it, by items no request has asked for yet
 
-    def admits(self, nbytes: int, *, asked: bool, oldest: bool) -> bool:
-        """Whether an item of so many bytes is let in now."""
+    def admits(self, nbytes: int, *, asked: bool) -> bool:
+        """Whether there is memory for an item of so many bytes."""
         if asked:
-            return oldest or self.taken + nbytes <= self.limit
+            return self.taken + nbytes <= self.limit
         return (
             self.unasked + nbytes <= self.limit // UNASKED_SHARE
             and self.taken + nbytes <= self.limit

@@ -12,7 +12,7 @@ read its piece, which is quarantined.
 
 import logging
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -40,6 +40,7 @@ MAX_FLYING = 2  # pieces of writes that go together
 PAGE_BYTES = 4096
 MAX_RANGES = 32  # writes begun for one piece; Mooncake queues 1024 for a peer
 MAX_SESSIONS = 1024
+MAX_KINDS = 8 * MAX_SESSIONS  # of writes: to a session, of a size
 
 TRANSFER_TIMEOUT_S = 30.0  # Mooncake's own; for a piece, beside a second for each GiB
 BYTES_PER_S: Final = 1 << 30  # the slowest network that is waited for
@@ -110,9 +111,10 @@ class MooncakeWriter:
         engine.register(buffer.address, buffer.nbytes)
         self.staging = Staging(buffer, self._memory.array, piece_bytes, self._has_ended, clock)
         self._closing = threading.Event()
+        # By writes to a session, of so many bits of bytes. Without a lock: an update may be lost.
+        self._taken_s: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()  # guards what follows
         self._reached: set[str] = set()  # sessions whose last write has succeeded
-        self._taken_s = defaultdict[int, float](float)  # by writes of so many bits of bytes
 
     def write(self, window: MooncakeWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
         """A digest for each run of each; WriteError says that none of them is certain."""
@@ -169,11 +171,12 @@ class MooncakeWriter:
             if number == REFUSED:
                 raise WriteError(f"Mooncake refuses to write to {window.session}", quiesced=False)
 
-    def wait(self, sent: _Sent) -> None:
+    def wait(self, window: MooncakeWindow, sent: _Sent) -> None:
         """Return when all writes of a piece have ended well."""
         deadline = sent.begun + timeout_of(sent.nbytes)
-        size = sent.nbytes.bit_length()
-        sure_at = sent.begun + min(SURE_SHARE * self._taken_s[size], MAX_SURE_S)
+        kind = window.session, sent.nbytes.bit_length()
+        known_s = self._taken_s.get(kind, 0.0)
+        sure_at = sent.begun + min(SURE_SHARE * known_s, MAX_SURE_S)
         was_early = False  # so that it is known when the write ended
         while sent.numbers:
             now = self.clock()
@@ -195,7 +198,9 @@ class MooncakeWriter:
             if spent >= SPIN_S:
                 self._sleep(min(max(PAUSE_SHARE * spent, MIN_PAUSE_S), MAX_PAUSE_S))
         taken_s = self.clock() - sent.begun if was_early else 0.0
-        self._taken_s[size] += LAST_SHARE * (taken_s - self._taken_s[size])
+        if len(self._taken_s) >= MAX_KINDS:
+            self._taken_s.clear()
+        self._taken_s[kind] = known_s + LAST_SHARE * (taken_s - known_s)
 
     def leave(self, sent: _Sent) -> None:
         """A piece comes back, as soon as nothing reads it."""
@@ -307,5 +312,5 @@ class _Flight:
 
     def _land(self) -> None:
         """Wait for the oldest piece."""
-        self._writer.wait(self._flying[0])
+        self._writer.wait(self._window, self._flying[0])
         self._writer.leave(self._flying.popleft())

@@ -21,6 +21,7 @@ class PoolShape:
     max_pinned_blocks: int
     prefetches: bool = False  # workers have host memory to bring cells into beforehand
     loads: bool = True  # False where the engine could not survive a load that fails
+    stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
     stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
 
 

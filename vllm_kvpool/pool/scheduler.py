@@ -5,7 +5,7 @@ Owned by the scheduler's thread; the probe thread answers lookups. A request's l
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 
 * `match` may be called any number of times; only `allocated` makes an offer a load.
-* A request that has loaded goes before one there are no blocks for (`_must_give_way`).
+* A request that there are no blocks for gives way to those that have loaded (`_must_give_way`).
 * A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
 * When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
   then is of the old weights, and nothing of it is saved as if it were of the new ones.
@@ -63,7 +63,8 @@ class PoolScheduler:
         self._tickets: dict[int, str] = {}  # lookups not yet answered
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
-        self._loaded: set[str] = set()  # and not run since
+        self._loaded: set[str] = set()  # requests that have loaded, and not run since
+        self._has_given_way = False  # somebody, since the last step was planned
         self._layered = LayeredLoads()
         self._next_id = 0
         self._epoch = ""
@@ -163,8 +164,7 @@ class PoolScheduler:
             return 0, False
         if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
-        self._loaded.discard(request_id)  # if it had, nothing has come of that
-        if self._must_give_way(state):
+        if self._must_give_way(request_id, state):
             return None, False
         if not (state.may_load or state.may_save):
             state.tried = True
@@ -188,13 +188,19 @@ class PoolScheduler:
         state.offer = (num_computed, stop)
         return stop - num_computed, not self._config.layerwise
 
-    def _must_give_way(self, state: RequestState) -> bool:
-        """Whether requests behind this one hold the blocks that it lacks.
+    def _must_give_way(self, request_id: str, state: RequestState) -> bool:
+        """Whether requests that have loaded come first: behind this one, they hold blocks it lacks.
 
         vLLM 0.27 looks no further than the first request that it has no blocks for: where nothing
-        runs, nothing ever would. 0.32 has a line of its own for those that hold blocks.
+        runs, nothing ever would. Nor must others pass it then that have not loaded.
         """
-        return self._idle and state.tried and bool(self._loaded)
+        if request_id in self._loaded:
+            self._loaded.remove(request_id)  # nothing has come of it, or this were not asked
+            return False
+        if not (self._shape.stops_at_first and self._idle and self._loaded):
+            return False
+        self._has_given_way |= state.tried
+        return self._has_given_way
 
     def _wait_for_answer(self, state: RequestState) -> bool:
         """Whether the pending lookup has come to an end."""
@@ -229,6 +235,8 @@ class PoolScheduler:
         if state is None:
             return
         state.tried = False
+        if num_external == 0:
+            self._loaded.discard(request_id)
         if not state.counted:
             state.counted = True
             for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
@@ -288,6 +296,7 @@ class PoolScheduler:
         self._take_answers()
         self._idle = not step.scheduled
         self._loaded.difference_update(step.scheduled)
+        self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
             is_plain = not any(load.layered for load in self._loads)
             self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})

@@ -69,6 +69,7 @@ class ModelShape:
     num_blocks: int
     num_ranks: int
     loads: bool = True  # False where the engine could not survive a load that fails
+    stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
 
     @classmethod
     def of_one_kind(
@@ -131,6 +132,7 @@ class SchedulerSide:
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
+            stops_at_first=model.stops_at_first,
             stems=names.stems(config.chunk_tokens),
         )
         self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)

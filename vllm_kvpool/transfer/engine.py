@@ -328,6 +328,7 @@ class Engine:
         """The invariants of the module docstring; tests call it after every step."""
         self.desk.residency.check()
         self.loads.check()
+        self._fetches.check()
         running = [op for batch in self._running.values() for op in batch.ops]
         held = [op.what.entry.slot for op in running if op.what.entry is not None]
         assert all(slot is not None for slot in held)

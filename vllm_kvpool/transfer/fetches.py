@@ -4,7 +4,7 @@ A fetch is one op that goes through lanes: GET from the nearest tier that may ha
 CHECK; a cell that is missing, bad or out of reach there is asked of the next tier. Whoever wants
 the cell makes an op that comes after it, so any number of loads share one fetch; a fetch that
 nobody wants any more is cancelled if it has not started. A bad cell is removed from its tier, and
-from then on it is not asked for there, so no other load of this engine meets it.
+until that has ended nobody asks for it there, so no other load of this engine meets it.
 
 A cell found further away is copied into the nearer tiers that lack it (`copy_up`).
 """
@@ -140,6 +140,17 @@ class Fetches:
             self._desk.scheduler.finish(op)
         else:
             self._desk.scheduler.fail(op)
+
+    def is_leaving(self, tier: int, key: str) -> bool:
+        """Whether a bad cell is being removed there."""
+        return (tier, key) in self._removing
+
+    def check(self) -> None:
+        """What always holds."""
+        for tier, key in self._removing:
+            lane = self._desk.lane(OpKind.REMOVE, tier)
+            waiting = (op.what.cell.key for op in self._desk.scheduler.waiting_in(lane))
+            assert lane.num_batches or key in waiting, "it would never be asked for again"
 
     def _tiers_of(self, cell: NamedCell, first: int = 0) -> list[int]:
         """The tiers from `first` on that can be asked for a cell: not where it is being removed."""

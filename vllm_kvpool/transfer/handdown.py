@@ -57,6 +57,8 @@ class HandDowns:
         for cell in job.cells if further else ():
             if cell.nbytes > desk.slot_bytes:  # of another model
                 continue
+            if self._fetches.is_leaving(job.tier, cell.key):
+                continue
             entry = desk.residency.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin_at(job.tier, cell, graph)

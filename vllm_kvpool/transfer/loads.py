@@ -172,7 +172,7 @@ class Loads:
 
     def _why_none(self) -> CellOutcome:
         desk = self._desk
-        is_cut_off = desk.tiers and not desk.tiers_up()
+        is_cut_off = bool(desk.tiers) and not desk.tiers_up()
         return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
     def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
