@@ -17,6 +17,8 @@ ENGINES := (e2e or soak) and not alone
 ALONE := alone
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAST := $(HERE) and $(BESIDE) and not mooncake and not s3 and not slow
+# The pool itself, of that, in a minute: keys, pages, lookups, plans of loads and saves, their graphs.
+FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/pool tests/staging tests/transfer
 # What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
 OLDER_TESTS := tests/adapt tests/faults tests/e2e
 OLDER_all := $(HERE)
@@ -71,11 +73,11 @@ test-matrix: setup
 	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET)) and $(ALONE)" $(OLDER_TESTS)
 	KVPOOL_OLDER_PYTHON=$(abspath $(OLDER_PYTHON)) $(PYTHON) -m pytest -m matrix tests/e2e
 
-## make test-fast  what needs neither engines nor servers: under a minute
+## make test-fast  the pool itself, without engines, servers and disks: under a minute
 test-fast: setup
-	$(PYTHON) -m pytest $(TOGETHER) -m "$(FAST)"
+	$(PYTHON) -m pytest $(TOGETHER) -m "$(FAST)" $(FAST_TESTS)
 
-## make fuzz       the same with examples that no run has had before: TIMES=10 of them
+## make fuzz       all that needs no engines and no servers, with examples that no run has had before
 fuzz: setup
 	for i in $$(seq $(TIMES)); do $(PYTHON) -m pytest -q $(TOGETHER) --hypothesis-profile=fuzz \
 		-m "$(FAST)" || exit 1; done

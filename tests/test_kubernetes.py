@@ -22,6 +22,8 @@ from vllm_kvpool import config as engine_config
 from vllm_kvpool.router import config as router_config
 from vllm_kvpool.store.tiers import parse_tiers
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent.parent / "configs" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
 RELEASES = tuple(f"1.{minor}" for minor in range(31, 38))

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import support_table
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +16,7 @@ def test_the_document_is_what_the_table_says() -> None:
     assert (ROOT / "docs" / "support.md").read_text() == support_table.document()
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_exists() -> None:
     """Collected by their full names: pytest fails for one that it does not find."""
     options = ("--collect-only", "-q", "-p", "no:cacheprovider")

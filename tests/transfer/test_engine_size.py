@@ -25,6 +25,8 @@ from vllm_kvpool.transfer.ops import CellOutcome, LaneName, OpKind
 from vllm_kvpool.transfer.residency import Entry
 from vllm_kvpool.transfer.story import MAX_REQUESTS
 
+pytestmark = pytest.mark.slow
+
 NUM_JOBS = 5_000
 GROUPS = "abcdefghijklmnopqrstuvwxyz"
 LIMITS = LaneLimits(batches=2, batch_ops=8, batch_bytes=1 << 20, budget_bytes=1 << 20)
