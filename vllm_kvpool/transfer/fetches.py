@@ -126,9 +126,9 @@ class Fetches:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
         lane = self._desk.lane(OpKind.REMOVE, tier)
         is_down = self._desk.breakers[tier].is_open(self._desk.now)
-        place = (tier, cell.key)
-        if lane.num_ready < MAX_WAITING_REMOVES and not is_down and place not in self._removing:
-            self._removing.add(place)
+        is_leaving = self.is_leaving(tier, cell.key)
+        if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
+            self._removing.add((tier, cell.key))
             self._desk.scheduler.add(graph, lane, Removal(cell, None, tier))
 
     def removed(self, op: Op, outcome: CellOutcome) -> None:
@@ -154,8 +154,10 @@ class Fetches:
 
     def _tiers_of(self, cell: NamedCell, first: int = 0) -> list[int]:
         """The tiers from `first` on that can be asked for a cell: not where it is being removed."""
-        tiers, removing = self._desk.tiers_up(first), self._removing
-        return [t for t in tiers if (t, cell.key) not in removing] if removing else tiers
+        tiers = self._desk.tiers_up(first)
+        if not self._removing:  # as nearly always
+            return tiers
+        return [tier for tier in tiers if not self.is_leaving(tier, cell.key)]
 
     def _elsewhere(self, op: Op, outcome: CellOutcome) -> None:
         """The tier could not give the cell: again, the next tier, or nobody."""
