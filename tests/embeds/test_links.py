@@ -1,8 +1,10 @@
 """A scheduler's connections, against a port where somebody else listens."""
 
+import os
 import time
 
 import msgspec
+import pytest
 
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.protocol import Envelope, Heartbeat, Taken, encode, encode_body
@@ -18,6 +20,25 @@ def greeting(stranger: Sockets, links: WorkerLinks, deadline: float) -> Link:
         links.poll()
         greeted = [frame.link for frame in stranger.poll(0.01)]
     return greeted[0]
+
+
+def test_who_wakes_sockets_that_have_closed_wakes_nobody() -> None:
+    """Their number may be another file's by then; stopping a worker met that now and then."""
+    sockets = Sockets(None)
+    sockets.wake()
+    before = set(os.listdir("/proc/self/fd"))
+    sockets.close()
+    freed = before - set(os.listdir("/proc/self/fd"))
+    others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(len(freed) + 1)]
+    try:
+        assert freed & {str(fd) for fd in others}, "no number was given again"
+        sockets.wake()
+        for fd in others:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(fd)
+    finally:
+        for fd in others:
+            os.close(fd)
 
 
 def test_what_is_no_frame_is_ignored() -> None:

@@ -8,6 +8,7 @@ directory of CURVE keys both ends prove that they hold the cluster's key, and fr
 import logging
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +84,8 @@ class Sockets:
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._by_socket: dict[zmq.Socket[bytes], str] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_lock = threading.Lock()
+        self._is_closed = False
         self._poller.register(self._wakeup, zmq.POLLIN)
         self._authenticator = self._authenticate() if keys is not None and listen else None
         self._router: zmq.Socket[bytes] | None = None
@@ -206,8 +209,11 @@ class Sockets:
                 frames.append(Frame(link, parts[0]))
 
     def wake(self) -> None:
-        """End a `poll`, now or the next one. Any thread."""
-        os.eventfd_write(self._wakeup, 1)
+        """End a `poll`, now or the next one. Any thread; after `close` there is nothing to end."""
+        # Without the lock the number could be another file's by the time that it is written to.
+        with self._wakeup_lock:
+            if not self._is_closed:
+                os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
         """Send what is queued, for a bounded time, and end."""
@@ -218,4 +224,6 @@ class Sockets:
         if self._router is not None:
             self._router.close()
         self._context.term()
-        os.close(self._wakeup)
+        with self._wakeup_lock:
+            self._is_closed = True
+            os.close(self._wakeup)
