@@ -16,8 +16,10 @@ from vllm_kvpool.testing.memory import make_buffer
 class PlainSide:
     """One buffer per key."""
 
-    def __init__(self, master: str, num_keys: int, key_bytes: int, batch: int) -> None:
-        self._native = native_client(master, 0)
+    def __init__(
+        self, master: str, num_keys: int, key_bytes: int, batch: int, own_host: str = ""
+    ) -> None:
+        self._native = native_client(master, 0, own_host)
         self._num_keys, self._key_bytes, self._batch = num_keys, key_bytes, batch
         self._arena = make_buffer(num_keys * key_bytes)
         self._bytes = np.frombuffer(self._arena.view, np.uint8)

@@ -89,8 +89,8 @@ def chunk_hashes(seed: int, count: int) -> tuple[bytes, ...]:
 class Holder:
     """A member of a Mooncake cluster that gives memory and moves nothing itself."""
 
-    def __init__(self, master: str, segment_bytes: int) -> None:
-        self.store: Any = native_client(master, segment_bytes)
+    def __init__(self, master: str, segment_bytes: int, own_host: str = "") -> None:
+        self.store: Any = native_client(master, segment_bytes, own_host)
 
     def remove_all(self) -> int:
         """Empty the cluster."""
@@ -101,10 +101,10 @@ class Holder:
         return int(self.store.remove_by_regex(f"^{MODEL}@", True))
 
 
-def native_client(master: str, segment_bytes: int) -> Any:
-    """The wheel's own client over TCP, without anything of ours."""
+def native_client(master: str, segment_bytes: int, own_host: str = "") -> Any:
+    """The wheel's own client over TCP, nothing of ours around it; else on the master's host."""
     native: Any = import_wheel().MooncakeDistributedStore()
-    host = master.rpartition(":")[0]
+    host = own_host or master.rpartition(":")[0]
     code = native.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
     if code:
         raise RuntimeError(f"Mooncake's setup failed with {code}")

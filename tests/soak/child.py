@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.soak.engine import Engine, EngineSpec, Served
+from vllm_kvpool.testing.namespaces import enter
 
 PR_SET_PDEATHSIG = 1
-CLONE_NEWNET = 0x40000000
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Serve(NamedTuple):
@@ -56,7 +54,7 @@ class Ended(NamedTuple):
 
 def run(spec: EngineSpec, pipe: Connection, log: Path, namespace: str) -> None:
     """The process from start to end."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _log_to(log)
     if namespace:
         enter(namespace)
@@ -71,14 +69,6 @@ def run(spec: EngineSpec, pipe: Connection, log: Path, namespace: str) -> None:
     began = time.monotonic()
     engine.close()
     pipe.send(Ended(time.monotonic() - began))
-
-
-def enter(namespace: str) -> None:
-    """Make this thread, and those it starts, live in a network namespace. Raises OSError."""
-    with Path("/run/netns", namespace).open() as place:
-        if _libc.setns(place.fileno(), CLONE_NEWNET):
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error), namespace)
 
 
 def _log_to(log: Path) -> None:

@@ -7,51 +7,17 @@ namespaces. Their names carry our process id. All of it goes away with the `with
 """
 
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-from tests.soak.child import enter
 from tests.soak.crew import context
 from tests.soak.wire import Weather, run
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
+from vllm_kvpool.testing.namespaces import ANY_ADDRESS, COMMAND_LIMIT_S, ip, require_namespaces
 from vllm_kvpool.testing.object_server import ObjectServer
-from vllm_kvpool.testing.server_process import ServerProcess, free_port
 
-T = TypeVar("T")
-
-COMMAND_LIMIT_S = 10.0
 WIRE_LIMIT_S = 40.0
 NEAR_ADDRESS, FAR_ADDRESS, BITS = "10.213.77.1", "10.213.77.2", 30
-ANY_ADDRESS = "0.0.0.0"  # of a namespace that has only its link and its loopback
-NOT_HERE = (  # what `ip` says where a kernel or a container does not allow it
-    "Operation not permitted",
-    "Permission denied",
-    "Operation not supported",
-    "Unknown device type",
-    "Read-only file system",
-)
-
-
-class NoNamespaces(Exception):
-    """This machine does not let us make network namespaces; says why."""
-
-
-def ip(*arguments: str) -> None:
-    """Run `ip`; NoNamespaces if it is this machine that does not allow it."""
-    command = ["ip", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
-    )
-    if done.returncode:
-        error = f"{' '.join(command)}: {done.stderr.strip()}"
-        if any(reason in done.stderr for reason in NOT_HERE):
-            raise NoNamespaces(error)
-        raise RuntimeError(error)
 
 
 class Link:
@@ -65,10 +31,7 @@ class Link:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        if os.geteuid():
-            raise NoNamespaces("network namespaces need root")
-        if shutil.which("ip") is None:
-            raise NoNamespaces("there is no program `ip` (iproute2)")
+        require_namespaces()
         with ExitStack() as undo:
             for name in (self.near, self.far, self._middle):
                 ip("netns", "add", name)
@@ -119,51 +82,6 @@ class Link:
         if not self._orders.poll(WIRE_LIMIT_S):
             raise RuntimeError("the wire does not start")
         self._orders.recv()
-
-
-class Inside:
-    """A thread that lives in a namespace, and so do the processes and sockets it makes.
-
-    It lives as long as the `with`: what it has started may be bound to its life.
-    """
-
-    def __init__(self, namespace: str) -> None:
-        self._thread = ThreadPoolExecutor(1, initializer=enter, initargs=(namespace,))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._thread.shutdown()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Run it in the namespace."""
-        return self._thread.submit(function).result()
-
-    @contextmanager
-    def running(self, server: ServerProcess) -> Iterator[None]:
-        """Have a server there."""
-        self.call(server.__enter__)
-        try:
-            yield
-        finally:
-            self.call(lambda: server.__exit__(None, None, None))
-
-
-class NearMaster(MooncakeMaster):
-    """A master at every address of the near host; to be entered by its `Inside`."""
-
-    @property
-    def address(self) -> str:
-        return f"{NEAR_ADDRESS}:{self.port}"
-
-    def arguments(self) -> list[str]:
-        return [
-            f"--rpc_port={self.port}",
-            f"--rpc_address={ANY_ADDRESS}",
-            f"--metrics_port={free_port()}",
-            f"--metrics_host={ANY_ADDRESS}",
-        ]
 
 
 class NearObjects(ObjectServer):

@@ -15,10 +15,11 @@ import pytest
 
 from tests.soak.crew import START_LIMIT_S, Crew, Member
 from tests.soak.engine import CALL_TIMEOUT_S, EngineSpec
-from tests.soak.link import Inside, Link, NearMaster, NearObjects, NoNamespaces
+from tests.soak.link import NEAR_ADDRESS, Link, NearObjects
 from tests.soak.rounds import RECOVER_LIMIT_S, SURVIVE_LIMIT_S, Prompts
 from tests.soak.wire import Weather
 from vllm_kvpool.config import Role
+from vllm_kvpool.testing.namespaces import HostMaster, Inside, NoNamespaces
 
 GOOD = Weather()
 SLOW = Weather(delay_s=0.02)  # makes it likely that loads are under way
@@ -75,7 +76,7 @@ def start_crew(link: Link, tmp_path: Path) -> Iterator[StartCrew]:
 @pytest.fixture
 def mooncake(link: Link, start_crew: StartCrew, seed: int) -> Iterator[Crew]:
     """The writer's memory is the store."""
-    master = NearMaster()
+    master = HostMaster(NEAR_ADDRESS)
     with Inside(link.near) as near, near.running(master):
         url = f"mooncake://{master.address}"
         yield start_crew(

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from random import Random
 
-from tests.soak.child import PR_SET_PDEATHSIG, enter
+from tests.soak.child import PR_SET_PDEATHSIG
+from vllm_kvpool.testing.namespaces import enter
 
 ETH_P_ALL = 3
 SOL_PACKET = 263
