@@ -50,7 +50,7 @@ def search(present: list[bool], partly: Sequence[bool] = ()) -> tuple[int, int]:
         assert questions
         assert list(questions) == sorted(set(questions) - asked)
         assert sum(whole for _, whole in questions) <= FANOUT + 1
-        assert sum(not whole for _, whole in questions) <= SAMPLES
+        assert sum(not whole for _, whole in questions) <= SAMPLES + 1
         asked.update(questions)
         before = state.found
         answers = [
@@ -110,18 +110,18 @@ def test_all_and_nothing_take_one_round() -> None:
     assert search([]) == (0, 0)
 
 
-def test_the_ends_are_asked_for_whole_and_samples_between() -> None:
+def test_the_last_is_asked_for_whole_and_samples_before() -> None:
     whole, sample = ([ChunkQuestion(i, kind) for i in range(10)] for kind in (True, False))
     assert PrefixSearch(1).questions() == (whole[0],)
     assert PrefixSearch(2).questions() == (whole[0], whole[1])
     state = PrefixSearch(10)
-    assert state.questions() == (whole[0], *sample[1:9], whole[9])
+    assert state.questions() == (*sample[:9], whole[9])
     state.tell(state.questions(), [True] * 6 + [False] * 4)
-    assert state.found == 1  # samples alone find nothing
+    assert state.found == 0  # samples alone find nothing
     assert state.questions() == (whole[5],)
     state.tell(state.questions(), [False])
     assert not state.done
-    assert state.questions() == tuple(whole[1:5])
+    assert state.questions() == tuple(whole[:5])
 
 
 @settings(deadline=None)
@@ -148,11 +148,16 @@ def test_chunks_of_which_some_cells_are_there_are_not_found(
 
 def test_samples_take_turns_between_the_cells_of_a_chunk() -> None:
     names = CellNames(NAMESPACE, [Kind(Topology(2, 1, ((0, 2),), 1), 16)])
-    everything = names.of_question(Question(7, 0), b"\xaa")
-    assert everything == names.of_chunk(b"\xaa")
-    count = len(everything)
-    asked = [names.of_question(Question(i, 0, False), b"\xaa") for i in range(2 * count)]
-    assert asked == [[key] for key in everything] * 2
+    hashes = [b"\xaa"] * 99
+    everything, ends = names.of_questions([Question(7, 0)], hashes)
+    assert (everything, ends) == (names.of_chunk(b"\xaa"), [4])
+    samples = [Question(i, 0, False) for i in range(8)]
+    assert names.of_questions(samples, hashes) == (everything * 2, list(range(1, 9)))
+    mixed = [Question(1, 0, False), Question(2, 0), Question(3, 0, False)]
+    assert names.of_questions(mixed, hashes) == (
+        [everything[1], *everything, everything[3]],
+        [1, 5, 6],
+    )
 
 
 @pytest.mark.parametrize("per_head", [True, False])

@@ -1,7 +1,7 @@
 """How long the stored prefix of a request is, in few questions (pure).
 
 A prefix is stored from its first chunk on. Where there are few chunks, the search asks for all
-their cells at once. Else it asks for the first and the last chunk and, of up to `SAMPLES` chunks
+their cells at once. Else it asks for the last chunk and, of the first and up to `SAMPLES` chunks
 between, for one cell each; then for all cells of the few chunks between the last sample that is
 there and the first that is not. So two rounds, each one batched `exists`, do for up to 900 chunks,
 and one more for every 128 times as many. All cells of the last chunk found have been asked for;
@@ -13,7 +13,7 @@ keeps the others alive. So where a model has such layers, the prefix that the ot
 cut to the longest one before which theirs are all there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 from vllm_kvpool.cells import HEADER_BYTES
@@ -63,8 +63,8 @@ class PrefixSearch:
             last = ChunkQuestion(high - 1, True)
             if self._gaps:
                 return (*(ChunkQuestion(x, True) for x in _spread(low, high - 1, FANOUT)), last)
-            between = _spread(low + 1, high - 1, SAMPLES)
-            return (ChunkQuestion(low, True), *(ChunkQuestion(x, False) for x in between), last)
+            samples = (low, *_spread(low + 1, high - 1, SAMPLES))
+            return (*(ChunkQuestion(x, False) for x in samples), last)
         if high - low > FANOUT:
             count = SAMPLES if self._samples else FANOUT
             return tuple(ChunkQuestion(x, not self._samples) for x in _spread(low, high, count))
@@ -238,13 +238,26 @@ class CellNames:
         """What all of one kind are called together."""
         return group_of(self.namespace, chunk_hash.hex(), self.kinds[kind].name)
 
-    def of_question(self, question: Question, chunk_hash: bytes) -> list[CellKey]:
-        """The keys that must exist for the answer to be yes."""
-        if question.whole:
-            return self.of_chunk(chunk_hash, question.kind)
-        # They take turns, so that what is missing of many chunks, such as a rank's cells, is
-        # noticed.
-        return [self.one_of_chunk(chunk_hash.hex(), question.kind, question.chunk)]
+    def of_questions(
+        self, questions: Iterable[Question], hashes: Sequence[bytes]
+    ) -> tuple[list[CellKey], list[int]]:
+        """The keys that must exist for each answer to be yes, and where those of each end.
+
+        `hashes` are those of all chunks. A loop without calls: it is done for hundreds at a time.
+        """
+        keys: list[str] = []
+        ends: list[int] = []
+        for chunk, kind, whole in questions:
+            text = hashes[chunk].hex()
+            stems = self._stems[kind]
+            if whole:
+                keys += [stem + text for stem in stems]
+            else:
+                # They take turns, so that what is missing of many chunks, such as a rank's cells,
+                # is noticed.
+                keys.append(stems[chunk % len(stems)] + text)
+            ends.append(len(keys))
+        return cast("list[CellKey]", keys), ends
 
     def one_of_chunk(self, chunk_hash: str, kind: int, turn: int) -> CellKey:
         """One of the keys of a chunk, each in turn; `chunk_hash` in hexadecimal."""
@@ -266,6 +279,4 @@ class CellNames:
 
     def of_chunk(self, chunk_hash: bytes, kind: int = 0) -> list[CellKey]:
         """Every key of a kind that must exist for the chunk to be a hit."""
-        text = chunk_hash.hex()
-        # Not by `CellKey`, whose call takes longer than the key.
-        return cast("list[CellKey]", [stem + text for stem in self._stems[kind]])
+        return self.of_questions((Question(0, kind),), (chunk_hash,))[0]

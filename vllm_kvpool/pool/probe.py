@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import Namespace, hash_of_group, kind_of_group
+from vllm_kvpool.keys import CellKey, Namespace, hash_of_group, kind_of_group
 from vllm_kvpool.pool.lookup import CellNames, HitSearch, HostMirror, Question
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.transfer.ops import HostChange
@@ -316,22 +317,16 @@ class Probe:
             if opened.due > now or len(keys) >= MAX_KEYS_PER_ROUND:
                 continue
             questions = opened.search.questions()
-            stops = []  # of the keys of each question; without any it is found
-            for question in questions:
-                if not self._in_host(opened, question):
-                    chunk_hash = opened.chain.hashes[question.chunk]
-                    keys += opened.names.of_question(question, chunk_hash)
-                stops.append(len(keys))
-            asked.append((opened, questions, stops))
+            new, ends = self._keys_of(opened, questions)
+            start = len(keys)
+            keys += new
+            asked.append((opened, questions, [start, *(start + end for end in ends)]))
         if not asked:
             return
         present, num_silent = self._exists(keys, self._stores)
         failed = 0 < num_silent == len(self._stores)
-        place = 0
-        for opened, questions, stops in asked:
-            starts = [place, *stops[:-1]]
-            place = stops[-1]
-            there = [all(present[a:b]) for a, b in zip(starts, stops, strict=True)]
+        for opened, questions, bounds in asked:
+            there = [all(present[a:b]) for a, b in pairwise(bounds)]
             if failed and not (any(there) or opened.search.found):
                 self._finish(opened, LookupOutcome.STORE_ERROR)
                 continue
@@ -339,11 +334,21 @@ class Probe:
             if opened.search.done:
                 self._settle(opened)
 
-    def _in_host(self, opened: _Open, question: Question) -> bool:
+    def _keys_of(
+        self, opened: _Open, questions: Sequence[Question]
+    ) -> tuple[list[CellKey], list[int]]:
+        """The keys to ask for, and where those of each question end; none for what ranks have."""
+        hashes = opened.chain.hashes
         if not self._host.num_ranks:
-            return False
-        chunk_hash = opened.chain.hashes[question.chunk]
-        return self._host.has(opened.names.group(chunk_hash, question.kind))
+            return opened.names.of_questions(questions, hashes)
+        keys: list[CellKey] = []
+        ends: list[int] = []
+        for question in questions:
+            group = opened.names.group(hashes[question.chunk], question.kind)
+            if not self._host.has(group):
+                keys += opened.names.of_questions((question,), hashes)[0]
+            ends.append(len(keys))
+        return keys, ends
 
     def _exists(self, keys: Sequence[str], stores: Sequence[Store]) -> tuple[list[bool], int]:
         """Whether any tier has each key, and how many of those asked could not say."""
