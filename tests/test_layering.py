@@ -69,6 +69,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "embeds/worker.py",
             "embeds/hands.py",
             "embeds/drainers.py",
+            "embeds/sockets.py",
         ),
         *("embeds/mooncake_writes.py", "embeds/shared_files.py", "embeds/write_staging.py"),
         *("transfer/handdown.py", "transfer/lane_thread.py"),
