@@ -119,6 +119,25 @@ def test_errors_are_those_of_the_engine() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("n", [10**9, 10**30, 10**400], ids=["9", "30", "400"])
+def test_more_choices_than_any_engine_gives_are_refused_at_once(n: int) -> None:
+    """They wait for no room, for which others would have to make way."""
+
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            long = asyncio.create_task(rig.stream({"prompt": SHORT, "max_tokens": 3000}))
+            await rig.until(lambda: rig.holders() == [1], "it is decoded")
+            through = await rig.complete({"prompt": SHORT, "n": n})
+            assert rig.holders() == [1], "the other has ended meanwhile"
+            direct = await rig.complete({"prompt": SHORT, "n": n}, at=rig.reference)
+            assert direct.status == 400, direct.body
+            assert_same(through, direct, "n")
+            long.cancel()
+            await asyncio.gather(long, return_exceptions=True)
+
+    run(main)
+
+
 def test_a_model_that_no_engine_lists_costs_no_prefill() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 MAX_OUTPUT_TOKENS = 1 << 20
+MAX_CHOICES = 16_384
+"""vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
 MAX_ASKED = 3
 """Engines that are asked, one after the other, whether a client's key is good."""
 OK = 200
@@ -276,7 +278,8 @@ class Router:
             request_id=request_id,
             prompt_tokens=tokens,
             max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
-            num_choices=max(1, request.n),
+            # What an engine will refuse needs no room: none is cleared, and it does not wait.
+            num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
             prefix=request.prefix,
             prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
             # Whether a model that no engine has listed is there after all, one engine says.
