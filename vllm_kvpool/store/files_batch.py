@@ -22,6 +22,7 @@ import numpy as np
 
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import Done, Transfer
+from vllm_kvpool.store.files_entries import is_foreign
 from vllm_kvpool.store.files_format import (
     MAX_TAIL_BYTES,
     PAGE_BYTES,
@@ -40,6 +41,8 @@ ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writ
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says
+# A directory or FIFO, opened for direct I/O; a file without permissions.
+MAYBE_NO_FILE = frozenset({errno.EINVAL, errno.EACCES})
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
 
@@ -167,7 +170,8 @@ class ReadBatch:
                 continue
             except OSError as error:
                 self._around.warn(error)
-                if error.errno in NO_FILE:
+                number = error.errno
+                if number in NO_FILE or (number in MAYBE_NO_FILE and is_foreign(cell.path)):
                     self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
             status = os.fstat(fd)

@@ -75,6 +75,15 @@ def is_there(path: str) -> bool:
     return os.access(path, os.F_OK, follow_symlinks=False)
 
 
+def is_foreign(path: str) -> bool:
+    """Whether what bears an object's name is no file, or one that its owner may not read."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) or not mode & stat.S_IRUSR
+
+
 def rename_new(path: str, new_path: str) -> None:
     """Rename a file to a name that must be free, in one step.
 
