@@ -22,6 +22,7 @@ from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import choose_disk
 from vllm_kvpool.store.files_batch import (
+    NO_ROOM,
     Cell,
     ReadBatch,
     Surroundings,
@@ -84,6 +85,12 @@ def claim_root(path: str) -> None:
         )
 
 
+def _what_to_do(error: OSError) -> str:
+    if error.errno in NO_ROOM:
+        return "make room on its disk, or name a directory on another"
+    return "name a directory that this user can write"
+
+
 def object_name(key: str) -> str:
     """Where a key's object lies below the objects directory."""
     digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES)
@@ -110,8 +117,8 @@ class FileStore:
             self._space = Space(path, size_bytes, clock_ns)
         except OSError as error:
             raise ConfigError(
-                f"file store {path} cannot be used: {error.strerror} ({error.filename}); "
-                f"name a directory that this user can write"
+                f"file store {path} cannot be used: {error.strerror} "
+                f"({error.filename or path}); {_what_to_do(error)}"
             ) from error
         try:
             choice = choose_disk(io, self._space.own_directory)
