@@ -21,6 +21,7 @@ from vllm_kvpool.config import (
     read_request_options,
 )
 from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.store.open import FileOptions, parse_store_url
 
 # option -> (as JSON, as an environment variable, as read)
 GOOD: dict[str, list[tuple[object, str, object]]] = {
@@ -161,6 +162,23 @@ def test_the_default_store_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", "/home/me")
     for env in ({}, {"XDG_CACHE_HOME": ""}):
         assert default_store_url(env) == "file:///home/me/.cache/vllm-kvpool?size=20GiB"
+
+
+@pytest.mark.parametrize("base", ["/a b", "/a%41", "/a?b", "/a#b", "/a\tb", "/\xe4", "/a\udcff"])
+def test_a_cache_directory_may_have_any_name(base: str) -> None:
+    options = parse_store_url(default_store_url({"XDG_CACHE_HOME": base})).options
+    assert isinstance(options, FileOptions)
+    assert options.path == f"{base}/vllm-kvpool"
+
+
+def test_without_a_home_a_store_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match=r"name a store.*or set HOME"):
+        default_store_url({})
+    assert default_store_url({"XDG_CACHE_HOME": "/c"}) == "file:///c/vllm-kvpool?size=20GiB"
 
 
 def test_the_file_a_variable_names_is_read(tmp_path: Path) -> None:

@@ -176,8 +176,18 @@ class EmbedsConfig:
 def default_store_url(env: Mapping[str, str] | None = None) -> str:
     """The file store under the user's cache directory."""
     env = os.environ if env is None else env
-    base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return f"file://{Path(base).absolute()}/vllm-kvpool?size={DEFAULT_STORE_SIZE}"
+    try:
+        base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError:  # a user without an entry in passwd, as in some containers
+        raise ConfigError(
+            "store is not set, and there is no home directory for the default one; name a store, "
+            "for example file:///var/cache/kvpool, or set HOME"
+        ) from None
+    path = _NOT_IN_URLS.sub(lambda found: f"%{ord(found[0]):02X}", str(Path(base).absolute()))
+    return f"file://{path}/vllm-kvpool?size={DEFAULT_STORE_SIZE}"
+
+
+_NOT_IN_URLS = re.compile(r"[%?#\t\r\n]")  # they would end the path, or be lost in it
 
 
 def environment() -> Mapping[str, str]:
