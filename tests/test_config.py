@@ -1,6 +1,7 @@
 """Options: each one good, bad and from the environment; errors name what to change."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,29 @@ def test_a_bad_value_is_refused_by_name(name: str, value: object, text: str | No
     if text is not None:
         with pytest.raises(ConfigError, match=f"(?i){name}"):
             read_config({}, {ENV_PREFIX + name.upper(): text})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("write_policy", "Back", "KVPOOL_WRITE_POLICY='Back'; did you mean 'back'?"),
+        ("verify", "", "KVPOOL_VERIFY=''; known are: checksum, length"),
+        ("load_failure", "null", "KVPOOL_LOAD_FAILURE='null'; known are: fail, recompute"),
+        ("prefetch", "yes", "KVPOOL_PREFETCH='yes': write true or false, or unset it"),
+        ("layer_span", "", "KVPOOL_LAYER_SPAN='': write a whole number, or unset it"),
+        ("load_timeout_s", "5 s", "KVPOOL_LOAD_TIMEOUT_S='5 s': write a number, or unset it"),
+    ],
+)
+def test_a_bad_variable_is_named_with_what_to_write(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        read_config({}, {ENV_PREFIX + name.upper(): text})
+
+
+def test_a_choice_that_is_none_is_refused_with_those_there_are() -> None:
+    message = "kv_connector_extra_config: load_failure='fial'; did you mean 'fail'?"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        read_config({"load_failure": "fial"}, {})
+    assert read_config({"load_failure": None}, {}).load_failure is None
 
 
 def test_the_engines_configuration_wins() -> None:

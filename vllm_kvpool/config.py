@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -249,9 +249,21 @@ def _read(kind: type[C], extra: Mapping[str, Any], where: str, env: Mapping[str,
         from_env = env.get(ENV_PREFIX + name.upper())
         if name in extra:
             values[name] = extra[name]
+            _check_choice(values[name], field.type, f"{where}: {name}")
         elif from_env is not None:
             values[name] = _from_env(name, from_env, field.type)
+            _check_choice(values[name], field.type, ENV_PREFIX + name.upper())
     return _convert(values, kind, where)
+
+
+def _check_choice(value: object, kind: Any, where: str) -> None:
+    """ConfigError for a text that is none of an option's choices, which it names."""
+    for choices in (kind, *get_args(kind)):
+        if isinstance(choices, type) and issubclass(choices, Enum) and isinstance(value, str):
+            known = [str(member.value) for member in choices]
+            if value not in known:
+                given = _short(value)
+                raise ConfigError(f"{where}={given!r}; {nearest(given, known)}")
 
 
 _NO_PEERS = "engines share without knowing of each other's parallelism; leave it out"
@@ -275,9 +287,9 @@ _OF_OTHERS = {
 _NOT_THAT = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def _convert(value: Any, kind: type[T], where: str, *, strict: bool = True) -> T:
+def _convert(value: Any, kind: type[T], where: str) -> T:
     try:
-        return msgspec.convert(value, kind, strict=strict)
+        return msgspec.convert(value, kind)
     except _NOT_THAT as error:
         raise ConfigError(f"{where}: {_short(error)}") from None
 
@@ -300,11 +312,17 @@ def _from_env(name: str, text: str, kind: Any) -> Any:
             raise ConfigError(f"{ENV_PREFIX}{name.upper()}: not a JSON list: {error}") from None
     if _LISTS.get(name):
         return [each.strip() for each in text.split(",") if each.strip()]
-    if kind in (int, float, bool):
-        return _convert(text, kind, f"{ENV_PREFIX}{name.upper()}", strict=False)
-    return text
+    if kind not in _IN_WORDS:
+        return text
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except _NOT_THAT:
+        raise ConfigError(
+            f"{ENV_PREFIX}{name.upper()}={_short(text)!r}: write {_IN_WORDS[kind]}, or unset it"
+        ) from None
 
 
+_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 _LISTS = {"store": False, "peers": True}  # options that may be lists, and whether they always are
 
 
