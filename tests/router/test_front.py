@@ -408,6 +408,13 @@ def test_http_1_0_is_served() -> None:
             streamed = await rig.raw(post(ASK[:-1] + b',"stream":true}', version=b"1.0"))
             assert b"Transfer-Encoding" not in streamed
             assert streamed.endswith(b"data: [DONE]\n\n")
+            # One that would keep its connection: only that of a stream must be closed.
+            keeping = b"Connection: keep-alive"
+            both = post(ASK, keeping, version=b"1.0")
+            both += post(ASK[:-1] + b',"stream":true}', keeping, version=b"1.0")
+            answer = await rig.raw(both, 5)
+            assert answer.count(b"HTTP/1.0 200 OK") == 2
+            assert answer.endswith(b"data: [DONE]\n\n")
 
     run(main)
 

@@ -117,6 +117,7 @@ class Client:
         response: web.StreamResponse
         if self._http.version < HttpVersion11:
             response = web.StreamResponse(headers=headers)
+            response.force_close()  # nothing else ends it, though such a client may ask for more
         else:
             # Unlike the other it sends its head together with what comes first.
             response = web.Response(headers=headers)
