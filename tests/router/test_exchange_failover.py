@@ -495,6 +495,70 @@ def test_who_does_not_go_on_from_tokens_is_asked_for_all_of_it() -> None:
     run(main)
 
 
+KEEP_ALIVE = b": keep-alive\n\n"  # as vLLM says it with --sse-keep-alive-interval
+COMMENT = b"%x\r\n%b\r\n" % (len(KEEP_ALIVE), KEEP_ALIVE)
+
+
+def test_an_engine_keeps_the_clients_connection_alive() -> None:
+    """Before the first token too, when an answer takes longest."""
+
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            first, *more = direct.payloads
+            said = (COMMENT, COMMENT, piece(first), COMMENT, piece(*more))
+            async with player(HEAD, *said, END) as (url, _):
+                rig.divert(0, url)
+                body = rig.body(STREAM)
+                async with rig.session.post(rig.url + COMPLETIONS, json=body) as got:
+                    answer = await got.read()
+                rig.divert(0)
+            frames = [b"data: %b\n\n" % each for each in direct.payloads]
+            assert answer == b"".join([KEEP_ALIVE * 2, frames[0], KEEP_ALIVE, *frames[1:]])
+
+    run(main)
+
+
+def test_an_engine_that_dies_after_a_comment_is_replaced() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 2) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+
+            def back() -> None:
+                for number in (0, 1):
+                    rig.divert(number)
+
+            async with player(HEAD, COMMENT, closes=True, on_request=back) as (url, heard):
+                for number in (0, 1):
+                    rig.divert(number, url)
+                assert_whole(await rig.complete(STREAM), direct)
+                assert len(heard.bodies) == 1
+
+    run(main)
+
+
+def test_a_rejection_after_a_comment_is_told_within_the_stream() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 2) as rig, player(REJECTION) as (rejecting, _):
+
+            def divert(url: str = "") -> None:
+                for number in (0, 1):
+                    rig.divert(number, url)
+
+            def reject() -> None:
+                divert(rejecting)
+
+            async with player(HEAD, COMMENT, closes=True, on_request=reject) as (broken, _):
+                divert(broken)
+                reply = await rig.complete(STREAM)
+            assert reply.status == 200
+            assert reply.is_done
+            assert reply.error is not None
+            divert()
+
+    run(main)
+
+
 def test_an_engine_that_speaks_after_its_end_is_heard_no_longer() -> None:
     async def main() -> None:
         async with RouterRig(0, 1) as rig:

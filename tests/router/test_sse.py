@@ -55,6 +55,15 @@ def test_lines(stream: bytes, payloads: list[bytes]) -> None:
     assert [p for i in range(len(stream)) for p in events.feed(stream[i : i + 1])] == payloads
 
 
+def test_comments_are_no_events_and_are_given_out_apart() -> None:
+    events = Events()
+    assert events.take_comment() == b""
+    assert events.feed(b": one\n\n:two\r\ndata: a\n\n: thr") == [b"a"]
+    assert (events.take_comment(), events.take_comment()) == (b":two\n\n", b"")
+    assert events.feed(b"ee\n") == []
+    assert events.take_comment() == b": three\n\n"
+
+
 @pytest.mark.parametrize("line", [b"data: 0123456789", b"data: 0\n" * 2, b"data:\n" * 9, b":" * 13])
 def test_an_event_that_does_not_end_is_an_error(line: bytes) -> None:
     events = Events(max_event_bytes=12)

@@ -319,7 +319,9 @@ class Exchange:
                     await self._client.end(out, headers)
                     await finish(engine)
                     return True
-                if out:
+                # Comments are for proxies, which close what is silent for too long.
+                comment = events.take_comment()
+                if out := out or comment:
                     await self._client.write(out, headers)
                 if lost is not None:
                     raise lost

@@ -1,7 +1,7 @@
 """Server-sent events, split from a byte stream and framed into one (pure).
 
-Only `data:` matters here: the other fields and comments (vLLM's keep-alives are comments) are
-skipped. An event that its stream does not finish is never given out.
+Only `data:` matters here: the other fields are skipped. Comments (vLLM's keep-alives are some) are
+no events, and are given out apart. An event that its stream does not finish is never given out.
 """
 
 from vllm_kvpool.errors import ProtocolError
@@ -25,6 +25,7 @@ class Events:
         self._data: list[bytes] = []  # of the event that has not ended
         self._partial_bytes = self._data_bytes = 0
         self._ends_in_cr = False
+        self._comment = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads of all events that end in `data`; EventTooLong beyond the bound.
@@ -51,6 +52,11 @@ class Events:
             raise EventTooLong(f"an event of more than {self._max_event_bytes} bytes")
         return payloads
 
+    def take_comment(self) -> bytes:
+        """The last comment that has come since this was asked, framed; empty if none has."""
+        comment, self._comment = self._comment, b""
+        return b"%b\n\n" % comment if comment else b""
+
     def _with_newlines(self, data: bytes) -> bytes:
         """Lines may end in CR LF, LF or CR; the first may come in two pieces."""
         if self._ends_in_cr and data.startswith(_LF):
@@ -69,6 +75,8 @@ class Events:
         elif line.startswith(b"data:") or line == b"data":
             self._data.append(line[6 if line[5:6] == b" " else 5 :])
             self._data_bytes += len(line)
+        elif line.startswith(b":"):
+            self._comment = line
 
 
 def frame(payload: bytes) -> bytes:
