@@ -240,6 +240,9 @@ def test_a_prefill_of_token_ids_may_be_of_the_first_alone() -> None:
     ids = request(COMPLETION, prompt=[5, 6, 7, 8])
     assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5, 6, 7]
     assert json.loads(ids.prefill_body())["prompt"] == [5, 6, 7, 8]
+    # vLLM takes these for whole numbers.
+    ids = request(COMPLETION, prompt=[5.0, 6, True, 8])
+    assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5.0, 6, True]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +275,14 @@ def test_a_body_that_needs_no_change_is_sent_as_it_came() -> None:
     assert parse_request(Kind.CHAT, raw).whole_body() is raw
     asks = b'{"messages":[],"model":"m","stream":true,"return_token_ids":true}'
     assert parse_request(Kind.CHAT, asks).whole_body(track=True) is asks
+
+
+def test_a_byte_order_mark_is_read_over_as_vllm_does() -> None:
+    raw = b'\xef\xbb\xbf{"messages":[],"model":"m","stream":true}'
+    read = parse_request(Kind.CHAT, raw)
+    assert read.model == "m"
+    assert read.whole_body() is raw
+    assert read.whole_body(track=True) == raw[3:-1] + b',"return_token_ids":true}'
 
 
 def test_values_are_not_written_anew() -> None:

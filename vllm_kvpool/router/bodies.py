@@ -7,6 +7,7 @@ byte for byte as it came.
 """
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -127,7 +128,8 @@ class ClientRequest:
         fields["stream"] = _FALSE
         if stop_token:
             assert self.prompt_ids is not None
-            ids = msgspec.json.decode(self.prompt_ids, type=list[int])
+            # Not as whole numbers alone: vLLM takes `5.0` for one, too.
+            ids = msgspec.json.decode(self.prompt_ids, type=list[Any])
             fields["prompt"] = Raw(msgspec.json.encode(ids[:stop_token]))
         if name_cells:
             fields["kv_transfer_params"] = self._wishing({"name_cells": True})
@@ -188,7 +190,9 @@ _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 def parse_request(kind: Kind, raw: bytes) -> ClientRequest:
     """Read a client's body; BadRequest where no engine could be asked."""
     try:
-        return _read(kind, raw, msgspec.json.decode(raw, type=dict[str, Raw]))
+        # vLLM reads over the mark that some editors and shells put before UTF-8.
+        fields = msgspec.json.decode(raw.removeprefix(BOM_UTF8), type=dict[str, Raw])
+        return _read(kind, raw, fields)
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body must be a JSON object: {error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
