@@ -138,6 +138,14 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("'small'", "8104", "'big'", "move first_port"),
     ),
     "ports beyond the last": (HOST + "first_port = 65535\nmax_replicas = 2\n", ("'big'", "ports")),
+    "more room than can be": (
+        HOST + "max_replicas = 1_000_000_000_000\n",
+        ("'big'", "max_replicas must be 1 to"),
+    ),
+    "a longer wait than engines take": (
+        f"[front]\nexpect_timeout_ms = 600_001\n{ENGINE}",
+        ("[front] expect_timeout_ms is 600001", "at most 600000"),
+    ),
     "no room at all": (HOST + "max_replicas = 0\n", ("'big'", "max_replicas")),
     "a host of two words": (HOST.replace('"big"', '"big one"'), ("'big one'", "name")),
     "unknown source": (

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.router.commands import DEFAULT_ENGINE_COMMAND, DEFAULT_PREFETCH_COMMAND
 
@@ -317,8 +318,8 @@ def _check(config: RouterConfig, where: str) -> None:
         raise ConfigError(f"{where}: [health] max_quarantine_s is below quarantine_s")
     if config.admin.token and config.admin.token_file:
         raise ConfigError(f"{where}: [admin] token and token_file; choose one")
+    _check_hosts(config, where)  # first: it bounds the ports, each of which is a name
     _check_replicas(config, where)
-    _check_hosts(config, where)
     _check_planner(config, where)
     if config.overload.release_at >= config.overload.lock_at:
         raise ConfigError(f"{where}: [overload] release_at must be below lock_at")
@@ -334,6 +335,9 @@ def _check_numbers(section: _Section, where: str) -> None:
             raise ConfigError(f"{where} {name} is {value}; choose {least} or more")
         if name.endswith("_s") and value > MAX_TIME_S:
             raise ConfigError(f"{where} {name} is {value}; choose at most {MAX_TIME_S:.0f}")
+        if name == "expect_timeout_ms" and value > MAX_EXPECT_TIMEOUT_MS:
+            # An engine would not take it, and so wait for nothing.
+            raise ConfigError(f"{where} {name} is {value}; choose at most {MAX_EXPECT_TIMEOUT_MS}")
         if name in ("lock_at", "release_at", "headroom") and value > 1:
             raise ConfigError(f"{where} {name} is {value}; it is a share, at most 1")
 
