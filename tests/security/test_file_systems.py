@@ -4,6 +4,7 @@ Without the right to mount these are skipped; tests/store/test_files.py has the 
 calls that are changed.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -116,6 +117,25 @@ def test_a_disk_that_is_full_in_mid_batch_and_has_room_again(
     again = store.put(keys_of(20, 24), [buffer] * 4, ["g"] * 4)
     assert again == [STORED] * 4
     assert store.exists(keys_of(20, 24)) == [True] * 4
+    store.close()
+
+
+def test_puts_into_a_full_disk_use_up_nothing(mount: Mount, buffer: Buffer) -> None:
+    """Claims beyond `MAX_CLAIMS` would not be counted any more."""
+    mount.tmpfs("size=1m")
+    root = mount.path / "pool"
+    FileStore(str(root), 64 * MIB, "threads").close()
+    other = mount.path / "of somebody else"
+    with contextlib.suppress(OSError), other.open("wb", 0) as file:
+        while True:
+            file.write(bytes(4096))
+    store = FileStore(str(root), 64 * MIB, "threads")
+    for _ in range(10):
+        assert put_one(store, key_of(NAMESPACE, 0), buffer) is FULL
+    other.unlink()
+    assert put_one(store, key_of(NAMESPACE, 0), buffer) is STORED
+    [writer] = (root / FORMAT_DIR / "writers").iterdir()
+    assert (writer / "lock").stat().st_size <= 2 * 8, "a claim or two were used again"
     store.close()
 
 

@@ -280,8 +280,10 @@ class Claim:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         self.outstanding_bytes = 0
-        self.writer.note(self._slot, 0)
-        self.writer.free(self._slot)
+        try:
+            self.writer.note(self._slot, 0)
+        finally:  # a full disk may have had no room for the note before either
+            self.writer.free(self._slot)
 
 
 def claimed_bytes(writer: str, unit_bytes: int) -> int:
