@@ -76,6 +76,18 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
     )
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int) -> None:
+    """Block tables of one kind may begin apart, where their blocks are of different size."""
+    topology = Topology(1, 1, ((0, 2),), layer_span=2)
+    cells = cells_of_rank([Kind(topology, ROW_BYTES)], 0, 0, groups=(0, 1))
+    two = Planner(cells, KEYS, CHUNK, 5.0, False, block_sizes=(BLOCK, CHUNK))
+    early, late = (JobPages((7, 8, 9, 6), 0, start, 64) for start in (0, CHUNK))
+    pages = (early, late) if first == 0 else (late, early)
+    job = two.load(LoadPlan(JobId(1), "a", 0, HASHES[:2], pages, 0, 64))
+    assert [task.chunk for task in job.tasks] == [0, 1]
+
+
 def test_a_rank_names_its_own_heads() -> None:
     """Rank 1 of 2 has heads 2 and 3; in its pages they are the first and the second."""
     cells = [task.cell for task in planner().load(load_plan()).tasks[:4]]

@@ -88,7 +88,7 @@ class Planner:
             tasks += [
                 CellTask(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages)
                 for cell, stem, kind, nbytes in names.cells
-                if is_needed[cell.pieces[0].group]
+                if any(is_needed[piece.group] for piece in cell.pieces)
             ]
         if plan.layered:
             tasks.sort(key=lambda task: task.cell.layer_start)
