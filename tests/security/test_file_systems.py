@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
-from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
 from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.files_lock import locked, read_usage
@@ -151,12 +151,24 @@ def test_a_disk_without_inodes_and_with_some_again(mount: Mount, buffer: Buffer)
     store.close()
 
 
-def test_a_disk_too_full_to_open_a_store_says_so(mount: Mount) -> None:
-    mount.tmpfs("size=64k")
-    (mount.path / "full").write_bytes(bytes(64 << 10))
-    where = re.escape(str(mount.path / "pool"))
-    with pytest.raises(ConfigError, match=rf"No space left on device \({where}.*; make room"):
-        FileStore(str(mount.path / "pool"), MIB)
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 4, 5, 6])
+def test_a_disk_too_full_to_open_a_store_says_so_and_others_may_make_room(
+    mount: Mount, left: int
+) -> None:
+    """Whichever step lacks an inode leaves nothing behind, so that it can be repeated."""
+    mount.tmpfs(f"size=1m,nr_inodes={left + 2}")
+    root = mount.path / "pool"
+    where = re.escape(str(root))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(
+            StoreUnreachable, match=rf"No space left on device \({where}.*; make room"
+        ):
+            FileStore(str(root), MIB, "threads")
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not [*root.glob(f"{FORMAT_DIR}/writers/*")]
+    run("mount", "-o", "remount,nr_inodes=200", mount.path)
+    FileStore(str(root), MIB, "threads").close()
 
 
 def test_a_disk_that_turns_read_only_still_gives(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
-from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import choose_disk
@@ -85,12 +85,6 @@ def claim_root(path: str) -> None:
         )
 
 
-def _what_to_do(error: OSError) -> str:
-    if error.errno in NO_ROOM:
-        return "make room on its disk, or name a directory on another"
-    return "name a directory that this user can write"
-
-
 def object_name(key: str) -> str:
     """Where a key's object lies below the objects directory."""
     digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES)
@@ -101,7 +95,9 @@ def object_name(key: str) -> str:
 class FileStore:
     """A directory of at most `size_bytes`, coldest first out; implements `Store` and `Shedding`.
 
-    `io` is `auto`, `uring` or `threads`; ConfigError if it was `uring` and that does not work.
+    `io` is `auto`, `uring` or `threads`; ConfigError if it was `uring` and that does not work, or
+    if the directory cannot be used. StoreUnreachable if there is no room for a new one: others may
+    make some.
     """
 
     def __init__(
@@ -116,10 +112,12 @@ class FileStore:
             claim_root(path)
             self._space = Space(path, size_bytes, clock_ns)
         except OSError as error:
-            raise ConfigError(
-                f"file store {path} cannot be used: {error.strerror} "
-                f"({error.filename or path}); {_what_to_do(error)}"
-            ) from error
+            text = f"file store {path} cannot be used: {error.strerror} ({error.filename or path})"
+            if error.errno in NO_ROOM:
+                raise StoreUnreachable(
+                    f"{text}; make room on its disk, or name a directory on another"
+                ) from error
+            raise ConfigError(f"{text}; name a directory that this user can write") from error
         try:
             choice = choose_disk(io, self._space.own_directory)
         except ConfigError as error:

@@ -151,7 +151,12 @@ class Writer:
         name = secrets.token_hex(8)
         unlocked = os.path.join(writers, f".{name}")
         make_directory(unlocked)
-        self.lock_fd = open_lock(os.path.join(unlocked, "lock"))
+        try:
+            self.lock_fd = open_lock(os.path.join(unlocked, "lock"))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rmdir(unlocked)
+            raise
         try_flock(self.lock_fd)
         self.path = os.path.join(writers, name)
         os.rename(unlocked, self.path)

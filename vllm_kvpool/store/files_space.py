@@ -84,7 +84,11 @@ class Space:
         self._candidates = Candidates()
         self._count_thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self.restore()
+        try:
+            self.restore()
+        except Exception:  # it may be tried again and again
+            self.close()
+            raise
 
     def close(self) -> None:
         """Take our writer directory away; our claims must have ended."""
