@@ -97,6 +97,8 @@ def test_a_mooncake_url() -> None:
         ("file:///", "name a directory"),
         ("file:///a%00b", "name a directory"),
         ("file:///a#b", "no #fragment"),
+        ("file:///a\tb", "write a tab as %09"),
+        ("file:///a\n", "leave out ends of lines"),
         ("memory://a/b", "no path"),
         ("mooncake://host", "needs a host and a port, not 'host'"),
         ("mooncake://:50051", "needs a host and a port"),

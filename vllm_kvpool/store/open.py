@@ -179,6 +179,8 @@ def parse_store_url(
     for what the url does not say; Mooncake's `ascend` for how memory is reached.
     """
     shown = _shown(url)
+    if not _DROPPED.isdisjoint(url):
+        raise ConfigError(f"{shown!r}: write a tab as %09, and leave out ends of lines")
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -201,6 +203,9 @@ def parse_store_url(
     if isinstance(options, MooncakeOptions) and options.protocol == "ascend":
         options = _on_ascend(shown, options, environ or {})
     return StoreSpec(url, parts.scheme, required, options, get_lanes, put_lanes)
+
+
+_DROPPED = frozenset("\t\r\n")  # by `urlsplit`, without a word
 
 
 def _shown(url: str) -> str:
