@@ -310,6 +310,29 @@ def test_what_a_full_directory_would_evict_is_handed_to_the_next_tier(
     check_others_read(tiers.file, kvs[0])
 
 
+def test_a_directory_is_not_closed_while_it_is_asked_what_it_would_evict(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take a lock that nobody gives back, and its scan is cut short where it is."""
+    monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
+    asked, go_on = threading.Event(), threading.Event()
+    closed: list[FileStore] = []
+
+    def surplus(store: FileStore, max_keys: int) -> list[tuple[str, int]]:
+        asked.set()
+        assert go_on.wait(LIMIT_S)
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "surplus", surplus)
+        patch.setattr(FileStore, "close", lambda store: closed.append(store))
+        rank = one_rank([f"file://{tmp_path / 'a'}?size=4MiB", tiers.file], write_policy="back")
+        assert asked.wait(LIMIT_S)
+        rank.close()
+        go_on.set()
+    assert closed == []
+
+
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_what_has_left_host_memory_is_read_from_a_store(tiers: Tiers, policy: str) -> None:
     """More prompts than the host tier has room for."""

@@ -148,6 +148,41 @@ def test_a_hand_down_without_an_end_does_not_keep_others_from_their_turn(
     assert store.turns_ended >= 1
 
 
+def test_closing_waits_for_no_hand_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may end before it; the thread lived on for a minute, and then asked the store."""
+    monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
+    asked: SimpleQueue[int] = SimpleQueue()
+    store = Store([("n@x@aa", 10)])
+    custodian = Custodian({0: store}, lambda tier, cells, answer: asked.put(tier))
+    assert asked.get(timeout=LIMIT_S) == 0
+    assert custodian.close()
+    assert store.turns_ended == 1
+    assert "kvpool-custodian" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_hand_down_that_begins_while_closing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
+    asked, go_on = threading.Event(), threading.Event()
+
+    class SlowStore(Store):
+        def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+            asked.set()
+            assert go_on.wait(LIMIT_S)
+            return super().surplus(max_keys)
+
+    store = SlowStore([("n@x@aa", 10)])
+    custodian = Custodian({0: store}, lambda tier, cells, answer: None)
+    assert asked.wait(LIMIT_S)
+    monkeypatch.setattr(handdown, "JOIN_S", 0.01)
+    assert not custodian.close(), "the store is still being asked"
+    go_on.set()
+    monkeypatch.setattr(handdown, "JOIN_S", LIMIT_S)
+    assert custodian.close()
+    assert store.turns_ended == 1
+
+
 def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
     asked: SimpleQueue[int] = SimpleQueue()

@@ -297,9 +297,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and store."""
-        if self._custodian is not None:
-            self._custodian.close()
-        if self._executor.close(self._shutdown_s):
+        nobody_asks = self._custodian is None or self._custodian.close()
+        if self._executor.close(self._shutdown_s) and nobody_asks:
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)
         else:  # what still runs may use the memory, which therefore stays as it is

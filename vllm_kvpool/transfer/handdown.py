@@ -110,13 +110,19 @@ class Custodian:
         self._stores = stores
         self._post = post
         self._closing = threading.Event()
+        self._answer: SimpleQueue[int] = SimpleQueue()  # that is waited for, or was
         self._thread = threading.Thread(target=self._run, name="kvpool-custodian", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread; a hand-down under way is left to the engine."""
+    def close(self) -> bool:
+        """End the thread; a hand-down under way is left to the engine.
+
+        Returns whether it has ended, so that the stores may be closed.
+        """
         self._closing.set()
+        self._answer.put(0)  # an engine that ends before the hand-down answers nothing
         self._thread.join(JOIN_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         pause = ASK_EVERY_S
@@ -132,8 +138,11 @@ class Custodian:
                 return 0
             cells = tuple(CellName(key, group_of_key(key), nbytes) for key, nbytes in found)
             answer: SimpleQueue[int] = SimpleQueue()
-            self._post(tier, cells, answer)
+            self._answer = answer  # before the look: who closes after it ends the wait
             try:
+                if self._closing.is_set():
+                    return 0
+                self._post(tier, cells, answer)
                 return answer.get(timeout=WAIT_S)
             except Empty:
                 return 0
