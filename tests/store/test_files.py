@@ -10,15 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store import files_batch, files_space, files_spares, uring
+from vllm_kvpool.store import disk, files_batch, files_space, files_spares, uring
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.store.disk import Done, Transfer, move
+from vllm_kvpool.store.disk import THREAD_COUNT, Done, Transfer, move
 from vllm_kvpool.store.files import FileStore, object_name
 from vllm_kvpool.store.files_lock import (
     OPENING_S,
@@ -450,6 +450,54 @@ def test_an_unwritable_disk_fails_the_key_and_says_so_once(
     assert outcomes == [PutOutcome.FAILED] * 3
     assert [record.getMessage().count("Input/output") for record in caplog.records] == [1]
     assert used_bytes(root) == disk_bytes(root) == 0
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+def test_a_disk_that_answers_after_it_was_given_up_touches_no_other_file(
+    faulty: FaultyDisk, tmp_path: Path, method: str
+) -> None:
+    """What waits for a thread then has not looked up its number yet, which others were given."""
+    store, patch = faulty.store, faulty.monkeypatch
+    keys = [key_of(new_namespace(), n) for n in range(2 * THREAD_COUNT)]
+    buffers = [make_buffer(CELL) for _ in keys]
+    if method == "get":
+        store.put(keys, buffers, [""] * len(keys))
+    go_on = threading.Event()
+    touched: list[int] = []
+
+    def held(call: Callable[..., int]) -> Callable[..., int]:
+        def wait(fd: int, views: list[memoryview], at: int) -> int:
+            assert go_on.wait(CHILD_LIMIT_S)
+            touched.append(os.fstat(fd).st_ino)
+            return call(fd, views, at)
+
+        return wait
+
+    patch.setattr(os, "pwritev", held(faulty.pwritev))
+    patch.setattr(os, "preadv", held(faulty.preadv))
+    patch.setattr(disk, "GIVE_UP_S", 0.05)
+    with contextlib.ExitStack() as ends:
+        before = open_numbers()
+        if method == "put":
+            assert set(store.put(keys, buffers, [""] * len(keys))) == {PutOutcome.FAILED}
+        else:
+            assert set(store.get(keys, buffers)) == {GetOutcome.FAILED}
+        kept = open_numbers() - before
+        others = [os.open(tmp_path, os.O_TMPFILE | os.O_RDWR) for _ in range(2 * len(keys))]
+        for fd in (*kept, *others):
+            ends.callback(os.close, fd)
+        helpers = [each for each in threading.enumerate() if each.name == "kvpool-disk"]
+        go_on.set()
+        for helper in helpers:
+            helper.join(CHILD_LIMIT_S)
+        assert len(touched) >= len(keys)
+        assert not {os.fstat(fd).st_ino for fd in others} & set(touched)
+
+
+def open_numbers() -> set[int]:
+    """Of this process's files."""
+    listed = os.listdir("/proc/self/fd")  # with the number of this look, which is free again
+    return {int(name) for name in listed if os.path.exists(f"/proc/self/fd/{name}")}
 
 
 def test_a_file_that_ends_early_while_read_fails(faulty: FaultyDisk) -> None:

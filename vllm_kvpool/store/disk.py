@@ -65,7 +65,8 @@ class Transfer(NamedTuple):
 class Done(NamedTuple):
     """The end of a transfer: an errno, 0 if all was moved; ENODATA if a file ended early.
 
-    `in_use` if the kernel may still touch the memory, which must then never be used again.
+    `in_use` if the memory may still be touched, which must then never be used again; likewise the
+    file, which must stay open: a thread may not have begun, and its number would be another's.
     """
 
     tag: int
@@ -298,15 +299,18 @@ def probe(disk: DiskIO, directory: str, flags: int) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
         return error.errno or errno.EIO
+    in_use = False
     try:
         os.unlink(path)
         for part, writes in ((written, True), (read, False)):
             with contextlib.closing(disk.run([Transfer(0, fd, (part,), writes)])) as run:
                 for done in run:
+                    in_use |= done.in_use
                     if done.error:
                         return done.error
     except OSError as error:
         return error.errno or errno.EIO
     finally:
-        os.close(fd)
+        if not in_use:
+            os.close(fd)
     return 0 if written.view == read.view else errno.EIO

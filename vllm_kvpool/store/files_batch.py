@@ -192,8 +192,8 @@ class ReadBatch:
             else:
                 self.outcomes[done.tag] = self._accept(file, self._cells[done.tag])
         finally:
-            os.close(file.fd)
-            if not done.in_use:
+            if not done.in_use:  # else its number, too, is never to be used again
+                os.close(file.fd)
                 self._around.tails.give_back(file.tail)
 
     def close(self) -> None:
@@ -300,8 +300,8 @@ class WriteBatch:
             self._around.space.discard(file.path)
             self._fail(i, error)
         finally:
-            os.close(file.fd)
-            if not done.in_use:
+            if not done.in_use:  # else its number, too, is never to be used again
+                os.close(file.fd)
                 self._around.tails.give_back(file.tail)
 
     def close(self) -> None:
