@@ -422,6 +422,7 @@ def test_after_giving_up_a_ring_is_replaced_and_kept(
         assert run_all(disk, [writing]) == [Done(0, 0)]
         assert disk._ring() is not first
     disk.close()
+    assert first.is_usable, "the end of the store ended them"
 
 
 @needs_ring

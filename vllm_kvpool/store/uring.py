@@ -230,6 +230,7 @@ class UringDisk:
             if given_up:
                 logger.error("the disk answered nothing for %g s", GIVE_UP_S)
                 _abandoned.append(ring)
+                self._rings.discard(ring)  # nor does `close` close it
                 del self._local.ring
 
     def close(self) -> None:
