@@ -233,6 +233,14 @@ def test_counters_of_the_last_moment_are_written(tmp_path: Path) -> None:
     assert written["kvpool_ec_events{side=consumer,event=rows}"] == 9
 
 
+def test_a_worker_whose_counters_cannot_be_written_ends_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(Role.CONSUMER, stats_file=str(tmp_path / "no directory" / "stats")):
+        pass
+    assert [each.getMessage().count("No such file") for each in caplog.records] == [1]
+
+
 def test_workers_of_data_parallel_engines_are_numbered_through() -> None:
     """Each counts its own ranks from 0, and all are configured alike."""
     ports = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")

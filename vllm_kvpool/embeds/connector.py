@@ -28,8 +28,7 @@ from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol import Role
 from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView, StepMeta
 from vllm_kvpool.embeds.sockets import read_keys
-from vllm_kvpool.embeds.worker import EmbedsWorker, Place
-from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.embeds.worker import EmbedsWorker, Place, write_last_stats
 from vllm_kvpool.plugin import register
 
 if TYPE_CHECKING:
@@ -223,11 +222,11 @@ class KVPoolECConnector(ECConnectorBase):
         if self._worker_side is not None:
             self._worker_side.close()
         if self._scheduler_side is not None:
+            self._scheduler_side.close()
             if self._config.stats_file:
                 rank = self._vllm_config.parallel_config.data_parallel_index
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                write_stats(path, self._scheduler_side.tally.snapshot())
-            self._scheduler_side.close()
+                write_last_stats(path, self._scheduler_side.tally.snapshot())
 
 
 _ROLES = {
