@@ -88,7 +88,9 @@ class Replicas:
                 self._post(Spawn(role))
 
     def perform(self, action: Load | Warm | Probe | Rest) -> None:
-        """Never waits."""
+        """Never waits; does nothing any more once all stop."""
+        if self._is_stopping:
+            return  # what a watch has seen meanwhile: what it begins, nobody would end
         match action:
             case Load():
                 self._load(action)
@@ -103,8 +105,7 @@ class Replicas:
     async def stop(self) -> None:
         """Watch no longer; engines of ours end, too, unless they are to be kept."""
         self._is_stopping = True
-        for watch in self.watches.values():
-            await watch.stop()
+        await asyncio.gather(*(watch.stop() for watch in self.watches.values()))
         if self._launcher is not None:
             if not self._config.launch.keep_on_exit:
                 await self._launcher.stop_all()

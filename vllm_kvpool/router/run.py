@@ -168,8 +168,10 @@ class Router:
         # From here on nobody asks the controller: it would start engines anew that end now.
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(self.replicas.stop(), self.prefetches.close())
-        await self._engines.close()
+        try:
+            await asyncio.gather(self.replicas.stop(), self.prefetches.close())
+        finally:
+            await self._engines.close()
 
     # Events and actions
 

@@ -1,0 +1,65 @@
+"""The end of what looks after replicas, while replicas still come and go."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.events import Added, Load, ReplicaSpec, Rest, Warm
+from vllm_kvpool.router.run import Router
+from vllm_kvpool.router.states import ReplicaId, Role
+
+if TYPE_CHECKING:
+    from vllm_kvpool.router.watch import Watch
+
+FIRST, SECOND, THIRD = (ReplicaId(name) for name in ("first", "second", "third"))
+ACTIONS: dict[str, Load | Warm | Rest] = {
+    "one goes": Rest(SECOND, forget=True),
+    "one comes": Load(THIRD, Role.DECODE),
+    "one is asked": Warm(FIRST),
+}
+
+
+class StubWatch:
+    """Tells of what it has seen just before it was stopped."""
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        self._tell = tell
+        self.is_stopped = False
+        self.begun: list[str] = []
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+        await asyncio.sleep(0)
+        self._tell()
+
+    def warm(self) -> None:
+        self.begun.append("warm")
+
+    def rest(self, *, sleeps: bool) -> None:
+        self.begun.append("rest")
+
+
+@pytest.mark.parametrize("what", ACTIONS)
+def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
+    """A change of the watches broke off the stop, which left the router's connections open."""
+
+    async def main() -> None:
+        router = Router(
+            read_config({"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]})
+        )
+        replicas = router.replicas
+        spec = ReplicaSpec(replica_id=THIRD, url="http://127.0.0.1:1", host="")
+        router.controller.step(Added(spec=spec, role=Role.DECODE), 0.0)
+        second = StubWatch()
+        first = StubWatch(lambda: replicas.perform(ACTIONS[what]))
+        replicas.watches = cast("dict[ReplicaId, Watch]", {FIRST: first, SECOND: second})
+        await router.stop()
+        assert first.is_stopped
+        assert second.is_stopped
+        assert (first.begun, second.begun) == ([], [])
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
