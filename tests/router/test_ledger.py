@@ -81,6 +81,16 @@ def test_a_place_that_cannot_be_had_is_a_mistake_of_configuration(tmp_path: Path
         Ledger(tmp_path / "file" / "engines.json")
 
 
+def test_a_state_that_cannot_be_read_is_left_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "engines.json"
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot be read") as failed:
+        Ledger(path)
+    path.rmdir()
+    Ledger(path).close()  # the failure, which still is held, holds no lock
+    assert failed.value is not None
+
+
 def test_a_full_disk_does_not_stop_the_router(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

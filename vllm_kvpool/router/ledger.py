@@ -52,9 +52,12 @@ class Ledger:
         """Take the file for this router; ConfigError if another one has it, or it cannot be had."""
         self._path = path
         self._lock = _lock(path.with_name(f"{path.name}.lock"))
-        self._records: dict[str, EngineRecord] = {
-            record.replica_id: record for record in _read(path)
-        }
+        try:
+            records = _read(path)
+        except BaseException:
+            self.close()
+            raise
+        self._records: dict[str, EngineRecord] = {record.replica_id: record for record in records}
 
     @property
     def records(self) -> Mapping[str, EngineRecord]:
