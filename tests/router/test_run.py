@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,7 @@ import pytest
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.engines import Engines
 from vllm_kvpool.router.events import (
     Added,
     Drain,
@@ -25,7 +27,7 @@ from vllm_kvpool.router.events import (
     Spawn,
     Tick,
 )
-from vllm_kvpool.router.run import Router
+from vllm_kvpool.router.run import Router, _serve
 from vllm_kvpool.router.states import ReplicaId, Role, State
 from vllm_kvpool.testing.router_rig import COMPLETIONS, Reply, RouterRig, run
 from vllm_kvpool.testing.scripted_engine import ScriptedEngine
@@ -468,6 +470,32 @@ def test_an_address_that_is_taken() -> None:
                 await router.stop()
 
     run(main)
+
+
+def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "state.json").mkdir()
+    config = read_config(
+        {
+            **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
+            "hosts": [{"name": "here", "first_port": 18_000, "max_replicas": 1}],
+            "launch": {
+                **{"model": "scripted", "command": ["true", "{port}"], "prefill": 0, "decode": 1},
+                **{"log_dir": str(tmp_path), "state_file": str(tmp_path / "state.json")},
+            },
+        }
+    )
+    closed: list[Engines] = []
+
+    class Watched(Engines):
+        async def close(self) -> None:
+            closed.append(self)
+            await super().close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_kvpool.router.run.Engines", Watched)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            asyncio.run(_serve(config))
+    assert len(closed) == 1
 
 
 def test_engines_that_are_not_there_yet_are_waited_for() -> None:

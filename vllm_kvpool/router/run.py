@@ -373,8 +373,10 @@ async def _serve(config: RouterConfig) -> None:
     router = Router(config)
     try:
         await router.start()
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         await router.stop()
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"cannot listen: {error}") from None
     log.info("clients: port %d; administration: port %d", router.front_port, router.admin_port)
     await stopped.wait()
