@@ -1,6 +1,7 @@
 """The launcher with real, small processes in the place of engines."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,6 +76,20 @@ def session(pid: int) -> list[int]:
         if int(sid) == pid and state != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+def kill(pids: list[int]) -> None:
+    """SIGKILL to each; some end by themselves when others have."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def ends(pid: int) -> None:
+    """Wait until nothing is left of a session: what was killed still has to get to its end."""
+    async with asyncio.timeout(BOUND_S):
+        while session(pid):
+            await asyncio.sleep(0.01)
 
 
 # What ssh does, as far as it matters: it hands one string to a shell in a session of its own, with
@@ -154,8 +170,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     yield bench
     for record in bench.launcher._ledger.records.values():
         for process in (record.engine, record.keeper):
-            for pid in session(process.pid) if process else []:
-                os.kill(pid, signal.SIGKILL)
+            kill(session(process.pid) if process else [])
     bench.launcher._ledger.close()
 
 
@@ -204,7 +219,7 @@ def test_an_engine_that_does_not_drain_is_killed_with_all_it_has_started(bench: 
         assert time.monotonic() - begun >= 0.2
         assert isinstance(ended, Exited)
         assert (ended.end, ended.code, ended.why) == (End.KILLED, 137, "ended by SIGKILL")
-        assert session(pid) == []
+        await ends(pid)
 
     run(story)
 
@@ -237,7 +252,7 @@ def test_what_a_crashed_engine_leaves_behind_is_ended(bench: Bench) -> None:
         assert isinstance(ended, Exited)
         assert (ended.end, ended.code) == (End.BY_ITSELF, 137)
         assert len(left) == 1
-        assert not is_alive(left[0])
+        await ends(pid)
 
     run(story)
 
@@ -473,7 +488,7 @@ def test_a_prefix_without_a_shell(bench: Bench) -> None:
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
         assert ended.end is End.KILLED
-        assert session(pid) == []
+        await ends(pid)
 
     run(story)
 
@@ -489,9 +504,7 @@ def test_a_connection_that_ends_is_no_end_of_the_engine(
         assert keeper
         if is_adopted:
             await bench.launcher.close()
-        for other in session(keeper.pid):
-            if keeper_dies or other != keeper.pid:
-                os.kill(other, signal.SIGKILL)
+        kill([pid for pid in session(keeper.pid) if keeper_dies or pid != keeper.pid])
         if is_adopted:
             (adopted,) = await bench.another().adopt()
             assert adopted.pid == pid
@@ -537,7 +550,7 @@ def test_a_host_that_does_not_answer_is_given_up(
             End.NOT_STARTED,
             "host 'far' has started nothing within 0.3 s",
         )
-        assert session(keeper.pid) == []
+        await ends(keeper.pid)
 
     run(story)
 
@@ -562,6 +575,53 @@ def test_what_cannot_be_stopped_is_said_and_can_be_stopped_later(
         assert isinstance(ended, Exited)
         assert ended.end is End.STOPPED
         assert [type(event) for event in bench.events] == [Started, StopFailed, Exited]
+
+    run(story)
+
+
+def test_nothing_of_the_launcher_runs_on_once_it_is_closed(bench: Bench) -> None:
+    async def story() -> None:
+        before = asyncio.all_tasks()
+        await bench.started(bench.spec("sh", "-c", QUIET))
+        async with asyncio.timeout(BOUND_S):
+            while len(asyncio.all_tasks() - before) < 3:  # its life, its end, its stop
+                await asyncio.sleep(0)
+        await bench.launcher.close()
+        assert not {task for task in asyncio.all_tasks() - before if not task.cancelling()}
+
+    run(story)
+
+
+def test_a_command_that_ends_as_it_is_given_up_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its number is nobody's then, and asyncio is still to be told."""
+    monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", 0.01)
+    create = asyncio.create_subprocess_exec
+
+    class Ended:
+        """A process that was waited for elsewhere, which is not known here yet."""
+
+        returncode = None
+
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+            self._is_known = False
+
+        async def wait(self) -> int:
+            if not self._is_known:
+                self._is_known = True
+                await asyncio.Event().wait()
+            return 0
+
+    async def ended(*command: str, **options: Any) -> Ended:
+        process = await create(*command, **options)
+        await process.wait()
+        return Ended(process.pid)
+
+    async def story() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", ended)
+        assert await launcher_module._call(["true"]) == ""
 
     run(story)
 

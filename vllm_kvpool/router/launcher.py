@@ -7,6 +7,7 @@ router: `close` leaves them running, as a crash does, and `adopt` finds them aga
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -235,8 +236,10 @@ class Launcher:
         try:
             while not gone.done():
                 stopping = asyncio.create_task(engine.stopping.wait())
-                await asyncio.wait({gone, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
+                try:
+                    await asyncio.wait({gone, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    stopping.cancel()
                 if not gone.done():
                     engine.stopping.clear()
                     await self._stop(engine, gone)
@@ -318,7 +321,9 @@ async def _call(command: Sequence[str]) -> str:
             return ""
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                # It may have ended, and asyncio not have said so yet.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         printed.seek(0)
         return printed.read(ANSWER_BYTES).decode(errors="replace")
