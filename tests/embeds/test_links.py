@@ -1,14 +1,20 @@
 """A scheduler's connections, against a port where somebody else listens."""
 
 import os
+import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
+import zmq.auth
+import zmq.auth.thread
 
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.protocol import Envelope, Heartbeat, Taken, encode, encode_body
-from vllm_kvpool.embeds.sockets import Link, Sockets
+from vllm_kvpool.embeds.sockets import KEY_NAME, Link, Sockets, read_keys
+from vllm_kvpool.errors import ConfigError
 
 PATIENCE_S = 10.0
 
@@ -39,6 +45,40 @@ def test_who_wakes_sockets_that_have_closed_wakes_nobody() -> None:
     finally:
         for fd in others:
             os.close(fd)
+
+
+def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Context[zmq.Socket[bytes]]]:
+    """Those that are made from now on."""
+    made: list[zmq.Context[zmq.Socket[bytes]]] = []
+    new = zmq.Context
+
+    def note() -> zmq.Context[zmq.Socket[bytes]]:
+        made.append(new())
+        return made[-1]
+
+    monkeypatch.setattr(zmq, "Context", note)
+    return made
+
+
+def test_links_that_cannot_be_made_leave_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = contexts(monkeypatch)
+    with pytest.raises(ConfigError, match="cannot be connected to"):
+        WorkerLinks(("tcp://127.0.0.1:1", "nothing://here"), "engine")
+    assert [each.closed for each in made] == [True]
+
+
+def test_an_authenticator_that_does_not_start_leaves_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = contexts(monkeypatch)
+    zmq.auth.create_certificates(tmp_path, KEY_NAME)
+    never = threading.Event()
+    monkeypatch.setattr(never, "wait", lambda timeout: False)
+    monkeypatch.setattr(zmq.auth.thread, "Event", lambda: never)
+    with pytest.raises(RuntimeError, match="failed to start"):
+        Sockets("tcp://127.0.0.1:*", read_keys(str(tmp_path)))
+    assert [each.closed for each in made] == [True]
+    assert not [each for each in threading.enumerate() if "Authentication" in type(each).__name__]
 
 
 def test_what_is_no_frame_is_ignored() -> None:

@@ -24,7 +24,7 @@ from vllm_kvpool.embeds.protocol import (
 )
 from vllm_kvpool.embeds.session import Rhythm, Say, Session, Up
 from vllm_kvpool.embeds.sockets import Keys, Link, Sockets
-from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.errors import ConfigError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,12 @@ class WorkerLinks:
         self._ranks: dict[Link, tuple[int, Session]] = {}
         for rank, endpoint in enumerate(endpoints):
             session = Session(self._hello, Rhythm(), active=True, now=now)
-            self._ranks[self._sockets.connect(endpoint)] = (rank, session)
+            try:
+                link = self._sockets.connect(endpoint)
+            except ConfigError:
+                self.close()
+                raise
+            self._ranks[link] = (rank, session)
         self._seq = 0
         self.poll()  # greet: they will have answered when somebody asks
 

@@ -87,23 +87,23 @@ class Sockets:
         self._wakeup_lock = threading.Lock()
         self._is_closed = False
         self._poller.register(self._wakeup, zmq.POLLIN)
-        self._authenticator = self._authenticate() if keys is not None and listen else None
+        self._authenticator: ThreadAuthenticator | None = None
         self._router: zmq.Socket[bytes] | None = None
         self.endpoint = ""
         try:
+            if keys is not None and listen:
+                self._authenticate(keys)
             if listen is not None:
                 self._bind(listen)
         except Exception:
             self.close()
             raise
 
-    def _authenticate(self) -> ThreadAuthenticator:
+    def _authenticate(self, keys: Keys) -> None:
         """Answer who may connect; libzmq asks on a socket that the library's own thread owns."""
-        assert self._keys is not None
-        authenticator = ThreadAuthenticator(self._context)
-        authenticator.start()
-        authenticator.configure_curve(domain=CURVE_DOMAIN, location=self._keys.directory)
-        return authenticator
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()  # fails on a machine that is too busy to start a thread
+        self._authenticator.configure_curve(domain=CURVE_DOMAIN, location=keys.directory)
 
     def _bind(self, listen: str) -> None:
         router = self._context.socket(zmq.ROUTER)
