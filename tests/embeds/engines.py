@@ -1,5 +1,6 @@
 """Workers of engines without an engine: everything real but the model and vLLM."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -37,22 +38,24 @@ class Engine:
         base = {"transport": Transport.LOCAL, "heartbeat_s": 0.3, **options}
         configs = configs or [EmbedsConfig(**base) for _ in range(ranks)]  # type: ignore[arg-type]
         name = engine_id or f"engine{self.ports[0]}"
-        self.workers = [
-            EmbedsWorker(
-                config, Place(role, name, fingerprint, rank, endpoints, endpoints, "127.0.0.1")
+        self.workers: list[EmbedsWorker] = []
+        # Whatever fails, nothing stays open: it would fail a test that has nothing to do with it.
+        with contextlib.ExitStack() as undo:
+            for rank, config in enumerate(configs):
+                place = Place(role, name, fingerprint, rank, endpoints, endpoints, "127.0.0.1")
+                self.workers.append(EmbedsWorker(config, place))
+                undo.callback(self.workers[-1].close)
+            self.scheduler = EmbedsScheduler(
+                WorkerLinks(endpoints, name, read_keys(configs[0].curve_dir)),
+                is_producer=role is not Role.CONSUMER,
+                is_consumer=role is not Role.PRODUCER,
+                has_peers=bool(configs[0].peers),
+                fingerprint=lambda epoch: f"{fingerprint}/{epoch}",
+                retain_bytes=configs[0].nbytes("retain_bytes"),
+                max_step_tokens=1 << 20,
+                own_endpoint=self.endpoint,
             )
-            for rank, config in enumerate(configs)
-        ]
-        self.scheduler = EmbedsScheduler(
-            WorkerLinks(endpoints, name, read_keys(configs[0].curve_dir)),
-            is_producer=role is not Role.CONSUMER,
-            is_consumer=role is not Role.PRODUCER,
-            has_peers=bool(configs[0].peers),
-            fingerprint=lambda epoch: f"{fingerprint}/{epoch}",
-            retain_bytes=configs[0].nbytes("retain_bytes"),
-            max_step_tokens=1 << 20,
-            own_endpoint=self.endpoint,
-        )
+            undo.pop_all()
         self.requests: dict[str, RequestView] = {}
 
     def request(
@@ -126,10 +129,11 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """End it in order."""
-        for worker in self.workers:
-            worker.close()
-        self.scheduler.close()
+        """End it in order; all of it, also where the end of one part fails."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self.scheduler.close)
+            for worker in reversed(self.workers):
+                ends.callback(worker.close)
 
     def __enter__(self) -> "Engine":
         return self
