@@ -62,11 +62,14 @@ class ServerProcess:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        for _ in range(START_ATTEMPTS):
-            self.port = free_port()
-            if self.start():
-                return self
-        raise RuntimeError(f"{self.program} does not start:\n{self.log()}")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._log.close)
+            for _ in range(START_ATTEMPTS):
+                self.port = free_port()
+                if self.start():
+                    undo.pop_all()
+                    return self
+            raise RuntimeError(f"{self.program} does not start:\n{self.log()}")
 
     def __exit__(
         self,
