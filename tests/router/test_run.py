@@ -472,6 +472,26 @@ def test_an_address_that_is_taken() -> None:
     run(main)
 
 
+def test_a_rig_that_does_not_begin_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that is too slow for it; the end of the loop then waited for ever."""
+
+    async def too_late(rig: RouterRig) -> None:
+        raise TimeoutError("all serve")
+
+    async def main() -> None:
+        rig = RouterRig(1, 1)
+        with pytest.raises(TimeoutError, match="all serve"):
+            async with rig:
+                raise AssertionError("it has begun")
+        assert rig.session.closed
+        for url in (rig.url, rig.reference.url, *(engine.url for engine in rig.engines)):
+            with pytest.raises(OSError, match="onnect"):
+                await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+    monkeypatch.setattr(RouterRig, "serving", too_late)
+    asyncio.run(main())
+
+
 def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
     (tmp_path / "state.json").mkdir()
     config = read_config(

@@ -8,6 +8,7 @@ Leaving the rig checks that nothing is left behind: no request, no call, no bloc
 """
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -169,10 +170,14 @@ class RouterRig:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=LIMIT_S)
         )
-        await self.reference.start()
-        for engine in self.engines:
-            await engine.start()
-        await self.start_router()
+        try:
+            await self.reference.start()
+            for engine in self.engines:
+                await engine.start()
+            await self.start_router()
+        except BaseException:
+            await self._close()
+            raise
         return self
 
     async def __aexit__(
@@ -185,14 +190,19 @@ class RouterRig:
             if error is None:
                 await self.check_idle()
         finally:
-            for writer in self._writers:
-                writer.close()
-            await self.session.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        """All of it, whatever fails: what stays open fails other tests, or uvloop never ends."""
+        async with contextlib.AsyncExitStack() as ends:  # the last first
+            ends.push_async_callback(asyncio.sleep, 0)
+            for engine in (self.reference, *self.engines):
+                ends.push_async_callback(engine.stop)
             for router in self._routers:
-                await router.stop()
-            for engine in (*self.engines, self.reference):
-                await engine.stop()
-            await asyncio.sleep(0)
+                ends.push_async_callback(router.stop)
+            ends.push_async_callback(self.session.close)
+            for writer in self._writers:
+                ends.callback(writer.close)
 
     # The router
 
