@@ -7,14 +7,17 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import aiohttp
 import pytest
 
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
+from vllm_kvpool.testing.scripted_engine import Listener, ScriptedEngine
 from vllm_kvpool.testing.scripted_faults import FaultBoard, RequestFaults
 from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
+
+if TYPE_CHECKING:
+    from vllm_kvpool.testing.scripted_http import Handler
 
 SPEC = ScriptedSpec(step_base_s=0.002, decode_sequence_s=0, default_temperature=0.0)
 BOUND_S = 10.0
@@ -392,5 +395,25 @@ def test_one_process_carries_many_engines_and_streams() -> None:
             )
             assert {tokens(outcome) for outcome in outcomes} == {25}
             assert sum(client.engine.counts.tokens for client in clients) == 16 * 8 * 25
+
+    run(main())
+
+
+def test_who_is_stopped_as_it_begins_to_listen_listens_no_more() -> None:
+    """An engine that comes back may die just then."""
+
+    async def handle(request: object) -> None:
+        raise AssertionError("nobody asks")
+
+    async def main() -> None:
+        listener = Listener(cast("Handler", handle), "127.0.0.1", 0, 5.0)
+        opening = asyncio.create_task(listener.open())
+        await asyncio.sleep(0)  # asyncio listens, and waits for a turn of the loop
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        await listener.give_up()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", listener.port)
 
     run(main())

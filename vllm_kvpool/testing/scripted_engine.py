@@ -80,7 +80,11 @@ class Listener:
         if self._server is None:
             loop = asyncio.get_running_loop()
             sock = _bound(self.host, self.port, is_shared=True)
-            self._server = await loop.create_server(self._web, sock=sock, backlog=BACKLOG)
+            # In two steps: asyncio waits once it listens, and who is cancelled there has no server.
+            self._server = await loop.create_server(
+                self._web, sock=sock, backlog=BACKLOG, start_serving=False
+            )
+            await self._server.start_serving()
 
     def close(self) -> None:
         """Refuse connections; those that are there stay."""
