@@ -35,7 +35,7 @@ from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
-from vllm_kvpool.staging.copy_cpu import CpuCopier
+from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 LAYERS, SPAN = 3, 2
@@ -177,7 +177,7 @@ class Rank:
             shape,
             RankPlace(0, 0, 0),
             pages,
-            CpuCopier,
+            warm_copier,
             finish_in_step=True,
         )
 

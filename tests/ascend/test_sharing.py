@@ -27,9 +27,9 @@ from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.layout import formats
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import RankPlace, WorkerSide
-from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.devices import NpuDevice
 from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.testing.npu import AscendRunner, FakeNpu, cut_pages
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
@@ -218,7 +218,7 @@ class HostRank:
                 self.connector._facts.shape,
                 RankPlace(0, 0, 0),
                 [formats.from_token_content(layer) for layer in self.pages],
-                CpuCopier,
+                warm_copier,
                 finish_in_step=True,
             )
             self.connector._worker_side = side

@@ -25,12 +25,12 @@ from vllm_kvpool.pool import open_tiers, sides
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
-from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.guard import Patience
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import StoreSpec, open_store, parse_store_url
+from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.transfer import handdown
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
 
@@ -75,7 +75,7 @@ class Rank:
             model,
             RankPlace(tp_rank, pp_rank, pp_rank * topology.tp_size + tp_rank),
             [from_token_content(layer) for layer in every],
-            CpuCopier,
+            warm_copier,
             finish_in_step=True,
         )
         self.pages = (JobPages(tuple(range(1, 1 + TOKENS // block)), 0, 0, TOKENS),)

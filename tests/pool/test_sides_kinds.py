@@ -25,8 +25,8 @@ from vllm_kvpool.pool.pins import Place
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import StepResults
-from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.testing.fakes import FakePins
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
 
@@ -150,7 +150,7 @@ class Rank:
         shape = ModelShape(MODEL, self.kinds, self.groups, 1000, tp_size * context.pcp_size)
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}
         self.side = WorkerSide(
-            read_config(extra, env={}), shape, place, layers, CpuCopier, finish_in_step=True
+            read_config(extra, env={}), shape, place, layers, warm_copier, finish_in_step=True
         )
         self.jobs = itertools.count(1)
 
