@@ -592,6 +592,8 @@ def test_a_forked_child_may_use_the_store_and_the_parent_goes_on(root: Path) -> 
     store = FileStore(str(root), MIB)
     namespace = new_namespace()
     buffer = make_buffer(CELL)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(CHILD_LIMIT_S)  # what has tried the disk ends, and nobody waits for it
     assert set(threading.enumerate()) <= before  # a thread of ours would be lost in the child
     pid = os.fork()
     if pid == 0:
