@@ -21,6 +21,10 @@ class StoreUnreachable(StoreError):
     """The backend cannot be reached now; a later call may succeed."""
 
 
+class BuffersInUse(StoreError):
+    """A call was given up that may still read or write its buffers: nobody may use them again."""
+
+
 class ProtocolError(Exception):
     """A peer has sent what no peer of this protocol sends."""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_kvpool.cells import HEADER_BYTES, verify
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.keys import CellKey, ParsedKey, group_of_key, key_digest, key_of_stem
 from vllm_kvpool.names import Brought, ChunkNames
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
@@ -51,13 +51,18 @@ class Mover:
     def move(self, names: ChunkNames, may_go_on: Callable[[], bool]) -> Brought:
         """Bring what is not near yet; `may_go_on` is asked between batches.
 
-        Raises BadNames, and StoreError where the near tier is away.
+        Raises BadNames, and StoreError where the near tier is away, or a call was given up.
         """
         done = Brought()
         for batch in _batches(_cells(names)):
             if self.is_spent or not may_go_on():
                 break
-            now = self._bring(batch)
+            try:
+                now = self._bring(batch)
+            except BuffersInUse:
+                _in_use.append(self._memory)
+                self._memory = None  # the next order has its own
+                raise
             done += now
             if (now.missing or now.unkept) and not now.brought + now.near:
                 break  # the pool does not have the prompt any further, or nothing is kept
@@ -121,9 +126,14 @@ class Mover:
         return self._memory
 
 
+_in_use: list[Buffer | None] = []  # what a store that gave up may touch for ever
+
+
 def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
     try:
         return store.get(keys, buffers)
+    except BuffersInUse:
+        raise
     except StoreError:
         return [GetOutcome.FAILED] * len(keys)  # it is away; another may have them
 

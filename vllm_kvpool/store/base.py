@@ -6,6 +6,7 @@ engine's threads. A store knows bytes and keys; it does not know layers, heads o
 What an implementor owes:
 * one result per key, in order; a problem with one key is that key's outcome, never an exception;
 * `StoreError` only when nothing can be said about any key (connection lost, directory gone);
+* when a call returns or raises, nothing touches its buffers any more, unless it is `BuffersInUse`;
 * an object becomes visible whole or not at all, and the first writer of a key wins;
 * `get` fills a buffer only when the object has exactly the buffer's size;
 * methods may be called from several threads at once; `close` is called last and once.

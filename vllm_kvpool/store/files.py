@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
-from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
+from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import namespace_of
 from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
 from vllm_kvpool.store.disk import choose_disk
@@ -264,6 +264,8 @@ class FileStore:
         ):
             for done in run:
                 batch.finish(done)
+        if batch.in_use:
+            raise BuffersInUse(f"the disk of {self._space.root} does not answer")
 
     def _read_keys(
         self, coldest_first: Sequence[Candidate], excess_bytes: int, max_keys: int

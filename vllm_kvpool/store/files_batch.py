@@ -159,6 +159,8 @@ class ReadBatch:
         self._cells = cells
         self._ways = around.space.ways()
         self._open: dict[int, _Reading] = {}
+        self.in_use = False
+        """Whether buffers may still be written, of cells whose transfer was given up."""
 
     def transfers(self) -> Iterator[Transfer]:
         for i, cell in enumerate(self._cells):
@@ -186,6 +188,7 @@ class ReadBatch:
 
     def finish(self, done: Done) -> None:
         file = self._open.pop(done.tag)
+        self.in_use |= done.in_use
         try:
             if done.error:
                 self._around.warn(OSError(done.error, os.strerror(done.error), file.path))
@@ -239,6 +242,8 @@ class WriteBatch:
         self._claims: list[Claim] = []
         self.timeout: LockTimeout | None = None
         """Why some cells were not begun with."""
+        self.in_use = False
+        """Whether buffers may still be read, of cells whose transfer was given up."""
         # A write has set the file's time by the system's clock.
         self._has_time = around.clock_ns is time.time_ns
 
@@ -285,6 +290,7 @@ class WriteBatch:
     def finish(self, done: Done) -> None:
         i = done.tag
         file = self._open.pop(i)
+        self.in_use |= done.in_use
         try:
             if done.error:
                 raise OSError(done.error, os.strerror(done.error), file.path)

@@ -12,7 +12,8 @@ A lane thread that dies is noticed, by its last word or by a look every `WATCH_S
 doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
 lane is given fails at once. One that hangs in a store for `call_timeout_s` is left behind: another
 takes its place while no more than `MAX_STUCK` of the lane hang, else what the lane is given fails
-at once until one of them comes back. Its memory waits for it (`stuck.py`).
+at once until one of them comes back. Its memory waits for it (`stuck.py`); for ever where the
+store itself has given up a call that may still touch it (`BuffersInUse`).
 """
 
 import logging
@@ -143,6 +144,7 @@ class Executor:
         self._said: list[Report] = []
         self._gauges = Gauges(engine, tally, trace)
         self._num_new_lanes = 0
+        self._lost_slots = False
         self._refused: set[LaneName] = set()  # lanes without a thread
         self._next_watch = self._next_gauge = 0.0
         self._lane_counts = lanes
@@ -191,7 +193,8 @@ class Executor:
     def close(self, timeout_s: float) -> bool:
         """Let saves finish for at most `timeout_s`, then end all threads.
 
-        Returns whether every lane has ended, so that the memory they use may be released.
+        Returns whether every lane has ended, so that the memory they use may be released: nothing
+        touches it any more.
         """
         self._inbox.put(Close(time.monotonic() + timeout_s))
         self._thread.join(timeout_s + LANE_JOIN_S)
@@ -199,7 +202,8 @@ class Executor:
         lanes = [*self._lanes, *self._stuck.values()]
         for lane in lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(lane.thread.is_alive() for lane in lanes)
+        in_use = any(lane.thread.is_alive() or lane.lost_slots for lane in lanes)
+        return not (in_use or self._lost_slots)
 
     # The engine thread
 
@@ -220,8 +224,9 @@ class Executor:
             message = self._next_message(closing)
             match message:
                 case WorkDone():
+                    self._lost_slots |= message.in_use
                     if self._works.pop(message.work_id, None) is not None:
-                        self._step(message)
+                        self._step(WorkStuck(message.work_id) if message.in_use else message)
                     elif message.work_id in self._stuck:
                         self._came_back(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
@@ -399,7 +404,8 @@ class Executor:
         if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
             self._refused.discard(lane)
             self._add_lane(lane)
-        self._step(done)
+        if not done.in_use:
+            self._step(done)
 
     def _lane_died(self, dead: LaneThread) -> None:
         if dead in self._stuck.values():

@@ -13,6 +13,7 @@ from itertools import islice, repeat, starmap
 from queue import SimpleQueue
 from typing import Any
 
+from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.transfer.ops import CellOutcome, LaneName, Work, WorkDone
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class LaneThread:
     ) -> None:
         self.lane = lane
         self.ended = False  # it was told to end
+        self.lost_slots = False  # a call of its was given up that may still touch them
         self._turn = threading.Lock()  # held to end a work, and to leave the thread with one
         self._left = False
         self._since: float | None = None  # set after a work is taken, unset before it is let go
@@ -79,12 +81,17 @@ class LaneThread:
                 if work is None:
                     break
                 self._since = time.monotonic()
+                in_use = False
                 try:
                     outcomes = self._perform(work)
+                except BuffersInUse as error:
+                    logger.error("kvpool: %s: %s", work.lane, error)
+                    outcomes = (CellOutcome.FAILED,) * len(work.cells)
+                    in_use = self.lost_slots = True
                 except Exception:
                     logger.exception("kvpool: %s failed", work.lane)
                     outcomes = (CellOutcome.FAILED,) * len(work.cells)
-                self._outbox.put(WorkDone(work.work_id, outcomes))
+                self._outbox.put(WorkDone(work.work_id, outcomes, in_use))
                 with self._turn:
                     self._since = None
                     self._taken.clear()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.cells import seal, verify
-from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.keys import key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.metrics import Tally
@@ -66,13 +66,20 @@ class LaneWork:
     clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
 
     def perform(self, work: Work) -> tuple[CellOutcome, ...]:
-        """Do the whole batch; one outcome per cell. Never raises: what is a bug is logged."""
+        """Do the whole batch; one outcome per cell. What is a bug is logged.
+
+        Raises BuffersInUse alone: the slots must not be used again.
+        """
         start = self.clock()
         try:
             outcomes = self._perform(work.lane, work.cells)
         except StoreUnreachable:
             self.tally.add("kvpool_failures", kind="store_unreachable")
             outcomes = [CellOutcome.UNREACHABLE] * len(work.cells)
+        except BuffersInUse:
+            self.tally.add("kvpool_failures", kind="store_error")
+            self._count(work, [CellOutcome.FAILED] * len(work.cells), start, self.clock())
+            raise
         except StoreError:
             self.tally.add("kvpool_failures", kind="store_error")
             outcomes = [CellOutcome.FAILED] * len(work.cells)

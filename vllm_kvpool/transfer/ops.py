@@ -200,10 +200,14 @@ class Work(NamedTuple):
 
 
 class WorkDone(NamedTuple):
-    """A lane's report: one outcome per cell, in order."""
+    """A lane's report: one outcome per cell, in order.
+
+    `in_use`: the store has given its call up and may still touch the slots, for ever.
+    """
 
     work_id: WorkId
     outcomes: tuple[CellOutcome, ...]
+    in_use: bool = False
 
 
 class LoadDone(NamedTuple):
