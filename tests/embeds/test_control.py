@@ -1,5 +1,6 @@
 """The loop, with sockets that a test has in its hands: frames in, frames out, who wakes it."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -169,3 +170,23 @@ def test_who_posts_wakes_the_loop_only_where_it_sleeps() -> None:
     control.turn(5.0)
     assert sockets.wakes == 1
     assert done == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_bug", [False, True])
+def test_nothing_is_kept_for_a_thread_that_has_ended(is_bug: bool) -> None:
+    """What is posted holds tensors, and models go on without embeddings."""
+    control, _ = control_with()
+
+    def end(now: float) -> None:
+        if is_bug:
+            raise TypeError
+        control.stop()
+
+    def never(now: float) -> None:
+        raise AssertionError
+
+    control.post(end)
+    with pytest.raises(TypeError) if is_bug else contextlib.nullcontext():
+        control.run()
+    control.post(never)
+    assert control._inbox.empty()

@@ -154,6 +154,7 @@ class Control:
         self._last_look = 0.0
         self._told: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stopping = False
+        self._is_over = False
         self._early: list[tuple[int, Call]] = []  # of epochs that have not begun here yet
         self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -162,7 +163,12 @@ class Control:
         """Items that consumers wait for and that are not here; read by any thread."""
 
     def post(self, call: Call) -> None:
-        """Have something done on the control thread, before any frame that comes later."""
+        """Have something done on the control thread, before any frame that comes later.
+
+        Nothing is kept for a thread that has ended, of a bug too: calls hold tensors.
+        """
+        if self._is_over:
+            return
         self._inbox.put(call)
         if self._is_asleep:
             self._is_asleep = False  # one is enough
@@ -194,12 +200,16 @@ class Control:
 
     def run(self) -> None:
         """Until `stop`. Nothing that a peer sends ends it."""
-        now = self._clock()
-        for endpoint in self._peers:
-            self._connect(endpoint, now, is_configured=True)
-        while not self._stopping:
-            self.turn(self._timeout())
-        self._finish()
+        try:
+            now = self._clock()
+            for endpoint in self._peers:
+                self._connect(endpoint, now, is_configured=True)
+            while not self._stopping:
+                self.turn(self._timeout())
+            self._finish()
+        finally:
+            self._is_over = True
+            self._inbox = queue.SimpleQueue()
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something, and do all that is due."""
