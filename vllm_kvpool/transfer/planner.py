@@ -88,7 +88,9 @@ class Planner:
             tasks += [
                 CellTask(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages)
                 for cell, stem, kind, nbytes in names.cells
-                if any(is_needed[piece.group] for piece in cell.pieces)
+                # Mostly the first says it: there are thousands of cells, and `any` is slow.
+                if is_needed[cell.pieces[0].group]
+                or any(is_needed[piece.group] for piece in cell.pieces)
             ]
         if plan.layered:
             tasks.sort(key=lambda task: task.cell.layer_start)
