@@ -342,6 +342,22 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
     assert moved == [first, second]
 
 
+def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
+    """Copiers refuse a move that ends before it begins, and with it all of the batch."""
+    bench = Bench()
+    pages = (
+        JobPages((7,), 96, 96, 128),
+        JobPages((6,), 160, 160, 224),  # begins a chunk later: its blocks are of another size
+        JobPages((), 0, 0, 0),  # none of it is left
+    )
+    pieces = (Piece(1, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3), Piece(2, 2, 3, 1, 2, 6))
+    batch = work(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
+    assert bench.work.perform(batch) == (DONE,)
+    [moved] = bench.scatterer.scattered
+    assert isinstance(moved, CellMove)
+    assert (moved.layer_start, moved.block_ids, moved.token_start) == (1, (7,), 96)
+
+
 # What is counted and recorded
 
 

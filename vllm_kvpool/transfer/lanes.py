@@ -154,6 +154,10 @@ class LaneWork:
             row_bytes = task.cell.row_bytes
             for piece in task.cell.pieces:
                 pages = task.pages[piece.group]
+                token_start = max(pages.token_start, start)
+                token_stop = min(pages.token_stop, start + chunk_tokens)
+                if token_start >= token_stop:
+                    continue  # another group of the cell's layers needs the chunk, not this one
                 moves.append(
                     CellMove(
                         address=payload + piece.rows_before * chunk_tokens * row_bytes,
@@ -165,8 +169,8 @@ class LaneWork:
                         table_start=pages.table_start,
                         chunk_start=start,
                         chunk_tokens=chunk_tokens,
-                        token_start=max(pages.token_start, start),
-                        token_stop=min(pages.token_stop, start + chunk_tokens),
+                        token_start=token_start,
+                        token_stop=token_stop,
                     )
                 )
         return moves
