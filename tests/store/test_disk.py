@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import BuffersInUse, ConfigError
 from vllm_kvpool.store import disk as disk_module
 from vllm_kvpool.store import uring
 from vllm_kvpool.store.disk import (
@@ -156,6 +156,23 @@ def test_memory_of_a_queue_that_gave_up_is_kept_for_ever() -> None:
     eio = errno.EIO
     assert done == [Done(0, eio, True), Done(1, eio, True), Done(2, eio), Done(3, eio)]
     assert queue.posts == [(0, 0), (1, 0)], "more was given to a disk that does not answer"
+    [lost] = disk_module._abandoned[before:]
+    assert [item.tag for item in lost] == [0, 1]
+
+
+def test_who_fails_beside_a_queue_that_gave_up_is_told_of_its_memory() -> None:
+    """Nobody takes reports any more, and the memory would be used again."""
+    queue = ScriptedQueue()
+    queue.gives_up = True
+    before = len(disk_module._abandoned)
+
+    def source() -> Iterator[Transfer]:
+        yield transfer(0)
+        yield transfer(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(BuffersInUse), contextlib.closing(pump(queue, source())) as run:
+        list(run)
     [lost] = disk_module._abandoned[before:]
     assert [item.tag for item in lost] == [0, 1]
 
@@ -423,6 +440,35 @@ def test_after_giving_up_a_ring_is_replaced_and_kept(
         assert disk._ring() is not first
     disk.close()
     assert first.is_usable, "the end of the store ended them"
+
+
+@needs_ring
+def test_a_ring_that_gives_up_as_it_is_closed_is_replaced_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = UringDisk()
+    first = disk._ring()
+    real = Ring.wait
+    with files(tmp_path, 2) as fds:
+        writing = [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
+
+        def wait_once(self: Ring) -> list[tuple[int, int]]:
+            monkeypatch.setattr(Ring, "wait", give_up)
+            return real(self)[:1]  # what becomes of the other is not seen
+
+        def give_up(self: Ring) -> list[tuple[int, int]]:
+            raise GaveUp
+
+        monkeypatch.setattr(Ring, "wait", wait_once)
+        run = disk.run(writing)
+        next(run)
+        with pytest.raises(BuffersInUse):
+            run.close()
+        assert uring._abandoned[-1] is first
+        monkeypatch.setattr(Ring, "wait", real)
+        assert run_all(disk, writing) == [Done(0, 0), Done(1, 0)]
+    disk.close()
+    assert first.is_usable
 
 
 @needs_ring

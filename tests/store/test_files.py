@@ -495,6 +495,44 @@ def test_a_disk_that_answers_after_it_was_given_up_touches_no_other_file(
         assert not {os.fstat(fd).st_ino for fd in others} & set(touched)
 
 
+def test_a_directory_that_goes_while_its_disk_hangs_does_not_hide_that_memory_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """As a file system of a network may."""
+    faulty = FaultyDisk(monkeypatch, root)
+    store, keys = faulty.store, [key_of(new_namespace(), n) for n in range(2)]
+    go_on = threading.Event()
+    used: list[tuple[int, int]] = []
+    reserve = store._space.reserve
+
+    def wait(fd: int, views: list[memoryview], at: int) -> int:
+        used.append((fd, os.fstat(fd).st_ino))
+        assert go_on.wait(CHILD_LIMIT_S)
+        return faulty.pwritev(fd, views, at)
+
+    def reserve_once(sizes: Sequence[int]) -> object:
+        monkeypatch.setattr(store._space, "reserve", gone)
+        return reserve(sizes)
+
+    def gone(sizes: Sequence[int]) -> object:
+        raise StoreError("gone")
+
+    monkeypatch.setattr(os, "pwritev", wait)
+    monkeypatch.setattr(disk, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(files_batch, "ROUND_BYTES", 1)
+    monkeypatch.setattr(store._space, "reserve", reserve_once)
+    with pytest.raises(BuffersInUse):
+        store.put(keys, [make_buffer(CELL) for _ in keys], ["", ""])
+    [(fd, inode)] = used
+    assert os.fstat(fd).st_ino == inode, "closed, so that its number may be another file's"
+    helpers = [each for each in threading.enumerate() if each.name == "kvpool-disk"]
+    go_on.set()
+    for helper in helpers:
+        helper.join(CHILD_LIMIT_S)
+    os.close(fd)
+    store.close()
+
+
 def open_numbers() -> set[int]:
     """Of this process's files."""
     listed = os.listdir("/proc/self/fd")  # with the number of this look, which is free again

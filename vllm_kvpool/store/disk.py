@@ -6,7 +6,8 @@ it continues what was moved in part, repeats what was interrupted, and does not 
 is in flight. Below it is an `IOQueue`: a ring (uring.py) or a few threads.
 
 Invariants: a transfer is reported once; error 0 means every byte was moved; after `run` ended, or
-was closed, the kernel touches none of its memory but that of transfers reported `in_use`.
+was closed, the kernel touches none of its memory but that of transfers reported `in_use`. Where
+nobody takes reports any more, `BuffersInUse` says that there are some.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import BuffersInUse, ConfigError
 from vllm_kvpool.store.base import Buffer
 
 THREAD_COUNT = 4
@@ -159,7 +160,8 @@ def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None,
     finally:
         # Whoever closes us, or failed while feeding us, may release the memory afterwards.
         while flights:
-            _collect(queue, flights)
+            if any(done.in_use for done in _collect(queue, flights)):
+                raise BuffersInUse("the disk does not answer")
 
 
 def _collect(queue: IOQueue, flights: dict[int, _Flight]) -> list[Done]:

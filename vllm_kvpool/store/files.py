@@ -258,14 +258,16 @@ class FileStore:
             raise StoreError(f"file store {self._space.root} cannot remove: {error}") from error
 
     def _perform(self, batch: ReadBatch | WriteBatch) -> None:
-        with (
-            contextlib.closing(batch),
-            contextlib.closing(self._disk.run(batch.transfers())) as run,
-        ):
-            for done in run:
-                batch.finish(done)
-        if batch.in_use:
-            raise BuffersInUse(f"the disk of {self._space.root} does not answer")
+        with contextlib.closing(batch):
+            try:
+                with contextlib.closing(self._disk.run(batch.transfers())) as run:
+                    for done in run:
+                        batch.finish(done)
+            except BuffersInUse:
+                batch.in_use = True
+            finally:  # whatever else has failed says less
+                if batch.in_use:
+                    raise BuffersInUse(f"the disk of {self._space.root} does not answer")
 
     def _read_keys(
         self, coldest_first: Sequence[Candidate], excess_bytes: int, max_keys: int

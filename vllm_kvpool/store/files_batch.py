@@ -201,7 +201,8 @@ class ReadBatch:
 
     def close(self) -> None:
         for file in self._open.values():
-            os.close(file.fd)
+            if not self.in_use:
+                os.close(file.fd)
 
     def _accept(self, file: _Reading, cell: Cell) -> GetOutcome:
         # An object that was evicted meanwhile may have been written over before it was read.
@@ -315,7 +316,8 @@ class WriteBatch:
             for claim in self._claims:
                 ends.callback(self._settle, claim)
             for file in self._open.values():
-                os.close(file.fd)
+                if not self.in_use:
+                    os.close(file.fd)
                 self._around.space.discard(file.path)
 
     def _settle(self, claim: Claim) -> None:

@@ -8,6 +8,7 @@ A call releases the interpreter's lock while it waits.
 Reads carry a higher I/O priority than writes; whether that matters is up to the disk's scheduler.
 """
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -19,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
 
+from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.store.disk import GIVE_UP_S, Done, GaveUp, ThreadDisk, Transfer, pump
 
 logger = logging.getLogger(__name__)
@@ -223,9 +225,13 @@ class UringDisk:
             return
         given_up = False
         try:
-            for done in pump(ring, transfers):
-                given_up |= done.in_use
-                yield done
+            with contextlib.closing(pump(ring, transfers)) as run:
+                for done in run:
+                    given_up |= done.in_use
+                    yield done
+        except BuffersInUse:
+            given_up = True
+            raise
         finally:
             if given_up:
                 logger.error("the disk answered nothing for %g s", GIVE_UP_S)
