@@ -537,9 +537,21 @@ def test_an_engine_that_dies_after_a_comment_is_replaced() -> None:
     run(main)
 
 
-def test_a_rejection_after_a_comment_is_told_within_the_stream() -> None:
+NO = b'{"error": {"message": "no",\n "type": "BadRequestError", "param": null, "code": 422}}'
+REJECTION_OF_VLLM = REJECTION.partition(b"Content-Length")[0] + (
+    b"Content-Length: %d\r\n\r\n%b" % (len(NO), NO)
+)
+
+
+@pytest.mark.parametrize(
+    ("rejection", "why"),
+    [(REJECTION, 'The engine refuses: {"detail":"no"}'), (REJECTION_OF_VLLM, "no")],
+)
+def test_a_rejection_after_a_comment_is_told_within_the_stream(rejection: bytes, why: str) -> None:
+    """By the first that rejects it: it is none of that engine's failures."""
+
     async def main() -> None:
-        async with RouterRig(0, 2) as rig, player(REJECTION) as (rejecting, _):
+        async with RouterRig(0, 2) as rig, player(rejection) as (rejecting, heard):
 
             def divert(url: str = "") -> None:
                 for number in (0, 1):
@@ -554,6 +566,8 @@ def test_a_rejection_after_a_comment_is_told_within_the_stream() -> None:
             assert reply.status == 200
             assert reply.is_done
             assert reply.error is not None
+            assert (reply.error["message"], reply.error["code"]) == (why, 422)
+            assert len(heard.bodies) == 1
             divert()
 
     run(main)

@@ -19,6 +19,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.router.bodies import ClientRequest
+from vllm_kvpool.router.chunks import DONE
 from vllm_kvpool.router.clients import EVENT_STREAM, JSON, SERVER, Client, ClientGone
 from vllm_kvpool.router.engines import (
     Answer,
@@ -39,7 +40,15 @@ from vllm_kvpool.router.events import (
 )
 from vllm_kvpool.router.headers import answer_headers, with_request_id
 from vllm_kvpool.router.recovery import Manner
-from vllm_kvpool.router.replies import FAILED_FROM, OK, NoReply, Said, outcome_of, read_reply
+from vllm_kvpool.router.replies import (
+    FAILED_FROM,
+    OK,
+    NoReply,
+    Said,
+    error_event,
+    outcome_of,
+    read_reply,
+)
 from vllm_kvpool.router.reports import ended, outcome_of_error
 from vllm_kvpool.router.requests import RequestId
 from vllm_kvpool.router.spelling import spell
@@ -360,7 +369,8 @@ class Exchange:
     async def _answer_error(self, directive: Decode, answer: Answer) -> bool:
         """An engine has refused the request, or has failed with it, and says so."""
         outcome = outcome_of(answer.status)
-        if outcome is Outcome.REJECTED and self._client.has_status:
+        has_tokens = self._splice is not None and self._splice.has_begun
+        if outcome is Outcome.REJECTED and has_tokens:
             log.info("%s: %s does not go on: %s", self.request_id, directive.replica, answer.status)
             return await self._lost(directive, Outcome.FAILED, rejected=True)
         if outcome is not Outcome.REJECTED:
@@ -369,7 +379,10 @@ class Exchange:
             self._report(outcome)
             return False
         self._report(outcome)
-        await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
+        if self._client.has_status:  # of a stream that has brought comments alone
+            await self._client.end_with(error_event(answer.status, answer.body), DONE)
+        else:
+            await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
         return True
 
     async def _refuse(self, directive: Refuse) -> None:

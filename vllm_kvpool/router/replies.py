@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import msgspec
 
 from vllm_kvpool.names import ChunkNames
+from vllm_kvpool.router.bodies import error_body
 from vllm_kvpool.router.events import Outcome
 
 OK = 200
 BUSY_STATUSES = (429, 503)
 REJECTED_FROM, FAILED_FROM = 400, 500
+MAX_WHY_BYTES = 1024
 
 
 class NoReply(Exception):
@@ -25,6 +27,16 @@ def outcome_of(status: int) -> Outcome:
     return Outcome.REJECTED if REJECTED_FROM <= status < FAILED_FROM else Outcome.FAILED
 
 
+def error_event(status: int, body: bytes) -> bytes:
+    """What a stream says of an engine's answer that is an error: its own words, on one line."""
+    try:
+        said = msgspec.json.decode(body, type=_Error)
+        return msgspec.json.encode({"error": msgspec.json.decode(said.error)})
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        why = body[:MAX_WHY_BYTES].decode(errors="replace")
+        return error_body(f"The engine refuses: {why}", kind="BadRequestError", code=status)
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What an answer says of its tokens."""
@@ -35,6 +47,10 @@ class Said:
     saved_tokens: int = 0
     cells: ChunkNames | None = None
     """What those are called, where that was asked for."""
+
+
+class _Error(msgspec.Struct):
+    error: msgspec.Raw
 
 
 class _Details(msgspec.Struct):
