@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from tests.transfer.engine_bench import DISK, FAILED, FAR, MISSING, Bench
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.transfer import handdown
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.ops import CellName, CellOutcome, LaneName, OpKind
@@ -101,11 +101,11 @@ class Store:
     def __init__(self, *answers: list[tuple[str, int]]) -> None:
         self.answers = list(answers)
         self.turns_ended = 0
-        self.fails = False
+        self.fails: StoreError | None = None
 
     def surplus(self, max_keys: int) -> list[tuple[str, int]]:
         if self.fails:
-            raise StoreError("gone")
+            raise self.fails
         return self.answers.pop(0) if self.answers else []
 
     def surplus_done(self) -> None:
@@ -183,11 +183,15 @@ def test_a_hand_down_that_begins_while_closing_is_not_waited_for(
     assert store.turns_ended == 1
 
 
-def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [StoreError("gone"), StoreUnreachable("away")])
+def test_a_store_that_fails_is_asked_again(
+    fails: StoreError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who watches over one that is away has said so; a line for each question would bury it."""
     monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
     asked: SimpleQueue[int] = SimpleQueue()
     store = Store([("n@x@aa", 10)])
-    store.fails = True
+    store.fails = fails
 
     def post(tier: int, cells: tuple[CellName, ...], answer: "SimpleQueue[int]") -> None:
         answer.put(0)
@@ -196,6 +200,7 @@ def test_a_store_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> N
     custodian = Custodian({0: store}, post)
     with pytest.raises(Empty):
         asked.get(timeout=0.1)
-    store.fails = False
+    store.fails = None
     assert asked.get(timeout=LIMIT_S) == 0
     custodian.close()
+    assert bool(caplog.records) is not isinstance(fails, StoreUnreachable)

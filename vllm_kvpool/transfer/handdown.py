@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.keys import group_of_key
 from vllm_kvpool.store.base import Shedding
 from vllm_kvpool.transfer.desk import CellOp, Desk
@@ -148,6 +148,8 @@ class Custodian:
                 return 0
             finally:
                 store.surplus_done()
+        except StoreUnreachable:
+            return 0  # who watches over the store has said so, once
         except (StoreError, OSError) as error:
             logger.warning("kvpool: handing cells down: %s", error)
             return 0
