@@ -5,6 +5,7 @@ calls that are changed.
 """
 
 import contextlib
+import errno
 import os
 import re
 import subprocess
@@ -169,6 +170,23 @@ def test_a_disk_too_full_to_open_a_store_says_so_and_others_may_make_room(
         assert not [*root.glob(f"{FORMAT_DIR}/writers/*")]
     run("mount", "-o", "remount,nr_inodes=200", mount.path)
     FileStore(str(root), MIB, "threads").close()
+
+
+def test_a_directory_whose_name_cannot_be_changed_is_taken_away_again(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount.tmpfs("size=1m")
+
+    def no_room(old: str, new: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), old)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", no_room)
+        with pytest.raises(StoreUnreachable):
+            FileStore(str(mount.path / "pool"), MIB, "threads")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [*(mount.path / "pool" / FORMAT_DIR / "writers").iterdir()]
 
 
 def test_a_disk_that_turns_read_only_still_gives(

@@ -151,15 +151,14 @@ class Writer:
         name = secrets.token_hex(8)
         unlocked = os.path.join(writers, f".{name}")
         make_directory(unlocked)
-        try:
-            self.lock_fd = open_lock(os.path.join(unlocked, "lock"))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.rmdir(unlocked)
-            raise
-        try_flock(self.lock_fd)
         self.path = os.path.join(writers, name)
-        os.rename(unlocked, self.path)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_take_away, unlocked)
+            self.lock_fd = open_lock(os.path.join(unlocked, "lock"))
+            undo.callback(os.close, self.lock_fd)
+            try_flock(self.lock_fd)
+            os.rename(unlocked, self.path)
+            undo.pop_all()
         self.lock_path = os.path.join(self.path, "lock")
         self._pid = os.getpid()
         self._free_slots: list[int] = []
@@ -194,10 +193,16 @@ class Writer:
     def close(self) -> None:
         """Take the directory away; every claim must have ended."""
         if self._pid == os.getpid() and self._is_there():
-            with contextlib.suppress(OSError):  # gone with the root
-                os.unlink(self.lock_path)
-                os.rmdir(self.path)
+            _take_away(self.path)
         os.close(self.lock_fd)
+
+
+def _take_away(writer: str) -> None:
+    """As far as it is there; it may be gone with the root."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(writer, "lock"))
+    with contextlib.suppress(OSError):
+        os.rmdir(writer)
 
 
 def dead_writers(writers: str) -> Iterator[str]:
