@@ -136,6 +136,13 @@ def test_a_choice_that_is_none_is_refused_with_those_there_are() -> None:
     assert read_config({"load_failure": None}, {}).load_failure is None
 
 
+def test_blanks_around_a_variable_are_none_of_it() -> None:
+    """Those made of a file, as secrets are, end in the end of a line."""
+    env = {"KVPOOL_STORE": "file:///a\n", "KVPOOL_CHUNK_TOKENS": " 32\n"}
+    config = read_config({}, env)
+    assert (config.store, config.chunk_tokens) == ("file:///a", 32)
+
+
 def test_the_engines_configuration_wins() -> None:
     env = {"KVPOOL_CHUNK_TOKENS": "not read", "KVPOOL_NAMESPACE": "env"}
     config = read_config({"chunk_tokens": 32}, env)

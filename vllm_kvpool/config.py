@@ -304,7 +304,11 @@ def _short(given: object) -> str:
 
 
 def _from_env(name: str, text: str, kind: Any) -> Any:
-    """A value of the option's type; text that is no JSON of that type stays text."""
+    """A value of the option's type; text that is no JSON of that type stays text.
+
+    Blanks around it are none of it: variables made of files end in the end of a line.
+    """
+    text = text.strip()
     if name in _LISTS and text.startswith("["):
         try:
             return msgspec.json.decode(text)

@@ -210,6 +210,7 @@ class Control:
         finally:
             self._is_over = True
             self._inbox = queue.SimpleQueue()
+            self._early.clear()
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something, and do all that is due."""

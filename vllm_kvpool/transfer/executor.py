@@ -410,7 +410,7 @@ class Executor:
     def _lane_died(self, dead: LaneThread) -> None:
         if dead in self._stuck.values():
             work_id = next(work for work, lane in self._stuck.items() if lane is dead)
-            self._came_back(WorkDone(work_id, ()))
+            self._came_back(WorkDone(work_id, (), dead.lost_slots))
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
@@ -420,7 +420,7 @@ class Executor:
             self._num_new_lanes += 1
             self._add_lane(dead.lane)
         if dead.doing is not None:
-            self._fail(dead.doing)
+            self._fail(dead.doing, in_use=dead.lost_slots)
         self._refuse_if_empty(dead.lane)
 
     def _refuse_if_empty(self, name: LaneName) -> None:
@@ -434,6 +434,6 @@ class Executor:
             if work is not None:
                 self._fail(work)
 
-    def _fail(self, work: Work) -> None:
+    def _fail(self, work: Work, *, in_use: bool = False) -> None:
         """Answer for a lane that cannot."""
-        self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells)))
+        self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells), in_use))
