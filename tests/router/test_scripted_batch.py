@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.testing.scripted_batch import Batch, Phase, Sequence
+from vllm_kvpool.testing.scripted_batch import POLL_S, Batch, Phase, Sequence
 from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
 from vllm_kvpool.testing.scripted_spec import ScriptedSpec
 
@@ -267,6 +267,25 @@ def test_a_request_waits_for_what_it_expects_and_others_pass_it() -> None:
     pool.put(one.chain.hashes(one.tokens, 32))
     assert batch.step(1.7) is None
     assert one.phase is Phase.LOADING
+
+
+@pytest.mark.parametrize("what", ["it has come", "its time is over", "the pool is down"])
+def test_what_happens_between_a_step_and_the_wait_for_the_next_is_not_missed(what: str) -> None:
+    """Other processes fill the pool: the engine would have waited for ever."""
+    pool = ScriptedPool()
+    batch = Batch(SPEC, pool)
+    one = sequence(60, now=1.0, options=EXPECTING)
+    batch.add(one)
+    now = 2.9
+    assert batch.step(now) is None
+    match what:
+        case "it has come":
+            pool.put(one.chain.hashes(one.tokens, 32))
+        case "its time is over":
+            now = 3.1
+        case "the pool is down":
+            pool.up = False
+    assert batch.wake_s(now) == pytest.approx(now + POLL_S)
 
 
 def test_those_that_wait_stay_in_their_order() -> None:

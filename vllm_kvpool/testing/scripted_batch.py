@@ -187,9 +187,12 @@ class Batch:
         return step
 
     def wake_s(self, now: float) -> float | None:
-        """When, without any change, a step may be possible that is not now."""
+        """When, without any change, a step may be possible that was not just before `now`.
+
+        What a sequence expected then may have come since, or its time may be over.
+        """
         times = [sequence.loaded_s for sequence in self.loading]
-        times += [now + POLL_S for each in self.waiting if self._expects(each, now)][:1]
+        times += [now + POLL_S for each in self.waiting if self._wanted_chunks(each)][:1]
         return min(times, default=None)
 
     def _num_new(self, sequence: Sequence, step: Step) -> int:
@@ -277,11 +280,17 @@ class Batch:
             self.waiting.popleft()
         self.waiting.extendleft(reversed(deferred))
 
+    def _wanted_chunks(self, sequence: Sequence) -> int:
+        """How many chunks it may wait for to be in the pool."""
+        options = sequence.options
+        if self._pool is None or not options.load or sequence.num_cached is not None:
+            return 0
+        return min(options.expect_tokens, sequence.num_prompt) // self._spec.chunk_tokens
+
     def _expects(self, sequence: Sequence, now: float) -> bool:
         """Whether it waits until the pool has more of it."""
-        options = sequence.options
-        wanted = min(options.expect_tokens, sequence.num_prompt) // self._spec.chunk_tokens
-        if self._pool is None or not options.load or not wanted or sequence.num_cached is not None:
+        options, wanted = sequence.options, self._wanted_chunks(sequence)
+        if self._pool is None or not wanted:
             return False
         if now >= sequence.arrival_s + options.expect_timeout_ms / 1000 or not self._pool.is_up():
             return False
