@@ -238,7 +238,7 @@ def test_a_worker_whose_counters_cannot_be_written_ends_all_the_same(
 ) -> None:
     with Engine(Role.CONSUMER, stats_file=str(tmp_path / "no directory" / "stats")):
         pass
-    assert [each.getMessage().count("No such file") for each in caplog.records] == [1]
+    assert sum("No such file" in each.getMessage() for each in caplog.records) == 1
 
 
 def test_workers_of_data_parallel_engines_are_numbered_through() -> None:
