@@ -21,7 +21,7 @@ from benchmarks.bench_mooncake_transfer import (
 )
 from benchmarks.common import Child, Result, Target, children, run_script
 from benchmarks.plain_sides import PlainSide
-from benchmarks.shaped_link import FAR_ADDRESS, NEAR_ADDRESS, ShapedLink
+from benchmarks.shaped_link import FAR_ADDRESS, NEAR_ADDRESS, Hosts, shaped_link
 from benchmarks.sides import Geometry, Holder, OurSide
 from vllm_kvpool.pool.sides import BATCH_BYTES
 from vllm_kvpool.testing.namespaces import HostMaster, Inside
@@ -45,7 +45,7 @@ def idle_share(child: Child) -> float:
 
 
 def measure_geometry(
-    geometry: Geometry, gbits: float, link: ShapedLink, repeats: int, result: Result
+    geometry: Geometry, gbits: float, link: Hosts, repeats: int, result: Result
 ) -> None:
     num_keys, key_bytes = geometry.cells()
     batch = -(-BATCH_BYTES // key_bytes)
@@ -84,7 +84,7 @@ def measure_geometry(
 def measure(quick: bool) -> Result:
     result = Result()
     for gbits in GBITS[1:2] if quick else GBITS:
-        with ShapedLink(gbits) as link:
+        with shaped_link(gbits) as link:
             for geometry in GEOMETRIES[:1] if quick else GEOMETRIES:
                 measure_geometry(geometry, gbits, link, QUICK_REPEATS if quick else REPEATS, result)
     result.notes.append(

@@ -6,9 +6,9 @@ they wait for.
 """
 
 import os
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from vllm_kvpool.testing.namespaces import ip, require_namespaces, run_tool
 
@@ -17,38 +17,32 @@ BURST = "1mb"  # what a bucket holds: a packet of the largest size, sixteen time
 LATENCY = "50ms"  # how much may wait; TCP keeps it full and loses nothing
 
 
-class ShapedLink:
-    """See the module docstring. `near` and `far` name the namespaces. NoNamespaces without root."""
+class Hosts(NamedTuple):
+    """The namespaces, by name."""
 
-    def __init__(self, gbits: float) -> None:
-        self.near, self.far = (f"kvpool-{os.getpid()}-{host}" for host in ("near", "far"))
-        self._rate = f"{gbits * 1000:.0f}mbit"
-        self._undo = ExitStack()
+    near: str
+    far: str
 
-    def __enter__(self) -> Self:
-        require_namespaces()
-        with ExitStack() as undo:
-            for name in (self.near, self.far):
-                ip("netns", "add", name)
-                undo.callback(ip, "netns", "delete", name)
-            ip("link", "add", "eth0", "netns", self.near, "type", "veth", "peer", "eth0",
-               "netns", self.far)  # fmt: skip
-            for host, address in ((self.near, NEAR_ADDRESS), (self.far, FAR_ADDRESS)):
-                self._set_up(host, address)
-            self._undo = undo.pop_all()
-        return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._undo.close()
+@contextmanager
+def shaped_link(gbits: float) -> Iterator[Hosts]:
+    """See the module docstring. NoNamespaces without root."""
+    require_namespaces()
+    hosts = Hosts(*(f"kvpool-{os.getpid()}-{host}" for host in Hosts._fields))
+    with ExitStack() as undo:
+        for name in hosts:
+            ip("netns", "add", name)
+            undo.callback(ip, "netns", "delete", name)
+        peer = ("type", "veth", "peer", "eth0", "netns", hosts.far)
+        ip("link", "add", "eth0", "netns", hosts.near, *peer)
+        for host, address in zip(hosts, (NEAR_ADDRESS, FAR_ADDRESS), strict=True):
+            _set_up(host, address, gbits)
+        yield hosts
 
-    def _set_up(self, host: str, address: str) -> None:
-        ip("-n", host, "address", "add", f"{address}/{BITS}", "dev", "eth0")
-        for interface in ("lo", "eth0"):
-            ip("-n", host, "link", "set", interface, "up")
-        bucket = ("rate", self._rate, "burst", BURST, "latency", LATENCY)
-        run_tool("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
+
+def _set_up(host: str, address: str, gbits: float) -> None:
+    ip("-n", host, "address", "add", f"{address}/{BITS}", "dev", "eth0")
+    for interface in ("lo", "eth0"):
+        ip("-n", host, "link", "set", interface, "up")
+    bucket = ("rate", f"{gbits * 1000:.0f}mbit", "burst", BURST, "latency", LATENCY)
+    run_tool("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
