@@ -10,6 +10,7 @@ of ranks and intervals add up like counters and an interval holds only the bucke
 A tally may be used from any thread; its lock guards numbers only.
 """
 
+import logging
 import threading
 from bisect import bisect_left
 from collections import defaultdict
@@ -22,6 +23,8 @@ from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "vllm:"
 EMBEDS_PREFIX = "kvpool_ec_"  # names of the embedding connector's rows
@@ -303,9 +306,17 @@ def _reading_order(sample: str) -> tuple[str, tuple[str, ...], Bucket]:
     return metric.name, labels, bucket or Bucket(0, "count")
 
 
-def write_stats(path: Path, samples: Mapping[str, float]) -> None:
-    """Publish the samples as one JSON object, whole or not at all."""
+def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
+    """Publish the samples as one JSON object, whole or not at all.
+
+    Never raises: a disk that is full must not stop an engine. Whether they were written.
+    """
     ordered = {sample: samples[sample] for sample in sorted(samples, key=_reading_order)}
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("kvpool: stats_file %s: %s", path, error)
+        return False
+    return True

@@ -28,7 +28,8 @@ from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol import Role
 from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView, StepMeta
 from vllm_kvpool.embeds.sockets import read_keys
-from vllm_kvpool.embeds.worker import EmbedsWorker, Place, write_last_stats
+from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+from vllm_kvpool.metrics import write_stats
 from vllm_kvpool.plugin import register
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class KVPoolECConnector(ECConnectorBase):
             if self._config.stats_file:
                 rank = self._vllm_config.parallel_config.data_parallel_index
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                write_last_stats(path, self._scheduler_side.tally.snapshot())
+                write_stats(path, self._scheduler_side.tally.snapshot())
 
 
 _ROLES = {

@@ -194,15 +194,7 @@ class EmbedsWorker:
         self._hands.close()
         if self._config.stats_file:
             path = Path(f"{self._config.stats_file}.ec.worker.{self._place.number}")
-            write_last_stats(path, self._control.tally.snapshot())
-
-
-def write_last_stats(path: Path, samples: Mapping[str, float]) -> None:
-    """`write_stats` at the end of an engine, which goes on also where the disk is full."""
-    try:
-        write_stats(path, samples)
-    except OSError as error:
-        logger.warning("kvpool: stats_file %s: %s", path, error)
+            write_stats(path, self._control.tally.snapshot())
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -1,12 +1,9 @@
 """`stats_file`: one side's metrics in a file, for whoever does not ask vLLM for them."""
 
-import logging
 import time
 from pathlib import Path
 
 from vllm_kvpool.metrics import Tally, write_stats
-
-logger = logging.getLogger(__name__)
 
 STATS_EVERY_S = 1.0
 
@@ -29,8 +26,5 @@ class StatsFile:
         if self._path is None or (now < self._next and not force):
             return
         self._next = now + STATS_EVERY_S
-        try:
-            write_stats(self._path, self._tally.snapshot())
-        except OSError as error:
-            logger.warning("kvpool: stats_file %s: %s", self._path, error)
+        if not write_stats(self._path, self._tally.snapshot()):
             self._path = None
