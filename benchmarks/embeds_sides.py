@@ -122,6 +122,7 @@ class Sender(_Engine):
         for name, tensor in zip(batch.names, sources, strict=True):
             self._links.send(Push(name, (to,)))
             self._worker.produced(name, tensor, 0)
+        self._links.flush()
         return start
 
 
@@ -167,6 +168,7 @@ class Receiver(_Engine):
         for name, rows in names:
             self._order += 1
             self._links.send(Expect(name, self._order, (), rows, patience_s, is_pushed=True))
+        self._links.flush()
         return {name for name, _ in names}
 
     def levels(self) -> dict[str, float]:

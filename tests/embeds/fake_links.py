@@ -20,12 +20,17 @@ class FakeLinks:
         self.heard: list[list[Message]] = [[] for _ in range(num_ranks)]
         self.words: deque[Said] = deque()
         self.waits: list[float] = []
+        self.unsaid = 0  # messages that may still wait for the end of the step
         self.is_closed = False
 
     def send(self, body: Message, rank: int | None = None) -> None:
+        self.unsaid += 1
         for number, heard in enumerate(self.heard):
             if self.are_up and rank in (None, number):
                 heard.append(body)
+
+    def flush(self) -> None:
+        self.unsaid = 0
 
     def poll(self, timeout_s: float = 0.0) -> list[Said]:
         self.waits.append(timeout_s)

@@ -12,7 +12,23 @@ import zmq.auth
 import zmq.auth.thread
 
 from vllm_kvpool.embeds.links import WorkerLinks
-from vllm_kvpool.embeds.protocol import Envelope, Heartbeat, Taken, encode, encode_body
+from vllm_kvpool.embeds.protocol import (
+    OLDEST_VERSION,
+    VERSION,
+    Envelope,
+    Expect,
+    Forget,
+    Heartbeat,
+    Hello,
+    Message,
+    Push,
+    Role,
+    Taken,
+    decode,
+    decode_body,
+    encode,
+    encode_body,
+)
 from vllm_kvpool.embeds.sockets import KEY_NAME, Link, Sockets, read_keys
 from vllm_kvpool.errors import ConfigError
 
@@ -79,6 +95,52 @@ def test_an_authenticator_that_does_not_start_leaves_no_socket(
         Sockets("tcp://127.0.0.1:*", read_keys(str(tmp_path)))
     assert [each.closed for each in made] == [True]
     assert not [each for each in threading.enumerate() if "Authentication" in type(each).__name__]
+
+
+def frames_until(stranger: Sockets, last: Message) -> list[list[Message]]:
+    """What has come, frame by frame, up to the one that ends with this."""
+    deadline = time.monotonic() + PATIENCE_S
+    frames: list[list[Message]] = []
+    while not (frames and frames[-1][-1] == last):
+        assert time.monotonic() < deadline, frames
+        for frame in stranger.poll(0.01):
+            envelope = decode(frame.data)
+            frames.append([envelope.body, *map(decode_body, envelope.more)])
+    return frames
+
+
+@pytest.mark.parametrize("way", ["flush", "wait", "urgent"])
+def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
+    worker = Sockets("tcp://127.0.0.1:*")
+    links = WorkerLinks((worker.endpoint,), "engine")
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        link = greeting(worker, links, deadline)
+        answer = Hello(
+            (OLDEST_VERSION, VERSION), "w", "engine", Role.CONSUMER, "", 1.0, answer=True
+        )
+        assert worker.send(link, encode(Envelope("w", "", 1, answer)))
+        while not links.are_up:
+            assert time.monotonic() < deadline
+            links.poll()
+        needs: list[Message] = [Expect("a", 0, (), 4, 1.0), Push("b", ("tcp://c:1",))]
+        for body in needs:
+            links.send(body)
+            links.poll()  # as each request of a step does
+        assert not worker.poll(0.05), "the step has not been planned"
+        if way == "flush":
+            links.flush()
+        elif way == "wait":
+            links.poll(0.001)
+        else:
+            needs.append(Forget("c"))
+            links.send(Forget("c"))
+        assert frames_until(worker, needs[-1]) == [needs]
+        links.flush()
+        assert not worker.poll(0.05), "nothing is said twice"
+    finally:
+        links.close()
+        worker.close()
 
 
 def test_what_is_no_frame_is_ignored() -> None:

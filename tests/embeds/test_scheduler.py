@@ -557,6 +557,14 @@ def test_back_pressure_does_not_hold_what_is_encoded() -> None:
 # The rest
 
 
+def test_what_a_step_needs_has_been_said_when_it_is_planned() -> None:
+    desk = Desk()
+    desk.ensure(request("r", "a", "b"))
+    assert desk.links.unsaid == 2
+    desk.side.plan((), **BUSY)
+    assert desk.links.unsaid == 0
+
+
 def test_only_an_idle_step_with_something_to_wait_for_waits() -> None:
     desk = Desk()
     idle: dict[str, Any] = {"is_idle": True, "idle_wait_s": 0.5}

@@ -1,7 +1,8 @@
 """A scheduler's connections to its own engine's workers. Everything runs on the scheduler's thread.
 
 The same sockets, sessions and messages as between peers; without a thread, since the scheduler
-looks often enough while it waits for something, and has nothing to say while it does not.
+looks often enough while it waits for something, and has nothing to say while it does not. What a
+step's requests need is said at its end, in one frame.
 """
 
 import logging
@@ -10,23 +11,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from vllm_kvpool.embeds.outbox import Outbox
 from vllm_kvpool.embeds.protocol import (
     OLDEST_VERSION,
     VERSION,
-    Envelope,
+    Expect,
     Hello,
     HelloReject,
     Message,
+    Push,
     Role,
     decode,
     decode_body,
-    encode,
 )
 from vllm_kvpool.embeds.session import Rhythm, Say, Session, Up
 from vllm_kvpool.embeds.sockets import Keys, Link, Sockets
 from vllm_kvpool.errors import ConfigError, ProtocolError
 
 logger = logging.getLogger(__name__)
+
+OF_A_STEP = frozenset((Expect, Push))
 
 
 class Said(NamedTuple):
@@ -66,7 +70,7 @@ class WorkerLinks:
                 self.close()
                 raise
             self._ranks[link] = (rank, session)
-        self._seq = 0
+        self._outbox = Outbox(self._hello.incarnation)
         self.poll()  # greet: they will have answered when somebody asks
 
     @property
@@ -79,20 +83,31 @@ class WorkerLinks:
         return all(session.is_up for _, session in self._ranks.values())
 
     def send(self, body: Message, rank: int | None = None) -> None:
-        """To all ranks that are there, or to one; what is lost is said again when they are."""
+        """To all ranks that are there, or to one; what is lost is said again when they are.
+
+        What is for a step's requests waits for `flush`, or for what does not wait.
+        """
         for link, (number, session) in self._ranks.items():
             if session.is_up and rank in (None, number):
-                self._send(link, session, body)
+                self._add(link, session, body)
+        if type(body) not in OF_A_STEP:
+            self.flush()
 
-    def _send(self, link: Link, session: Session, body: Message) -> None:
-        self._seq += 1
+    def _add(self, link: Link, session: Session, body: Message) -> None:
         target = session.peer.incarnation if session.peer is not None else ""
-        envelope = Envelope(self._hello.incarnation, target, self._seq, body)
-        if not self._sockets.send(link, encode(envelope)):
-            session.lost()
+        self._outbox.add(link, target, body, self._clock())
+
+    def flush(self) -> None:
+        """The step has been planned: say what waits."""
+        for link, said in self._outbox.take(float("inf")):
+            _, session = self._ranks[link]
+            if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(said)):
+                session.lost()
 
     def poll(self, timeout_s: float = 0.0) -> list[Said]:
         """What the workers have said; waits for the first word at most so long."""
+        if timeout_s:
+            self.flush()  # or it would wait for the answer to what has not been said
         said: list[Said] = []
         frames = self._sockets.poll(timeout_s)
         now = self._clock()
@@ -115,7 +130,8 @@ class WorkerLinks:
         said = []
         for action in session.take_actions():
             if isinstance(action, Say):
-                self._send(link, session, action.body)
+                self._add(link, session, action.body)
+                self.flush()
             elif isinstance(action, Up):
                 said.append(Said(rank, None))
         return said
