@@ -58,8 +58,8 @@ def test_rows_of_a_producer_that_is_lost_are_granted_to_the_next() -> None:
 
 def test_what_can_be_granted_no_more_is_looked_at_no_more() -> None:
     machine, _ = with_all_rows_granted()
-    assert machine._admission.num_active == 1
-    assert not machine._admission.short()
+    assert machine.desk.admission.num_active == 1
+    assert not machine.desk.admission.short()
 
 
 # The oldest request

@@ -83,15 +83,15 @@ def nothing_is_left(world: World) -> None:
         machine = consumer.machine
         assert machine.gauges()["granted_bytes"] == 0
         assert machine.gauges()["landing_bytes"] == 0
-        assert not machine._items
-        assert not list(machine._window)
-        assert not machine._sources._items
-        assert machine._admission.num_active == 0
+        assert not machine.desk.items
+        assert not list(machine.desk.window)
+        assert not machine.desk.sources._items
+        assert machine.desk.admission.num_active == 0
         assert machine.gauges()["waiting_items"] == 0
         assert not consumer.tensors
     for producer in world.producers:
-        assert not producer.machine._transfers
-        assert not producer.machine._by_target
+        assert not producer.machine.transfers.by_tid
+        assert not producer.machine.transfers._by_target
         assert producer.machine.gauges()["writes"] == 0
 
 
@@ -106,9 +106,8 @@ def test_holes_4_5_a_word_of_an_earlier_round_is_not_of_this_one(rows: int) -> N
     world.end_write(producer, 0)
     told = next(body for body in world.links[to_consumer] if isinstance(body, p.Wrote))
     until(world, lambda: consumer.machine.counts["rows"] == rows)
-    again = [
-        each for each in consumer.machine._window if each.extents[0].offset == first.runs[0].offset
-    ]
+    offset = first.runs[0].offset
+    again = [each for each in consumer.machine.desk.window if each.extents[0].offset == offset]
     assert all(each.gid != first.gid for each in again)
     before = consumer.machine.story("image")
     drains = len(consumer.drains)
@@ -142,9 +141,8 @@ def mute_before_an_offer(world: World) -> None:
 
 
 def mute_after_the_offer(world: World) -> None:
-    until(
-        world, lambda: world.consumers[0].machine._items["image"].state is not State.BOOTSTRAPPING
-    )
+    items = world.consumers[0].machine.desk.items
+    until(world, lambda: items["image"].state is not State.BOOTSTRAPPING)
     for links in world.links.values():
         links.clear()
 
@@ -332,7 +330,7 @@ def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
     machine.wrote("p", p.Wrote(1, grant.gid, grant.row, 1, (0,)), 0.0)
     machine.drained(grant.gid, True, 0.0)
     machine.check()
-    assert machine._items["image"].received.spans == ((grant.row, grant.row + 1),)
+    assert machine.desk.items["image"].received.spans == ((grant.row, grant.row + 1),)
     later = [
         each.body.row
         for each in machine.take_effects()
@@ -382,7 +380,7 @@ def test_holes_29_30_the_length_and_what_is_no_row_come_with_the_offer_and_stay(
     consumer = world.consumers[0]
     until(world, lambda: consumer.machine.counts["rows"] == 4)
     consumer.window[:] = b"\x99" * len(consumer.window)  # as the next tenant would
-    item = consumer.machine._items["image"]
+    item = consumer.machine.desk.items["image"]
     assert item.aux == b"aux of image"
     assert item.shape == shape_of(6)
 
@@ -408,7 +406,7 @@ def test_hole_32_a_producer_believes_no_rows_that_it_does_not_have(
     world = pair()
     producer = world.producers[0]
     until(world, lambda: len(producer.writes) == 2)
-    (transfer,) = producer.machine._transfers.values()
+    (transfer,) = producer.machine.transfers.by_tid.values()
     with pytest.raises(ProtocolError):
         world.receive(ends(world)[1], p.RowsAck(transfer.tid, 1, p.Landing.OK, spans))
     producer.machine.check()
@@ -438,7 +436,7 @@ def test_hole_34_nothing_is_written_where_it_may_not_be(name: str) -> None:
     producer = world.producers[0]
     until(world, lambda: len(producer.writes) == 2)
     writes = list(producer.writes)
-    (transfer,) = producer.machine._transfers.values()
+    (transfer,) = producer.machine.transfers.by_tid.values()
     to_consumer, to_producer = ends(world)
     world.links[to_consumer].clear()
     row, rows, extents = BAD_GRANTS[name]
@@ -457,7 +455,7 @@ def test_hole_34_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_
     until(world, lambda: len(producer.writes) == 2)
     while producer.writes:
         world.end_write(producer, 0)
-    (transfer,) = producer.machine._transfers.values()
+    (transfer,) = producer.machine.transfers.by_tid.values()
     grant = p.Grant(transfer.tid, 1000, 5, 2, (Extent(0, 8),))
     world.receive(ends(world)[1], grant)
     ((write, _),) = producer.writes
@@ -467,7 +465,7 @@ def test_hole_34_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_
 def test_hole_35_a_stuck_consumer_does_not_pin_the_encoder() -> None:
     world = pair(senders=ProducerLimits(retain_bytes=24, writers=2))
     producer = world.producers[0]
-    until(world, lambda: bool(producer.machine._transfers))
+    until(world, lambda: bool(producer.machine.transfers.by_tid))
     assert producer.machine.held_bytes == 24  # more of it would defer encoding
     for _ in range(130):  # the transfer is given up, then what nobody takes
         for links in world.links.values():

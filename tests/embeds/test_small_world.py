@@ -20,14 +20,18 @@ import pytest
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.admission import Admission
 from vllm_kvpool.embeds.arena import Arena
+from vllm_kvpool.embeds.asking import Asking
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.credit import Landing, Line, RecentRows
+from vllm_kvpool.embeds.desk import Desk
 from vllm_kvpool.embeds.lending import Lending
 from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
 from vllm_kvpool.embeds.producer import Producer
 from vllm_kvpool.embeds.shelf import Shelf
 from vllm_kvpool.embeds.sources import Sources
+from vllm_kvpool.embeds.transfers import Transfers
 from vllm_kvpool.embeds.wishes import Wishes
+from vllm_kvpool.embeds.writing import Writing
 
 MOST_STATES = 60_000
 PATIENCE_S = 300
@@ -50,6 +54,12 @@ _LEFT_OUT = {
     "_on_end",
     "_release",
     "_say",
+    # Found elsewhere: at the consumer or the producer that shares it with its parts.
+    "_desk",
+    "_window",
+    "_offers",
+    "_grants",
+    "_transfers",
     "random",
     "log",
     "limits",
@@ -80,7 +90,11 @@ def frozen(value: Any) -> Any:
             value,
             World
             | Consumer
+            | Desk
+            | Asking
             | Producer
+            | Transfers
+            | Writing
             | Shelf
             | Admission
             | Sources
@@ -178,8 +192,8 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
     for _ in range(PATIENCE_S):
         while (step := next(good_steps(world), None)) is not None:
             step(world)
-        transfers = [tid for each in world.producers for tid in each.machine._transfers]
-        if not (transfers or consumer.machine._items or list(consumer.machine._window)):
+        transfers = [tid for each in world.producers for tid in each.machine.transfers.by_tid]
+        if not (transfers or consumer.machine.desk.items or list(consumer.machine.desk.window)):
             return
         world.pass_time(1.0)
     raise AssertionError(f"something is left: {consumer.machine.story('i')}")
@@ -198,7 +212,7 @@ def walk(first: World, budget: Budget) -> tuple[int, int]:
         good = list(good_steps(world))
         if not good:
             quiet += 1
-            is_asked = any(item.asked for item in world.consumers[0].machine._items.values())
+            is_asked = any(item.asked for item in world.consumers[0].machine.desk.items.values())
             comes_to_its_end(pickle.loads(packed), is_asked)
         bad = list(bad_steps(world, left))
 

@@ -103,8 +103,8 @@ def test_an_illegal_event_leaves_a_machine_as_it_was() -> None:
     sent(world, 9)
     while consumer.machine.counts["rows"] < 3:
         world.step()
-    item = next(iter(consumer.machine._items.values()))
-    transfer = next(iter(producer.machine._transfers.values()))
+    item = next(iter(consumer.machine.desk.items.values()))
+    transfer = next(iter(producer.machine.transfers.by_tid.values()))
     for table, holder in ((CONSUMER_TABLE, item), (PRODUCER_TABLE, transfer)):
         before = holder.state
         for event in (event for _, state, event in OTHERS if (_, state) == (table, before)):
@@ -169,15 +169,15 @@ def walk_to_writes(world: World, count: int) -> None:
 
 
 def has_transfers(producer: ProducerNode, count: int) -> bool:
-    return len(producer.machine._transfers) == count
+    return len(producer.machine.transfers.by_tid) == count
 
 
 def state_of(world: World) -> State:
-    return world.consumers[0].machine._items["image"].state
+    return world.consumers[0].machine.desk.items["image"].state
 
 
 def transfer_state(world: World) -> State:
-    (transfer,) = world.producers[0].machine._transfers.values()
+    (transfer,) = world.producers[0].machine.transfers.by_tid.values()
     return transfer.state
 
 
@@ -195,7 +195,7 @@ def in_state(state: State) -> World:
         walk_until(
             world,
             lambda: (
-                "image" in world.consumers[0].machine._items
+                "image" in world.consumers[0].machine.desk.items
                 and not world.producers[0].preparing
                 and state_of(world) is State.WAITING
             ),
@@ -228,7 +228,7 @@ def consumers_cancels() -> None:
         world = in_state(state)
         world.expect(world.consumers[0], "image")
         world.forget(world.consumers[0], "image")
-        assert "image" not in world.consumers[0].machine._items
+        assert "image" not in world.consumers[0].machine.desk.items
         world.settle()
 
 
@@ -297,10 +297,10 @@ def producers_in(state: State) -> World:
     else:
         sent(world)
         wanted = {
-            State.WAITING: lambda: bool(producer.machine._transfers),
+            State.WAITING: lambda: bool(producer.machine.transfers.by_tid),
             State.TRANSFERRING: lambda: bool(producer.writes),
             State.PARTIAL: lambda: (
-                bool(producer.machine._transfers) and transfer_state(world) is State.PARTIAL
+                bool(producer.machine.transfers.by_tid) and transfer_state(world) is State.PARTIAL
             ),
         }
         walk_until(world, wanted[state])
@@ -314,7 +314,7 @@ def producers_failures() -> None:
         world.producers[0].machine.begin_epoch(world.now)
         world.perform()
         world.settle()
-        assert not world.producers[0].machine._transfers
+        assert not world.producers[0].machine.transfers.by_tid
 
 
 def producers_losses_and_cancels() -> None:
@@ -325,7 +325,7 @@ def producers_losses_and_cancels() -> None:
         world.settle()
         world.assert_item(world.consumers[0], "image")
         world = producers_in(state)
-        (transfer,) = world.producers[0].machine._transfers.values()
+        (transfer,) = world.producers[0].machine.transfers.by_tid.values()
         key = (world.consumers[0].name, world.producers[0].name)
         world.receive(key, p.Cancel(transfer.tid))
         assert transfer.state is State.CANCELLED
@@ -335,12 +335,12 @@ def the_consumer_has_it_already() -> None:
     """In each state; in the middle of a write too: another producer was faster."""
     for state in (State.WAITING, State.TRANSFERRING, State.PARTIAL):
         world = producers_in(state)
-        (transfer,) = world.producers[0].machine._transfers.values()
+        (transfer,) = world.producers[0].machine.transfers.by_tid.values()
         key = (world.consumers[0].name, world.producers[0].name)
         world.receive(key, p.OfferAck(transfer.tid, p.Verdict.HAVE))
         assert transfer.state is State.SUCCESS
         assert bool(world.producers[0].writes) == (
-            transfer.tid in world.producers[0].machine._transfers
+            transfer.tid in world.producers[0].machine.transfers.by_tid
         )
 
 
@@ -365,7 +365,7 @@ def two_names_of_one_consumer() -> None:
         names = frozenset(("c0", "alias"))
         producer.machine.peer_up(consumer.name, window, names, ("c0",), world.now)
         world.perform()
-        assert len(producer.machine._transfers) == 1
+        assert len(producer.machine.transfers.by_tid) == 1
         world.settle()
         world.assert_item(consumer, "image")
 
