@@ -74,6 +74,7 @@ class Engine:
         """A request waits for items that are not here, and the workers have been told so."""
         # Before they have answered the first greeting, they are told nothing.
         wait_for(lambda: not self.scheduler.ensure(view, 0) and self.scheduler._links.are_up)
+        self.scheduler.plan((), **BUSY)
 
     def encode(
         self,

@@ -273,7 +273,7 @@ def test_with_another_key_or_none_nothing_passes(tmp_path: Path, ours: bool, the
         wait_for(lambda: engine.scheduler.ensure(view, 0))
         assert not engine.scheduler.has("image")
         for side in (producer, engine):
-            assert not side.workers[0]._control._known
+            assert not side.workers[0]._control._peers.known
 
 
 # Strangers
@@ -293,11 +293,11 @@ def test_strangers_at_the_port_disturb_nothing() -> None:
         stranger.connect(engine.endpoint)
         offer = Offer(1, "film", ItemShape(1 << 50, ()), "x")
         grant = Grant(1, 1, 0, 1, (Extent(0, 1 << 40),))
-        own = producer.workers[0]._control._hello.incarnation
+        own = producer.workers[0]._control._peers.hello.incarnation
         foreign = [
             encode(Envelope(source, target, 1, body))
             for source in ("stranger", own)
-            for target in ("", "nobody", control._hello.incarnation)
+            for target in ("", "nobody", control._peers.hello.incarnation)
             for body in (offer, grant, Goodbye(), Forget("film"))
         ]
         for frame in (b"", b"\0" * 100, os.urandom(100), b"\x91" * 1000, *foreign):

@@ -12,6 +12,7 @@ import zmq.auth
 import zmq.auth.thread
 
 from vllm_kvpool.embeds.links import WorkerLinks
+from vllm_kvpool.embeds.outbox import LATEST_S
 from vllm_kvpool.embeds.protocol import (
     OLDEST_VERSION,
     VERSION,
@@ -109,10 +110,11 @@ def frames_until(stranger: Sockets, last: Message) -> list[list[Message]]:
     return frames
 
 
-@pytest.mark.parametrize("way", ["flush", "wait", "urgent"])
+@pytest.mark.parametrize("way", ["flush", "wait", "urgent", "late"])
 def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
+    now = [0.0]
     worker = Sockets("tcp://127.0.0.1:*")
-    links = WorkerLinks((worker.endpoint,), "engine")
+    links = WorkerLinks((worker.endpoint,), "engine", clock=lambda: now[0])
     try:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(worker, links, deadline)
@@ -132,6 +134,9 @@ def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
             links.flush()
         elif way == "wait":
             links.poll(0.001)
+        elif way == "late":
+            now[0] += LATEST_S
+            links.poll()
         else:
             needs.append(Forget("c"))
             links.send(Forget("c"))

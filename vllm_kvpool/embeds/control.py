@@ -1,15 +1,14 @@
-"""The control thread's loop: sockets, sessions, both machines, and what their effects ask for.
+"""The control thread's loop: what arrives, both machines, and what their effects ask for.
 
-Owner of all sockets, of `Consumer`, `Producer` and every `Session`. Inbox: frames, and calls that
-other threads post. It decides nothing that a machine can decide and moves no rows: hands do that.
+Owner of all sockets, of `Consumer`, `Producer` and `Peers`. Inbox: frames, and calls that other
+threads post. It decides nothing that a machine can decide and moves no rows: hands do that.
 """
 
 import logging
 import queue
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -28,11 +27,9 @@ from vllm_kvpool.embeds.effects import (
     Tell,
     Write,
 )
-from vllm_kvpool.embeds.outbox import Outbox
+from vllm_kvpool.embeds.peers import Peers
 from vllm_kvpool.embeds.producer import Producer
 from vllm_kvpool.embeds.protocol import (
-    MANY_SINCE,
-    MAX_MESSAGES,
     Cancel,
     CancelAck,
     Complete,
@@ -44,7 +41,6 @@ from vllm_kvpool.embeds.protocol import (
     Grant,
     Held,
     Hello,
-    HelloReject,
     ItemNews,
     Message,
     NeedGrant,
@@ -54,9 +50,7 @@ from vllm_kvpool.embeds.protocol import (
     Push,
     Revoke,
     RevokeAck,
-    Role,
     RowsAck,
-    Taken,
     Unknown,
     Want,
     WantAck,
@@ -67,10 +61,10 @@ from vllm_kvpool.embeds.protocol import (
     decode_body,
 )
 from vllm_kvpool.embeds.rows import ItemShape
-from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
+from vllm_kvpool.embeds.session import Rhythm, Session, SessionState
 from vllm_kvpool.embeds.sockets import Frame, Link, Sockets
 from vllm_kvpool.embeds.states import IllegalEvent
-from vllm_kvpool.errors import ConfigError, ProtocolError
+from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.metrics import Tally
 
 logger = logging.getLogger(__name__)
@@ -78,8 +72,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 NUMBERS_EVERY_S = 1.0
 LOOK_EVERY_S = 0.01  # a step of the model asks once; with many wishes a look takes its time
-MAX_LINKS = 16_384
-IDLE_LINK_S = 300.0  # a connection without a session is forgotten after so long
 FINISH_S = 1.0
 
 Call = Callable[[float], None]
@@ -101,24 +93,6 @@ class Hands(Protocol):
     def begin(self) -> None: ...
 
 
-@dataclass(slots=True)
-class Known:
-    """An incarnation that is there, by any of these links."""
-
-    hello: Hello
-    links: dict[Link, None] = field(default_factory=dict)
-    endpoints: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class Place:
-    """A session and since when its connection is of no use."""
-
-    session: Session
-    is_configured: bool
-    idle_since: float
-
-
 class Control:
     """See the module docstring. `post`, `wake` and `stop` may be called by any thread."""
 
@@ -134,19 +108,13 @@ class Control:
         peers: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hello = hello
         self._sockets = sockets
-        self._rhythm = rhythm
         self._hands = hands
         self._consumer = consumer
         self._producer = producer
-        self._peers = tuple(peers)
+        self._endpoints = tuple(peers)
         self._clock = clock
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._places: dict[Link, Place] = {}
-        self._known: dict[str, Known] = {}
-        self._schedulers: set[Link] = set()
-        self._outbox = Outbox(hello.incarnation)
         self._is_asleep = False  # or about to be, and to be woken
         self._held = 0
         self._next_tick = self._next_numbers = 0.0
@@ -158,6 +126,9 @@ class Control:
         self._early: list[tuple[int, Call]] = []  # of epochs that have not begun here yet
         self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
+        self._peers = Peers(
+            hello, sockets, rhythm, consumer, producer, self.counts, self._tell_all, clock
+        )
         self.tally = Tally()
         self.missing: frozenset[str] = frozenset()
         """Items that consumers wait for and that are not here; read by any thread."""
@@ -189,8 +160,8 @@ class Control:
         now = self._clock()
         self._tell_numbers(now)  # the last ones
         if not self._writes:
-            self._say_goodbye(now)
-        self._flush(float("inf"))
+            self._peers.say_goodbye(now)
+        self._peers.flush(float("inf"))
 
     @property
     def _writes(self) -> float:
@@ -202,8 +173,8 @@ class Control:
         """Until `stop`. Nothing that a peer sends ends it."""
         try:
             now = self._clock()
-            for endpoint in self._peers:
-                self._connect(endpoint, now, is_configured=True)
+            for endpoint in self._endpoints:
+                self._peers.connect(endpoint, now, is_configured=True)
             while not self._stopping:
                 self.turn(self._timeout())
             self._finish()
@@ -229,12 +200,12 @@ class Control:
             self._guarded(self._tick, now)
         self._perform(now)
         self._hands.begin()
-        self._flush(now)
+        self._peers.flush(now)
         if now >= self._next_look:
             self._look(now)
 
     def _timeout(self) -> float:
-        next_at = min(self._next_tick, self._next_look, self._outbox.next_at())
+        next_at = min(self._next_tick, self._next_look, self._peers.outbox.next_at())
         return max(0.001, next_at - self._clock())
 
     def _guarded(self, call: Callable[..., None], *args: object) -> bool:
@@ -254,13 +225,7 @@ class Control:
         logger.warning("kvpool: a peer has sent what cannot be: %s", error)
 
     def _tick(self, now: float) -> None:
-        for link, place in list(self._places.items()):
-            place.session.tick(now)
-            self._act(link, now)
-            if place.session.is_up:
-                place.idle_since = now
-            elif not place.is_configured and now - place.idle_since > IDLE_LINK_S:
-                self._forget_link(link)
+        self._peers.tick(now)
         if self._consumer is not None:
             self._consumer.tick(now)
         if self._producer is not None:
@@ -269,6 +234,9 @@ class Control:
         if now >= self._next_numbers:
             self._next_numbers = now + NUMBERS_EVERY_S
             self._tell_numbers(now)
+
+    def _tell_all(self) -> None:
+        self._held = -1
 
     # What is to be done
 
@@ -284,7 +252,7 @@ class Control:
     def _do_all(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
             if type(effect) is Send:  # every other one
-                self._send_to(effect.peer, effect.body, now)
+                self._peers.send_to(effect.peer, effect.body, now)
             else:
                 self._do(effect, now)
 
@@ -312,67 +280,18 @@ class Control:
             case Discard(mm_hash):
                 self._hands.discard(mm_hash)
             case Tell(news):
-                if isinstance(news, ItemNews) and news.epoch != self._hello.epoch:
-                    news = msgspec.structs.replace(news, epoch=self._hello.epoch)
-                self._tell(news, now)
+                if isinstance(news, ItemNews) and news.epoch != self._peers.hello.epoch:
+                    news = msgspec.structs.replace(news, epoch=self._peers.hello.epoch)
+                self._peers.tell(news, now)
             case Connect(endpoint):
-                self._connect(endpoint, now)
-
-    def _connect(self, endpoint: str, now: float, *, is_configured: bool = False) -> None:
-        if Link(endpoint) in self._places or endpoint in self._hello.endpoints:
-            return
-        if len(self._places) >= MAX_LINKS:
-            self.counts["too_many_links"] += 1
-            return
-        try:
-            link = self._sockets.connect(endpoint)
-        except ConfigError as error:
-            self.counts["bad_endpoints"] += 1
-            logger.warning("kvpool: %s", error)
-            return
-        session = Session(self._hello, self._rhythm, active=True, now=now)
-        self._places[link] = Place(session, is_configured, now)
-        session.tick(now)
-        self._act(link, now)
-
-    def _send_to(self, incarnation: str, body: Message, now: float) -> None:
-        known = self._known.get(incarnation)
-        if known is not None:
-            self._outbox.add(next(iter(known.links)), incarnation, body, now)
-
-    def _send(self, link: Link, body: Message, target: str, now: float) -> None:
-        """With what else the turn has for this link."""
-        self._outbox.add(link, target, body, now)
-
-    def _flush(self, until: float) -> None:
-        """Say what is due by then, in as few frames as may be."""
-        for link, said in self._outbox.take(until):
-            place = self._places.get(link)
-            peer = place.session.peer if place is not None else None
-            most = MAX_MESSAGES if peer is not None and peer.versions[1] >= MANY_SINCE else 1
-            for frame in self._outbox.frames(said, most):
-                if not self._sockets.send(link, frame):
-                    self._broken(place)
-                    break
-            else:
-                if place is not None:
-                    place.session.said(self._clock())
-
-    def _broken(self, place: Place | None) -> None:
-        if place is not None:
-            self.counts["broken_links"] += 1
-            place.session.lost()
-
-    def _tell(self, body: ItemNews | Taken | Held | Numbers, now: float) -> None:
-        for link in self._schedulers:
-            self._outbox.add(link, "", body, now)
+                self._peers.connect(endpoint, now)
 
     def _tell_held(self, now: float) -> None:
         assert self._producer is not None
         held = self._producer.held_bytes
         if held != self._held:
             self._held = held
-            self._tell(Held(held), now)
+            self._peers.tell(Held(held), now)
 
     def _tell_numbers(self, now: float) -> None:
         sides: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
@@ -389,12 +308,12 @@ class Control:
                     self._told[side, event] = value
             for level, value in levels.items():
                 self.tally.set("kvpool_ec_levels", value, side=side, level=level)
-        states = Counter(place.session.state for place in self._places.values())
+        states = self._peers.states()
         for state in SessionState:
             self.tally.set("kvpool_ec_peers", states[state], state=state.value)
         changes = self.tally.take_changes()
         if changes:
-            self._tell(Numbers(changes), now)
+            self._peers.tell(Numbers(changes), now)
 
     # What arrives
 
@@ -416,57 +335,21 @@ class Control:
         for raw in more:
             body = decode_body(raw)
             handler = self._handlers.get(type(body))
-            if handler is not None and self._is_told_by_peer(link, envelope):
+            if handler is not None and self._peers.is_told_by_peer(link, envelope):
                 handler(envelope.source, body, now)  # the first message was a sign of life
             else:
                 self._hear(link, envelope, body, now)
 
-    def _is_told_by_peer(self, link: Link, envelope: Envelope) -> bool:
-        place = self._places.get(link)
-        peer = place.session.peer if place is not None and place.session.is_up else None
-        return (
-            peer is not None
-            and peer.incarnation == envelope.source
-            and peer.role is not Role.SCHEDULER
-            and envelope.target in ("", self._hello.incarnation)
-        )
-
     def _hear(self, link: Link, envelope: Envelope, body: Message, now: float) -> None:
-        place = self._places.get(link)
-        if place is None:
-            place = self._welcome(link, now)
-            if place is None:
-                return
-        session = place.session
-        peer = session.peer
-        mine = envelope.target in ("", self._hello.incarnation)
-        if isinstance(body, Hello):
-            session.hello(body, now)
-        elif isinstance(body, HelloReject):
-            if session.rejected(body, now):
-                where = link.endpoint or "of another process"
-                logger.warning("kvpool: the peer %s refuses: %s", where, body.text)
-        elif not mine or peer is None or peer.incarnation != envelope.source:
-            # Meant for who was here before, or from who has forgotten us: greet anew.
-            self.counts["strays"] += 1
-            self._send(link, self._hello, "", now)
-        elif not session.is_up:
-            return
-        elif peer.role is Role.SCHEDULER:
+        session = self._peers.hear(link, envelope, body, now)
+        if session is None:
+            pass
+        elif session.is_of_scheduler:
             self._from_scheduler(body, now)
         else:
             session.heard(now)
             self._from_peer(envelope.source, session, body, now)
-        self._act(link, now)
-
-    def _welcome(self, link: Link, now: float) -> Place | None:
-        """A connection that was made to us."""
-        if len(self._places) >= MAX_LINKS:
-            self.counts["too_many_links"] += 1
-            return None
-        session = Session(self._hello, self._rhythm, active=False, now=now)
-        place = self._places[link] = Place(session, is_configured=False, idle_since=now)
-        return place
+        self._peers.act(link, now)
 
     def _from_peer(self, source: str, session: Session, body: Message, now: float) -> None:
         if isinstance(body, Unknown):
@@ -495,17 +378,17 @@ class Control:
 
     def begin_epoch(self, number: int, fingerprint: str, now: float) -> None:
         """The weights are others now; sessions go on with those who have them too."""
-        if number <= self._hello.epoch:
+        if number <= self._peers.hello.epoch:
             return
         if self._consumer is not None:
             self._consumer.begin_epoch(now)
         if self._producer is not None:
             self._producer.begin_epoch(now)
         self._perform(now)  # what is stale is withdrawn while there still is a session
-        self._hello = msgspec.structs.replace(self._hello, fingerprint=fingerprint, epoch=number)
-        for link, place in list(self._places.items()):
-            place.session.introduce(self._hello)
-            self._act(link, now)
+        hello = self._peers.hello
+        self._peers.introduce(
+            msgspec.structs.replace(hello, fingerprint=fingerprint, epoch=number), now
+        )
         early, self._early = self._early, []
         for epoch, call in early:
             if epoch > number:
@@ -520,77 +403,9 @@ class Control:
     @property
     def epoch(self) -> int:
         """Of the weights; read by the control thread."""
-        return self._hello.epoch
+        return self._peers.hello.epoch
 
     # What sessions want
-
-    def _act(self, link: Link, now: float) -> None:
-        place = self._places.get(link)
-        if place is None:
-            return
-        for action in place.session.take_actions():
-            match action:
-                case Say(body):
-                    peer = place.session.peer
-                    self._send(link, body, peer.incarnation if peer is not None else "", now)
-                case Up(hello):
-                    self._up(link, hello, now)
-                case Lost(incarnation, quiet):
-                    self._lost(link, incarnation, now, quiet=quiet)
-
-    def _up(self, link: Link, hello: Hello, now: float) -> None:
-        if hello.role is Role.SCHEDULER:
-            self._schedulers.add(link)
-            self._held = -1
-            return
-        known = self._known.setdefault(hello.incarnation, Known(hello))
-        known.hello = hello
-        known.links[link] = None
-        reached = {each.endpoint for each in known.links if each.endpoint}
-        if hello.rank < len(hello.endpoints):
-            reached.add(hello.endpoints[hello.rank])
-        known.endpoints = frozenset(reached)
-        if self._consumer is not None and hello.role in (Role.PRODUCER, Role.BOTH):
-            self._consumer.peer_up(hello.incarnation, known.endpoints, now)
-        if self._producer is not None and hello.role in (Role.CONSUMER, Role.BOTH):
-            self._producer.peer_up(
-                hello.incarnation, hello.window, known.endpoints, hello.endpoints, now
-            )
-
-    def _lost(self, link: Link, incarnation: str, now: float, *, quiet: bool) -> None:
-        self._schedulers.discard(link)
-        known = self._known.get(incarnation)
-        if known is not None:
-            known.links.pop(link, None)
-            if not known.links:
-                del self._known[incarnation]
-                self.counts["lost_peers"] += 1
-                if self._consumer is not None:
-                    self._consumer.peer_lost(incarnation, now, quiet=quiet)
-                if self._producer is not None:
-                    self._producer.peer_lost(incarnation, now)
-        place = self._places.get(link)
-        if place is not None and place.session.state is SessionState.INCOMPATIBLE:
-            return  # the connection stands: whoever changes says so
-        self._outbox.drop(link)
-        if link.endpoint:
-            # What is queued for who was there is not for who comes next.
-            self._sockets.disconnect(link)
-            self._sockets.connect(link.endpoint)
-        else:
-            self._places.pop(link, None)
-
-    def _forget_link(self, link: Link) -> None:
-        del self._places[link]
-        self._outbox.drop(link)
-        self._schedulers.discard(link)
-        if link.endpoint:
-            self._sockets.disconnect(link)
-
-    def _say_goodbye(self, now: float) -> None:
-        for incarnation, known in self._known.items():
-            for link in known.links:
-                self._send(link, Goodbye(), incarnation, now)
 
 
 Handler = Callable[..., None]

@@ -30,7 +30,8 @@ from vllm_kvpool.errors import ConfigError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-OF_A_STEP = frozenset((Expect, Push))
+OF_A_STEP: frozenset[type] = frozenset((Expect, Push))
+"""What waits for the end of the step; where none comes, for the first look after a while."""
 
 
 class Said(NamedTuple):
@@ -70,7 +71,7 @@ class WorkerLinks:
                 self.close()
                 raise
             self._ranks[link] = (rank, session)
-        self._outbox = Outbox(self._hello.incarnation)
+        self._outbox = Outbox(self._hello.incarnation, OF_A_STEP)
         self.poll()  # greet: they will have answered when somebody asks
 
     @property
@@ -90,8 +91,7 @@ class WorkerLinks:
         for link, (number, session) in self._ranks.items():
             if session.is_up and rank in (None, number):
                 self._add(link, session, body)
-        if type(body) not in OF_A_STEP:
-            self.flush()
+        self._say_due(self._clock())
 
     def _add(self, link: Link, session: Session, body: Message) -> None:
         target = session.peer.incarnation if session.peer is not None else ""
@@ -99,15 +99,18 @@ class WorkerLinks:
 
     def flush(self) -> None:
         """The step has been planned: say what waits."""
-        for link, said in self._outbox.take(float("inf")):
+        self._say_due(float("inf"))
+
+    def _say_due(self, until: float) -> None:
+        for link, said in self._outbox.take(until):
             _, session = self._ranks[link]
             if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(said)):
                 session.lost()
 
     def poll(self, timeout_s: float = 0.0) -> list[Said]:
         """What the workers have said; waits for the first word at most so long."""
-        if timeout_s:
-            self.flush()  # or it would wait for the answer to what has not been said
+        # What has not been said is not answered.
+        self._say_due(float("inf") if timeout_s else self._clock())
         said: list[Said] = []
         frames = self._sockets.poll(timeout_s)
         now = self._clock()
@@ -131,7 +134,7 @@ class WorkerLinks:
         for action in session.take_actions():
             if isinstance(action, Say):
                 self._add(link, session, action.body)
-                self.flush()
+                self._say_due(self._clock())
             elif isinstance(action, Up):
                 said.append(Said(rank, None))
         return said

@@ -30,10 +30,12 @@ LATEST_S = 0.002
 
 
 class Outbox:
-    """See the module docstring. `source` is the own incarnation."""
+    """See the module docstring. `source` is the own incarnation; of some kinds of messages nobody
+    waits for one."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, not_urgent: frozenset[type] = NOT_URGENT) -> None:
         self._source = source
+        self._not_urgent = not_urgent
         self._seq = 0
         self._waiting: dict[Link, list[tuple[str, Message]]] = {}
         self._urgent: set[Link] = set()
@@ -42,7 +44,7 @@ class Outbox:
     def add(self, link: Link, target: str, body: Message, now: float) -> None:
         """A message to an incarnation, or to whoever is there ('')."""
         self._waiting.setdefault(link, []).append((target, body))
-        if type(body) in NOT_URGENT:
+        if type(body) in self._not_urgent:
             self._late.setdefault(link, now + LATEST_S)
         else:
             self._urgent.add(link)

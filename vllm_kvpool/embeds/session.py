@@ -121,6 +121,11 @@ class Session:
         return self.state in (SessionState.UP, SessionState.DEGRADED)
 
     @property
+    def is_of_scheduler(self) -> bool:
+        """Whether the peer is the own engine's scheduler."""
+        return self.peer is not None and self.peer.role is Role.SCHEDULER
+
+    @property
     def is_watched(self) -> bool:
         """A scheduler is in the same machine and lives and dies with its workers."""
         return self.peer is not None and Role.SCHEDULER not in (self._own.role, self.peer.role)
@@ -193,8 +198,7 @@ class Session:
             self._watch(now - self._heard_at, self.peer.heartbeat_s, now)
         # A scheduler only listens when it waits for something. What it says itself shows a worker
         # that has been restarted.
-        listens = self.peer is not None and self.peer.role is not Role.SCHEDULER
-        if listens and now - self._said_at > self._rhythm.heartbeat_s / HEARTBEATS:
+        if not self.is_of_scheduler and now - self._said_at > self._rhythm.heartbeat_s / HEARTBEATS:
             self._said_at = now
             self._say(Heartbeat())
 
