@@ -2,6 +2,7 @@
 its items are let in beyond the limit."""
 
 from tests.embeds.world import limits, shape_of
+from vllm_kvpool.embeds.admission import SPARE_ORDERS
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.credit import OLDEST_WAITS_S
 from vllm_kvpool.embeds.effects import Allocate, Drain, Send
@@ -112,6 +113,16 @@ def test_the_oldest_request_does_not_wait_for_a_younger_one_that_may_wait_for_it
     machine, grant = with_room_for_one_of_two()
     fill(machine, grant)
     assert let_in(machine) == ["first"]
+
+
+def test_requests_that_have_gone_are_not_counted_for_ever() -> None:
+    machine, _ = with_room_for_one_of_two()
+    for order in range(2, 1_000):
+        machine.expect(Expect("again", order), 0.0)
+        machine.expect(Expect("again", order), 0.0)
+        machine.forget("again", 0.0)
+        machine.check()
+    assert len(machine.desk.admission._orders) <= 2 * 3 + SPARE_ORDERS
 
 
 def test_memory_stays_under_its_limit_where_items_are_taken_at_once() -> None:

@@ -60,6 +60,7 @@ _LEFT_OUT = {
     "_offers",
     "_grants",
     "_transfers",
+    "_orders",
     "random",
     "log",
     "limits",

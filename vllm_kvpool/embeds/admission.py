@@ -5,11 +5,14 @@ active as long as somebody offers it and rows are missing; of these, the short o
 more.
 """
 
+import heapq
 from collections.abc import Iterator, Mapping
 
 from vllm_kvpool.embeds import credit
 from vllm_kvpool.embeds.items import Item
 from vllm_kvpool.embeds.states import State
+
+SPARE_ORDERS = 64  # entries of items that have gone, besides as many as there are items
 
 
 class Admission:
@@ -22,6 +25,7 @@ class Admission:
         self._line = credit.Line()
         self._active: dict[str, Item] = {}
         self._short: dict[str, Item] = {}
+        self._orders: list[tuple[int, str]] = []  # heap, of all items that requests ask for
         self._generations = 0
         self._has_moved = False  # memory has come back
         self._moved_at = float("-inf")  # the last time that it had, or somebody was let in
@@ -42,6 +46,10 @@ class Admission:
 
     def reorder(self, item: Item, was_asked: bool) -> None:
         """A request, or an older one, has come for an item."""
+        heapq.heappush(self._orders, (item.order, item.mm_hash))
+        if len(self._orders) > 2 * len(self._items) + SPARE_ORDERS:
+            self._orders = [(each.order, name) for name, each in self._items.items() if each.asked]
+            heapq.heapify(self._orders)
         if not was_asked and item.admitted:
             self._landing.now_asked(_nbytes(item))
         if item.mm_hash in self._line:
@@ -72,9 +80,7 @@ class Admission:
             has_room = self._landing.admits(_nbytes(item), asked=True)
             if has_room and not is_full:
                 return asked
-            # Those that are known for longer come first: an older one is soon found.
-            is_oldest = not any(0 <= each.order < item.order for each in self._items.values())
-            if not is_oldest:
+            if not self._is_oldest(item):
                 return None  # it waits behind older ones, and younger ones behind it
             waited_s = now - max(item.since, self._moved_at)
             may_wait = waited_s < credit.OLDEST_WAITS_S and self._will_move(item, has_room)
@@ -83,6 +89,16 @@ class Admission:
             if self._landing.admits(_nbytes(self._items[mm_hash]), asked=False):
                 return mm_hash
         return None
+
+    def _is_oldest(self, item: Item) -> bool:
+        """Whether no older request asks for anything."""
+        while self._orders:
+            order, mm_hash = self._orders[0]
+            known = self._items.get(mm_hash)
+            if known is not None and known.order == order:
+                return order >= item.order
+            heapq.heappop(self._orders)
+        return True
 
     def _will_move(self, item: Item, has_room: bool) -> bool:
         """Whether what an item lacks, memory or a place among the active, will soon be given up.
@@ -132,6 +148,9 @@ class Admission:
 
     def check(self) -> None:
         """What always holds."""
+        asked = [item for item in self._items.values() if item.asked]
+        least = min((item.order for item in asked), default=0)
+        assert all(self._is_oldest(item) == (item.order == least) for item in asked)
         for mm_hash, item in self._items.items():
             assert (mm_hash in self._active) == (
                 item.admitted and bool(item.sources) and item.state is not State.SUCCESS
