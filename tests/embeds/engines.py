@@ -73,8 +73,13 @@ class Engine:
     def awaits(self, view: RequestView) -> None:
         """A request waits for items that are not here, and the workers have been told so."""
         # Before they have answered the first greeting, they are told nothing.
-        wait_for(lambda: not self.scheduler.ensure(view, 0) and self.scheduler._links.are_up)
+        wait_for(lambda: not self.may_go(view) and self.scheduler._links.are_up)
+
+    def may_go(self, view: RequestView) -> bool:
+        """Whether a request may be scheduled, asked in a step of its own."""
+        may_go = self.scheduler.ensure(view, 0)
         self.scheduler.plan((), **BUSY)
+        return may_go
 
     def encode(
         self,
@@ -86,7 +91,7 @@ class Engine:
     ) -> None:
         """An encoder computes an item, with further planes, for a request naming consumers."""
         view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
-        wait_for(lambda: self.scheduler.ensure(view, 0))
+        wait_for(lambda: self.may_go(view))
         self.workers[0].produced(mm_hash, tensor, self.scheduler.plan((), **BUSY).epoch, aux)
 
     def get(self, mm_hash: str) -> list[list[torch.Tensor]]:
@@ -103,7 +108,7 @@ class Engine:
     ) -> list[list[torch.Tensor]]:
         """A request waits for an item and loads it."""
         view = self.request(request_id or f"use {mm_hash}", (mm_hash, rows), **where)
-        wait_for(lambda: self.scheduler.ensure(view, 0), lambda: self.stories(mm_hash))
+        wait_for(lambda: self.may_go(view), lambda: self.stories(mm_hash))
         tensors = self.get(mm_hash)
         self.scheduler.finished(view)
         self.scheduler.plan((mm_hash,), **BUSY)

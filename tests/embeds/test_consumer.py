@@ -1,12 +1,14 @@
 """Rows that were granted once and are not there: who gets them next. And the oldest request: when
 its items are let in beyond the limit."""
 
+import pytest
+
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.admission import SPARE_ORDERS
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.credit import OLDEST_WAITS_S
 from vllm_kvpool.embeds.effects import Allocate, Drain, Send
-from vllm_kvpool.embeds.protocol import Expect, Grant, Offer, WriteFailed, Wrote
+from vllm_kvpool.embeds.protocol import Expect, Grant, Offer, WantAck, WriteFailed, Wrote
 
 LATER_S = 10.0
 
@@ -91,6 +93,35 @@ def fill(machine: Consumer, grant: Grant) -> None:
     machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.1)
     machine.take_effects()
     machine.drained(grant.gid, True, 0.1)
+
+
+@pytest.mark.parametrize("patience", [(0.25, 0.0), (0.0, 0.25), (0.25, 30.0)])
+def test_an_item_is_waited_for_as_long_as_its_most_patient_request(
+    patience: tuple[float, float],
+) -> None:
+    """One that says nothing of it waits for `bootstrap_timeout_s`."""
+    machine = Consumer(1 << 12, limits(bootstrap_timeout_s=30.0))
+    for order, patience_s in enumerate(patience):
+        machine.expect(Expect("image", order, patience_s=patience_s), 0.0)
+    machine.tick(29.0)
+    assert "bootstrapping" in machine.story("image")
+    machine.tick(31.0)
+    assert "not known" in machine.story("image")
+
+
+def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
+    """A named one that is not there yet may have it, whatever others say."""
+    machine = Consumer(1 << 12, limits())
+    machine.peer_up("a", frozenset(("tcp://a:1",)), 0.0)
+    machine.peer_up("other", frozenset(("tcp://other:1",)), 0.0)
+    machine.expect(Expect("image", 0, ("tcp://a:1", "tcp://b:1")), 0.0)
+    for peer in ("other", "a"):
+        machine.want_ack(peer, WantAck("image", gone=True), 0.1)
+    assert "bootstrapping" in machine.story("image")
+    machine.peer_up("b", frozenset(("tcp://b:1", "tcp://b:2")), 0.2)
+    machine.want_ack("b", WantAck("image", gone=True), 0.3)
+    assert "not known" in machine.story("image")
+    machine.check()
 
 
 def test_the_oldest_request_waits_for_memory_that_is_about_to_be_free() -> None:

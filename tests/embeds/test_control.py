@@ -1,8 +1,11 @@
 """The loop, with sockets that a test has in its hands: frames in, frames out, who wakes it."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import cast
+import itertools
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +16,9 @@ from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.effects import Drain, Write
 from vllm_kvpool.embeds.protocol import (
+    MAX_RANKS,
+    Cancel,
+    Code,
     Envelope,
     Expect,
     Goodbye,
@@ -71,7 +77,9 @@ class IdleHands:
     def begin(self) -> None: ...
 
 
-def control_with(peers_version: int = 2) -> tuple[Control, HeldSockets]:
+def control_with(
+    peers_version: int = 2, hands: IdleHands | None = None
+) -> tuple[Control, HeldSockets]:
     """A consumer's, in session with a producer that speaks at most this version."""
     sockets = HeldSockets()
     machine = Consumer(1 << 20, limits())
@@ -79,7 +87,7 @@ def control_with(peers_version: int = 2) -> tuple[Control, HeldSockets]:
         hello("own"),
         cast("Sockets", sockets),
         RHYTHM,
-        IdleHands(),
+        hands or IdleHands(),
         consumer=machine,
         producer=None,
         clock=lambda: 1.0,
@@ -190,3 +198,71 @@ def test_nothing_is_kept_for_a_thread_that_has_ended(is_bug: bool) -> None:
         control.run()
     control.post(never)
     assert control._inbox.empty()
+
+
+BAD_HELLOS: dict[str, dict[str, Any]] = {
+    "more ranks than engines have": {"endpoints": tuple(map(str, range(MAX_RANKS + 1)))},
+    "a rank before the first": {"rank": -2, "endpoints": ("tcp://p:1",)},
+    "a heart that never beats": {"heartbeat_s": float("inf")},
+    "no number": {"heartbeat_s": float("nan")},
+}
+
+
+@pytest.mark.parametrize("name", BAD_HELLOS)
+def test_who_cannot_be_is_not_welcome(name: str) -> None:
+    control, sockets = control_with()
+    known = control._peers._places[PEER].session.peer
+    arrive(control, sockets, hello("peer", role=Role.PRODUCER, **BAD_HELLOS[name]))
+    assert control.counts["bad_messages"] == 1
+    assert control._peers._places[PEER].session.peer == known
+    assert sockets.sent == []
+
+
+class PoorHands(IdleHands):
+    """As of a host without memory."""
+
+    def allocate(self, mm_hash: str, shape: ItemShape) -> None:
+        raise MemoryError("none")
+
+
+def test_an_item_that_the_host_has_no_memory_for_fails_alone() -> None:
+    control, sockets = control_with(hands=PoorHands())
+    arrive(control, sockets, offers()[0])
+    arrive(control, sockets, NeedGrant(1))
+    said = [body for frame in sockets.sent for body in frame]
+    (cancel,) = {body for body in said if isinstance(body, Cancel)}
+    assert (cancel.tid, cancel.code) == (1, Code.TOO_LARGE)
+    assert str(shape_of(3).nbytes) in cancel.text
+    assert "none" in cancel.text
+
+
+@contextlib.contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """So many files, at most, can be opened meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = (fd for fd in range(soft) if fd not in used)
+    last = next(itertools.islice(free, number, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_endpoints_than_descriptors_do_not_end_the_loop() -> None:
+    """Requests name endpoints, and so do peers."""
+    sockets, machine = Sockets("tcp://127.0.0.1:*"), Consumer(1 << 20, limits())
+    control = Control(hello("own"), sockets, RHYTHM, IdleHands(), consumer=machine, producer=None)
+    told = Expect("a", 0, tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 65)))
+    try:
+        with descriptors_left(32):
+            control.post(lambda now: machine.expect(told, now))
+            control.turn(0.0)
+        refused = control.counts["bad_endpoints"]
+        assert 0 < refused < len(told.peers)
+        control.post(lambda now: machine.expect(told, now))
+        control.turn(0.0)
+        assert control.counts["bad_endpoints"] == refused, "they are not tried again"
+    finally:
+        sockets.close()

@@ -125,7 +125,7 @@ def finish(engine: Engine, view: RequestView, seed: int = 0) -> None:
     """The item comes, with every byte where it belongs."""
     name = view.request_id
     wait_for(
-        lambda: engine.scheduler.ensure(view, 0),
+        lambda: engine.may_go(view),
         lambda: engine.stories(name),
         patience_s=PATIENCE_S,
     )
@@ -156,7 +156,7 @@ def test_a_producer_is_killed_in_a_transfer(children: list[Child]) -> None:
         finish(engine, others, seed=1)
         wait_for(lambda: losses(engine) == 1)
         assert "suspended" in engine.stories("film")
-        assert not engine.scheduler.ensure(view, 0)
+        assert not engine.may_go(view)
         assert 0 < engine.gauges()["quarantined_bytes"] < WINDOW_BYTES
         children.append(Child(Role.PRODUCER, first.port))
         children[1].ask("encode", "film", LONG)
@@ -270,7 +270,7 @@ def test_with_another_key_or_none_nothing_passes(tmp_path: Path, ours: bool, the
     with producer, engine:
         producer.encode("image", embeddings(40), to=(engine.endpoint,))
         view = engine.request("r", ("image", 40), peers=(producer.endpoint,), has_media=True)
-        wait_for(lambda: engine.scheduler.ensure(view, 0))
+        wait_for(lambda: engine.may_go(view))
         assert not engine.scheduler.has("image")
         for side in (producer, engine):
             assert not side.workers[0]._control._peers.known

@@ -240,6 +240,31 @@ def test_one_transfer_for_many_offers() -> None:
     assert all(each.machine.gauges()["transfers"] == 0 for each in world.producers)
 
 
+def test_rows_granted_to_one_before_another_offers_them_are_not_waited_for() -> None:
+    """Both have the item; the one that had a grant before it offered anything is slower."""
+    world = World(seed=1, producers=2, arena_bytes=400, bounds=limits())
+    world.connect_all()
+    consumer, (slow, fast) = world.consumers[0], world.producers
+    world.produce(slow, "known", shape_of(10))
+    world.expect(consumer, "known")
+    world.settle()
+    for producer in (slow, fast):
+        world.produce(producer, "image", shape_of(30))
+        world.prepare(producer)
+    began = world.now
+    world.expect(consumer, "image")
+    for link in (fast, slow):
+        for key in ((consumer.name, link.name), (link.name, consumer.name)):
+            while world.links[key]:
+                world.deliver(key)
+    while choices := world.choices():
+        choices[0]()
+    world.assert_item(consumer, "image")
+    assert world.now == began
+    world.settle()
+    assert consumer.machine.gauges()["granted_bytes"] == 0
+
+
 def test_another_producer_with_other_bytes_starts_anew() -> None:
     world = World(11, producers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
     world.salt = {world.producers[1].name: "other"}

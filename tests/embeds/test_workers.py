@@ -49,7 +49,7 @@ def test_a_request_may_come_before_its_item(pair: tuple[Engine, Engine]) -> None
     view = consumer.request("early", ("image", 10), peers=(producer.endpoint,))
     consumer.awaits(view)
     producer.encode("image", embeddings(10))
-    wait_for(lambda: consumer.scheduler.ensure(view, 0))
+    wait_for(lambda: consumer.may_go(view))
     ((got,),) = consumer.get("image")
     assert torch.equal(got, embeddings(10))
 
@@ -107,7 +107,7 @@ def test_the_same_image_for_many_requests_travels_once() -> None:
         producer.encode("logo", embeddings(20), to=(consumer.endpoint,))
         for number, view in enumerate(views):
             if number != 3:
-                wait_for(lambda view=view: consumer.scheduler.ensure(view, 0))  # type: ignore[misc]
+                wait_for(lambda view=view: consumer.may_go(view))  # type: ignore[misc]
         assert consumer.counts()["rows"] == 20
 
 
@@ -132,7 +132,7 @@ def test_a_producer_is_restarted_and_encodes_again() -> None:
         producer.close()
         with Engine(Role.PRODUCER, ports=ports) as again:
             again.encode("image", embeddings(30))
-            wait_for(lambda: consumer.scheduler.ensure(view, 0))
+            wait_for(lambda: consumer.may_go(view))
             ((got,),) = consumer.get("image")
             assert torch.equal(got, embeddings(30))
 
@@ -144,14 +144,11 @@ def test_another_model_is_refused_and_the_request_goes_on_without() -> None:
     ):
         producer.encode("image", embeddings(5), to=(consumer.endpoint,))
         with_media = consumer.request("media", ("image", 5), has_media=True)
-        wait_for(lambda: consumer.scheduler.ensure(with_media, 0))
+        wait_for(lambda: consumer.may_go(with_media))
         assert not consumer.scheduler.has("image")
         without = consumer.request("none", ("image", 5))
         wait_for(
-            lambda: (
-                not consumer.scheduler.ensure(without, 0)
-                and "none" in consumer.scheduler.take_unavailable()
-            )
+            lambda: not consumer.may_go(without) and "none" in consumer.scheduler.take_unavailable()
         )
 
 
@@ -196,12 +193,12 @@ def test_back_pressure_defers_the_encoder() -> None:
         for number in range(3):
             producer.encode(f"image{number}", embeddings(10, seed=number))
         view = producer.request("late", ("image9", 10))
-        wait_for(lambda: not producer.scheduler.ensure(view, 0))
+        wait_for(lambda: not producer.may_go(view))
         for number in range(3):
             peers = (producer.endpoint,)
             ((got,),) = consumer.receive(f"image{number}", 10, peers=peers)
             assert torch.equal(got, embeddings(10, seed=number))
-        wait_for(lambda: producer.scheduler.ensure(view, 0))
+        wait_for(lambda: producer.may_go(view))
 
 
 def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None:
@@ -212,7 +209,7 @@ def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None
         Engine(both, ports=[other], peers=(endpoints[0],)) as second,
     ):
         unheard = second.request("alone", ("new", 4), has_media=True, is_sent=False)
-        wait_for(lambda: second.scheduler.ensure(unheard, 0))
+        wait_for(lambda: second.may_go(unheard))
         assert not second.scheduler.has("new"), "it encodes what nobody has"
         first.workers[0].produced("image", embeddings(12), 0)
         wait_for(lambda: first.workers[0]._producer.gauges()["held_bytes"] > 0)  # type: ignore[union-attr]

@@ -26,13 +26,17 @@ class Asking:
         is_due = now - item.wanted_at > self._desk.limits.repeat_s
         if not item.asked or not is_due or item.state not in NOBODY_SENDS:
             return
-        patience = item.patience_s or self._desk.limits.bootstrap_timeout_s
+        patience = self.patience_s(item.patience_s)
         for peer in self._asked_of(item):
             if only is None or peer == only:
                 first = self._first_grant(item, peer, now)
                 self._desk.say(peer, Want(item.mm_hash, patience, first))
         if only is None:
             item.wanted_at = now
+
+    def patience_s(self, said_s: float) -> float:
+        """How long an item is waited for that a request waits for so long, or does not say."""
+        return said_s or self._desk.limits.bootstrap_timeout_s
 
     def want_ack(self, peer: str, told: WantAck, now: float) -> None:
         """A peer does not have it now, and maybe never will again."""
@@ -44,9 +48,16 @@ class Asking:
         if item is None or item.state is not State.BOOTSTRAPPING or not told.gone:
             return
         item.gone.add(peer)
-        if item.gone >= set(self._asked_of(item)):
+        if self._is_gone(item):
             text = "nobody keeps it any more; send the request to an encoder again"
             self._desk.fail(item, Code.GONE, text, now)
+
+    def _is_gone(self, item: Item) -> bool:
+        """Whether all who may have it have said so; who is named may not be there yet."""
+        gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
+        if item.peers:
+            return item.peers <= frozenset().union(*gone)
+        return len(gone) == len(self.peers)
 
     def _asked_of(self, item: Item) -> list[str]:
         return [

@@ -71,7 +71,7 @@ class Consumer:
         was_asked = item.asked
         item.order = min(item.order, told.order) if was_asked else told.order
         self.desk.admission.reorder(item, was_asked)
-        item.patience_s = max(item.patience_s, told.patience_s)
+        item.patience_s = max(item.patience_s, self._asking.patience_s(told.patience_s))
         item.peers |= frozenset(told.peers)
         item.expected_rows = told.rows or item.expected_rows
         item.gone.clear()
@@ -109,6 +109,15 @@ class Consumer:
         item = self.desk.items.get(mm_hash)
         if item is not None and item.state is State.SUCCESS:
             self.desk.drop(item)
+            self.desk.pump_at = now
+
+    def no_memory(self, mm_hash: str, text: str, now: float) -> None:
+        """The host has none for an item that has been let in."""
+        item = self.desk.items.get(mm_hash)
+        if item is not None and item.admitted:
+            assert item.shape is not None
+            text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
+            self.desk.fail(item, Code.TOO_LARGE, text, now)
             self.desk.pump_at = now
 
     def begin_epoch(self, now: float) -> None:
@@ -200,7 +209,7 @@ class Consumer:
                 self.desk.counts["never_asked_for"] += 1
                 self.desk.end(item, ItemEvent.CANCEL, Code.TIMEOUT, "no request came", now)
         elif item.state is State.BOOTSTRAPPING:
-            if waited > (item.patience_s or limits.bootstrap_timeout_s):
+            if waited > self._asking.patience_s(item.patience_s):
                 text = f"nobody has offered it within {waited:.1f} s (bootstrap_timeout_s)"
                 self.desk.fail(item, Code.TIMEOUT, text, now)
             else:

@@ -83,7 +83,9 @@ class Hands(Protocol):
     What is to be drained, prepared and written begins with `begin`, once for all of a turn.
     """
 
-    def allocate(self, mm_hash: str, shape: ItemShape) -> None: ...
+    def allocate(self, mm_hash: str, shape: ItemShape) -> None:
+        """MemoryError or OSError if there is none."""
+
     def discard(self, mm_hash: str) -> None: ...
     def ready(self, mm_hash: str) -> None: ...
     def drain(self, work: Drain) -> None: ...
@@ -265,8 +267,8 @@ class Control:
 
     def _do(self, effect: Effect, now: float) -> None:
         match effect:
-            case Allocate(mm_hash, shape):
-                self._hands.allocate(mm_hash, shape)
+            case Allocate():
+                self._allocate(effect, now)
             case Drain():
                 self._hands.drain(effect)
             case Write():
@@ -285,6 +287,13 @@ class Control:
                 self._peers.tell(news, now)
             case Connect(endpoint):
                 self._peers.connect(endpoint, now)
+
+    def _allocate(self, wanted: Allocate, now: float) -> None:
+        try:
+            self._hands.allocate(wanted.mm_hash, wanted.shape)
+        except (MemoryError, OSError) as error:
+            assert self._consumer is not None
+            self._consumer.no_memory(wanted.mm_hash, str(error), now)
 
     def _tell_held(self, now: float) -> None:
         assert self._producer is not None

@@ -20,6 +20,7 @@ UNASKED_SHARE = 2  # of the memory for items, 1/n for those no request has asked
 WINDOWS_IN_FLIGHT = 2  # of an item: one is drained while the other is written
 MOST_SHARES = 8  # the window is not cut into more parts than that, however many items there are
 SMALLEST_SHARE = 16  # a grant of less than 1/n of the window waits for more, if it is not the last
+MOST_ENTRIES = 8  # in the line, for each item that waits
 
 MOST_WINDOW_BYTES = 32 << 20  # longer grants only overlap less, and take more into quarantine
 
@@ -91,7 +92,8 @@ class Landing:
 class Line:
     """Items that wait to be let in: those asked for by request, then one of each producer in turn.
 
-    An entry counts if it is the item's last one; older ones are dropped when they come up.
+    An entry counts if it is the item's last one; older ones are dropped when they come up, or are
+    most of all.
     """
 
     def __init__(self) -> None:
@@ -99,6 +101,7 @@ class Line:
         self._by_producer: OrderedDict[str, deque[tuple[int, str]]] = OrderedDict()
         self._waiting: dict[str, tuple[int, int]] = {}  # item -> order, number of its last entry
         self._number = 0
+        self._entries = 0  # since old ones were last dropped
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -112,6 +115,7 @@ class Line:
         if waiting is not None and waiting[0] == order:
             return
         self._number += 1
+        self._entries += 1
         self._waiting[mm_hash] = (order, self._number)
         if order == NOT_ASKED:
             self._by_producer.setdefault(producer, deque()).append((self._number, mm_hash))
@@ -121,9 +125,22 @@ class Line:
     def remove(self, mm_hash: str) -> None:
         """It waits no more."""
         self._waiting.pop(mm_hash, None)
-        if not self._waiting:
-            self._asked.clear()
-            self._by_producer.clear()
+        if self._entries > MOST_ENTRIES * len(self._waiting):
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        self._asked = [each for each in self._asked if self._waiting.get(each[2]) == each[:2]]
+        heapq.heapify(self._asked)
+        for producer, items in tuple(self._by_producer.items()):
+            last = deque(each for each in items if self._is_last(*each))
+            if last:
+                self._by_producer[producer] = last
+            else:
+                del self._by_producer[producer]
+        self._entries = len(self._waiting)
+
+    def _is_last(self, number: int, mm_hash: str) -> bool:
+        return self._waiting.get(mm_hash) == (NOT_ASKED, number)
 
     def first_asked(self) -> str | None:
         """The item of the oldest request."""
@@ -138,7 +155,7 @@ class Line:
         """The first item of each producer, beginning with whose turn it is."""
         for producer in list(self._by_producer):
             items = self._by_producer[producer]
-            while items and self._waiting.get(items[0][1]) != (NOT_ASKED, items[0][0]):
+            while items and not self._is_last(*items[0]):
                 items.popleft()
             if items:
                 yield items[0][1]

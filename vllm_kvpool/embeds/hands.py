@@ -97,7 +97,10 @@ class MovingHands:
     # Consumer
 
     def allocate(self, mm_hash: str, shape: ItemShape) -> None:
-        """Memory for an item; the pages are touched only when rows arrive."""
+        """Memory for an item; the pages are touched only when rows arrive.
+
+        MemoryError or OSError if the host has none.
+        """
         self._items[mm_hash] = Item(shape, allocate(shape, self._memory))
 
     def discard(self, mm_hash: str) -> None:
@@ -118,8 +121,11 @@ class MovingHands:
         return None if item is None else tensors_of(item.shape, item.planes)
 
     def drain(self, work: Drain) -> None:
-        """Copy rows out of the window."""
-        item = self._items[work.mm_hash]
+        """Copy rows out of the window, unless there was no memory for the item."""
+        item = self._items.get(work.mm_hash)
+        if item is None:
+            self._reports.drained(((work.gid, False),))
+            return
         self._landed.append(Landed(work, item.planes, item.shape))
 
     # Producer

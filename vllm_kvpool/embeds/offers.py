@@ -52,11 +52,18 @@ class Offers:
             self._desk.counts["deduplicated"] += 1
             self._sources.close(source, OfferAck(told.tid, Verdict.HAVE))
             return
+        self._replace_older(item, peer, now)
         if item.sources:
             self._follow(item, source, told)
             return
         self._begin(item, source, told, shape, now)
         self._desk.pump_at = now
+
+    def _replace_older(self, item: Item, peer: str, now: float) -> None:
+        """A producer has one transfer of an item: the one before has ended, and that was lost."""
+        for source in [each for each in item.sources if each[0] == peer]:
+            self._sources.close(source, Cancel(source[1], text="it is offered anew"))
+            self._without_source(item, source, None, "", now)
 
     def _refusal(self, shape: ItemShape, item: Item | None) -> tuple[Code, str] | None:
         """Why an offer can never be taken."""
@@ -107,7 +114,11 @@ class Offers:
         """Rows granted before the item was known."""
         assert item.shape is not None
         for granted in list(item.live.values()):
-            if granted.source != (item.sources[0][0], 0):
+            peer, tid = granted.source
+            if tid:
+                continue
+            if peer != item.sources[0][0]:
+                self._desk.revoke(granted, 0)  # its rows are the other one's now
                 continue
             _, rows = runs_of(0, item.shape.rows, granted.extents, item.shape.row_bytes)
             if not item.admitted or not rows or len(item.received):
@@ -205,6 +216,7 @@ class Offers:
         for granted in [each for each in item.live.values() if each.source == source]:
             if granted.state is not GrantState.DRAINING:
                 del item.live[granted.gid]
+                self._desk.admission.look_for_gaps(item)
         if item.sources:
             self._go_on_with_next(item)
             return

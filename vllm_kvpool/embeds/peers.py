@@ -25,6 +25,7 @@ from vllm_kvpool.embeds.protocol import (
     Numbers,
     Role,
     Taken,
+    check_hello,
 )
 from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
 from vllm_kvpool.embeds.sockets import Link, Sockets
@@ -91,16 +92,23 @@ class Peers:
         if len(self._places) >= MAX_LINKS:
             self._counts["too_many_links"] += 1
             return
-        try:
-            link = self._sockets.connect(endpoint)
-        except ConfigError as error:
-            self._counts["bad_endpoints"] += 1
-            logger.warning("kvpool: %s", error)
+        link = Link(endpoint)
+        if not self._open(link):
             return
         session = Session(self.hello, self._rhythm, active=True, now=now)
         self._places[link] = Place(session, is_configured, now)
         session.tick(now)
         self.act(link, now)
+
+    def _open(self, link: Link) -> bool:
+        """Whether there is a socket for an endpoint now."""
+        try:
+            self._sockets.connect(link.endpoint)
+        except ConfigError as error:
+            self._counts["bad_endpoints"] += 1
+            logger.warning("kvpool: %s", error)
+            return False
+        return True
 
     def _welcome(self, link: Link, now: float) -> Place | None:
         """A connection that was made to us."""
@@ -143,16 +151,18 @@ class Peers:
             most = MAX_MESSAGES if peer is not None and peer.versions[1] >= MANY_SINCE else 1
             for frame in self.outbox.frames(said, most):
                 if not self._sockets.send(link, frame):
-                    self._broken(place)
+                    self._broken(link, place)
                     break
             else:
                 if place is not None:
                     place.session.said(self._clock())
 
-    def _broken(self, place: Place | None) -> None:
+    def _broken(self, link: Link, place: Place | None) -> None:
         if place is not None:
             self._counts["broken_links"] += 1
             place.session.lost()
+            if link.endpoint:
+                self._open(link)  # there may have been no descriptor for it when it was lost
 
     def say_goodbye(self, now: float) -> None:
         """To all who are there: nothing of this process is in flight."""
@@ -164,7 +174,7 @@ class Peers:
 
     def hear(self, link: Link, envelope: Envelope, body: Message, now: float) -> Session | None:
         """The session that a message is to be taken of; None if it is for sessions alone, or of
-        somebody else."""
+        somebody else. ProtocolError for a greeting of what cannot be."""
         place = self._places.get(link)
         if place is None:
             place = self._welcome(link, now)
@@ -174,6 +184,7 @@ class Peers:
         peer = session.peer
         mine = envelope.target in ("", self.hello.incarnation)
         if isinstance(body, Hello):
+            check_hello(body)
             session.hello(body, now)
         elif isinstance(body, HelloReject):
             if session.rejected(body, now):
@@ -273,6 +284,6 @@ class Peers:
         if link.endpoint:
             # What is queued for who was there is not for who comes next.
             self._sockets.disconnect(link)
-            self._sockets.connect(link.endpoint)
+            self._open(link)
         else:
             self._places.pop(link, None)

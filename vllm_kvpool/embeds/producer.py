@@ -10,6 +10,7 @@ what is to be done is left in `effects` until `take_effects`.
 """
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 
 from vllm_kvpool.embeds.effects import Connect, Effect, Prepare
 from vllm_kvpool.embeds.limits import ProducerLimits
@@ -134,6 +135,7 @@ class Producer:
         known = self.transfers.peers.get(peer)
         if known is None:
             known = self.transfers.peers[peer] = Peer(window, reached_at)
+        self._leave(known.endpoints - reached_at, peer)
         known.window, known.endpoints = window, reached_at
         for endpoint in reached_at:
             self._at[endpoint] = peer
@@ -152,9 +154,7 @@ class Producer:
         known = self.transfers.peers.pop(peer, None)
         if known is None:
             return
-        for endpoint in known.endpoints:
-            if self._at.get(endpoint) == peer:
-                del self._at[endpoint]
+        self._leave(known.endpoints, peer)
         for transfer in [each for each in self.transfers.by_tid.values() if each.peer == peer]:
             transfer.due.clear()
             transfer.results = OrderedDict(
@@ -164,6 +164,12 @@ class Producer:
                 transfer.state = PRODUCER_TABLE.after(transfer.state, SendEvent.LOST)
                 transfer.since, transfer.offered = now, False
         self._wants.drop_peer(peer)
+
+    def _leave(self, endpoints: Iterable[str], peer: str) -> None:
+        """It is not to be found there any more."""
+        for endpoint in endpoints:
+            if self._at.get(endpoint) == peer:
+                del self._at[endpoint], self._engines[endpoint]
 
     # What consumers say
 

@@ -23,6 +23,8 @@ MAX_FRAME_BYTES = 8 << 20
 FULL_FRAME_BYTES = 256 << 10  # a frame of as much takes no further message
 MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
+MAX_RANKS = 1024  # of an engine
+MAX_HEARTBEAT_S = 86_400.0
 
 
 class Role(Enum):
@@ -120,6 +122,14 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     """Counts the fingerprints of an incarnation."""
     answer: bool = False
     """An answer to a hello; is not answered."""
+
+
+def check_hello(told: Hello) -> None:
+    """ProtocolError for what no process is; a peer has sent it."""
+    if len(told.endpoints) > MAX_RANKS or not 0 <= told.rank < MAX_RANKS:
+        raise ProtocolError(f"rank {told.rank} of {len(told.endpoints)}; at most {MAX_RANKS}")
+    if not 0 <= told.heartbeat_s <= MAX_HEARTBEAT_S:
+        raise ProtocolError(f"a heartbeat of {told.heartbeat_s} s; at most {MAX_HEARTBEAT_S:g} s")
 
 
 class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):

@@ -133,16 +133,12 @@ class Sockets:
             socket.set(zmq.IPV6, 1)
 
     def connect(self, endpoint: str) -> Link:
-        """A link to an endpoint; the same if there is one. ConfigError if it is no endpoint."""
+        """A link to an endpoint; the same if there is one.
+
+        ConfigError if it is no endpoint, or if there is no file descriptor for it.
+        """
         if endpoint not in self._dealers:
-            dealer = self._context.socket(zmq.DEALER)
-            self._set_common(dealer, endpoint)
-            dealer.set(zmq.ROUTING_ID, b"k" + secrets.token_bytes(8))
-            dealer.set(zmq.RECONNECT_IVL, RECONNECT_MS)
-            dealer.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
-            if self._keys is not None:
-                dealer.curve_publickey, dealer.curve_secretkey = self._keys[:2]
-                dealer.curve_serverkey = self._keys.public
+            dealer = self._new_dealer(endpoint)
             try:
                 dealer.connect(endpoint)
             except zmq.ZMQError as error:
@@ -152,6 +148,20 @@ class Sockets:
             self._by_socket[dealer] = endpoint
             self._poller.register(dealer, zmq.POLLIN)
         return Link(endpoint=endpoint)
+
+    def _new_dealer(self, endpoint: str) -> "zmq.Socket[bytes]":
+        try:
+            dealer = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"no socket for {endpoint!r}: {error}; see ulimit -n") from None
+        self._set_common(dealer, endpoint)
+        dealer.set(zmq.ROUTING_ID, b"k" + secrets.token_bytes(8))
+        dealer.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
+        if self._keys is not None:
+            dealer.curve_publickey, dealer.curve_secretkey = self._keys[:2]
+            dealer.curve_serverkey = self._keys.public
+        return dealer
 
     def disconnect(self, link: Link) -> None:
         """Forget a link of ours and everything queued for it."""

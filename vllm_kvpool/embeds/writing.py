@@ -61,6 +61,8 @@ class Writing:
         known = self._transfers.peers.get(transfer.peer)
         if known is None or known.window is None or told.gid in transfer.results:
             return False
+        if len(transfer.due) >= self._transfers.limits.max_results:
+            return False  # a consumer has a few out at a time
         if not 0 < len(told.extents) <= MAX_EXTENTS:
             return False
         inside = all(

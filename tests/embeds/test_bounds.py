@@ -1,0 +1,103 @@
+"""What a peer can make a process keep has a bound with a name, whatever it says and how often."""
+
+import pytest
+
+from tests.embeds.world import World, limits, shape_of
+from vllm_kvpool.embeds import protocol as p
+from vllm_kvpool.embeds.consumer import Consumer
+from vllm_kvpool.embeds.credit import MOST_ENTRIES, NOT_ASKED, Line
+from vllm_kvpool.embeds.effects import Send
+from vllm_kvpool.embeds.limits import ProducerLimits
+from vllm_kvpool.embeds.producer import Producer
+from vllm_kvpool.embeds.rows import Extent
+
+MANY = 200
+FEW = 8
+
+
+def grants_in(machine: Consumer) -> list[p.Grant]:
+    """Of what the consumer says now."""
+    said = [each.body for each in machine.take_effects() if type(each) is Send]
+    return [body for body in said if type(body) is p.Grant]
+
+
+def test_grants_that_wait_for_their_write() -> None:
+    world = World(1, sender_limits=ProducerLimits(writers=1, small_bytes=1, max_results=FEW))
+    world.connect_all()
+    (consumer,), (producer,) = world.consumers, world.producers
+    world.produce(producer, "image", shape_of(6))
+    world.prepare(producer)
+    to_producer = (consumer.name, producer.name)
+    world.receive(to_producer, p.Want("image", 1.0))
+    (transfer,) = producer.machine.transfers.by_tid.values()
+    for gid in range(1, MANY):
+        grant = p.Grant(transfer.tid, gid, 0, 1, (Extent(0, 4),))
+        world.receive(to_producer, grant)
+    assert len(transfer.due) == FEW
+    refused = {body for body in world.links[to_producer[::-1]] if type(body) is p.WriteFailed}
+    assert len(refused) == MANY - 1 - FEW - 1, "but for those that wait and the one under way"
+    assert all(body.quiesced for body in refused)
+
+
+def test_offers_of_one_item_by_one_producer() -> None:
+    """The last one counts: those before have ended, or their producer is wrong."""
+    machine = Consumer(1 << 12, limits())
+    for peer in "ab":
+        machine.peer_up(peer, frozenset(), 0.0)
+    machine.expect(p.Expect("image", 0), 0.0)
+    machine.offer("a", p.Offer(1, "image", shape_of(6), "digest"), 0.0)
+    for tid in range(1, MANY):
+        for peer in "ba":
+            machine.offer(peer, p.Offer(tid, "image", shape_of(6), "digest"), 0.0)
+            machine.take_effects()
+            machine.check()
+    (item,) = machine.desk.items.values()
+    assert sorted(item.sources) == [("a", MANY - 1), ("b", MANY - 1)]
+    assert item.offers.keys() == machine.desk.sources._items.keys() == set(item.sources)
+
+
+def test_a_producer_whose_withdrawal_was_lost_goes_on_under_another_number() -> None:
+    machine = Consumer(1 << 12, limits(default_allocate_tokens=3))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(p.Expect("image", 0), 0.0)
+    machine.offer("a", p.Offer(1, "image", shape_of(6), "digest"), 0.0)
+    (first, _) = grants_in(machine)
+    machine.wrote("a", p.Wrote(1, first.gid, first.row, first.rows, (7,)), 0.0)
+    machine.drained(first.gid, True, 0.0)
+    machine.offer("a", p.Offer(2, "image", shape_of(6), "digest"), 0.0)
+    (rest,) = grants_in(machine)
+    assert (rest.tid, rest.row, rest.rows) == (2, 3, 3)
+    machine.check()
+
+
+@pytest.mark.parametrize("order", [NOT_ASKED, 7])
+def test_items_that_come_and_go_behind_one_that_waits(order: int) -> None:
+    line = Line()
+    line.add("first", "a", order)
+    for number in range(100 * MANY):
+        line.add(f"item{number}", f"producer{number % 3}", order)
+        line.remove(f"item{number}")
+        assert len(line._asked) + sum(map(len, line._by_producer.values())) <= MOST_ENTRIES
+    assert len(line._by_producer) <= MOST_ENTRIES
+    line.add("last", "a", order)
+    assert [line.first_asked(), *line.unasked()] == [
+        "first" if order == 7 else None,
+        *(["first"] if order == NOT_ASKED else []),
+    ]
+    line.remove("first")
+    assert (line.first_asked() or next(line.unasked())) == "last"
+
+
+def test_where_a_consumer_says_that_it_is() -> None:
+    machine = Producer(ProducerLimits())
+    window = p.SharedWindow("host", "path", 8)
+    for number in range(MANY):
+        at = f"tcp://c:{number}"
+        machine.peer_up("consumer", window, frozenset((at,)), (at,), 0.0)
+        assert list(machine._at) == list(machine._engines) == [at]
+    machine.peer_up("next", window, frozenset((at,)), (at,), 0.0)
+    machine.peer_lost("consumer", 0.0)
+    assert (machine._at, machine._engines) == ({at: "next"}, {at: (at,)})
+    machine.peer_lost("next", 0.0)
+    assert not machine._at
+    assert not machine._engines
