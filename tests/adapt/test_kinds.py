@@ -231,6 +231,31 @@ def test_one_head_on_each_rank_of_some_layers_is_refused(
     assert [kind.topology.num_heads for kind in facts.shape.kinds] == [4, 8]
 
 
+@pytest.mark.parametrize(("tp", "counted"), [(1, [4, 8]), (4, [4, 8]), (8, [8, 8]), (16, [8, 8])])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"swa_num_key_value_heads": 8},  # MiMo V2
+        {"attention_other_setting": {"num_attention_groups": 8}},  # Step 3.5
+        {"num_kv_heads_of_layers": None, "layers": [{"kv_heads": 8}, {"kv_heads": 3}]},
+    ],
+    ids=str,
+)
+def test_ranks_that_hold_different_heads_are_not_taken_for_replicas(
+    make_config: Callable[..., VllmConfig], named: dict[str, Any], tp: int, counted: list[int]
+) -> None:
+    """Where windows have more heads than the model says, ranks have one of each from then on."""
+    config = make_config(tp=tp)
+    for name, value in named.items():
+        setattr(config.model_config.hf_text_config, name, value)
+    full, window = (
+        replace(spec, num_kv_heads=max(1, heads // tp)) for spec, heads in ((FULL, 4), (WINDOW, 8))
+    )
+    cache = by_hand(([name_of(0)], full), ([name_of(i) for i in range(1, 12)], window))
+    facts = read(config, cache)
+    assert [kind.topology.num_heads for kind in facts.shape.kinds] == counted
+
+
 # Tokens dealt out
 
 

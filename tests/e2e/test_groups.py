@@ -11,6 +11,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.testing.models import HybridShape, make_hybrid
+from vllm_kvpool.testing.uneven_models import UnevenShape, make_uneven
 
 with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
     warnings.simplefilter("ignore")
@@ -110,6 +111,20 @@ def test_the_next_turn_finds_what_was_decoded(
     (expected,) = engine().generate(turn)
     read = fresh(chatting, expecting(turn, 256))
     assert read.cached_tokens == found(256)
+    same(read, expected)
+
+
+def test_ranks_that_hold_one_head_of_each_kind(engines: EngineShelf, tmp_path: Path) -> None:
+    """Its windows have two KV heads, one on each rank; its other layers one, which both hold."""
+    model = make_uneven(tmp_path, UnevenShape())
+    prompt = Prompt(ids=tokens(seed=60, count=PROMPT_TOKENS))
+    (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
+    config = pool(files(tmp_path / "pool"))
+    spec = EngineSpec(model=model, tp=2, block_size=64, kv_transfer_config=config)
+    with_pool = engines.get(spec)
+    same(with_pool.generate(prompt)[0], expected)
+    read = fresh(with_pool, expecting(prompt, STORED))
+    assert read.cached_tokens == found(STORED)
     same(read, expected)
 
 

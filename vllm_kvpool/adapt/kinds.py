@@ -5,7 +5,8 @@ or pipeline. What is alike in all of them is the kind of a layer: how far it loo
 large its rows are. Layers are counted within their kind.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ _LAYER_TYPES = {
     "sliding_attention": "window",
     "chunked_attention": "local",
 }
+# Ends of the names under which configurations have numbers of KV heads, of all or some layers.
+_NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "attention_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,8 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     local = int(spec.num_kv_heads)
+    if local == 1 and total < tp_size and tp_size % total == 0:
+        return _heads_of_ranks_of_one(vllm_config, total, tp_size)
     if local == max(1, total // tp_size):
         return total
     if local > 1 or tp_size == 1:
@@ -206,6 +211,27 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
         "some layers of this model have one KV head on each rank, and whether ranks share it "
         "cannot be told; lower tensor_parallel_size"
     )
+
+
+def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
+    """As how many heads ranks of one head count, where ranks are more than the model has heads.
+
+    Some layers may have more heads than the model says it has, and with one on each rank nobody
+    can tell which. A multiple of all numbers that are named is right for each of them: ranks that
+    count as holding the same head do, and a head of several names is only stored several times.
+    """
+    named = _named_heads(vllm_config.model_config.hf_text_config.to_dict())
+    return math.lcm(total, *(n for n in named if 0 < n <= tp_size and tp_size % n == 0))
+
+
+def _named_heads(values: Mapping[str, Any]) -> Iterator[int]:
+    """The numbers of KV heads in a model's configuration, of whatever layers."""
+    for name, value in values.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from _named_heads(each)
+            elif isinstance(each, int) and name.endswith(_NAMES_OF_HEADS):
+                yield each
 
 
 def _stages(
