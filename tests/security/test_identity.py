@@ -4,6 +4,7 @@ What vLLM's real configurations make of a namespace is tests/adapt/test_engine.p
 directories of weights that differ where it is easy to overlook.
 """
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -144,6 +145,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
             vllm=SimpleNamespace(
                 model_config=SimpleNamespace(
                     **{"model": str(model), "revision": None, "seed": 0, "max_model_len": 4096},
+                    **{"hf_config_path": None},
                     **{"hf_text_config": text, "hf_overrides": {}, "dtype": "float16"},
                     **{"quantization": None, "served_model_name": "m"},
                 ),
@@ -196,6 +198,33 @@ def test_one_value_that_differs_is_another_namespace(
     namespace_with: Callable[..., str], path: str, value: object
 ) -> None:
     assert namespace_with(path, value) != namespace_with() == namespace_with()
+
+
+@pytest.mark.parametrize(
+    ("said", "is_same"),
+    [
+        ({}, True),
+        ({"transformers_version": "9", "torch_dtype": "float16", "_name_or_path": "x"}, True),
+        ({"use_parallel_residual": False}, False),
+        ({"routed_scaling_factor": 2.5}, False),
+        ({"vision_config": {"vision_feature_layer": -1}}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", ["vllm.model_config.model", "vllm.model_config.hf_config_path"])
+def test_equal_weights_of_another_configuration_are_another_model(
+    tmp_path: Path,
+    namespace_with: Callable[..., str],
+    place: str,
+    said: dict[str, Any],
+    is_same: bool,
+) -> None:
+    """Whatever it is that differs: only the model's code knows what comes of it."""
+    copy = tmp_path / make_llama(tmp_path / "made", SHAPE).name
+    shutil.copytree(tmp_path / "made" / copy.name, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | said))
+    assert (namespace_with(place, str(copy)) == namespace_with()) is is_same
 
 
 def test_unicode_forms_of_one_tenants_name_are_two_tenants(

@@ -17,7 +17,7 @@ except ImportError as error:
         "embeddings are not to be had, nor when the model is loaded; KVPoolConnector works"
     ) from error
 
-from vllm_kvpool.adapt.namespace import weights_identity
+from vllm_kvpool.adapt.namespace import configuration_files, weights_identity
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.errors import ConfigError
 
@@ -111,6 +111,7 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
         "model_type": hf.model_type,
         "hidden_size": model.hf_text_config.hidden_size,
         "parts": parts,
+        "configuration": configuration_files(model),
         "weights": config.weights_id or weights_identity(vllm_config),
         "namespace": config.namespace,
         "dtype": str(model.dtype),

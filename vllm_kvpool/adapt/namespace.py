@@ -79,6 +79,21 @@ _ARCHITECTURE_FIELDS = (
     "original_max_position_embeddings",
 )
 
+# Those are as vLLM has them, with defaults that a file leaves out. What else a file says may change
+# KV too, in ways that only the model's code knows; these say nothing of it.
+_CONFIG_FILES = ("config.json", "params.json")
+_NOT_OF_KV = (
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
 
 def engine_namespace(
     vllm_config: "VllmConfig",
@@ -96,6 +111,7 @@ def engine_namespace(
         "namespace": config.namespace,
         "weights": config.weights_id or weights_identity(vllm_config),
         "architecture": {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)},
+        "configuration": configuration_files(model),
         "rope": _rope(text, model.max_model_len),
         "overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else "",
         "kinds": [_kind_values(*each) for each in zip(specs, kinds, strict=True)],
@@ -127,6 +143,26 @@ def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
     }
+
+
+def configuration_files(model: Any) -> dict[str, Any]:
+    """What the files that a model's configuration was read from say, as far as they are here."""
+    directory = local_directory(model.hf_config_path or str(model.model), model.revision)
+    said: dict[str, Any] = {}
+    for path in () if directory is None else map(directory.joinpath, _CONFIG_FILES):
+        if path.is_file():
+            said[path.name] = _what_may_change_kv(path.read_bytes())
+    return said
+
+
+def _what_may_change_kv(content: bytes) -> Any:
+    try:
+        values = json.loads(content)
+    except ValueError:
+        return content.hex()
+    if not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if name not in _NOT_OF_KV}
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
