@@ -806,3 +806,53 @@ def test_two_items_never_go_by_one_name() -> None:
     view = request("r", "a", "b", delivery=Delivery(is_sent=True, names=names))
     desk.ensure(view)
     assert [body.mm_hash for body in desk.links.take(Expect)] == ["theirs", "b"]
+
+
+@pytest.mark.parametrize("names", [({"a": "b"}, None), (None, {"b": "a"})])
+def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
+    names: tuple[dict[str, str] | None, dict[str, str] | None],
+) -> None:
+    """As where one has the media and the other only what a proxy says of them."""
+    desk = Desk()
+    views = [
+        request(item, item, delivery=Delivery(is_sent=True, names=theirs))
+        for item, theirs in zip("ab", names, strict=True)
+    ]
+    (name,) = {"a", "b"} & {view.delivery.name_of(view.request_id) for view in views}
+    for item, view in zip("ab", views, strict=True):
+        for each in views[views.index(view) :]:
+            assert not desk.ensure(each)
+        assert desk.links.expected() == [name]
+        desk.links.ready(name)
+        assert desk.ensure(view)
+        assert desk.load(item) == (Load(item, name),)
+        desk.links.taken(name)
+        desk.side.finished(view)
+    assert not desk.side._by_name
+
+
+def test_two_requests_that_call_an_item_differently_wait_for_the_same() -> None:
+    """The workers would never be told to forget it by the other name."""
+    desk = Desk()
+    first = request("first", "a", delivery=Delivery(is_sent=True, names={"a": "theirs"}))
+    second = request("second", "a")
+    assert not desk.ensure(first)
+    assert not desk.ensure(second)
+    assert desk.links.expected() == ["theirs"]
+    for view in (first, second):
+        desk.side.finished(view)
+    assert desk.links.expected() == []
+
+
+def test_who_holds_a_name_waits_for_nobody_who_waits_for_it() -> None:
+    desk = Desk()
+    old = Delivery(is_sent=True, names={"a": "y"})
+    young = Delivery(is_sent=True, names={"b": "x"})
+    assert not desk.ensure(request("old", "a", delivery=old))
+    assert not desk.ensure(request("young", "b", "y", delivery=young))
+    assert desk.links.expected() == ["y", "x"], "the younger one's y waits for the older one's a"
+    assert not desk.ensure(request("old", "a", "x", delivery=old))
+    (*_, alias) = desk.links.expected()
+    desk.links.failed(alias)
+    assert not desk.ensure(request("old", "a", "x", delivery=old))
+    assert desk.side.take_unavailable() == {"old"}

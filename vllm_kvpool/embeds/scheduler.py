@@ -201,7 +201,10 @@ class EmbedsScheduler:
         if self._is_loading(request.delivery.name_of(mm_hash)):
             return False  # asked for now, it would be promised once more and be gone
         if wanted is None or request_id not in wanted.requests:
-            wanted = self._want(request, feature)
+            name = wanted.name if wanted is not None else self._name_for(request, feature)
+            if not name:
+                return False
+            wanted = self._want(request, feature, name)
         if not self._links.are_up:
             wanted.failure = Code.UNREACHABLE, "the engine's workers do not answer"
         if wanted.failure is not None:
@@ -216,12 +219,22 @@ class EmbedsScheduler:
             or delivery.name_of(feature.mm_hash) in (self._offered)
         )
 
-    def _want(self, request: RequestView, feature: Feature) -> Wanted:
+    def _name_for(self, request: RequestView, feature: Feature) -> str:
+        """What to ask for; '' while an older request asks for another item by that name."""
+        mm_hash, request_id = feature.mm_hash, request.request_id
+        name = request.delivery.name_of(mm_hash)
+        holder = self._by_name.get(name, mm_hash)
+        if holder == mm_hash:
+            return name
+        order = self._orders.get(request_id, self._next_order)
+        if any(self._orders.get(each, order) < order for each in self._wanted[holder].requests):
+            return ""
+        # Nobody may know it by this one, but it does not wait for who may wait for it.
+        return mm_hash if mm_hash not in self._by_name else f"{mm_hash} of {request_id}"
+
+    def _want(self, request: RequestView, feature: Feature, name: str) -> Wanted:
         order = self._orders.setdefault(request.request_id, self._next_order)
         self._next_order = max(self._next_order, order + 1)
-        name = request.delivery.name_of(feature.mm_hash)
-        if self._by_name.get(name, feature.mm_hash) != feature.mm_hash:
-            name = feature.mm_hash  # an encoder's name is one item's at a time
         peers = request.delivery.peers_of(feature.mm_hash)
         # Who encodes itself only asks whether somebody has done so already.
         asks_only = self._is_producer and not request.delivery.is_sent
