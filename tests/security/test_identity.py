@@ -139,7 +139,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
 
     model = make_llama(tmp_path_factory.mktemp("models"), SHAPE)
 
-    def build(path: str = "", value: object = None) -> str:
+    def build(path: str = "", value: object = None, **options: object) -> str:
         text = SimpleNamespace(model_type="llama", hidden_size=128, rope_theta=1e4)
         engine: Any = SimpleNamespace(
             vllm=SimpleNamespace(
@@ -158,7 +158,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
                 **{"dtype": "float16", "kv_quant_mode": SimpleNamespace(name="NONE")},
             ),
             kind=Kind(Topology(4, 1, ((0, 2),), 1, True), 128),
-            config=read_config({}, env={}),
+            config=read_config(options, env={}),
         )
         *way, last = path.split(".") if path else [""]
         place = engine
@@ -225,6 +225,8 @@ def test_equal_weights_of_another_configuration_are_another_model(
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | said))
     assert (namespace_with(place, str(copy)) == namespace_with()) is is_same
+    named = {"weights_id": "checked by hand"}
+    assert namespace_with(place, str(copy), **named) == namespace_with(**named)
 
 
 def test_unicode_forms_of_one_tenants_name_are_two_tenants(

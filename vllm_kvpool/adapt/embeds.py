@@ -111,7 +111,7 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
         "model_type": hf.model_type,
         "hidden_size": model.hf_text_config.hidden_size,
         "parts": parts,
-        "configuration": configuration_files(model),
+        "configuration": {} if config.weights_id else configuration_files(model),
         "weights": config.weights_id or weights_identity(vllm_config),
         "namespace": config.namespace,
         "dtype": str(model.dtype),

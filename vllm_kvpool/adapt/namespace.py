@@ -111,7 +111,7 @@ def engine_namespace(
         "namespace": config.namespace,
         "weights": config.weights_id or weights_identity(vllm_config),
         "architecture": {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)},
-        "configuration": configuration_files(model),
+        "configuration": {} if config.weights_id else configuration_files(model),
         "rope": _rope(text, model.max_model_len),
         "overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else "",
         "kinds": [_kind_values(*each) for each in zip(specs, kinds, strict=True)],

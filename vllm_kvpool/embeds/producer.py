@@ -181,7 +181,7 @@ class Producer:
             transfer = self.transfers.begin(source, now, peer=peer)
             if first is not None and self._writing.is_good(transfer, first):
                 transfer.first = first.gid
-                self._writing.accept(transfer, first, now)
+                self._writing.take(transfer, first, now)
             self._offer(transfer, now)
             return
         is_coming = source is not None or told.mm_hash in self._pushes

@@ -53,7 +53,7 @@ class Writing:
             self._note_result(transfer, told.gid, said)
             self._transfers.say(peer, said)
             return
-        self.accept(transfer, told, now)
+        self.take(transfer, told, now)
         self._transfers.pump_at = now
 
     def is_good(self, transfer: Transfer, told: Grant) -> bool:
@@ -74,7 +74,7 @@ class Writing:
         _, rows = runs_of(told.row, told.rows, told.extents, shape.row_bytes)
         return inside and apart and 0 <= told.row < shape.rows and rows > 0
 
-    def accept(self, transfer: Transfer, told: Grant, now: float) -> None:
+    def take(self, transfer: Transfer, told: Grant, now: float) -> None:
         """Its rows are to be written."""
         if transfer.state in (State.BOOTSTRAPPING, State.SUSPENDED):
             transfer.state = PRODUCER_TABLE.after(transfer.state, SendEvent.OFFER)
