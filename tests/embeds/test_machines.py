@@ -225,6 +225,25 @@ def test_small_writes_do_not_wait_for_a_writer_each(
     assert under_way == most
 
 
+def test_what_is_too_large_to_come_unasked_does_not_hold_the_encoder_for_ever() -> None:
+    """A request that was sent on is cancelled before its item is asked for."""
+    bounds = limits(max_landing_bytes=40)
+    world = World(1, bounds=bounds, sender_limits=ProducerLimits(retain_bytes=50, writers=2))
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    for name, rows in (("large", 9), ("small", 3)):
+        world.push(producer, name, "c0")
+        world.produce(producer, name, shape_of(rows))
+    world.settle()
+    assert producer.machine.held_bytes == 0
+    assert consumer.machine.gauges()["items"] == 0
+    assert consumer.machine.counts["never_asked_for"] == 2
+    world.produce(producer, "large", shape_of(9))
+    world.expect(consumer, "large")
+    world.settle()
+    world.assert_item(consumer, "large")
+
+
 def test_one_transfer_for_many_offers() -> None:
     world = World(9, producers=3, arena_bytes=16)
     world.connect_all()

@@ -109,6 +109,12 @@ class Admission:
             return bool(self._active)
         return any(each.asked and each.order != item.order for each in self._active.values())
 
+    def waits_for_a_request(self, item: Item) -> bool:
+        """Whether an item that has been offered is too large to be let in without one."""
+        if item.mm_hash not in self._line or item.asked:
+            return False
+        return not self._landing.ever_admits(_nbytes(item))
+
     # Those that are in
 
     def activate(self, item: Item) -> None:

@@ -204,7 +204,7 @@ class Consumer:
 
     def _look_at(self, item: Item, now: float) -> None:
         limits, waited = self.desk.limits, now - item.since
-        if item.state is State.SUCCESS:
+        if item.state is State.SUCCESS or self.desk.admission.waits_for_a_request(item):
             if not item.asked and waited > limits.waiting_timeout_s:
                 self.desk.counts["never_asked_for"] += 1
                 self.desk.end(item, ItemEvent.CANCEL, Code.TIMEOUT, "no request came", now)

@@ -72,6 +72,10 @@ class Landing:
             and self.taken + nbytes <= self.limit
         )
 
+    def ever_admits(self, nbytes: int) -> bool:
+        """Whether an item that no request has asked for can ever be let in."""
+        return nbytes <= self.limit // UNASKED_SHARE
+
     def take(self, nbytes: int, asked: bool) -> None:
         """An item is let in."""
         self.taken += nbytes
