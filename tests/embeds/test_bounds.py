@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.embeds.sessions import hello
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds import protocol as p
 from vllm_kvpool.embeds.consumer import Consumer
@@ -9,7 +10,8 @@ from vllm_kvpool.embeds.credit import MOST_ENTRIES, NOT_ASKED, Line
 from vllm_kvpool.embeds.effects import Send
 from vllm_kvpool.embeds.limits import ProducerLimits
 from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.rows import Extent
+from vllm_kvpool.embeds.rows import Extent, ItemShape, Plane, checked_shape
+from vllm_kvpool.errors import ProtocolError
 
 MANY = 200
 FEW = 8
@@ -19,6 +21,32 @@ def grants_in(machine: Consumer) -> list[p.Grant]:
     """Of what the consumer says now."""
     said = [each.body for each in machine.take_effects() if type(each) is Send]
     return [body for body in said if type(body) is p.Grant]
+
+
+LONG = "x" * (p.MAX_NAME + 1)
+TOO_LONG: dict[str, p.Message] = {
+    "a wish": p.Want(LONG, 1.0),
+    "its answer": p.WantAck(LONG, gone=True),
+    "an item": p.Offer(1, LONG, shape_of(1), "digest"),
+    "an encoding": p.Offer(1, "image", shape_of(1), LONG),
+    "what belongs to an item": p.Offer(1, "image", shape_of(1), "digest", bytes(1 << 20)),
+    "a process": hello(LONG),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_names(name: str) -> None:
+    """Of wishes, items and last words thousands are kept."""
+    with pytest.raises(ProtocolError):
+        p.decode(p.encode(p.Envelope("peer", "", 1, TOO_LONG[name])))
+
+
+@pytest.mark.parametrize(
+    "plane", [Plane("x" * 1000, "uint8", (1,)), Plane("embedding", "uint8", (1,) * 1000)]
+)
+def test_what_planes_say_of_themselves(plane: Plane) -> None:
+    with pytest.raises(ProtocolError):
+        checked_shape(ItemShape(1, (plane,)))
 
 
 def test_grants_that_wait_for_their_write() -> None:

@@ -8,7 +8,7 @@ from vllm_kvpool.embeds.admission import SPARE_ORDERS
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.credit import OLDEST_WAITS_S
 from vllm_kvpool.embeds.effects import Allocate, Drain, Send
-from vllm_kvpool.embeds.protocol import Expect, Grant, Offer, WantAck, WriteFailed, Wrote
+from vllm_kvpool.embeds.protocol import Expect, Grant, Offer, Want, WantAck, WriteFailed, Wrote
 
 LATER_S = 10.0
 
@@ -93,6 +93,26 @@ def fill(machine: Consumer, grant: Grant) -> None:
     machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.1)
     machine.take_effects()
     machine.drained(grant.gid, True, 0.1)
+
+
+def test_a_grant_before_the_row_was_known_is_of_no_more_rows_than_it_said() -> None:
+    """Rows are shorter than those of the item before: more of them would have room."""
+    machine = Consumer(1 << 12, limits(default_allocate_tokens=4))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.offer("a", Offer(1, "before", shape_of(1, row_bytes=8), "digest"), 0.0)
+    machine.take_effects()
+    machine.expect(Expect("image", 0), 0.0)
+    wants = [each.body for each in machine.take_effects() if isinstance(each, Send)]
+    (first,) = [body.first for body in wants if isinstance(body, Want) and body.first]
+    assert first.rows == 4
+    machine.offer("a", Offer(2, "image", shape_of(6, row_bytes=2), "digest", first=first.gid), 0.0)
+    ((_, rest),) = granted(machine)
+    assert (rest.row, rest.rows) == (4, 2)
+    machine.wrote("a", Wrote(2, rest.gid, 4, 1, (7,)), 0.1)
+    assert granted(machine) == [], "two are out"
+    machine.drained(rest.gid, True, 0.2)
+    ((_, left),) = granted(machine)
+    assert (left.row, left.rows) == (5, 1), "fewer rows than were granted have been written"
 
 
 @pytest.mark.parametrize("patience", [(0.25, 0.0), (0.0, 0.25), (0.25, 30.0)])

@@ -244,6 +244,33 @@ def test_what_is_too_large_to_come_unasked_does_not_hold_the_encoder_for_ever() 
     world.assert_item(consumer, "large")
 
 
+def test_writes_for_a_killed_consumer_are_no_answer_to_the_next() -> None:
+    """Both number their grants from 1, and the first one's are still being written."""
+    world = World(1, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
+    world.connect_all()
+    (producer,) = world.producers
+    world.push(producer, "image", "c0")
+    world.produce(producer, "image", shape_of(6))
+    while len(producer.writes) < 2:
+        world.choices()[0]()
+    world.restart_consumer(0)
+    (consumer,) = world.consumers
+    world.connect_all()
+    world.expect(consumer, "image")
+    while any(world.links.values()):
+        for key, queue in world.links.items():
+            while queue:
+                world.deliver(key)
+    began = world.now
+    while choices := world.choices():
+        choices[0]()
+    world.assert_item(consumer, "image")
+    assert world.now == began
+    assert consumer.machine.counts["corrupt_rows"] == 0
+    world.settle()
+    assert producer.machine.gauges()["writes"] == producer.machine.held_bytes == 0
+
+
 def test_one_transfer_for_many_offers() -> None:
     world = World(9, producers=3, arena_bytes=16)
     world.connect_all()

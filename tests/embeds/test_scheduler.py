@@ -96,6 +96,17 @@ def test_a_request_without_parameters_goes_on_at_once() -> None:
     assert desk.links.heard == [[]]
 
 
+def test_a_request_with_neither_parameters_nor_media_is_given_up() -> None:
+    """The engine would end if it were to encode what it does not have."""
+    desk = Desk()
+    assert not desk.ensure(request("empty", "a", delivery=NOWHERE))
+    assert desk.side.take_unavailable() == {"empty"}
+    assert desk.links.expected() == []
+    desk.links.say(ItemNews("b", rows=ROWS, offered=True))
+    assert not desk.ensure(request("offered", "b", delivery=NOWHERE))
+    assert desk.side.take_unavailable() == set()
+
+
 def test_a_request_without_parameters_asks_configured_peers_and_those_who_offered() -> None:
     view = request("plain", "a", delivery=NOWHERE, media=True)
     assert not Desk(has_peers=True).ensure(view)
@@ -155,6 +166,16 @@ def test_who_could_encode_itself_only_asks() -> None:
     desk.ensure(request("s", "b", media=True))
     asks, waits = desk.links.take(Expect)
     assert (asks.patience_s, waits.patience_s) == (ASK_ONLY_S, 0.0)
+
+
+@pytest.mark.parametrize("others", [(), ("tcp://other:1",)])
+def test_who_encodes_itself_does_not_wait_for_itself(others: tuple[str, ...]) -> None:
+    """A proxy may choose one engine for both halves of a request."""
+    desk = Desk(is_producer=True, own_endpoint="tcp://me:1")
+    desk.ensure(request("r", "a", delivery=Delivery(is_sent=True, peers=("tcp://me:1", *others))))
+    (told,) = desk.links.take(Expect)
+    assert isinstance(told, Expect)
+    assert (told.peers, told.patience_s) == (others, 0.0 if others else ASK_ONLY_S)
 
 
 def test_expectations_carry_what_the_request_says() -> None:

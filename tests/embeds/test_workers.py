@@ -82,6 +82,15 @@ def test_width_and_dtype_are_the_producers_to_say(dtype: torch.dtype) -> None:
         assert torch.equal(got, sent)
 
 
+@pytest.mark.parametrize("tensor", [torch.empty(0, 4), torch.zeros(3, 4, dtype=torch.complex64)])
+def test_an_output_that_cannot_be_sent_does_not_end_the_engine(tensor: torch.Tensor) -> None:
+    with Engine(Role.PRODUCER) as producer:
+        producer.workers[0].produced("odd", tensor, 0)
+        wait_for(lambda: producer.counts().get("unsendable_outputs") == 1)
+        producer.encode("image", embeddings(4))
+        wait_for(lambda: producer.gauges()["sources"] == 1)
+
+
 def test_planes_travel_with_their_rows() -> None:
     with (
         Engine(Role.PRODUCER) as producer,

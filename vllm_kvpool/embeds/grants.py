@@ -109,6 +109,8 @@ class Grants:
             self._bad_rows(item, granted, now)
             self._desk.pump_at = now
             return
+        if told.rows < granted.rows:
+            self._desk.admission.look_for_gaps(item)
         granted.rows, granted.runs = told.rows, runs
         granted.state = GRANT_TABLE.after(granted.state, GrantEvent.WROTE)
         self._desk.effects.append(Drain(granted.gid, item.mm_hash, runs, told.digests))

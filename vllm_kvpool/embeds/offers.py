@@ -120,7 +120,8 @@ class Offers:
             if peer != item.sources[0][0]:
                 self._desk.revoke(granted, 0)  # its rows are the other one's now
                 continue
-            _, rows = runs_of(0, item.shape.rows, granted.extents, item.shape.row_bytes)
+            most = min(granted.rows, item.shape.rows)  # as the producer understands it
+            _, rows = runs_of(0, most, granted.extents, item.shape.row_bytes)
             if not item.admitted or not rows or len(item.received):
                 # It would hold a part of the window while it waits for memory of its own.
                 self._desk.revoke(granted, told.tid)

@@ -299,10 +299,11 @@ class Producer:
         """There is a session with whom a push goes to; maybe with a new incarnation."""
         if transfer.state in ENDED:
             return
-        if transfer.peer != peer and not self.transfers.redirect(transfer, peer):
-            self.transfers.end(transfer, SendEvent.CANCEL, now)  # that one wanted it before
-            return
-        self._offer(transfer, now)
+        goes: Transfer | None = transfer
+        if transfer.peer != peer:
+            goes = self.transfers.redirected(transfer, peer, now)
+        if goes is not None:
+            self._offer(goes, now)
 
     def _offer(self, transfer: Transfer, now: float) -> None:
         """Say that the item is there, if it can be said now."""

@@ -9,7 +9,7 @@ C is the consumer of an item, P its producer, S a consumer's or producer's own s
 """
 
 from enum import Enum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -25,6 +25,11 @@ MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
 MAX_RANKS = 1024  # of an engine
 MAX_HEARTBEAT_S = 86_400.0
+MAX_NAME = 4096  # characters of what peers call an item, a process or an encoding
+MAX_AUX_BYTES = FULL_FRAME_BYTES  # of an item
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""What is kept of a peer's word, up to as many as a limit says."""
 
 
 class Role(Enum):
@@ -107,7 +112,7 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     """Who is there. Sent first on every connection, and again with a higher `epoch`."""
 
     versions: tuple[int, int]
-    incarnation: str
+    incarnation: Name
     """Of the process; another one after each start."""
     engine_id: str
     role: Role
@@ -172,7 +177,7 @@ class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
     declined, so an item that does not exist yet holds no memory.
     """
 
-    mm_hash: str
+    mm_hash: Name
     patience_s: float
     first: Grant | None = None
 
@@ -180,7 +185,7 @@ class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
 class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
     """P→C: there is no such item yet, or (`gone`) no more. `declined` is the grant not used."""
 
-    mm_hash: str
+    mm_hash: Name
     gone: bool
     declined: int = 0
 
@@ -189,11 +194,11 @@ class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
     """P→C: an item, whole: the true length, and everything that is not rows."""
 
     tid: int
-    mm_hash: str
+    mm_hash: Name
     shape: ItemShape
-    digest: str
+    digest: Name
     """Tells encodings apart: of two of the same item with the same one, rows can be mixed."""
-    aux: bytes = b""
+    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] = b""
     first: int = 0
     """The grant of a `Want` that is used, or 0."""
 

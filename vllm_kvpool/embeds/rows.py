@@ -15,6 +15,8 @@ import msgspec
 from vllm_kvpool.errors import ProtocolError
 
 MAX_PLANES = 16
+MAX_PLANE_NAME = 256  # characters
+MAX_DIMENSIONS = 16  # of a row
 MAX_ROWS = 1 << 40
 MAX_ROW_BYTES = 1 << 30
 KNOWN_SHAPES = 1024  # of recent items, which are checked and counted once
@@ -68,6 +70,12 @@ class ItemShape(msgspec.Struct, frozen=True, dict=True):
         if len({plane.name for plane in self.planes}) < len(self.planes):
             raise ProtocolError("two planes of an item have the same name")
         for plane in self.planes:
+            if len(plane.name) > MAX_PLANE_NAME or len(plane.row_shape) > MAX_DIMENSIONS:
+                raise ProtocolError(
+                    f"a plane with a name of {len(plane.name)} characters and rows of "
+                    f"{len(plane.row_shape)} dimensions; {MAX_PLANE_NAME} and {MAX_DIMENSIONS} "
+                    "will do"
+                )
             if plane.dtype not in DTYPE_BYTES:
                 raise ProtocolError(f"plane {plane.name!r} has the unknown dtype {plane.dtype!r}")
             if min(plane.row_shape, default=1) < 1 or plane.row_bytes > MAX_ROW_BYTES:

@@ -196,6 +196,10 @@ class EmbedsScheduler:
             return True
         wanted = self._wanted.get(mm_hash)
         if wanted is None and not self._may_come(request, feature):
+            if not feature.has_media:
+                return self._give_up(
+                    request_id, mm_hash, Code.GONE, "nothing says which encoder has it"
+                )
             self._local.setdefault(request_id, set()).add(mm_hash)
             return True
         if self._is_loading(request.delivery.name_of(mm_hash)):
@@ -235,9 +239,11 @@ class EmbedsScheduler:
     def _want(self, request: RequestView, feature: Feature, name: str) -> Wanted:
         order = self._orders.setdefault(request.request_id, self._next_order)
         self._next_order = max(self._next_order, order + 1)
-        peers = request.delivery.peers_of(feature.mm_hash)
+        named = request.delivery.peers_of(feature.mm_hash)
+        peers = tuple(each for each in named if each != self.own_endpoint)
+        is_elsewhere = request.delivery.is_sent and (bool(peers) or not named)
         # Who encodes itself only asks whether somebody has done so already.
-        asks_only = self._is_producer and not request.delivery.is_sent
+        asks_only = self._is_producer and not is_elsewhere
         patience_s = ASK_ONLY_S if asks_only else 0.0
         is_pushed = request.delivery.is_pushed
         expect = Expect(name, order, peers, feature.rows, patience_s, is_pushed)
@@ -268,12 +274,16 @@ class EmbedsScheduler:
                 text,
             )
             return True
+        return self._give_up(request_id, feature.mm_hash, code, text)
+
+    def _give_up(self, request_id: str, mm_hash: str, code: Code, text: str) -> bool:
+        """The engine would end if it were to encode what it does not have."""
         self._unavailable.add(request_id)
         self._count("failed_requests")
         logger.error(
             "kvpool: request %s fails: %s cannot be had (%s: %s) and its media are not here",
             request_id,
-            feature.mm_hash,
+            mm_hash,
             code.value,
             text,
         )

@@ -77,16 +77,23 @@ class Transfers:
                 self._by_target[(source.mm_hash, target)] = transfer.tid
         return transfer
 
-    def redirect(self, transfer: Transfer, peer: str) -> bool:
-        """It goes to a new incarnation from now on; False if that one has asked for it before."""
+    def redirected(self, transfer: Transfer, peer: str, now: float) -> Transfer | None:
+        """What goes to a new incarnation from now on; None if that one has asked for it before."""
         mm_hash = transfer.source.mm_hash
         other = self._by_target.get((mm_hash, peer))
         if other is not None and other != transfer.tid:
-            return False
+            self.end(transfer, SendEvent.CANCEL, now)
+            return None
+        if transfer.state is not State.BOOTSTRAPPING:
+            # Grants of who was there before may have the numbers of those to come.
+            del self._by_target[(mm_hash, transfer.endpoint)]
+            following = self.begin(transfer.source, now, endpoint=transfer.endpoint, peer=peer)
+            self.end(transfer, SendEvent.CANCEL, now)
+            return following
         self._by_target.pop((mm_hash, transfer.peer), None)
         transfer.peer, transfer.offered = peer, False
         self._by_target[(mm_hash, peer)] = transfer.tid
-        return True
+        return transfer
 
     def of(self, peer: str, tid: int) -> Transfer | None:
         """A transfer that this consumer may speak of."""

@@ -22,6 +22,7 @@ from vllm_kvpool.embeds.protocol import OLDEST_VERSION, VERSION, Hello, Role, Wr
 from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import Sockets, read_keys
 from vllm_kvpool.embeds.tensors import Tensor, shape_of, to_host
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import write_stats
 
 logger = logging.getLogger(__name__)
@@ -124,11 +125,19 @@ class EmbedsWorker:
     def produced(
         self, mm_hash: str, tensor: Tensor, epoch: int, aux: Mapping[str, Tensor] | None = None
     ) -> None:
-        """The encoder has computed an item, [rows, ...], under these weights; it is kept."""
+        """The encoder has computed an item, [rows, ...], under these weights; it is kept.
+
+        What cannot be sent costs whoever waits for it, and not the engine.
+        """
         producer = self._producer
         if producer is None:
             return
-        shape = shape_of(tensor, aux)
+        try:
+            shape = shape_of(tensor, aux)
+        except ConfigError as error:
+            logger.error("kvpool: %s is used here alone: %s", mm_hash, error)
+            self._control.post(lambda now: _count(producer, "unsendable_outputs"))
+            return
         copies = [to_host(_own(each)) for each in (tensor, *(aux or {}).values())]
 
         def call(now: float) -> None:
@@ -195,6 +204,10 @@ class EmbedsWorker:
         if self._config.stats_file:
             path = Path(f"{self._config.stats_file}.ec.worker.{self._place.number}")
             write_stats(path, self._control.tally.snapshot())
+
+
+def _count(producer: Producer, event: str) -> None:
+    producer.counts[event] += 1
 
 
 def _own(tensor: Tensor) -> Tensor:
