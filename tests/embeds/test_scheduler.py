@@ -481,6 +481,23 @@ def test_new_weights_make_what_is_there_stale() -> None:
     assert desk.side.plan((), **BUSY).epoch == 1
 
 
+@pytest.mark.parametrize("again", ["weights", "worker"])
+def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> None:
+    """Each may name an encoder of its own."""
+    desk = Desk()
+    for name in "abc":
+        where = Delivery(is_sent=True, peers=(f"tcp://{name}:1",))
+        desk.ensure(request(name, "image", delivery=where))
+    said = desk.links.take(Expect)
+    desk.side.finished(request("a", "image"))
+    if again == "weights":
+        desk.side.weights_changed("next")
+    else:
+        desk.links.say(None)
+        desk.ensure(request("plain", delivery=NOWHERE))
+    assert desk.links.take(Expect) == said[1:]
+
+
 def test_a_failure_of_old_weights_is_tried_again() -> None:
     desk = Desk()
     view = request("r", "a")

@@ -100,8 +100,7 @@ class Wanted:
 
     mm_hash: str
     name: str
-    expect: Expect
-    requests: dict[str, None] = field(default_factory=dict)
+    requests: dict[str, Expect] = field(default_factory=dict)  # and what was said for each
     ready: dict[int, str] = field(default_factory=dict)  # rank -> digest
     failure: tuple[Code, str] | None = None
 
@@ -249,10 +248,10 @@ class EmbedsScheduler:
         expect = Expect(name, order, peers, feature.rows, patience_s, is_pushed)
         wanted = self._wanted.get(feature.mm_hash)
         if wanted is None:
-            wanted = self._wanted[feature.mm_hash] = Wanted(feature.mm_hash, name, expect)
+            wanted = self._wanted[feature.mm_hash] = Wanted(feature.mm_hash, name)
             self._by_name[name] = feature.mm_hash
             self._offered.pop(name, None)
-        wanted.requests[request.request_id] = None
+        wanted.requests[request.request_id] = expect
         if wanted.failure is None:
             self._links.send(expect)
         return wanted
@@ -374,7 +373,8 @@ class EmbedsScheduler:
         for wanted in self._wanted.values():
             wanted.ready.clear()
             wanted.failure = None
-            self._links.send(wanted.expect)
+            for expect in wanted.requests.values():
+                self._links.send(expect)
 
     def encoder_cache_was_reset(self) -> None:
         """The engine has emptied its encoder cache."""
@@ -425,7 +425,8 @@ class EmbedsScheduler:
         for wanted in self._wanted.values():
             wanted.ready.pop(rank, None)
             if wanted.failure is None:  # of a failed item the workers were told to forget it
-                self._links.send(wanted.expect, rank)
+                for expect in wanted.requests.values():
+                    self._links.send(expect, rank)
         for pushes in self._pushed.values():
             for push in pushes.values():
                 self._links.send(push, rank)
