@@ -160,6 +160,57 @@ def test_orders_are_those_of_the_requests() -> None:
     assert orders == [0, 0, 1, 1, 2, 2]
 
 
+def with_resident(item: str) -> Desk:
+    """An engine that has an item, as an earlier request left it."""
+    desk = Desk()
+    view = request("before", item)
+    assert not desk.ensure(view)
+    desk.links.ready(item)
+    assert desk.ensure(view)
+    desk.load(item)
+    desk.side.finished(view)
+    desk.links.take(Expect)
+    return desk
+
+
+def test_an_item_that_may_lose_its_place_in_the_step_waits_for_the_next() -> None:
+    """Without its media the engine could not encode it again."""
+    desk = with_resident("x")
+    desk.side.allocated("room for another")
+    assert desk.ensure(request("media", "x", media=True))
+    assert not desk.ensure(request("none", "x"))
+    desk.side.plan((), **BUSY)
+    assert desk.ensure(request("none", "x"))
+    desk.side.allocated("room for another")
+    desk.side.plan(("x",), **BUSY)
+    assert not desk.ensure(request("none", "x"))
+    assert desk.links.expected() == ["x"]
+
+
+@pytest.mark.parametrize("is_had", [True, False])
+def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
+    is_had: bool,
+) -> None:
+    desk = with_resident("x")
+    assert desk.ensure(request("alone", "x"))
+    assert desk.links.take(Expect) == []
+    view = request("both", "y", "x")
+    assert not desk.ensure(view)
+    told = {body.mm_hash: body.patience_s for body in desk.links.take(Expect)}  # type: ignore[attr-defined]
+    assert told == {"y": 0.0, "x": ASK_ONLY_S}
+    desk.links.ready("y")
+    assert not desk.ensure(view)
+    if is_had:
+        desk.links.ready("x")
+    else:
+        desk.links.failed("x")  # then it is as good as it was
+    assert desk.ensure(view)
+    desk.side.allocated("y")
+    assert desk.side.has("x") == is_had
+    desk.side.finished(view)
+    assert not desk.side._by_name
+
+
 def test_who_could_encode_itself_only_asks() -> None:
     desk = Desk(is_producer=True, has_peers=True)
     desk.ensure(request("r", "a", delivery=NOWHERE, media=True))

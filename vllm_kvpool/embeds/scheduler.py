@@ -169,8 +169,9 @@ class EmbedsScheduler:
         ]
         may_go = True
         if self._is_consumer:
+            lacks = any(each.mm_hash not in self._resident for each in ahead)
             for feature in ahead:
-                may_go &= self._is_there(request, feature)
+                may_go &= self._is_there(request, feature, lacks)
         if self._is_producer:
             may_go &= self._may_encode(request, ahead)
         return may_go
@@ -189,12 +190,26 @@ class EmbedsScheduler:
             )
         return is_alone
 
-    def _is_there(self, request: RequestView, feature: Feature) -> bool:
+    def _is_there(self, request: RequestView, feature: Feature, lacks: bool) -> bool:
+        """`lacks`: the engine has to make room for others of the request's items."""
         mm_hash, request_id = feature.mm_hash, request.request_id
-        if mm_hash in self._resident or mm_hash in self._local.get(request_id, ()):
+        if mm_hash in self._local.get(request_id, ()):
+            return True
+        is_resident = mm_hash in self._resident
+        if is_resident and not feature.has_media:
+            # To make room for another item may cost this one its place, of which is heard at the
+            # end of the step. The engine would then encode what it does not have, and end.
+            if self._allocated:
+                return False
+            is_safe = not lacks
+        else:
+            is_safe = is_resident
+        if is_safe:
             return True
         wanted = self._wanted.get(mm_hash)
         if wanted is None and not self._may_come(request, feature):
+            if is_resident:
+                return True
             if not feature.has_media:
                 return self._give_up(
                     request_id, mm_hash, Code.GONE, "nothing says which encoder has it"
@@ -207,11 +222,11 @@ class EmbedsScheduler:
             name = wanted.name if wanted is not None else self._name_for(request, feature)
             if not name:
                 return False
-            wanted = self._want(request, feature, name)
+            wanted = self._want(request, feature, name, is_resident=is_resident)
         if not self._links.are_up:
             wanted.failure = Code.UNREACHABLE, "the engine's workers do not answer"
         if wanted.failure is not None:
-            return self._without(request_id, feature, wanted)
+            return is_resident or self._without(request_id, feature, wanted)
         return self._is_ready(wanted)
 
     def _may_come(self, request: RequestView, feature: Feature) -> bool:
@@ -235,14 +250,16 @@ class EmbedsScheduler:
         # Nobody may know it by this one, but it does not wait for who may wait for it.
         return mm_hash if mm_hash not in self._by_name else f"{mm_hash} of {request_id}"
 
-    def _want(self, request: RequestView, feature: Feature, name: str) -> Wanted:
+    def _want(
+        self, request: RequestView, feature: Feature, name: str, *, is_resident: bool
+    ) -> Wanted:
         order = self._orders.setdefault(request.request_id, self._next_order)
         self._next_order = max(self._next_order, order + 1)
         named = request.delivery.peers_of(feature.mm_hash)
         peers = tuple(each for each in named if each != self.own_endpoint)
         is_elsewhere = request.delivery.is_sent and (bool(peers) or not named)
-        # Who encodes itself only asks whether somebody has done so already.
-        asks_only = self._is_producer and not is_elsewhere
+        # Who encodes itself, or has it, only asks whether somebody has done so already.
+        asks_only = is_resident or (self._is_producer and not is_elsewhere)
         patience_s = ASK_ONLY_S if asks_only else 0.0
         is_pushed = request.delivery.is_pushed
         expect = Expect(name, order, peers, feature.rows, patience_s, is_pushed)
