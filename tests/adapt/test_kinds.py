@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,10 @@ def by_hand(*groups: tuple[Sequence[str], KVCacheSpec]) -> KVCacheConfig:
     made = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
     tensors = tensors_of([name for names, _ in groups for name in names])
     return KVCacheConfig(num_blocks=100, kv_cache_tensors=tensors, kv_cache_groups=made)
+
+
+def drafting(method: str) -> Any:
+    return SimpleNamespace(method=method)
 
 
 def read(config: VllmConfig, cache: KVCacheConfig, **options: Any) -> adapt.EngineFacts:
@@ -202,6 +207,7 @@ def test_mamba_layers_are_refused_by_name(make_config: Callable[..., VllmConfig]
 
 def test_a_group_of_drafts_alone_is_left_out(make_config: Callable[..., VllmConfig]) -> None:
     config = make_config()
+    config.speculative_config = drafting("eagle")
     own = [name_of(i) for i in range(LAYERS)]
     drafts = [name_of(LAYERS), "draft_model.layers.0.self_attn.attn"]
     facts = read(config, by_hand((drafts, WINDOW), (own, FULL)))
@@ -213,6 +219,19 @@ def test_a_group_of_drafts_alone_is_left_out(make_config: Callable[..., VllmConf
     ]
     with pytest.raises(ConfigError, match="no attention layers"):
         layer_kinds(config, by_hand((drafts, WINDOW)))
+
+
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_layers_that_are_run_through_again_are_no_drafts(
+    make_config: Callable[..., VllmConfig], method: str | None
+) -> None:
+    """They are numbered on behind the model's layers; here the second time sees a window."""
+    config = make_config()
+    config.speculative_config = method and drafting(method)
+    first, again = ([name_of(start + i) for i in range(LAYERS)] for start in (0, LAYERS))
+    facts = read(config, by_hand((first, FULL), (again, WINDOW)))
+    assert [kind.topology.stages for kind in facts.shape.kinds] == [((0, LAYERS),)] * 2
+    assert facts.shape.groups == (Group(16), Group(16, Reach(window=64)))
 
 
 def test_one_head_on_each_rank_of_some_layers_is_refused(

@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
+from vllm_kvpool.testing.looped_models import LoopedShape, make_looped
 from vllm_kvpool.testing.models import HybridShape, make_hybrid
 from vllm_kvpool.testing.uneven_models import UnevenShape, make_uneven
 
@@ -126,6 +127,20 @@ def test_ranks_that_hold_one_head_of_each_kind(engines: EngineShelf, tmp_path: P
     read = fresh(with_pool, expecting(prompt, STORED))
     assert read.cached_tokens == found(STORED)
     same(read, expected)
+
+
+def test_layers_that_are_run_through_twice(engines: EngineShelf, tmp_path: Path) -> None:
+    """Where a hit is full only the last token is computed: all before it is what was loaded."""
+    model = make_looped(tmp_path, LoopedShape())
+    prompt = Prompt(ids=tokens(seed=61, count=2 * CHUNK))
+    (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
+    config = pool(files(tmp_path / "pool"))
+    for tp in (1, 2):
+        spec = EngineSpec(model=model, tp=tp, block_size=32 * tp, kv_transfer_config=config)
+        same(engines.get(spec).generate(prompt)[0], expected)
+        read = fresh(engines.get(spec), expecting(prompt, 2 * CHUNK))
+        assert read.cached_tokens == found(2 * CHUNK - 1)
+        same(read, expected)
 
 
 def test_a_load_that_fails_begins_again(

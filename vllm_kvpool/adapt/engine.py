@@ -20,6 +20,7 @@ from vllm_kvpool.adapt.kinds import (
     groups_of,
     layer_kinds,
     local_layers,
+    num_own_layers,
     shared_kinds,
 )
 from vllm_kvpool.adapt.namespace import engine_namespace
@@ -165,7 +166,7 @@ def layer_spans(
     kv_cache_config: KVCacheConfig, facts: EngineFacts, vllm_config: "VllmConfig"
 ) -> Mapping[str, int]:
     """The layers of this rank by name -> the first layer of their cells, for layered loads."""
-    total = vllm_config.model_config.get_total_num_hidden_layers()
+    total = num_own_layers(vllm_config)
     names = [name for name, _ in local_layers(facts.kinds, kv_cache_config, total)[0]]
     place = rank_place(vllm_config)
     cells = facts.shape.kinds[0].topology.local_cells(place.tp_rank, place.pp_rank)
@@ -192,7 +193,7 @@ def layer_pages(
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
     """The page format of every local layer, kind by kind, in model order."""
-    total = vllm_config.model_config.get_total_num_hidden_layers()
+    total = num_own_layers(vllm_config)
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
     page_formats.refuse_options(vllm_config.additional_config)

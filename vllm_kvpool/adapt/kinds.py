@@ -6,6 +6,7 @@ large its rows are. Layers are counted within their kind.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -50,6 +51,8 @@ _LAYER_TYPES = {
     "sliding_attention": "window",
     "chunked_attention": "local",
 }
+# Of vLLM's methods of speculation, those that look drafts up.
+_DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 # Ends of the names under which configurations have numbers of KV heads, of all or some layers.
 _NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "attention_groups")
 
@@ -82,7 +85,7 @@ class LayerKind:
 
 def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tuple[LayerKind, ...]:
     """The kinds of this model's layers; ConfigError for what cannot be shared."""
-    total = vllm_config.model_config.get_total_num_hidden_layers()
+    total = num_own_layers(vllm_config)
     by_name: dict[str, LayerKind] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         if _is_drafts(group.layer_names, total):
@@ -127,6 +130,18 @@ def _check_spec(spec: Any) -> None:
     page_specs.check_spec(spec)
     if type(spec) not in SHAREABLE_SPECS and not page_formats.is_plain_latent(spec):
         raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
+
+
+def num_own_layers(vllm_config: "VllmConfig") -> int:
+    """From which index on layers are a draft model's.
+
+    Where nothing is drafted all are the model's: one that runs through its layers several times
+    has KV of each time, and numbers it on beyond its layers.
+    """
+    drafts = vllm_config.speculative_config
+    if drafts is None or drafts.method in _DRAFTS_WITHOUT_LAYERS:
+        return sys.maxsize
+    return int(vllm_config.model_config.get_total_num_hidden_layers())
 
 
 def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
@@ -244,7 +259,7 @@ def _stages(
     total = vllm_config.model_config.get_total_num_hidden_layers()
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     if pp_size == 1:
-        here = local_layers(kinds, kv_cache_config, total)
+        here = local_layers(kinds, kv_cache_config, num_own_layers(vllm_config))
         return [((0, len(layers)),) for layers in here]
     pieces = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
     if len(kinds) == 1:
