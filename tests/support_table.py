@@ -228,6 +228,9 @@ ROWS = (
     Row("indexer", MLA, "any", refused("indexer", "cache of a sparse-attention indexer")),
     Row("Mamba state", "Mamba", "any", refused("Mamba", "Mamba layers keep one state")),
     Row(
+        "any", "prefix LM", "any", refused("prefix LM", "tokens of a prompt attend to those behind")
+    ),
+    Row(
         "rows of different sizes",
         "one group of unequal layers",
         "any",

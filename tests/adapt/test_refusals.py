@@ -148,6 +148,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     "compressed": start(replace(LATENT, tokens_per_state=4)),
     "indexer": start(replace(LATENT, head_size=132, cache_role=SparseCacheRole.INDEXER)),
     "Mamba": start(MambaSpec(block_size=64, shapes=((4, 64),), dtypes=(torch.float32,))),
+    "prefix LM": start(replace(SPEC, non_causal=True)),
     "unequal layers": start(
         UniformTypeKVCacheSpecs(
             block_size=64,

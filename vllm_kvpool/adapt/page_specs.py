@@ -32,6 +32,11 @@ def check_spec(spec: Any) -> None:
             f"layers of this model keep KV of different forms in a group ({type(spec).__name__}), "
             "which cannot be shared yet; run this model without kvpool"
         )
+    if getattr(spec, "non_causal", False):
+        raise ConfigError(
+            "tokens of a prompt attend to those behind them in this model, so what is computed of "
+            "a prefix holds for no other prompt; run this model without kvpool"
+        )
     if spec.kv_quant_mode.is_nvfp4:
         raise ConfigError(
             "NVFP4 pages hold the data of all heads before their scales, so they cannot be cut by "
