@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import PoolerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -111,6 +111,20 @@ def test_nothing_is_loaded_where_what_follows_a_given_prefix_is_computed_wrongly
     monkeypatch.setattr(releases, "device_type", lambda: device)
     row = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     assert facts(config, row).shape.loads == loads
+
+
+@pytest.mark.parametrize(("pooling", "loads"), [("LAST", True), ("MEAN", False), ("CLS", False)])
+def test_nothing_is_loaded_where_the_output_of_every_token_is_needed(
+    vllm_config: Callable[..., VllmConfig],
+    pooling: str,
+    loads: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A mean of what is computed behind a hit is none of the prompt; vLLM ends the engine."""
+    pooler = PoolerConfig(seq_pooling_type=pooling)
+    config = vllm_config(runner="pooling", pooler_config=pooler)
+    assert facts(config).shape.loads is loads
+    assert ("needs every token's output" in caplog.text) is not loads
 
 
 def test_what_may_differ_between_engines_that_share(

@@ -107,6 +107,12 @@ def read_engine(
             "given, and turns its own prefix caching off, so nothing is loaded; what is computed "
             "is saved for others"
         )
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        loads = False
+        logger.warning(
+            "kvpool: vLLM caches no prefixes for this model (pooling by mean, for example, needs "
+            "every token's output), so nothing is loaded; what is computed is saved for others"
+        )
     shape = ModelShape(
         namespace=engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared),
         kinds=shared,
