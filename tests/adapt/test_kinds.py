@@ -234,6 +234,33 @@ def test_layers_that_are_run_through_again_are_no_drafts(
     assert facts.shape.groups == (Group(16), Group(16, Reach(window=64)))
 
 
+def test_several_attentions_of_a_layer_are_layers_of_their_own(
+    make_config: Callable[..., VllmConfig],
+) -> None:
+    """As of LongCat Flash, whose layers have two."""
+    names = [f"model.layers.{i}.self_attn.{j}.attn" for i in range(11) for j in range(2)]
+    cache = by_hand((sorted(names), FULL))
+    facts = read(make_config(), cache)
+    assert [kind.topology.stages for kind in facts.shape.kinds] == [((0, 22),)]
+    ((*here,),) = local_layers(facts.kinds, cache, 11)
+    assert [name for name, _ in here] == names
+
+
+@pytest.mark.parametrize(
+    "again", ["model.layers.0.self_attn.1.attn", f"model.layers.{LAYERS}.self_attn.attn"]
+)
+def test_layers_with_kv_several_times_are_not_cut_into_stages(
+    make_config: Callable[..., VllmConfig], again: str
+) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size to 1"):
+        read(make_config(pp=2), by_hand(([name_of(0), again], FULL)))
+
+
+def test_a_layer_without_a_number_is_refused(make_config: Callable[..., VllmConfig]) -> None:
+    with pytest.raises(ConfigError, match="'attn' of this model has no number"):
+        read(make_config(), by_hand((["attn"], FULL)))
+
+
 def test_one_head_on_each_rank_of_some_layers_is_refused(
     make_config: Callable[..., VllmConfig],
 ) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -151,7 +150,15 @@ def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
 
 def _is_own(name: str, total_layers: int) -> bool:
     """Whether a layer is one of the model's, not a draft model's."""
-    return extract_layer_index(name) < total_layers and not name.startswith("draft_model.")
+    return _place(name)[0] < total_layers and not name.startswith("draft_model.")
+
+
+def _place(name: str) -> tuple[int, ...]:
+    """Where a layer stands in its model: its number, and the attention's where it has several."""
+    place = tuple(int(part) for part in name.split(".") if part.isdecimal())
+    if not place:
+        raise ConfigError(f"layer {name!r} of this model has no number, so it cannot be shared")
+    return place
 
 
 def local_layers(
@@ -172,7 +179,7 @@ def local_layers(
                 for name in kv_cache_config.kv_cache_groups[group].layer_names
                 if name in owners and _is_own(name, total_layers)
             ),
-            key=lambda layer: extract_layer_index(layer[0]),
+            key=lambda layer: _place(layer[0]),
         )
         for kind in kinds
     ]
@@ -258,9 +265,15 @@ def _stages(
     """
     total = vllm_config.model_config.get_total_num_hidden_layers()
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    here = local_layers(kinds, kv_cache_config, num_own_layers(vllm_config))
     if pp_size == 1:
-        here = local_layers(kinds, kv_cache_config, num_own_layers(vllm_config))
         return [((0, len(layers)),) for layers in here]
+    places = [_place(name) for layers in here for name, _ in layers]
+    if any(len(place) > 1 or place[0] >= total for place in places):
+        raise ConfigError(
+            "layers of this model have KV several times, which is shared without pipeline "
+            "parallelism only; set pipeline_parallel_size to 1"
+        )
     pieces = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
     if len(kinds) == 1:
         return [tuple(pieces)]
