@@ -120,6 +120,7 @@ def test_a_listener_believes_what_is_so(
             workshop.faults.inject(Fault.FAILED, "put", rng.choice("0123456789abcdef"), 1)
         rig.step()
         rig.pool.check()
+    rig.add(tokens(10**6, 4 * CHUNK), 1)  # the pool may just have been emptied
     rig.run(END_S)
     rig.settle()
     rig.step()
