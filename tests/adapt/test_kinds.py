@@ -234,6 +234,18 @@ def test_layers_that_are_run_through_again_are_no_drafts(
     assert facts.shape.groups == (Group(16), Group(16, Reach(window=64)))
 
 
+def test_a_model_that_loops_is_refused_with_drafts(
+    make_config: Callable[..., VllmConfig],
+) -> None:
+    config = make_config()
+    config.model_config.hf_text_config.loop_num = 2
+    cache = by_hand(([name_of(i) for i in range(2 * LAYERS)], FULL))
+    assert read(config, cache).shape.kinds[0].topology.stages == ((0, 2 * LAYERS),)
+    config.speculative_config = drafting("eagle")
+    with pytest.raises(ConfigError, match="run it without drafts"):
+        read(config, cache)
+
+
 def test_several_attentions_of_a_layer_are_layers_of_their_own(
     make_config: Callable[..., VllmConfig],
 ) -> None:

@@ -132,7 +132,7 @@ def _check_spec(spec: Any) -> None:
 
 
 def num_own_layers(vllm_config: "VllmConfig") -> int:
-    """From which index on layers are a draft model's.
+    """From which index on layers are a draft model's; ConfigError where nobody can tell.
 
     Where nothing is drafted all are the model's: one that runs through its layers several times
     has KV of each time, and numbers it on beyond its layers.
@@ -140,6 +140,11 @@ def num_own_layers(vllm_config: "VllmConfig") -> int:
     drafts = vllm_config.speculative_config
     if drafts is None or drafts.method in _DRAFTS_WITHOUT_LAYERS:
         return sys.maxsize
+    if (getattr(vllm_config.model_config.hf_text_config, "loop_num", None) or 1) > 1:
+        raise ConfigError(
+            "this model runs through its layers several times, and those of a draft model cannot "
+            "be told from them; run it without drafts, or without kvpool"
+        )
     return int(vllm_config.model_config.get_total_num_hidden_layers())
 
 
