@@ -196,15 +196,13 @@ class EmbedsScheduler:
         if mm_hash in self._local.get(request_id, ()):
             return True
         is_resident = mm_hash in self._resident
-        if is_resident and not feature.has_media:
-            # To make room for another item may cost this one its place, of which is heard at the
-            # end of the step. The engine would then encode what it does not have, and end.
-            if self._allocated:
-                return False
-            is_safe = not lacks
-        else:
-            is_safe = is_resident
-        if is_safe:
+        if is_resident and feature.has_media:
+            return True
+        # Without its media: to make room for another item may cost this one its place, of which is
+        # heard at the end of the step. The engine would then encode what it does not have, and end.
+        if is_resident and self._allocated:
+            return False
+        if is_resident and not lacks:
             return True
         wanted = self._wanted.get(mm_hash)
         if wanted is None and not self._may_come(request, feature):
