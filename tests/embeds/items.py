@@ -39,6 +39,6 @@ def expected(planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[Run], nby
     """The window, zero before, after a write."""
     window = np.zeros(nbytes, np.uint8)
     for run in runs:
-        for array, (_, offset, size) in zip(planes, run.planes(shape), strict=True):
+        for array, (offset, size) in zip(planes, run.planes(shape), strict=True):
             window[offset : offset + size] = array[run.row : run.row + run.rows].reshape(-1)
     return window

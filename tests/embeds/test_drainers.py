@@ -71,7 +71,8 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
                 digests = (digests[0] ^ 1,)
             if gid % 11 == 0:
                 run = Run(turn, 1, window.nbytes)  # a bug of whoever asks
-            pieces.append(Landed(Drain(gid, f"{number}", (run,), digests), [planes], SHAPE))
+            work = Drain(gid, f"{number}", (run,), digests)
+            pieces.append(Landed(work, [planes], SHAPE, SHAPE.row_bytes))
         drainers.put(pieces)
     assert all_there.wait(PATIENCE_S)
     assert reported == {gid: bool(gid % 7 and gid % 11) for gid in range(1, 41)}

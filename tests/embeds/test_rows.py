@@ -129,11 +129,9 @@ def test_planes_of_a_run_lie_one_behind_the_other(
     planes = tuple(Plane(f"p{n}", "uint8", (width,)) for n, width in enumerate(widths))
     shape = ItemShape(100, planes)
     at = offset
-    for (plane, start, nbytes), width in zip(
-        Run(3, rows, offset).planes(shape), widths, strict=True
-    ):
+    assert shape.plane_row_bytes == tuple(widths)
+    for (start, nbytes), width in zip(Run(3, rows, offset).planes(shape), widths, strict=True):
         assert (start, nbytes) == (at, rows * width)
-        assert plane.row_bytes == width
         at += nbytes
     assert at - offset == rows * shape.row_bytes
     assert shape.nbytes == 100 * sum(widths)

@@ -335,8 +335,11 @@ class World:
         shape, planes, _ = node.sources[write.sid]
         pieces = []
         for run in write.runs:
-            for (plane, offset, nbytes), rows in zip(run.planes(shape), planes, strict=True):
-                first = run.row * plane.row_bytes
+            widths = shape.plane_row_bytes
+            for (offset, nbytes), width, rows in zip(
+                run.planes(shape), widths, planes, strict=True
+            ):
+                first = run.row * width
                 pieces.append((offset, rows[first : first + nbytes]))
         return pieces
 
@@ -364,8 +367,11 @@ class World:
         """The next drain is performed: copied first, then compared."""
         effect, planes, shape = node.drains.popleft()
         for run in effect.runs:
-            for (plane, offset, nbytes), rows in zip(run.planes(shape), planes, strict=True):
-                first = run.row * plane.row_bytes
+            widths = shape.plane_row_bytes
+            for (offset, nbytes), width, rows in zip(
+                run.planes(shape), widths, planes, strict=True
+            ):
+                first = run.row * width
                 rows[first : first + nbytes] = node.window[offset : offset + nbytes]
         same = effect.digests == tuple(
             digest(list(planes), shape, run, effect.gid) for run in effect.runs

@@ -10,7 +10,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from vllm_kvpool.embeds.batches import batches_of
 from vllm_kvpool.embeds.effects import Drain
@@ -23,17 +24,13 @@ JOIN_S = 0.5
 BUSY_BYTES = 4 << 20  # what a thread has before the next one is woken: under a millisecond's work
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True, gc=False):
     """Rows that lie in the window, and the item's memory that they go to."""
 
     work: Drain
     planes: Sequence[Bytes]
     shape: ItemShape
-
-    @property
-    def nbytes(self) -> int:
-        return sum(run.rows for run in self.work.runs) * self.shape.row_bytes
+    nbytes: int
 
 
 class Turns:

@@ -23,7 +23,7 @@ from vllm_kvpool.embeds.effects import Drain, Write
 from vllm_kvpool.embeds.kept_memory import KeptMemory
 from vllm_kvpool.embeds.protocol import Window, WriteFailed, Wrote
 from vllm_kvpool.embeds.rows import ItemShape
-from vllm_kvpool.embeds.run_bytes import Bytes, item_name, sampled_bytes
+from vllm_kvpool.embeds.run_bytes import Bytes, check_planes, item_name, sampled_bytes
 from vllm_kvpool.embeds.tensors import HostCopy, Tensor, allocate, as_bytes, tensors_of
 from vllm_kvpool.embeds.writes import WriteError
 
@@ -126,7 +126,7 @@ class MovingHands:
         if item is None:
             self._reports.drained(((work.gid, False),))
             return
-        self._landed.append(Landed(work, item.planes, item.shape))
+        self._landed.append(Landed(work, item.planes, item.shape, _nbytes_of(work, item.shape)))
 
     # Producer
 
@@ -159,7 +159,7 @@ class MovingHands:
         if self._to_write:
             windows, self._to_write = self._to_write, {}
             for window, writes in windows.items():
-                for part in batches_of(writes, _nbytes_of, WRITE_BATCH_BYTES):
+                for part in batches_of(writes, _written_bytes, WRITE_BATCH_BYTES):
                     self._work.put(partial(self._write_all, window, part))
 
     # Writers' threads
@@ -170,6 +170,7 @@ class MovingHands:
     def _prepare(self, source: Source) -> str:
         try:
             planes = [as_bytes(copy.wait()) for copy in source.copies]
+            check_planes(planes, source.shape)
             digest = item_name(planes)
         except Exception:  # a thread reports whatever happens
             logger.exception("kvpool: an encoder's output could not be read")
@@ -212,9 +213,16 @@ class MovingHands:
             self._landing.close()
 
 
-def _nbytes_of(each: tuple[Write, Source]) -> int:
+def _nbytes_of(work: Drain | Write, shape: ItemShape) -> int:
+    rows = 0
+    for run in work.runs:
+        rows += run.rows
+    return rows * shape.row_bytes
+
+
+def _written_bytes(each: tuple[Write, Source]) -> int:
     work, source = each
-    return sum(run.rows for run in work.runs) * source.shape.row_bytes
+    return _nbytes_of(work, source.shape)
 
 
 def _result(work: Write, result: tuple[int, ...] | WriteError) -> Wrote | WriteFailed:

@@ -181,8 +181,6 @@ class Peers:
             if place is None:
                 return None
         session = place.session
-        peer = session.peer
-        mine = envelope.target in ("", self.hello.incarnation)
         if isinstance(body, Hello):
             check_hello(body)
             session.hello(body, now)
@@ -190,7 +188,7 @@ class Peers:
             if session.rejected(body, now):
                 where = link.endpoint or "of another process"
                 logger.warning("kvpool: the peer %s refuses: %s", where, body.text)
-        elif not mine or peer is None or peer.incarnation != envelope.source:
+        elif not self._are_both(session, envelope):
             # Meant for who was here before, or from who has forgotten us: greet anew.
             self._counts["strays"] += 1
             self._say(link, self.hello, "", now)
@@ -198,16 +196,23 @@ class Peers:
             return session
         return None
 
+    def _are_both(self, session: Session, envelope: Envelope) -> bool:
+        """Whether a frame is to us and from who the session is with."""
+        peer = session.peer
+        return (
+            envelope.target in ("", self.hello.incarnation)
+            and peer is not None
+            and peer.incarnation == envelope.source
+        )
+
     def is_told_by_peer(self, link: Link, envelope: Envelope) -> bool:
         """Whether a further message of an envelope is a peer's that is up, to us."""
         place = self._places.get(link)
         session = place.session if place is not None and place.session.is_up else None
         return (
             session is not None
-            and session.peer is not None
-            and session.peer.incarnation == envelope.source
             and not session.is_of_scheduler
-            and envelope.target in ("", self.hello.incarnation)
+            and self._are_both(session, envelope)
         )
 
     def introduce(self, hello: Hello, now: float) -> None:

@@ -7,7 +7,6 @@ moved together, row for row, so they never disagree about how far a transfer has
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import msgspec
@@ -52,9 +51,14 @@ class ItemShape(msgspec.Struct, frozen=True, dict=True):
     planes: tuple[Plane, ...]
 
     @cached_property
+    def plane_row_bytes(self) -> tuple[int, ...]:
+        """Bytes of one row of each plane."""
+        return tuple(plane.row_bytes for plane in self.planes)
+
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of all planes."""
-        return sum(plane.row_bytes for plane in self.planes)
+        return sum(self.plane_row_bytes)
 
     @cached_property
     def nbytes(self) -> int:
@@ -107,21 +111,21 @@ class Extent(msgspec.Struct, frozen=True, order=True, gc=False):
         return self.offset + self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of an item, in one extent, plane after plane."""
 
     row: int
     rows: int
     offset: int
 
-    def planes(self, shape: ItemShape) -> Iterator[tuple[Plane, int, int]]:
-        """Each plane with where its rows begin in the window, and their bytes."""
-        offset = self.offset
-        for plane in shape.planes:
-            nbytes = self.rows * plane.row_bytes
-            yield plane, offset, nbytes
+    def planes(self, shape: ItemShape) -> list[tuple[int, int]]:
+        """For each plane where its rows begin in the window, and their bytes."""
+        places, offset = [], self.offset
+        for row_bytes in shape.plane_row_bytes:
+            nbytes = self.rows * row_bytes
+            places.append((offset, nbytes))
             offset += nbytes
+        return places
 
 
 def runs_of(
@@ -146,8 +150,7 @@ Span = tuple[int, int]
 """Rows [first, end)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
+class Intervals(msgspec.Struct, frozen=True, gc=False):
     """A set of rows, as disjoint spans in order that do not touch. Adding twice changes nothing."""
 
     spans: tuple[Span, ...] = ()

@@ -159,15 +159,11 @@ class SharedWriter:
             self._mapped.clear()
 
     def _array(self, window: SharedWindow) -> Bytes:
-        path = Path(window.path)
-        if path.parent != DIRECTORY or not NAME.fullmatch(path.name):
-            raise WriteError(f"{window.path!r} is no window", quiesced=True)
         with self._lock:
             mapped = self._mapped.get(window.path)
         try:
-            inode = path.stat(follow_symlinks=False).st_ino
-            if mapped is None or mapped.inode != inode:
-                mapped = _mapped(path, window.nbytes)
+            if mapped is None or mapped.inode != os.lstat(window.path).st_ino:
+                mapped = _mapped(_checked(window.path), window.nbytes)
         except OSError as error:
             with self._lock:
                 self._mapped.pop(window.path, None)
@@ -192,6 +188,13 @@ def _written(target: Bytes, write: RowWrite) -> tuple[int, ...]:
             copy_digested(target[offset : offset + data.nbytes], data, digest)
         digests.append(int(digest.intdigest()))
     return tuple(digests)
+
+
+def _checked(name: str) -> Path:
+    path = Path(name)
+    if path.parent != DIRECTORY or not NAME.fullmatch(path.name):
+        raise WriteError(f"{name!r} is no window", quiesced=True)
+    return path
 
 
 def _mapped(path: Path, nbytes: int) -> _Mapped:

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ FRAMES_AT_ONCE = 512  # read from one socket before others have their turn
 LINGER_MS = 300  # for the last words of a process
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 2_000
+# Plain numbers: an enum's operators take longer than what they are for.
+NOBLOCK = int(zmq.NOBLOCK)
+NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+POLLIN = int(zmq.POLLIN)
 KEY_NAME = "cluster"
 CURVE_DOMAIN = "*"
 
@@ -178,10 +183,11 @@ class Sockets:
                 dealer = self._dealers.get(link.endpoint)
                 if dealer is None:
                     return False
-                dealer.send(data, zmq.NOBLOCK)
+                dealer.send(data, NOBLOCK)
             else:
                 assert self._router is not None
-                self._router.send_multipart((link.identity, data), zmq.NOBLOCK)
+                self._router.send(link.identity, NOBLOCK_MORE)
+                self._router.send(data, NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -190,33 +196,15 @@ class Sockets:
         """What has arrived; waits until something has, `wake` is called or the time is over."""
         frames: list[Frame] = []
         for socket, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
-            if socket is self._router:
-                self._read_router(frames)
+            if self._router is not None and socket is self._router:
+                came = _messages(self._router, are_named=True)
+                frames += [Frame(Link(identity=name), data) for name, data in came]
             elif socket == self._wakeup:
                 os.eventfd_read(self._wakeup)
             else:
-                self._read_dealer(socket, frames)
+                link = Link(endpoint=self._by_socket[socket])
+                frames += [Frame(link, data) for _, data in _messages(socket, are_named=False)]
         return frames
-
-    def _read_router(self, frames: list[Frame]) -> None:
-        assert self._router is not None
-        for _ in range(FRAMES_AT_ONCE):
-            try:
-                parts = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(parts) == 2:
-                frames.append(Frame(Link(identity=parts[0]), parts[1]))
-
-    def _read_dealer(self, socket: "zmq.Socket[bytes]", frames: list[Frame]) -> None:
-        link = Link(endpoint=self._by_socket[socket])
-        for _ in range(FRAMES_AT_ONCE):
-            try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(parts) == 1:
-                frames.append(Frame(link, parts[0]))
 
     def wake(self) -> None:
         """End a `poll`, now or the next one. Any thread; after `close` there is nothing to end."""
@@ -237,3 +225,24 @@ class Sockets:
         with self._wakeup_lock:
             self._is_closed = True
             os.close(self._wakeup)
+
+
+def _messages(socket: "zmq.Socket[bytes]", *, are_named: bool) -> Iterator[tuple[bytes, bytes]]:
+    """Those that have arrived at a socket that has one; not all, so that others have their turn.
+
+    With the name of who sent each, where the socket gives it. Messages of several parts are none of
+    ours.
+    """
+    this = [(socket, POLLIN)]
+    try:
+        for _ in range(FRAMES_AT_ONCE):
+            name = socket.recv(NOBLOCK) if are_named else b""
+            part = socket.recv(NOBLOCK, copy=False)
+            if not part.more:
+                yield name, part.bytes
+            while part.more:
+                part = socket.recv(NOBLOCK, copy=False)
+            if not zmq.zmq_poll(this, 0):  # to ask costs less than to be refused
+                return
+    except zmq.Again:
+        return  # a connection has gone since

@@ -1,10 +1,11 @@
 """One write: rows of an item that go to extents of somebody else's window (pure)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from vllm_kvpool.embeds.rows import ItemShape, Run
-from vllm_kvpool.embeds.run_bytes import Bytes, check_planes
+from vllm_kvpool.embeds.run_bytes import Bytes
 
 
 class WriteError(Exception):
@@ -15,8 +16,7 @@ class WriteError(Exception):
         self.quiesced = quiesced
 
 
-@dataclass(frozen=True, slots=True)
-class RowWrite:
+class RowWrite(msgspec.Struct, frozen=True, gc=False):
     """Runs of an item; `planes` are the item's own memory and stay unchanged during the write."""
 
     planes: Sequence[Bytes]
@@ -26,7 +26,6 @@ class RowWrite:
 
     def check(self, window_nbytes: int) -> None:
         """WriteError for a run that is not of the item or not in the window: a peer named it."""
-        check_planes(self.planes, self.shape)
         for run in self.runs:
             end = run.offset + run.rows * self.shape.row_bytes
             if not (run.rows > 0 and run.row >= 0 and run.row + run.rows <= self.shape.rows):
