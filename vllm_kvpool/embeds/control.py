@@ -96,7 +96,7 @@ class Hands(Protocol):
 
 
 class Control:
-    """See the module docstring. `post`, `wake` and `stop` may be called by any thread."""
+    """See the module docstring. `post` and `stop` may be called by any thread."""
 
     def __init__(
         self,
@@ -266,25 +266,26 @@ class Control:
         self._tell_held(now)
 
     def _do(self, effect: Effect, now: float) -> None:
+        # By how many of them an item has.
         match effect:
-            case Allocate():
-                self._allocate(effect, now)
-            case Drain():
-                self._hands.drain(effect)
-            case Write():
-                self._hands.write(effect)
-            case Prepare(sid):
-                self._hands.prepare(sid)
-            case Release(sid):
-                self._hands.release(sid)
-            case Ready(mm_hash):
-                self._hands.ready(mm_hash)
-            case Discard(mm_hash):
-                self._hands.discard(mm_hash)
             case Tell(news):
                 if isinstance(news, ItemNews) and news.epoch != self._peers.hello.epoch:
                     news = msgspec.structs.replace(news, epoch=self._peers.hello.epoch)
                 self._peers.tell(news, now)
+            case Drain():
+                self._hands.drain(effect)
+            case Write():
+                self._hands.write(effect)
+            case Allocate():
+                self._allocate(effect, now)
+            case Ready(mm_hash):
+                self._hands.ready(mm_hash)
+            case Discard(mm_hash):
+                self._hands.discard(mm_hash)
+            case Prepare(sid):
+                self._hands.prepare(sid)
+            case Release(sid):
+                self._hands.release(sid)
             case Connect(endpoint):
                 self._peers.connect(endpoint, now)
 
@@ -341,13 +342,15 @@ class Control:
     def _hear_further(
         self, link: Link, envelope: Envelope, more: Iterator[msgspec.Raw], now: float
     ) -> None:
+        is_told = self._peers.is_told_by_peer(link, envelope)
         for raw in more:
             body = decode_body(raw)
             handler = self._handlers.get(type(body))
-            if handler is not None and self._peers.is_told_by_peer(link, envelope):
+            if handler is not None and is_told:
                 handler(envelope.source, body, now)  # the first message was a sign of life
             else:
                 self._hear(link, envelope, body, now)
+                is_told = self._peers.is_told_by_peer(link, envelope)
 
     def _hear(self, link: Link, envelope: Envelope, body: Message, now: float) -> None:
         session = self._peers.hear(link, envelope, body, now)

@@ -9,7 +9,6 @@ The control thread calls `allocate` to `begin`; the model's thread `keep` and `t
 """
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from vllm_kvpool.embeds.protocol import Window, WriteFailed, Wrote
 from vllm_kvpool.embeds.rows import ItemShape
 from vllm_kvpool.embeds.run_bytes import Bytes, check_planes, item_name, sampled_bytes
 from vllm_kvpool.embeds.tensors import HostCopy, Tensor, allocate, as_bytes, tensors_of
+from vllm_kvpool.embeds.two_lines import TwoLines
 from vllm_kvpool.embeds.writes import WriteError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 JOIN_S = 0.5
 WRITE_BATCH_BYTES = 4 << 20
 """Of one transfer: a network answers each, and each answer is waited for."""
+
+SOURCES, WRITES = 0, 1  # lines of work
 
 Work = Callable[[], None]
 
@@ -85,10 +87,17 @@ class MovingHands:
         self._landed: list[Landed] = []  # this turn's
         self._to_prepare: list[tuple[int, Source]] = []
         self._to_write: dict[Window, list[tuple[Write, Source]]] = {}
-        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._work: TwoLines[Work] = TwoLines()
         self._drainers = Drainers(landing.array, drainers, reports.drained) if landing else None
+        # One brings sources to the host while others write; else a thousand outputs of one step
+        # would all have to be there before the first row leaves.
         self._writers = [
-            threading.Thread(target=self._work_loop, name=f"kvpool-ec-write-{n}", daemon=True)
+            threading.Thread(
+                target=self._work_loop,
+                args=(WRITES if n else SOURCES,),
+                name=f"kvpool-ec-write-{n}",
+                daemon=True,
+            )
             for n in range(writers if plane else 0)
         ]
         for thread in self._writers:
@@ -155,12 +164,12 @@ class MovingHands:
         if self._to_prepare:
             sources, self._to_prepare = self._to_prepare, []
             for batch in batches_of(sources, lambda each: sampled_bytes(each[1].shape)):
-                self._work.put(partial(self._prepare_all, batch))
+                self._work.put(SOURCES, partial(self._prepare_all, batch))
         if self._to_write:
             windows, self._to_write = self._to_write, {}
             for window, writes in windows.items():
                 for part in batches_of(writes, _written_bytes, WRITE_BATCH_BYTES):
-                    self._work.put(partial(self._write_all, window, part))
+                    self._work.put(WRITES, partial(self._write_all, window, part))
 
     # Writers' threads
 
@@ -193,8 +202,8 @@ class MovingHands:
             [_result(work, result) for (work, _), result in zip(writes, results, strict=True)]
         )
 
-    def _work_loop(self) -> None:
-        while (work := self._work.get()) is not None:
+    def _work_loop(self, first: int) -> None:
+        while (work := self._work.get(first)) is not None:
             work()
             del work  # it has items, which would be kept until the next ones come
 
@@ -202,8 +211,7 @@ class MovingHands:
         """End all threads, as far as they can be; then the window and the writers' memory."""
         if self._drainers is not None:
             self._drainers.close()
-        for _ in self._writers:
-            self._work.put(None)
+        self._work.close(len(self._writers))
         for thread in self._writers:
             thread.join(JOIN_S)
         is_stuck = any(thread.is_alive() for thread in self._writers)
