@@ -1,7 +1,7 @@
 """Kinds of layers from vLLM's own groups, and how far each looks back in vLLM's own managers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,6 +289,13 @@ def test_one_head_on_each_rank_of_some_layers_is_refused(
     assert [kind.topology.num_heads for kind in facts.shape.kinds] == [4, 8]
 
 
+@dataclass
+class Block:
+    """What a model's own code makes of a layer's configuration."""
+
+    n_heads_in_group: int | None
+
+
 @pytest.mark.parametrize(("tp", "counted"), [(1, [4, 8]), (4, [4, 8]), (8, [8, 8]), (16, [8, 8])])
 @pytest.mark.parametrize(
     "named",
@@ -296,6 +303,8 @@ def test_one_head_on_each_rank_of_some_layers_is_refused(
         {"swa_num_key_value_heads": 8},  # MiMo V2
         {"attention_other_setting": {"num_attention_groups": 8}},  # Step 3.5
         {"num_kv_heads_of_layers": None, "layers": [{"kv_heads": 8}, {"kv_heads": 3}]},
+        {"num_attention_heads": 32, "block_configs": [{"attention": {"n_heads_in_group": 4}}]},
+        {"num_attention_heads": 32, "block_configs": [Block(4), Block(None)]},  # Nemotron-NAS
     ],
     ids=str,
 )

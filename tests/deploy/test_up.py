@@ -1,5 +1,6 @@
 """`make up` and `make load`, as a newcomer runs them: one deployment, one load, Ctrl-C."""
 
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,8 @@ class Up:
                 stderr=log,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
+                # Where the tests run in the background of a script it would be ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def said(self) -> str:
@@ -58,8 +61,16 @@ class Up:
         return self._process.wait(STOP_LIMIT_S)
 
     def end(self) -> None:
-        if self._process.poll() is None:
+        """Whatever has become of it, nothing is left."""
+        if self._process.poll() is not None:
+            return
+        try:
             self.interrupt()
+        except subprocess.TimeoutExpired:
+            for pid in (*self.engines(), self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @pytest.fixture

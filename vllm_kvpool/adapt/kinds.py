@@ -8,7 +8,7 @@ large its rows are. Layers are counted within their kind.
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ _LAYER_TYPES = {
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 # Ends of the names under which configurations have numbers of KV heads, of all or some layers.
 _NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "attention_groups")
+_NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,18 +248,23 @@ def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) 
     can tell which. A multiple of all numbers that are named is right for each of them: ranks that
     count as holding the same head do, and a head of several names is only stored several times.
     """
-    named = _named_heads(vllm_config.model_config.hf_text_config.to_dict())
+    values = vllm_config.model_config.hf_text_config.to_dict()
+    named = _named_heads(values, int(values.get("num_attention_heads") or 0))
     return math.lcm(total, *(n for n in named if 0 < n <= tp_size and tp_size % n == 0))
 
 
-def _named_heads(values: Mapping[str, Any]) -> Iterator[int]:
+def _named_heads(values: Mapping[str, Any], num_query_heads: int) -> Iterator[int]:
     """The numbers of KV heads in a model's configuration, of whatever layers."""
     for name, value in values.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, Mapping):
-                yield from _named_heads(each)
+                yield from _named_heads(each, num_query_heads)
+            elif is_dataclass(each):
+                yield from _named_heads(vars(each), num_query_heads)
             elif isinstance(each, int) and name.endswith(_NAMES_OF_HEADS):
                 yield each
+            elif isinstance(each, int) and name.endswith(_NAMES_OF_GROUPS) and each > 0:
+                yield num_query_heads // each
 
 
 def _stages(
