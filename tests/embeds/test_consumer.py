@@ -8,7 +8,17 @@ from vllm_kvpool.embeds.admission import SPARE_ORDERS
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.credit import OLDEST_WAITS_S
 from vllm_kvpool.embeds.effects import Allocate, Drain, Send
-from vllm_kvpool.embeds.protocol import Expect, Grant, Offer, Want, WantAck, WriteFailed, Wrote
+from vllm_kvpool.embeds.protocol import (
+    Expect,
+    Grant,
+    Offer,
+    Progress,
+    RevokeAck,
+    Want,
+    WantAck,
+    WriteFailed,
+    Wrote,
+)
 
 LATER_S = 10.0
 
@@ -41,6 +51,21 @@ def test_rows_that_could_not_be_written_are_granted_again() -> None:
     machine.tick(LATER_S)
     ((peer, again),) = granted(machine)
     assert (peer, again.row, again.rows) == ("a", 0, 3)
+
+
+def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
+    """Not at once: a write of it has failed just before."""
+    machine = Consumer(1 << 12, limits(default_allocate_tokens=1))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("image", 0), 0.0)
+    machine.offer("a", Offer(1, "image", shape_of(2), "digest"), 0.0)
+    (_, first), (_, second) = granted(machine)
+    machine.write_failed("a", WriteFailed(1, first.gid, True), 0.1)
+    machine.revoke_ack("a", RevokeAck(1, second.gid, Progress.NOT_STARTED), 0.1)
+    assert granted(machine) == []
+    assert machine.story("image").startswith("image: partial")
+    machine.tick(LATER_S)
+    assert [each.row for _, each in granted(machine)] == [0, 1]
 
 
 def test_rows_that_arrive_damaged_are_granted_again() -> None:

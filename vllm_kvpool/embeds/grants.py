@@ -235,6 +235,9 @@ class Grants:
             return  # else its end will be told
         if granted.state is not GrantState.DRAINING:
             self._window.end(granted, GrantEvent.QUIET, now)
+            item = self._desk.items.get(granted.mm_hash)
+            if item is not None:
+                self._desk.dry(item)
             self._desk.pump_at = now
 
     # Time
