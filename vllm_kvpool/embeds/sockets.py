@@ -3,13 +3,18 @@
 One ROUTER that peers connect to, one DEALER for each peer we connect to. A link names where a frame
 came from or goes to: an endpoint of ours, or the identity of a connection made to us. With a
 directory of CURVE keys both ends prove that they hold the cluster's key, and frames are encrypted.
+
+zmq's own poll looks at every socket, each time: with some hundred peers that takes longer than all
+that is done about a message. Here the kernel says which sockets have news. A socket's descriptor
+tells of news once, and whatever is done with the socket may be what hears it: so who was sent to,
+or not read to the end, is asked before anybody waits (zmq_getsockopt(3), ZMQ_FD).
 """
 
 import logging
 import os
 import secrets
+import select
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +83,14 @@ def read_keys(directory: str) -> Keys | None:
     return Keys(public, secret, directory)
 
 
+class _Watched(NamedTuple):
+    """A socket and the endpoint that it is connected to; '' for the one that peers connect to."""
+
+    socket: "zmq.Socket[bytes]"
+    endpoint: str
+    descriptor: int
+
+
 class Sockets:
     """See the module docstring. ConfigError if `listen` cannot be bound."""
 
@@ -85,15 +98,15 @@ class Sockets:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_536)
         self._keys = keys
-        self._poller = zmq.Poller()
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
-        self._by_socket: dict[zmq.Socket[bytes], str] = {}
+        self._epoll = select.epoll()
+        self._by_endpoint: dict[str, _Watched] = {}
+        self._by_descriptor: dict[int, _Watched] = {}
+        self._unsure: dict[int, _Watched] = {}  # may have news of which the kernel does not tell
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakeup_lock = threading.Lock()
         self._is_closed = False
-        self._poller.register(self._wakeup, zmq.POLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
         self._authenticator: ThreadAuthenticator | None = None
-        self._router: zmq.Socket[bytes] | None = None
         self.endpoint = ""
         try:
             if keys is not None and listen:
@@ -112,7 +125,7 @@ class Sockets:
 
     def _bind(self, listen: str) -> None:
         router = self._context.socket(zmq.ROUTER)
-        self._router = router
+        self._watch(router, "")
         self._set_common(router, listen)
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.ROUTER_HANDOVER, 1)
@@ -127,7 +140,13 @@ class Sockets:
                 "needs a port of its own: set listen, or ec_port, to a free range"
             ) from None
         self.endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._poller.register(router, zmq.POLLIN)
+
+    def _watch(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        descriptor = int(socket.FD)
+        watched = _Watched(socket, endpoint, descriptor)
+        self._by_endpoint[endpoint] = self._by_descriptor[descriptor] = watched
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._unsure[descriptor] = watched
 
     def _set_common(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         socket.set(zmq.LINGER, LINGER_MS)
@@ -142,16 +161,14 @@ class Sockets:
 
         ConfigError if it is no endpoint, or if there is no file descriptor for it.
         """
-        if endpoint not in self._dealers:
+        if endpoint not in self._by_endpoint:
             dealer = self._new_dealer(endpoint)
             try:
                 dealer.connect(endpoint)
             except zmq.ZMQError as error:
                 dealer.close(linger=0)
                 raise ConfigError(f"{endpoint!r} cannot be connected to: {error}") from None
-            self._dealers[endpoint] = dealer
-            self._by_socket[dealer] = endpoint
-            self._poller.register(dealer, zmq.POLLIN)
+            self._watch(dealer, endpoint)
         return Link(endpoint=endpoint)
 
     def _new_dealer(self, endpoint: str) -> "zmq.Socket[bytes]":
@@ -170,24 +187,23 @@ class Sockets:
 
     def disconnect(self, link: Link) -> None:
         """Forget a link of ours and everything queued for it."""
-        dealer = self._dealers.pop(link.endpoint, None)
-        if dealer is not None:
-            self._poller.unregister(dealer)
-            del self._by_socket[dealer]
-            dealer.close(linger=0)
+        watched = self._by_endpoint.pop(link.endpoint, None) if link.endpoint else None
+        if watched is not None:
+            self._epoll.unregister(watched.descriptor)
+            del self._by_descriptor[watched.descriptor]
+            self._unsure.pop(watched.descriptor, None)
+            watched.socket.close(linger=0)
 
     def send(self, link: Link, data: bytes) -> bool:
         """Queue a frame; False if the connection is broken. Does not block."""
+        watched = self._by_endpoint.get(link.endpoint)
+        if watched is None:
+            return False
+        self._unsure[watched.descriptor] = watched
         try:
-            if link.endpoint:
-                dealer = self._dealers.get(link.endpoint)
-                if dealer is None:
-                    return False
-                dealer.send(data, NOBLOCK)
-            else:
-                assert self._router is not None
-                self._router.send(link.identity, NOBLOCK_MORE)
-                self._router.send(data, NOBLOCK)
+            if not link.endpoint:
+                watched.socket.send(link.identity, NOBLOCK_MORE)
+            watched.socket.send(data, NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -195,16 +211,33 @@ class Sockets:
     def poll(self, timeout_s: float) -> list[Frame]:
         """What has arrived; waits until something has, `wake` is called or the time is over."""
         frames: list[Frame] = []
-        for socket, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
-            if self._router is not None and socket is self._router:
-                came = _messages(self._router, are_named=True)
-                frames += [Frame(Link(identity=name), data) for name, data in came]
-            elif socket == self._wakeup:
+        unsure, self._unsure = self._unsure, {}
+        for watched in unsure.values():
+            self._read(watched, frames)
+        is_busy = bool(frames or self._unsure)
+        for descriptor, _ in self._epoll.poll(0.0 if is_busy else max(0.0, timeout_s)):
+            if descriptor == self._wakeup:
                 os.eventfd_read(self._wakeup)
             else:
-                link = Link(endpoint=self._by_socket[socket])
-                frames += [Frame(link, data) for _, data in _messages(socket, are_named=False)]
+                self._read(self._by_descriptor[descriptor], frames)
         return frames
+
+    def _read(self, watched: _Watched, frames: list[Frame]) -> None:
+        """What has arrived at a socket; not all, so that others have their turn."""
+        socket, endpoint, descriptor = watched
+        try:
+            for _ in range(FRAMES_AT_ONCE):
+                if not int(socket.get(zmq.EVENTS)) & POLLIN:
+                    return
+                identity = b"" if endpoint else socket.recv(NOBLOCK)
+                part = socket.recv(NOBLOCK, copy=False)
+                if not part.more:
+                    frames.append(Frame(Link(endpoint, identity), part.bytes))
+                while part.more:  # none of ours has several
+                    part = socket.recv(NOBLOCK, copy=False)
+        except zmq.Again:
+            pass  # a connection has gone since it was asked
+        self._unsure[descriptor] = watched
 
     def wake(self) -> None:
         """End a `poll`, now or the next one. Any thread; after `close` there is nothing to end."""
@@ -217,32 +250,10 @@ class Sockets:
         """Send what is queued, for a bounded time, and end."""
         if self._authenticator is not None:
             self._authenticator.stop()
-        for dealer in self._dealers.values():
-            dealer.close()
-        if self._router is not None:
-            self._router.close()
+        for watched in self._by_endpoint.values():
+            watched.socket.close()
         self._context.term()
+        self._epoll.close()
         with self._wakeup_lock:
             self._is_closed = True
             os.close(self._wakeup)
-
-
-def _messages(socket: "zmq.Socket[bytes]", *, are_named: bool) -> Iterator[tuple[bytes, bytes]]:
-    """Those that have arrived at a socket that has one; not all, so that others have their turn.
-
-    With the name of who sent each, where the socket gives it. Messages of several parts are none of
-    ours.
-    """
-    this = [(socket, POLLIN)]
-    try:
-        for _ in range(FRAMES_AT_ONCE):
-            name = socket.recv(NOBLOCK) if are_named else b""
-            part = socket.recv(NOBLOCK, copy=False)
-            if not part.more:
-                yield name, part.bytes
-            while part.more:
-                part = socket.recv(NOBLOCK, copy=False)
-            if not zmq.zmq_poll(this, 0):  # to ask costs less than to be refused
-                return
-    except zmq.Again:
-        return  # a connection has gone since
