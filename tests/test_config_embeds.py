@@ -55,7 +55,10 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "retain_bytes": [(0, "0"), ("lots", "lots")],
     "writer_threads": [(0, "0"), (257, "257"), (1.5, None)],
     "queue_shards": [(0, "0"), (257, "257")],
-    "heartbeat_s": [(0, "0"), (-1, "-1"), (float("nan"), "nan"), (float("inf"), "inf")],
+    "heartbeat_s": [
+        *((0, "0"), (-1, "-1"), (float("nan"), "nan"), (float("inf"), "inf")),
+        (86_401, "86401"),  # peers refuse it
+    ],
     "heartbeat_max_failures": [(0, "0"), (True, None)],
     "bootstrap_timeout_s": [(0, "0"), (float("nan"), "nan")],
     "waiting_timeout_s": [(0, "0"), (float("inf"), "inf")],

@@ -23,6 +23,7 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
+MAX_HEARTBEAT_S = 86_400.0
 MAX_STAGING_BYTES = 1 << 50
 MAX_SHOWN_CHARS = 200  # of what others have given us and an error repeats
 
@@ -356,10 +357,16 @@ def _check(config: KVPoolConfig) -> None:
 
 
 def _check_embeds(config: EmbedsConfig) -> None:
-    for name in ("heartbeat_s", "bootstrap_timeout_s", "waiting_timeout_s"):
+    for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
         value = getattr(config, name)
         if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
             raise ConfigError(f"{name} is {_short(value)}; choose a positive time")
+    if not 0 < config.heartbeat_s <= MAX_HEARTBEAT_S:
+        given_s = _short(config.heartbeat_s)
+        raise ConfigError(
+            f"heartbeat_s is {given_s}; choose a positive time of at most {MAX_HEARTBEAT_S:g} s, "
+            "as peers refuse more"
+        )
     for name, most in _MOST.items():
         value = getattr(config, name)
         if not 0 < value <= most:

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from vllm_kvpool.config import MAX_HEARTBEAT_S
 from vllm_kvpool.embeds.rows import Extent, ItemShape, Span
 from vllm_kvpool.errors import ProtocolError
 
@@ -24,7 +25,6 @@ FULL_FRAME_BYTES = 256 << 10  # a frame of as much takes no further message
 MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
 MAX_RANKS = 1024  # of an engine
-MAX_HEARTBEAT_S = 86_400.0
 MAX_NAME = 4096  # characters of what peers call an item, a process or an encoding
 MAX_AUX_BYTES = FULL_FRAME_BYTES  # of an item
 
