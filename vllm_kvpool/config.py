@@ -23,7 +23,7 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
-MAX_HEARTBEAT_S = 86_400.0
+MAX_HEARTBEAT_S = 86_400  # peers refuse more
 MAX_STAGING_BYTES = 1 << 50
 MAX_SHOWN_CHARS = 200  # of what others have given us and an error repeats
 
@@ -357,16 +357,12 @@ def _check(config: KVPoolConfig) -> None:
 
 
 def _check_embeds(config: EmbedsConfig) -> None:
-    for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
+    for name, longest_s in _LONGEST_S.items():
         value = getattr(config, name)
-        if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
-            raise ConfigError(f"{name} is {_short(value)}; choose a positive time")
-    if not 0 < config.heartbeat_s <= MAX_HEARTBEAT_S:
-        given_s = _short(config.heartbeat_s)
-        raise ConfigError(
-            f"heartbeat_s is {given_s}; choose a positive time of at most {MAX_HEARTBEAT_S:g} s, "
-            "as peers refuse more"
-        )
+        if not 0 < value <= longest_s:
+            raise ConfigError(
+                f"{name} is {_short(value)}; choose a positive time of at most {longest_s} s"
+            )
     for name, most in _MOST.items():
         value = getattr(config, name)
         if not 0 < value <= most:
@@ -385,6 +381,11 @@ def _check_embeds(config: EmbedsConfig) -> None:
         raise ConfigError("stats_file and curve_dir must be able to name a file")
 
 
+_LONGEST_S = {
+    "heartbeat_s": MAX_HEARTBEAT_S,
+    "bootstrap_timeout_s": MAX_EXPECT_TIMEOUT_MS,
+    "waiting_timeout_s": MAX_EXPECT_TIMEOUT_MS,
+}
 _MOST = {
     "default_allocate_tokens": 1 << 30,
     "writer_threads": 256,

@@ -110,7 +110,9 @@ class MovingHands:
 
         MemoryError or OSError if the host has none.
         """
-        self._items[mm_hash] = Item(shape, allocate(shape, self._memory))
+        planes = allocate(shape, self._memory)
+        check_planes(planes, shape)
+        self._items[mm_hash] = Item(shape, planes)
 
     def discard(self, mm_hash: str) -> None:
         """Let go of an item's memory; who still drains into it keeps it until then."""
@@ -221,11 +223,15 @@ class MovingHands:
             self._landing.close()
 
 
-def _nbytes_of(work: Drain | Write, shape: ItemShape) -> int:
+def _rows_of(work: Drain | Write) -> int:
     rows = 0
     for run in work.runs:
         rows += run.rows
-    return rows * shape.row_bytes
+    return rows
+
+
+def _nbytes_of(work: Drain | Write, shape: ItemShape) -> int:
+    return _rows_of(work) * shape.row_bytes
 
 
 def _written_bytes(each: tuple[Write, Source]) -> int:
@@ -236,5 +242,4 @@ def _written_bytes(each: tuple[Write, Source]) -> int:
 def _result(work: Write, result: tuple[int, ...] | WriteError) -> Wrote | WriteFailed:
     if isinstance(result, WriteError):
         return WriteFailed(work.tid, work.gid, result.quiesced, str(result))
-    rows = sum(run.rows for run in work.runs)
-    return Wrote(work.tid, work.gid, work.runs[0].row, rows, result)
+    return Wrote(work.tid, work.gid, work.runs[0].row, _rows_of(work), result)

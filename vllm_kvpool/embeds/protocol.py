@@ -134,7 +134,7 @@ def check_hello(told: Hello) -> None:
     if len(told.endpoints) > MAX_RANKS or not 0 <= told.rank < MAX_RANKS:
         raise ProtocolError(f"rank {told.rank} of {len(told.endpoints)}; at most {MAX_RANKS}")
     if not 0 <= told.heartbeat_s <= MAX_HEARTBEAT_S:
-        raise ProtocolError(f"a heartbeat of {told.heartbeat_s} s; at most {MAX_HEARTBEAT_S:g} s")
+        raise ProtocolError(f"a heartbeat of {told.heartbeat_s} s; at most {MAX_HEARTBEAT_S} s")
 
 
 class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):

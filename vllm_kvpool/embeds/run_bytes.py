@@ -42,11 +42,11 @@ def segments(planes: Sequence[Bytes], shape: ItemShape, run: Run) -> list[Segmen
 
 
 def check_planes(planes: Sequence[Bytes], shape: ItemShape) -> None:
-    """The caller's arrays are what the shape says."""
-    for array, plane in zip(planes, shape.planes, strict=True):
+    """Arrays are what the shape says, so that a part of one is a view. Once for each item."""
+    for array, row_bytes in zip(planes, shape.plane_row_bytes, strict=True):
         assert array.dtype == np.uint8, array.dtype
-        assert array.shape == (shape.rows, plane.row_bytes), (array.shape, shape)
-        assert array.flags.c_contiguous, plane.name
+        assert array.shape == (shape.rows, row_bytes), (array.shape, shape)
+        assert array.flags.c_contiguous, array.strides
 
 
 def new_digest(seed: int) -> Any:
@@ -108,6 +108,8 @@ def drain(
     window: Bytes, planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[Run], seed: int
 ) -> tuple[int, ...]:
     """Copy runs out of a window into the item, which the caller owns; a digest for each.
+
+    The item's planes have been checked (`check_planes`).
 
     Of the bytes that have arrived in the item: whatever is written to the window later, or while
     they are copied, either shows in the digest or has changed nothing. Any thread; no two with

@@ -47,8 +47,9 @@ def _plane(name: str, tensor: torch.Tensor, rows: int) -> Plane:
 
 def allocate(shape: ItemShape, memory: KeptMemory) -> list[Bytes]:
     """Host memory for an item, undefined bytes: for each plane what `as_bytes` says of a tensor."""
-    sizes = [plane.row_bytes for plane in shape.planes]
-    return [memory.take(shape.rows * size).reshape(shape.rows, size) for size in sizes]
+    return [
+        memory.take(shape.rows * size).reshape(shape.rows, size) for size in shape.plane_row_bytes
+    ]
 
 
 def tensors_of(shape: ItemShape, planes: Sequence[Bytes]) -> list[torch.Tensor]:
