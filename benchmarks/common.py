@@ -26,6 +26,7 @@ READY_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
+CPU_SECONDS = "cpu_seconds"  # what every child answers, whatever object it holds
 
 
 @dataclass
@@ -166,7 +167,8 @@ def _serve(
 def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
     name, args = call
     try:
-        return "ok", getattr(target, name)(*args)
+        method = time.process_time if name == CPU_SECONDS else getattr(target, name)
+        return "ok", method(*args)
     except DidNotFinish as error:
         return "unfinished", str(error)
     except Exception:  # the top of a child process: it becomes the parent's report
@@ -204,6 +206,10 @@ class Child:
         """The method's result. DidNotFinish if it does not come in time; the child then ends."""
         self.begin(name, *args)
         return self.finish(timeout_s)
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all threads of the child so far, in seconds."""
+        return float(self.call(CPU_SECONDS))
 
     def begin(self, name: str, *args: Any) -> None:
         """Have a method called; `finish` comes next."""
