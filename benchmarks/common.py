@@ -120,13 +120,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def wait_until(done: Callable[[], bool], timeout_s: float) -> float:
+def wait_until(done: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> float:
     """Poll until `done`; the seconds that took. DidNotFinish after `timeout_s`."""
     start = time.perf_counter()
     while not done():
         if time.perf_counter() - start > timeout_s:
             raise late(timeout_s)
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return time.perf_counter() - start
 
 

@@ -25,6 +25,7 @@ from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 LOCAL_BUFFER_BYTES = 16 << 20
 HASH_BYTES = 20
+STEP_S = 0.002  # between two looks at a save: an engine looks once a step
 REQUEST = "r"
 MODEL = "bench"
 
@@ -192,7 +193,7 @@ class OurSide(PageKeeper):
             report = worker.take_report()
             return report is not None and job_id in report.stored
 
-        seconds = wait_until(run, limit_s)
+        seconds = wait_until(run, limit_s, STEP_S)
         assert self._ended("save") == ended, "not every cell was stored"
         return seconds
 
