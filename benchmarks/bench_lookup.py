@@ -8,7 +8,7 @@ stored. Times in milliseconds:
 
 * `answer`: from the request's arrival until its answer is there; it holds all of the following
   but `match`. The scheduler's thread sleeps meanwhile;
-* `chain`: hashing the prompt, on the probe thread; `asking`: the store calls of the probe thread;
+* `chain`: hashing the prompt, on the lookup thread; `asking`: the store calls of the tier's thread;
 * `add`, `match`: what the scheduler's thread spends when the request comes, and when it is matched.
 
 Every store call's thread is checked. The other way, beside it: one call that asks for all keys, of
@@ -29,7 +29,7 @@ from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.probe import Probe
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.store.base import Store
@@ -88,7 +88,7 @@ class Filler:
 
 
 class TimedStore:
-    """The probe's store: what its `exists` calls cost, and who makes them."""
+    """The tier's store: what its `exists` calls cost, and who makes them."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -126,13 +126,13 @@ class Lookups:
 
     def __init__(self, url: str) -> None:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
-        probe: Any = Probe((self._store,), NAMES, CHUNK)
+        lookups: Any = LookupService((self._store,), NAMES, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (Group(BLOCK),), 1, 1 << 20)
-        self._scheduler = PoolScheduler(config, Role.BOTH, shape, probe, Tally())
+        self._scheduler = PoolScheduler(config, Role.BOTH, shape, lookups, Tally())
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))
-        self._probe = probe
+        self._lookups = lookups
         self._count = 0
 
     def one(self, tokens: list[int], stored: int, times: Times) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class Lookups:
         start = time.perf_counter()
         self._scheduler.add(view)
         added = time.perf_counter()
-        self._probe.wait(ANSWER_TIMEOUT_S)
+        self._lookups.wait(ANSWER_TIMEOUT_S)
         answered = time.perf_counter()
         found, _ = self._scheduler.match(view.request_id, 0)
         matched = time.perf_counter()

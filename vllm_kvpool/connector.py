@@ -27,7 +27,7 @@ from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
 from vllm_kvpool.keys import group_of, in_epoch
 from vllm_kvpool.plugin import register
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
@@ -100,7 +100,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
             )
-            self._mirror = HostMirror(self._scheduler_side.host_ranks)
+            self._mirror = HostCacheIndex(self._scheduler_side.host_ranks)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
@@ -121,7 +121,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             shape.num_ranks,
             side.tiers,
             self._mirror,
-            side.look,
+            side.check,
         )
 
     # What the engine asks before it starts

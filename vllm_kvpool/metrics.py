@@ -108,6 +108,13 @@ METRICS = {
             "1, or 0 while the tier is left alone after failures.",
             lowest=True,
         ),
+        Metric(
+            "kvpool_lookup_tier_up",
+            _G,
+            ("tier",),
+            "1, or 0 while lookups go on without the tier because its answers come too late.",
+            lowest=True,
+        ),
         Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier by state."),
         Metric(
             "kvpool_evicted_cells",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
 from vllm_kvpool.transfer.ops import HostChange, JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 
@@ -65,7 +65,7 @@ def test_the_order_of_ranks_does_not_matter(a: StepReport, b: StepReport, c: Ste
 
 def state(reports: list[StepReport]) -> dict[tuple[int, str], bool]:
     """Which rank has which chunk, after the reports in this order."""
-    mirrors = {rank: HostMirror(1) for rank in RANKS}
+    mirrors = {rank: HostCacheIndex(1) for rank in RANKS}
     for report in reports:
         for rank, change in report.host.items():
             mirrors[rank].apply(0, change)
