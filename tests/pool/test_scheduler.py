@@ -75,6 +75,7 @@ class Bench:
         config: KVPoolConfig | None = None,
         host_tier: bool = False,
         stops_at_first: bool = False,
+        in_lockstep: bool = False,
     ) -> None:
         self.block = block
         self.memory = MemoryStore("", 1 << 24)
@@ -93,6 +94,7 @@ class Bench:
                 max_pinned,
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
+                in_lockstep=in_lockstep,
                 stems=NAMES.stems(CHUNK),
             ),
             self.lookups,
@@ -277,20 +279,78 @@ def test_a_lookup_is_pending_until_the_store_answers(bench: Bench) -> None:
     assert bench.store.calls["exists"] <= 4
 
 
-def test_a_busy_engine_does_not_wait_for_lookups(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class Waits:
+    """How often the scheduler's thread waits for lookups, and for how long at most."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def wait(self, timeout_s: float) -> None:
+        self.seconds.append(timeout_s)
+
+
+@pytest.fixture
+def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    made = Waits()
+    monkeypatch.setattr(bench.lookups, "wait", made.wait)
+    return made
+
+
+def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
+    bench: Bench, waits: Waits
 ) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(bench.lookups, "wait", waits.append)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        bench.add(name)
+    for number in range(1, 4):
+        for name in names:
+            assert bench.scheduler.match(name, 0) == PENDING
+        assert len(waits.seconds) == number - 1  # nobody waits in `match`
+        bench.step()
+    assert all(0 < seconds <= IDLE_WAIT_MAX_S for seconds in waits.seconds)
+    bench.clock.advance(1)
+    assert all(bench.scheduler.match(name, 0) == NOTHING for name in names)
+    bench.step()
+    assert len(waits.seconds) == 3
+
+
+def test_a_busy_engine_does_not_wait_for_lookups(bench: Bench, waits: Waits) -> None:
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add("b")
-    assert bench.store.entered.wait(LIMIT_S)
-    bench.scheduler.match("b", 0)
-    assert [0 < wait_s <= IDLE_WAIT_MAX_S for wait_s in waits] == [True]
     bench.add("a", options=RequestOptions(load=False, save=False))
     bench.step(a=1)
-    bench.scheduler.match("b", 0)
-    assert len(waits) == 1
+    bench.step()  # what it computes may still be under way
+    assert waits.seconds == []
+    bench.step()
+    assert len(waits.seconds) == 1
+
+
+def test_while_a_request_loads_the_workers_wait_alone(bench: Bench, waits: Waits) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add("a")
+    while bench.scheduler.match("a", 0) == PENDING:
+        LookupService.wait(bench.lookups, LIMIT_S)
+    bench.allocate("a", 0, 64)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    for _ in range(3):
+        assert bench.step().idle
+    assert waits.seconds == []
+
+
+def test_an_engine_that_steps_with_others_never_waits(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data-parallel engines step together: one that waits, on either side, holds up all."""
+    bench, waits = make(in_lockstep=True), Waits()
+    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    for _ in range(3):
+        assert bench.scheduler.match("a", 0) == PENDING
+        assert not bench.step().idle
+    assert waits.seconds == []
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,9 @@ class KVPoolECConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
         """The step's word for the workers."""
-        is_idle = not scheduler_output.total_num_scheduled_tokens
+        # Data-parallel engines step together: one that waits holds up all.
+        is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
+        is_idle = is_alone and not scheduler_output.total_num_scheduled_tokens
         freed = scheduler_output.free_encoder_mm_hashes
         return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
 

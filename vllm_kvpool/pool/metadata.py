@@ -31,7 +31,8 @@ class StepPlan:
     saves: tuple[SavePlan, ...] = ()
     prefetches: tuple[PrefetchPlan, ...] = ()
     idle: bool = False
-    """No tokens are scheduled: the step may wait a moment for a load to end."""
+    """No tokens are scheduled, and no other engine steps along: the step may wait a moment for a
+    load to end."""
     generation: int = 0
     """Grows with every reset; saves of an older generation are dropped."""
 

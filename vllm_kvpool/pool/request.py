@@ -22,6 +22,7 @@ class PoolShape:
     prefetches: bool = False  # workers have host memory to bring cells into beforehand
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # engines step together: one that waits holds up all
     stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
 
 

@@ -15,6 +15,7 @@ Owned by the scheduler's thread; the lookup service answers. A request's life:
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -173,8 +174,10 @@ class PoolScheduler:
         state.stale = num_computed > 0 and self._has_old_blocks
         self.saves.look(state)
         self._take_results()
-        if state.answer is None and not self._wait_for_answer(state):
-            return None, False
+        if state.answer is None:
+            if self._clock() < state.deadline:
+                return None, False
+            self._time_out(state)  # the answer may still come: its hashes are needed to save
         self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
         state.tried = True
         stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
@@ -199,19 +202,6 @@ class PoolScheduler:
             return False
         self._has_given_way |= state.tried
         return self._has_given_way
-
-    def _wait_for_answer(self, state: RequestState) -> bool:
-        """Whether the pending lookup has come to an end."""
-        waited = self._clock() - state.asked_at
-        if self._idle and self._clock() < state.deadline:
-            # Nothing is running: without a pause the engine and its ranks would spin on the cores
-            # that the answer needs. The longer it has taken, the less a little more matters.
-            self._lookups.wait(idle_wait_s(waited))
-            self._take_results()
-        if state.answer is None and self._clock() >= state.deadline:
-            # The answer may still come: the hashes in it are needed to save.
-            self._time_out(state)
-        return state.answer is not None
 
     def _time_out(self, state: RequestState) -> None:
         state.answer = LookupOutcome.TIMED_OUT
@@ -290,9 +280,12 @@ class PoolScheduler:
     # Steps
 
     def plan_step(self, step: Step) -> StepPlan:
-        """The loads that are allocated and the saves that are due; pins the saves' blocks."""
+        """The loads that are allocated and the saves that are due; pins the saves' blocks.
+
+        Waits a moment for lookups where nothing else is left to do (`_rest`).
+        """
         self._take_results()
-        self._idle = not step.scheduled
+        was_idle, self._idle = self._idle, not step.scheduled
         self._loaded.difference_update(step.scheduled)
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
@@ -302,7 +295,24 @@ class PoolScheduler:
         saves = self.saves.of_step(step, self._requests, self._layered, self._epoch)
         prefetches = tuple(self._prefetches.values())
         self._prefetches.clear()
-        return StepPlan(loads, saves, prefetches, self._idle, self._reset.generation)
+        if was_idle and self._idle and not (loads or saves or prefetches):
+            self._rest()
+        may_wait = self._idle and not self._shape.in_lockstep
+        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
+
+    def _rest(self) -> None:
+        """Wait a moment for lookups, where neither this step nor the one before has any work.
+
+        Without a pause an engine in this process would spin on the cores that the answer needs.
+        The longer it has taken, the less a little more matters. While something is loaded the
+        workers wait for that, once a step.
+        """
+        asked = [self._requests[request_id] for request_id in self._asked.values()]
+        pending = [state.asked_at for state in asked if state.answer is None]
+        if self._shape.in_lockstep or not pending:
+            return
+        if not any(state.load for state in self._requests.values()):
+            self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
@@ -321,7 +331,8 @@ class PoolScheduler:
             self._lookups.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
-            self._lookups.remove_all(self._reset.end, self._reset.take_epochs())
+            end = partial(self._reset.end, self._reset.generation)
+            self._lookups.remove_all(end, self._reset.take_epochs())
 
     # The end
 

@@ -71,6 +71,7 @@ class ModelShape:
     num_ranks: int
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
 
     @classmethod
     def of_one_kind(
@@ -143,6 +144,7 @@ class SchedulerSide:
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
             stops_at_first=model.stops_at_first,
+            in_lockstep=model.in_lockstep,
             stems=names.stems(config.chunk_tokens),
         )
         self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.tally)
