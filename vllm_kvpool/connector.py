@@ -55,14 +55,14 @@ class KVPoolMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' report on its way to the scheduler."""
+    """The workers' reports on their way to the scheduler, which merges them once."""
 
-    report: StepReport
+    reports: tuple[StepReport, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVPoolWorkerMetadata":
-        """Merge another rank's report."""
+        """Add another rank's report."""
         assert isinstance(other, KVPoolWorkerMetadata)
-        return KVPoolWorkerMetadata(self.report.merged(other.report))
+        return KVPoolWorkerMetadata(self.reports + other.reports)
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -221,7 +221,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is None:
             return None
         report = self._worker_side.worker.take_report()
-        return None if report is None else KVPoolWorkerMetadata(report)
+        return None if report is None else KVPoolWorkerMetadata((report,))
 
     def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
@@ -280,11 +280,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """What the workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVPoolWorkerMetadata):
-            self._scheduler.apply(meta.report)
-            for rank, change in meta.report.host.items():
+            report = StepReport.merge(meta.reports)
+            self._scheduler.apply(report)
+            for rank, change in report.host.items():
                 self._mirror.apply(rank, change)
             if self._events is not None:
-                self._events.apply(meta.report)
+                self._events.apply(report)
         self._scheduler.step_ended()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)
