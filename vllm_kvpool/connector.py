@@ -208,7 +208,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._worker_side.worker.finish_step(plan, finished_req_ids)
         if results.invalid_blocks:
             self._invalid_blocks |= results.invalid_blocks
-        self._worker_side.stats.write()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -267,7 +266,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's plan for the workers."""
         side = self._scheduler_side
         assert side is not None
-        side.stats.write()
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)

@@ -18,7 +18,7 @@ from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
 from vllm_kvpool.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Context, Group, Kind, Topology, cells_of_rank
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import StatsFile, Tally
 from vllm_kvpool.pool.given_tiers import tier_specs
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.lookup_core import PresenceCheck
@@ -27,7 +27,6 @@ from vllm_kvpool.pool.open_tiers import HOST_DEVICE, OpenTiers, check_tiers, lan
 from vllm_kvpool.pool.pins import HELD_SHARE
 from vllm_kvpool.pool.request import PoolShape
 from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.pool.stats_file import StatsFile
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
@@ -148,7 +147,7 @@ class SchedulerSide:
             stems=names.stems(config.chunk_tokens),
         )
         self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.tally)
-        self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
+        self._stats = stats_file(config, "scheduler", rank, self.tally)
         self.first_epoch = first_epoch
 
     def check(self, check: PresenceCheck) -> None:
@@ -165,7 +164,8 @@ class SchedulerSide:
             self._tiers.close()
         else:
             self._tiers.leave()
-        self.stats.write(force=True)
+        if self._stats is not None:
+            self._stats.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class WorkerSide:
             layer_spans,
             config.load_timeout_s,
         )
-        self.stats = StatsFile(config.stats_file, "worker", self._number, self.tally)
+        self._stats = stats_file(config, "worker", self._number, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
     def _start(
@@ -316,7 +316,15 @@ class WorkerSide:
         else:  # what still runs may use the memory, which therefore stays as it is
             self._tiers.leave()
         self._trace.close()
-        self.stats.write(force=True)
+        if self._stats is not None:
+            self._stats.close()
+
+
+def stats_file(config: KVPoolConfig, side: str, number: int, tally: Tally) -> StatsFile | None:
+    """Where one side's counters are written, if anywhere."""
+    if not config.stats_file:
+        return None
+    return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), tally)
 
 
 def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:
