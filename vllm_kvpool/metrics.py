@@ -212,21 +212,22 @@ class Tally:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         self._reported: dict[str, float] = {}
-        self._changed: set[str] = set()  # since `take_changes`; whether any, without the lock
+        # Since the last `take_changes`, in order; whether any, is looked at without the lock.
+        self._changed: dict[str, None] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Grow a counter."""
         sample = _sample_name(name, tuple(labels.items()))
         with self._lock:
             self._values[sample] = self._values.get(sample, 0) + amount
-            self._changed.add(sample)
+            self._changed[sample] = None
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
         sample = _sample_name(name, tuple(labels.items()))
         with self._lock:
             self._values[sample] = value
-            self._changed.add(sample)
+            self._changed[sample] = None
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Put a value, not negative, into its bucket of a histogram."""
@@ -244,7 +245,7 @@ class Tally:
         with self._lock:
             self._values[count] = self._values.get(count, 0) + 1
             self._values[total] = self._values.get(total, 0) + value
-            self._changed.update((count, total))
+            self._changed[count] = self._changed[total] = None
 
     def snapshot(self) -> dict[str, float]:
         """All values since the start."""
@@ -259,7 +260,7 @@ class Tally:
         if not self._changed:
             return {}
         with self._lock:
-            changed, self._changed = self._changed, set()
+            changed, self._changed = self._changed, {}
             values = {sample: self._values[sample] for sample in changed}
         reported = self._reported  # one thread reports
         growth = {
