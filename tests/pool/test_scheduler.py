@@ -27,7 +27,7 @@ from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.pool.tables import all_blocks
+from vllm_kvpool.pool.tables import GroupTables, all_blocks
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
 from vllm_kvpool.testing.faults import Fault, FaultyStore
@@ -842,6 +842,41 @@ def test_the_last_sampled_token_is_not_saved(make: Maker) -> None:
     view.num_computed_tokens = 64  # an engine that counts what it has scheduled
     assert bench.finish() == {"kvpool": {"tokens": 32}}
     assert bench.step().saves == ()
+
+
+def test_steps_without_room_look_at_nobody_and_then_at_whom_there_is_room_for(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one chunk may be pinned; 64 requests of 512 chunks each are due."""
+    bench = make(max_pinned=CHUNK // 16)
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        bench.add(name, num_tokens=512 * CHUNK)
+    for name in names:
+        bench.admit(name)
+    bench.step(**dict.fromkeys(names, 511 * CHUNK))
+    [(job, pinned)] = bench.scheduler.saves.ledger._pinned.items()
+    looks: list[int] = []
+    num_blocks = GroupTables.num_blocks
+
+    def counted(tables: GroupTables, start: int, stop: int) -> int:
+        looks.append(stop)
+        return num_blocks(tables, start, stop)
+
+    monkeypatch.setattr(GroupTables, "num_blocks", counted)
+    for _ in range(3):
+        assert bench.step(**dict.fromkeys(names, 1)).saves == ()
+    assert len(looks) <= 2 * len(names)  # each of them once
+    saved = []
+    for _ in range(len(names)):
+        bench.scheduler.apply(StepReport(gathered={job: 1}))
+        looks.clear()
+        [save] = bench.step(**dict.fromkeys(names, 0)).saves
+        assert len(looks) < 30
+        job = save.job_id
+        saved.append(save.request_id)
+    assert sorted(saved) == sorted(names)  # in turn
+    assert pinned.ranks_left == 0
 
 
 def test_the_pinned_blocks_are_bounded_and_the_rest_waits(make: Maker) -> None:
