@@ -1,6 +1,6 @@
 """What the two sides of the connector tell each other once a step. Frozen, small, picklable."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -59,15 +59,17 @@ class StepReport:
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:
         """One report of several ranks or steps, each rank's in order; linear in their size."""
-        gathered: Counter[JobId] = Counter()
-        dropped: Counter[int] = Counter()
+        gathered: dict[JobId, int] = {}
+        dropped: dict[int, int] = {}
         stops: dict[str, int] = {}
         hosts: defaultdict[int, list[HostChange]] = defaultdict(list)
         stored: dict[JobId, Stored] = {}
         load_tokens = load_seconds = 0.0
         for report in reports:
-            gathered.update(report.gathered)
-            dropped.update(report.dropped)
+            for job, ranks in report.gathered.items():
+                gathered[job] = gathered.get(job, 0) + ranks
+            for generation, ranks in report.dropped.items():
+                dropped[generation] = dropped.get(generation, 0) + ranks
             for request_id, tokens in report.load_stops.items():
                 stops[request_id] = min(tokens, stops.get(request_id, tokens))
             for rank, change in report.host.items():
@@ -77,7 +79,7 @@ class StepReport:
             load_tokens += report.load_tokens
             load_seconds += report.load_seconds
         host = {rank: HostChange.merge(changes) for rank, changes in hosts.items()}
-        return cls(dict(gathered), stops, load_tokens, load_seconds, dict(dropped), host, stored)
+        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored)
 
     @property
     def empty(self) -> bool:

@@ -271,8 +271,10 @@ class HostChange:
         """All changes as one, in their order; linear in their size."""
         whole: dict[str, bool] = {}
         for change in changes:
-            whole |= dict.fromkeys(change.added, True)
-            whole |= dict.fromkeys(change.removed, False)
+            for group in change.added:
+                whole[group] = True
+            for group in change.removed:
+                whole[group] = False
         return cls(
             tuple(group for group, here in whole.items() if here),
             tuple(group for group, here in whole.items() if not here),
