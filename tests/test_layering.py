@@ -62,7 +62,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "threading": (
         *(
             "metrics.py",
-            "pool/probe.py",
+            "pool/lookup_service.py",
             "prefetch/command.py",
             "staging/arena.py",
             "store/",

@@ -27,7 +27,7 @@ from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
 from vllm_kvpool.keys import group_of, in_epoch
 from vllm_kvpool.plugin import register
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
@@ -55,14 +55,14 @@ class KVPoolMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' report on its way to the scheduler."""
+    """The workers' reports on their way to the scheduler, which merges them once."""
 
-    report: StepReport
+    reports: tuple[StepReport, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVPoolWorkerMetadata":
-        """Merge another rank's report."""
+        """Add another rank's report."""
         assert isinstance(other, KVPoolWorkerMetadata)
-        return KVPoolWorkerMetadata(self.report.merged(other.report))
+        return KVPoolWorkerMetadata(self.reports + other.reports)
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -100,7 +100,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
             )
-            self._mirror = HostMirror(self._scheduler_side.host_ranks)
+            self._mirror = HostCacheIndex(self._scheduler_side.host_ranks)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
@@ -121,7 +121,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             shape.num_ranks,
             side.tiers,
             self._mirror,
-            side.look,
+            side.check,
         )
 
     # What the engine asks before it starts
@@ -208,7 +208,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._worker_side.worker.finish_step(plan, finished_req_ids)
         if results.invalid_blocks:
             self._invalid_blocks |= results.invalid_blocks
-        self._worker_side.stats.write()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -221,7 +220,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is None:
             return None
         report = self._worker_side.worker.take_report()
-        return None if report is None else KVPoolWorkerMetadata(report)
+        return None if report is None else KVPoolWorkerMetadata((report,))
 
     def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
@@ -267,7 +266,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's plan for the workers."""
         side = self._scheduler_side
         assert side is not None
-        side.stats.write()
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)
@@ -280,11 +278,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """What the workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVPoolWorkerMetadata):
-            self._scheduler.apply(meta.report)
-            for rank, change in meta.report.host.items():
+            report = StepReport.merge(meta.reports)
+            self._scheduler.apply(report)
+            for rank, change in report.host.items():
                 self._mirror.apply(rank, change)
             if self._events is not None:
-                self._events.apply(meta.report)
+                self._events.apply(report)
         self._scheduler.step_ended()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)

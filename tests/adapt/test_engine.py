@@ -83,6 +83,13 @@ def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
     assert kind.topology.layer_span == 1
     assert read.shape.groups == (Group(32),)
     assert read.shape.loads
+    assert not read.shape.in_lockstep
+
+
+def test_data_parallel_engines_step_together(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    config.parallel_config.data_parallel_size = 2
+    assert facts(config).shape.in_lockstep
 
 
 @pytest.mark.parametrize(

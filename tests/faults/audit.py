@@ -60,7 +60,7 @@ def _check_requests(rig: Rig) -> None:
     assert not scheduler.failed_recving_kv_req_ids
     pool.check()
     assert not pool._requests
-    assert not pool._tickets
+    assert not pool._asked
     assert not pool._loads
     assert not pool._prefetches
     assert not pool.saves._late

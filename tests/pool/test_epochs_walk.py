@@ -2,8 +2,8 @@
 
 In place of KV every token has the set of epochs that it and all tokens before it were computed in:
 attention mixes them. The walk plays vLLM's scheduler, its own prefix cache, the workers and the
-store; the scheduler side and the probe are the package's own. All prompts begin alike, so that
-requests of all epochs want the same chunks.
+store; the scheduler side and the lookup service are the package's own. All prompts begin
+alike, so that requests of all epochs want the same chunks.
 """
 
 import random
@@ -293,7 +293,7 @@ def walk(seed: int) -> Counter[str]:
         error.add_note(f"seed {seed}")
         raise
     finally:
-        it.bench.probe.close()
+        it.bench.lookups.close()
     return it.seen
 
 

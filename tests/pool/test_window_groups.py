@@ -21,9 +21,9 @@ from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import WHOLE, Group, Kind, Reach, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pins import HELD_SHARE
-from vllm_kvpool.pool.probe import Probe
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import all_blocks
@@ -83,7 +83,7 @@ class Gathering:
 
 
 class Engine:
-    """vLLM's scheduler and all ranks, over a real probe and store."""
+    """vLLM's scheduler and all ranks, over a real lookup service and store."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class Engine:
         block = 1
         while any(block % group.block_size for group in self.groups):
             block += 1
-        self.probe = Probe((self.memory,), self.names, CHUNK, block=block)
+        self.lookups = LookupService((self.memory,), self.names, CHUNK, block=block)
         self.scheduler = PoolScheduler(
             KVPoolConfig(save_decode=save_decode),
             Role.BOTH,
             shape,
-            self.probe,
+            self.lookups,
             Tally(),
             self.clock,
         )
@@ -140,9 +140,9 @@ class Engine:
 
     def answers(self) -> None:
         """Every lookup is answered."""
-        while self.scheduler._tickets:
-            self.probe.wait(LIMIT_S)
-            self.scheduler._take_answers()
+        while self.scheduler._asked:
+            self.lookups.wait(LIMIT_S)
+            self.scheduler._take_results()
 
     def admit(self, request_id: str) -> int | None:
         """How many tokens are to be loaded; None if there are no blocks for them."""
@@ -369,7 +369,7 @@ class Engine:
         assert not self.scheduler.saves.has_pending
         assert self.scheduler.saves.ledger._held == {}
         assert not any(self.pool.references.values())
-        assert self.probe.close()
+        assert self.lookups.close()
 
 
 def hashes_of(tokens: Sequence[int]) -> list[bytes]:

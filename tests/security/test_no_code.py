@@ -106,7 +106,7 @@ def test_no_data_becomes_code_and_one_file_binds_a_socket() -> None:
         ("pool/sides.py", "import subprocess"),
         ("pool/sides.py", "import os\nos.system('ls')"),
         ("store/mooncake.py", "import socket\nserver = socket.create_server(('', 0))"),
-        ("pool/probe.py", "import socket"),
+        ("pool/lookup_service.py", "import socket"),
         ("store/mooncake.py", "connection.bind(('', 0))"),
         ("adapt/engine.py", "import yaml\nyaml.load(text)"),
     ],

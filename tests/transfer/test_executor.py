@@ -21,6 +21,7 @@ from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, FaultyPerform
 from vllm_kvpool.testing.faults import Fault, FaultyStore
+from vllm_kvpool.transfer import executor as executor_module
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import (
     CALL_TIMEOUT_S,
@@ -475,6 +476,32 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
     assert rank.reports(1) == [SaveGathered(JobId(4), "r4")]
     assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
     store.release()
+    assert rank.close(1.0)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_copy_that_hangs_while_the_engine_fails_keeps_its_own_blocks_alone(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "COPY_JOIN_S", 0.05)
+    rank = Rank(store)
+    rank.save(1)
+    rank.perform.hold("scatter")
+    rank.executor.post(load_plan(2, (1, 2), 0, CHUNK))
+    assert rank.perform.entered.wait(LIMIT_S)
+
+    def broken(event: object, now: float) -> list[object]:
+        raise AssertionError("the engine is broken")
+
+    rank.engine.step = broken
+    rank.executor.post(load_plan(3, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, FAILED)]
+    rank.executor.post(load_plan(4, (5, 2), 0, CHUNK))
+    rank.executor.post(load_plan(5, (5, 6), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(5), "r5", 0, FAILED)]
+    rank.perform.release()
+    ended = rank.reports(2)
+    assert {report.job_id for report in ended if isinstance(report, LoadDone)} == {2, 4}
     assert rank.close(1.0)
 
 

@@ -121,6 +121,7 @@ def read_engine(
         num_ranks=ranks,
         loads=loads,
         stops_at_first=releases.stops_at_first(),
+        in_lockstep=parallel.data_parallel_size > 1,
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     return EngineFacts(shape, kinds, media_are_named)

@@ -27,7 +27,7 @@ _COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 class AdapterDigests:
     """Content digests of LoRA adapters as they were when this engine first met them.
 
-    Owned by the probe thread. Keyed by the adapter's id too: another content at the same path
+    Owned by the lookup thread. Keyed by the adapter's id too: another content at the same path
     comes with another id, or says `load_inplace`.
     """
 
@@ -88,7 +88,7 @@ class VllmRequest:
         return tokens
 
     def identity(self) -> RequestIdentity | None:
-        """What shapes this request's KV besides its tokens. Probe thread; raises OSError."""
+        """What shapes this request's KV besides its tokens. Lookup thread; raises OSError."""
         request = self._request
         adapter = b""
         if (lora := request.lora_request) is not None:

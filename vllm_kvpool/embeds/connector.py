@@ -29,7 +29,7 @@ from vllm_kvpool.embeds.protocol import Role
 from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView, StepMeta
 from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
-from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import register
 
 if TYPE_CHECKING:
@@ -156,7 +156,9 @@ class KVPoolECConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
         """The step's word for the workers."""
-        is_idle = not scheduler_output.total_num_scheduled_tokens
+        # Data-parallel engines step together: one that waits holds up all.
+        is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
+        is_idle = is_alone and not scheduler_output.total_num_scheduled_tokens
         freed = scheduler_output.free_encoder_mm_hashes
         return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
 
@@ -227,7 +229,7 @@ class KVPoolECConnector(ECConnectorBase):
             if self._config.stats_file:
                 rank = self._vllm_config.parallel_config.data_parallel_index
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                write_stats(path, self._scheduler_side.tally.snapshot())
+                StatsFile(path, self._scheduler_side.tally).close()
 
 
 _ROLES = {

@@ -23,7 +23,7 @@ from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import Sockets, read_keys
 from vllm_kvpool.embeds.tensors import Tensor, shape_of, to_host
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.metrics import StatsFile
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class EmbedsWorker:
         self._hands.close()
         if self._config.stats_file:
             path = Path(f"{self._config.stats_file}.ec.worker.{self._place.number}")
-            write_stats(path, self._control.tally.snapshot())
+            StatsFile(path, self._control.tally).close()
 
 
 def _count(producer: Producer, event: str) -> None:

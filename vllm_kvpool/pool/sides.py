@@ -1,6 +1,6 @@
 """Puts the two sides together and takes them apart: what is opened, started, closed, in order.
 
-`SchedulerSide` owns metadata-only stores, the probe thread and the scheduler's bookkeeping;
+`SchedulerSide` owns metadata-only stores, the lookup service and the scheduler's bookkeeping;
 `WorkerSide` stores, the staging arena, the engine and its lanes. Both are made, used and closed by
 one thread.
 """
@@ -18,15 +18,15 @@ from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
 from vllm_kvpool.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Context, Group, Kind, Topology, cells_of_rank
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import StatsFile, Tally
 from vllm_kvpool.pool.given_tiers import tier_specs
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.lookup_core import PresenceCheck
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.pool.open_tiers import HOST_DEVICE, OpenTiers, check_tiers, lane_counts, open_tiers
 from vllm_kvpool.pool.pins import HELD_SHARE
-from vllm_kvpool.pool.probe import Look, Probe
 from vllm_kvpool.pool.request import PoolShape
 from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.pool.stats_file import StatsFile
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
@@ -70,6 +70,7 @@ class ModelShape:
     num_ranks: int
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
 
     @classmethod
     def of_one_kind(
@@ -121,7 +122,16 @@ class SchedulerSide:
         self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
         block = tables.block_size
-        self._probe = Probe(self._tiers.stores, names, config.chunk_tokens, host_ranks, block)
+        self._lookups = LookupService(
+            self._tiers.stores,
+            names,
+            config.chunk_tokens,
+            host_ranks,
+            block,
+            config.lookup_timeout_ms / 1000,
+            self._tiers.names,
+            self.tally,
+        )
         least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
         if tables.forgets:
             least *= HELD_SHARE  # a chunk can always be saved, whatever is held
@@ -133,27 +143,29 @@ class SchedulerSide:
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
             stops_at_first=model.stops_at_first,
+            in_lockstep=model.in_lockstep,
             stems=names.stems(config.chunk_tokens),
         )
-        self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
-        self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
+        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.tally)
+        self._stats = stats_file(config, "scheduler", rank, self.tally)
         self.first_epoch = first_epoch
 
-    def look(self, look: Look) -> None:
-        """Look after what is stored, on the probe thread."""
-        self._probe.look(look)
+    def check(self, check: PresenceCheck) -> None:
+        """Look after what is stored, on the lookup service's threads."""
+        self._lookups.check(check)
 
     def weights_changed(self, epoch: str) -> None:
         """The weights are others now; an epoch equal to `first_epoch` is a return to the first."""
         self.scheduler.begin_epoch("" if epoch == self.first_epoch else epoch)
 
     def close(self) -> None:
-        """End the probe thread and close the store."""
-        if self._probe.close():
+        """End the lookup service and close the stores."""
+        if self._lookups.close():
             self._tiers.close()
         else:
             self._tiers.leave()
-        self.stats.write(force=True)
+        if self._stats is not None:
+            self._stats.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +244,7 @@ class WorkerSide:
             layer_spans,
             config.load_timeout_s,
         )
-        self.stats = StatsFile(config.stats_file, "worker", self._number, self.tally)
+        self._stats = stats_file(config, "worker", self._number, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
     def _start(
@@ -304,7 +316,15 @@ class WorkerSide:
         else:  # what still runs may use the memory, which therefore stays as it is
             self._tiers.leave()
         self._trace.close()
-        self.stats.write(force=True)
+        if self._stats is not None:
+            self._stats.close()
+
+
+def stats_file(config: KVPoolConfig, side: str, number: int, tally: Tally) -> StatsFile | None:
+    """Where one side's counters are written, if anywhere."""
+    if not config.stats_file:
+        return None
+    return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), tally)
 
 
 def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:

@@ -1,7 +1,7 @@
 """The contract of a store: a shared place that holds cells by key.
 
-Every call is batched and blocking, and is made from a lane or the probe thread, never from the
-engine's threads. A store knows bytes and keys; it does not know layers, heads or engines.
+Every call is batched and blocking, and is made from a lane or a thread of the lookup service,
+never from the engine's threads. A store knows bytes and keys, not layers, heads or engines.
 
 What an implementor owes:
 * one result per key, in order; a problem with one key is that key's outcome, never an exception;

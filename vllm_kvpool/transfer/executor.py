@@ -33,6 +33,7 @@ from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellName,
     CellOutcome,
+    CellTask,
     DropSaves,
     Flush,
     HandDown,
@@ -67,6 +68,7 @@ IDLE_TICK_S = 0.5
 WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
+COPY_JOIN_S = 5.0  # a batch of copies takes milliseconds
 STORY_WAIT_S = 1.0
 MAX_NEW_LANES = 16
 MAX_STUCK = 2  # threads of a lane that hang in a store
@@ -254,18 +256,47 @@ class Executor:
             self._lane_inboxes[lane.lane].put(None)
 
     def _serve_without_engine(self) -> None:
-        """Every job ends as if the store had nothing, once no lane can touch its pages any more."""
-        for lane in self._lanes:
-            if lane.lane.kind in (OpKind.SCATTER, OpKind.GATHER):
-                lane.thread.join()
-        # What had ended just before is as it was decided.
-        failed = (given_up(plan, CellOutcome.FAILED) for plan in self._open.values())
-        self._publish([*self._said, *failed])
-        while not isinstance(message := self._inbox.get(), Close):
+        """Every job ends as if the store had nothing, once no lane can write its pages any more.
+
+        A copy that hangs keeps the jobs of the blocks that it writes, and no others.
+        """
+        hanging = self._leave_hanging_copies()
+        self._publish(self._said)  # what had ended just before is as it was decided
+        while True:
+            hanging = {lane: work for lane, work in hanging.items() if lane.thread.is_alive()}
+            written = {block for work in hanging.values() for block in _blocks_of(work)}
+            for plan in list(self._open.values()):
+                if not any(written.intersection(pages.block_ids) for pages in plan.pages):
+                    del self._open[plan.job_id]
+                    self._publish([given_up(plan, CellOutcome.FAILED)])
+            try:
+                message = self._inbox.get(timeout=WATCH_S if hanging else None)
+            except Empty:
+                continue
+            if isinstance(message, Close):
+                return
             if isinstance(message, LoadPlan | SavePlan):
-                self._publish([given_up(message, CellOutcome.FAILED)])
+                self._open[message.job_id] = message
             elif isinstance(message, DropSaves) and message.generation is not None:
                 self._publish([SavesDropped(message.generation)])
+
+    def _leave_hanging_copies(self) -> dict[LaneThread, Work]:
+        """Wait for copies into pages to end, `COPY_JOIN_S` at most; those that have not.
+
+        They do nothing more when they have ended.
+        """
+        hanging: dict[LaneThread, Work] = {}
+        deadline = time.monotonic() + COPY_JOIN_S
+        for lane in [lane for lane in self._lanes if lane.lane.kind is OpKind.SCATTER]:
+            lane.thread.join(max(0.0, deadline - time.monotonic()))
+            while lane.thread.is_alive() and lane not in hanging:
+                busy = lane.busy_since()
+                if busy is not None and lane.leave(busy[0]):
+                    hanging[lane] = busy[0]
+                    logger.error("kvpool: %s hangs; the blocks it writes stay in use", lane.lane)
+                else:
+                    lane.thread.join(LANE_JOIN_S)  # it takes the next work, or ends
+        return hanging
 
     def _next_message(self, closing: float | None) -> Post | WorkDone | LaneThread | None:
         timeout_s = 0.0
@@ -437,3 +468,14 @@ class Executor:
     def _fail(self, work: Work, *, in_use: bool = False) -> None:
         """Answer for a lane that cannot."""
         self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells), in_use))
+
+
+def _blocks_of(work: Work) -> set[int]:
+    """The blocks that a batch of copies may write."""
+    return {
+        block
+        for each in work.cells
+        if isinstance(each.cell, CellTask)
+        for pages in each.cell.pages
+        for block in pages.block_ids
+    }

@@ -6,9 +6,10 @@ planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane
 every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
@@ -265,11 +266,16 @@ class HostChange:
     added: tuple[str, ...]
     removed: tuple[str, ...]
 
-    def then(self, later: "HostChange") -> "HostChange":
-        """Both changes, this one first."""
-        whole = dict.fromkeys(self.added, True) | dict.fromkeys(self.removed, False)
-        whole |= dict.fromkeys(later.added, True) | dict.fromkeys(later.removed, False)
-        return HostChange(
+    @classmethod
+    def merge(cls, changes: Iterable["HostChange"]) -> Self:
+        """All changes as one, in their order; linear in their size."""
+        whole: dict[str, bool] = {}
+        for change in changes:
+            for group in change.added:
+                whole[group] = True
+            for group in change.removed:
+                whole[group] = False
+        return cls(
             tuple(group for group, here in whole.items() if here),
             tuple(group for group, here in whole.items() if not here),
         )
