@@ -25,21 +25,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "sizes"},
     "names": set(),
     "weights": set(),
+    "manifest": {"cells", "errors", "keys", "store"},
     "layout": {"errors", "keys"},
     "store": {"errors", "keys", "sizes"},
     "staging": {"cells", "errors", "layout", "store"},
     "transfer": {"cells", "errors", "keys", "layout", "metrics", "staging", "store"},
     "pool": {
-        *("cells", "config", "errors", "hashing", "keys", "layout", "metrics", "names"),
+        *("cells", "config", "errors", "hashing", "keys", "layout", "manifest", "metrics", "names"),
         *("staging", "store", "transfer"),
     },
     "prefetch": {"cells", "config", "errors", "keys", "names", "pool", "store"},
     "adapt": {
-        *("cells", "config", "errors", "hashing", "keys", "layout", "metrics"),
+        *("cells", "config", "errors", "hashing", "keys", "layout", "manifest", "metrics"),
         *("pool", "staging", "store", "transfer", "weights"),
     },
     "embeds": {"adapt", "config", "plugin", "errors", "metrics", "sizes", "staging", "store"},
-    "connector": {"adapt", "config", "keys", "plugin", "pool"},
+    "connector": {"adapt", "config", "keys", "manifest", "plugin", "pool"},
     "plugin": set(),
     "router": {"config", "errors", "metrics", "names", "prefetch", "sizes"},
     "cli": {"errors", "prefetch", "router"},
@@ -62,6 +63,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "threading": (
         *(
             "metrics.py",
+            "pool/manifests.py",
             "pool/probe.py",
             "prefetch/command.py",
             "staging/arena.py",
