@@ -26,7 +26,7 @@ from vllm_kvpool.adapt.sources import HitSources
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
 from vllm_kvpool.keys import Namespace, group_of, in_epoch, manifest_key
-from vllm_kvpool.manifest import Manifest, write_manifest
+from vllm_kvpool.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.plugin import register
 from vllm_kvpool.pool.lookup import HostMirror
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
@@ -103,6 +103,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 adapt.scheduler_device(),
             )
             epochs.watch(self._scheduler_side, vllm_config.model_config)
+            self._shown_values = fitted(self._facts.values)
             self._told_epoch: str | None = None
             logger.info(
                 "kvpool: namespace %s (what it stands for: %s in every store), tiers %s, "
@@ -302,8 +303,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._told_epoch = epoch
         first = self._facts.shape.namespace
         namespace = in_epoch(first, epoch)
-        values = self._facts.values
-        return namespace, write_manifest(Manifest(namespace, first, epoch, values))
+        manifest = Manifest(namespace, first, epoch, self._shown_values)
+        return namespace, write_manifest(manifest)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have reported."""

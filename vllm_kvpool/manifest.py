@@ -30,6 +30,8 @@ VERSION = 1
 HIDDEN = "(hidden)"
 DIGEST_BYTES = 8
 MOST_DEPTH = 3
+OMITTED_BYTES = 64  # at most, of what stands for what is omitted
+VALUES_BYTES = MANIFEST_BYTES - HEADER_BYTES - 1024
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _SECRET_WORDS = frozenset(
@@ -54,16 +56,29 @@ class Manifest(NamedTuple):
 
 def write_manifest(manifest: Manifest) -> bytes:
     """A manifest as it is stored."""
-    room = MANIFEST_BYTES - HEADER_BYTES
-    head = {"kvpool_manifest": VERSION} | {
-        name: value for name, value in manifest._asdict().items() if name != "values"
-    }
-    values = shown(manifest.values)
-    while len(text := _json(head | {"values": values})) > room:
-        _omit_longest(values)
-    content = bytearray(HEADER_BYTES) + text.ljust(room)
+    text = _json(
+        {"kvpool_manifest": VERSION, **manifest._asdict(), "values": fitted(manifest.values)}
+    )
+    content = bytearray(HEADER_BYTES) + text.ljust(MANIFEST_BYTES - HEADER_BYTES)
+    assert len(content) == MANIFEST_BYTES, len(text)
     seal(memoryview(content), key_digest(manifest_key(manifest.namespace)))
     return bytes(content)
+
+
+def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a manifest has them: without secrets, and of what is deepest the longest omitted
+    until there is room."""
+    plain: dict[str, Any] = shown(values)
+    excess = len(_json(plain)) - VALUES_BYTES
+    for depth in range(MOST_DEPTH, 0, -1):
+        sized = [(len(_json(owner[name])), owner, name) for owner, name in _entries(plain, depth)]
+        sized.sort(key=lambda entry: -entry[0])
+        for nbytes, owner, name in sized:
+            if excess <= 0 or nbytes < 2 * OMITTED_BYTES:
+                break
+            owner[name] = _omitted(owner[name])
+            excess -= nbytes - OMITTED_BYTES
+    return plain if excess <= 0 else _omitted(plain)
 
 
 def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest | None:
@@ -128,18 +143,8 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _omit_longest(values: dict[str, Any]) -> None:
-    """Replace the longest entry of the deepest objects that have one worth replacing."""
-    for depth in range(MOST_DEPTH, 0, -1):
-        sized = ((len(_json(each[name])), each, name) for each, name in _entries(values, depth))
-        size, owner, name = max(sized, key=lambda entry: entry[0], default=(0, values, ""))
-        if size > 2 * len(_json(_omitted(b""))) or (depth == 1 and size):
-            owner[name] = _omitted(_json(owner[name]))
-            return
-    values.clear()
-
-
-def _omitted(text: bytes) -> dict[str, Any]:
+def _omitted(value: Any) -> dict[str, Any]:
+    text = _json(value)
     digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
     return {"omitted_bytes": len(text), "digest": digest}
 

@@ -8,6 +8,7 @@ adapters are small and are read whole.
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -73,13 +74,13 @@ def sample_weights(directory: Path) -> str | None:
     return digest.hexdigest()
 
 
-def known_sample(directory: Path) -> str | None:
+def known_sample(directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
     """As `sample_weights`, but files that have not changed since are read once in a process.
 
     A file is taken as unchanged if its size, its times and its inode are the same, and if it was
     not written to shortly before it was read: then a later change might not show.
     """
-    began_ns = time.time_ns()
+    began_ns = clock_ns()
     paths = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     state = tuple(_FileState.of(path) for path in paths)
     known = _samples.get(directory)
