@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
@@ -15,6 +15,8 @@ except ImportError as error:
         "KVPoolECConnector needs vLLM 0.32 or newer: before, vLLM cannot be told that a request's "
         "embeddings are not to be had, nor when the model is loaded; KVPoolConnector works"
     ) from error
+
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_kvpool.adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
 from vllm_kvpool.adapt.namespace import model_values
@@ -119,6 +121,24 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
     }
     logger.debug("kvpool: embeddings' fingerprint of %s", shown(values))
     return hashlib.blake2b(encoded(values), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def told_by_first_rank(make: Callable[[], str]) -> str:
+    """What `make` gives in the first rank of this tensor-parallel group; every rank calls this.
+
+    Raises what `make` raises, in every rank.
+    """
+    group = get_tp_group()
+    made: Any = None
+    if group.rank_in_group == 0:
+        try:
+            made = make()
+        except Exception as error:
+            made = error
+    told = group.broadcast_object(made, src=0)
+    if isinstance(told, Exception):
+        raise told
+    return str(told)
 
 
 _SHAPES = (
