@@ -25,7 +25,8 @@ from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
 from vllm_kvpool.adapt.sources import HitSources
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
-from vllm_kvpool.keys import group_of, in_epoch
+from vllm_kvpool.keys import Namespace, group_of, in_epoch, manifest_key
+from vllm_kvpool.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.plugin import register
 from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
@@ -48,9 +49,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KVPoolMetadata(KVConnectorMetadata):
-    """A step's plan on its way to the workers."""
+    """A step's plan on its way to the workers, and what its cells are called."""
 
     plan: StepPlan
+    namespace: Namespace
+    manifest: tuple[Namespace, bytes] | None = None
+    """What the stores are to say of a namespace, once for each."""
 
 
 @dataclass
@@ -74,7 +78,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = read_config(adapt.extra_config(vllm_config))
         ascend.share_engine()
-        self._facts = adapt.read_engine(vllm_config, kv_cache_config, self._config)
+        # Ranks are told the namespace: only one process reads a sample of the weights.
+        self._facts = adapt.read_engine(
+            vllm_config,
+            kv_cache_config,
+            self._config,
+            with_namespace=role is KVConnectorRole.SCHEDULER,
+        )
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._invalid_blocks: frozenset[int] = frozenset()
@@ -93,9 +103,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 adapt.scheduler_device(),
             )
             epochs.watch(self._scheduler_side, vllm_config.model_config)
+            self._shown_values = fitted(self._facts.values)
+            self._told_epoch: str | None = None
             logger.info(
-                "kvpool: namespace %s, tiers %s, %d tokens a chunk, %d cells a chunk",
+                "kvpool: namespace %s (what it stands for: %s in every store), tiers %s, "
+                "%d tokens a chunk, %d cells a chunk",
                 self._facts.shape.namespace,
+                manifest_key(self._facts.shape.namespace),
                 ", ".join(self._scheduler_side.tier_names) or "none",
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
@@ -167,6 +181,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's plan is here: start its loads at once, beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KVPoolMetadata)
+        if self._worker_side is not None:
+            self._worker_side.use_namespace(connector_metadata.namespace)
+            if connector_metadata.manifest is not None:
+                self._worker_side.keep_manifest(*connector_metadata.manifest)
         self.start_load_kv(None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -272,7 +291,18 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         plan = side.scheduler.plan_step(step)
         if self._events is not None:
             self._events.planned(plan, side.scheduler.epoch)
-        return KVPoolMetadata(plan)
+        return KVPoolMetadata(plan, self._facts.shape.namespace, self._new_manifest())
+
+    def _new_manifest(self) -> tuple[Namespace, bytes] | None:
+        """The manifest of the namespace of this epoch, once."""
+        epoch = self._scheduler.epoch
+        if epoch == self._told_epoch:
+            return None
+        self._told_epoch = epoch
+        first = self._facts.shape.namespace
+        namespace = in_epoch(first, epoch)
+        manifest = Manifest(namespace, first, epoch, self._shown_values)
+        return namespace, write_manifest(manifest)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have reported."""

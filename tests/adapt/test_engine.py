@@ -1,14 +1,17 @@
 """What is read of vLLM's configuration, with real configuration objects and no engine."""
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from vllm.config import PoolerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
@@ -23,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from vllm_kvpool import weights
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import epochs, releases
 from vllm_kvpool.adapt.kinds import LayerKind, local_layers
@@ -46,6 +50,8 @@ if "tokens_per_state" in {field.name for field in fields(FullAttentionSpec)}:
 else:
     LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     PACKED = [(replace(LATENT, compress_ratio=4), "4 tokens")]
+
+NUM_TENSORS = 2_000
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -424,6 +430,43 @@ def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
     expected = "" if load_format == "dummy" else epochs.epoch_of_files(config.model_config.model)
     assert adapt.first_epoch(config) == expected
     assert expected != adapt.first_epoch(vllm_config(replace(SHAPE, seed=1)))
+
+
+def reads() -> int:
+    """How often this process has read from files."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("syscr")).split()[1])
+
+
+class Watcher:
+    """Is told of nothing here."""
+
+    def weights_changed(self, epoch: str) -> None:
+        raise AssertionError(epoch)
+
+
+def test_an_engine_reads_its_weights_once_and_its_ranks_never(
+    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The namespace, the first epoch and whoever watches over weights: of one process."""
+    monkeypatch.setattr(weights, "SETTLED_NS", -(10**12))  # as if written long ago
+    config = vllm_config()
+    copy = shutil.copytree(config.model_config.model, tmp_path / "model")
+    tensors = {f"experts.{i}": np.zeros(96, np.uint8) for i in range(NUM_TENSORS)}
+    save_file(tensors, copy / "more.safetensors")
+    config.model_config.model = str(copy)
+    caches, options = cache_config(SPEC), read_config({}, env={})
+    before = reads()
+    on_rank = adapt.read_engine(config, caches, options, with_namespace=False)
+    assert reads() - before < 50
+    before = reads()
+    on_scheduler = adapt.read_engine(config, caches, options)
+    adapt.first_epoch(config)
+    epochs.watch(Watcher(), config.model_config)
+    assert 3 * NUM_TENSORS < reads() - before < 4 * NUM_TENSORS
+    assert on_rank == replace(
+        on_scheduler, shape=replace(on_scheduler.shape, namespace=""), values={}
+    )
 
 
 def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None:

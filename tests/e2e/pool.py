@@ -30,7 +30,8 @@ def files(directory: Path) -> str:
 
 def cell_files(directory: Path) -> list[Path]:
     """The files of the cells in such a store."""
-    return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
+    found = [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
+    return [path for path in found if b'{"kvpool_manifest"' not in path.read_bytes()[:4096]]
 
 
 def tokens(seed: int, count: int, vocab: int = VOCAB) -> list[int]:

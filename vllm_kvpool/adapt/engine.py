@@ -7,7 +7,7 @@ What cannot be shared correctly is refused here, by name, before the engine star
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from vllm_kvpool.adapt.kinds import (
     num_own_layers,
     shared_kinds,
 )
-from vllm_kvpool.adapt.namespace import engine_namespace
+from vllm_kvpool.adapt.namespace import UNNAMED, engine_namespace
 from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import formats
@@ -44,11 +44,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the pool needs to know of an engine; the same on its scheduler's side and its ranks'."""
+    """What the pool needs to know of an engine.
+
+    The same on its scheduler's side and its ranks', but for the namespace and its values: ranks are
+    told the one, and need not know the others.
+    """
 
     shape: ModelShape
     kinds: tuple[LayerKind, ...]
     media_are_named: bool
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def told_kind(self) -> LayerKind:
@@ -67,7 +72,7 @@ def first_epoch(vllm_config: "VllmConfig") -> str:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
-    return epochs.epoch_of_files(str(model.model), model.revision)
+    return epochs.first_epoch(str(model.model), model.revision)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
@@ -77,9 +82,17 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
 
 
 def read_engine(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: KVPoolConfig
+    vllm_config: "VllmConfig",
+    kv_cache_config: KVCacheConfig,
+    config: KVPoolConfig,
+    *,
+    with_namespace: bool = True,
 ) -> EngineFacts:
-    """Check that this engine can share, and gather what the pool must know of it."""
+    """Check that this engine can share, and gather what the pool must know of it.
+
+    The namespace is read from the model's files, a sample of its weights among them. Raises
+    ConfigError, and OSError if those cannot be read.
+    """
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
@@ -113,8 +126,11 @@ def read_engine(
             "kvpool: vLLM caches no prefixes for this model (pooling by mean, for example, needs "
             "every token's output), so nothing is loaded; what is computed is saved for others"
         )
+    identity = UNNAMED
+    if with_namespace:
+        identity = engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared)
     shape = ModelShape(
-        namespace=engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared),
+        namespace=identity.namespace,
         kinds=shared,
         groups=groups,
         num_blocks=kv_cache_config.num_blocks,
@@ -124,7 +140,7 @@ def read_engine(
         in_lockstep=parallel.data_parallel_size > 1,
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
-    return EngineFacts(shape, kinds, media_are_named)
+    return EngineFacts(shape, kinds, media_are_named, identity.values)
 
 
 def _computes_after_a_prefix(vllm_config: "VllmConfig") -> bool:

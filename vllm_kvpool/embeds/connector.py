@@ -58,12 +58,12 @@ class KVPoolECConnector(ECConnectorBase):
         self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
         ascend.share_engine()
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
-        self._base = adapt.base_fingerprint(vllm_config, self._config)
         self._scheduler_side: EmbedsScheduler | None = None
         self._worker_side: EmbedsWorker | None = None
         self._views: dict[str, RequestView] = {}
         self._closed = False
         if role is ECConnectorRole.SCHEDULER:
+            self._base = adapt.base_fingerprint(vllm_config, self._config)
             self._scheduler_side = self._make_scheduler()
             epochs.install()
             epochs.watch(self._scheduler_side, vllm_config.model_config)
@@ -97,19 +97,22 @@ class KVPoolECConnector(ECConnectorBase):
     def start_worker_services(self) -> None:
         """The model is loaded: open the window and the sockets."""
         assert self.role is ECConnectorRole.WORKER
+        if not adapt.is_first_stage(self._vllm_config) or self._worker_side is not None:
+            return
         role = _ROLES[self.is_producer, self.is_consumer]
         place = Place(
             role,
             self._engine_id,
-            self._base,
+            adapt.told_by_first_rank(
+                lambda: adapt.base_fingerprint(self._vllm_config, self._config)
+            ),
             adapt.tp_rank(self._vllm_config),
             self._endpoints.listen,
             self._endpoints.advertised,
             self._endpoints.host,
             self._vllm_config.parallel_config.data_parallel_index,
         )
-        takes_part = place.sends or place.receives
-        if adapt.is_first_stage(self._vllm_config) and takes_part and self._worker_side is None:
+        if place.sends or place.receives:
             self._worker_side = EmbedsWorker(self._config, place)
 
     def start_save_caches(self, **kwargs: Any) -> None:

@@ -18,11 +18,13 @@ from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
 from vllm_kvpool.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Context, Group, Kind, Topology, cells_of_rank
+from vllm_kvpool.manifest import MANIFEST_BYTES
 from vllm_kvpool.metrics import StatsFile, Tally
 from vllm_kvpool.pool.given_tiers import tier_specs
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.lookup_core import PresenceCheck
 from vllm_kvpool.pool.lookup_service import LookupService
+from vllm_kvpool.pool.manifests import ManifestWriter
 from vllm_kvpool.pool.open_tiers import HOST_DEVICE, OpenTiers, check_tiers, lane_counts, open_tiers
 from vllm_kvpool.pool.pins import HELD_SHARE
 from vllm_kvpool.pool.request import PoolShape
@@ -38,7 +40,7 @@ from vllm_kvpool.store.guard import Patience
 from vllm_kvpool.store.open import StoreSpec, uses_device
 from vllm_kvpool.store.tiers import TierSpecs
 from vllm_kvpool.transfer.engine import Engine
-from vllm_kvpool.transfer.executor import Executor, PassOn
+from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
@@ -64,6 +66,7 @@ class ModelShape:
     """What both sides know of the model and its engine."""
 
     namespace: Namespace
+    """Empty where a worker is told later (`WorkerSide.use_namespace`)."""
     kinds: tuple[Kind, ...]
     groups: tuple[Group, ...]
     num_blocks: int
@@ -203,6 +206,7 @@ class WorkerSide:
         self._device = device
         self.tally = Tally()
         self._number = place.number(model.num_ranks)
+        self._namespace = model.namespace
         specs = tier_specs(config)
         context = model.context
         planner = Planner(
@@ -227,6 +231,7 @@ class WorkerSide:
         self._arena: Arena | None = None
         self._page_lock = page_lock_for(pages)
         self._custodian: Custodian | None = None
+        self._manifests: ManifestWriter | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._tiers.close)
             copiers = [make_copier(pages), make_copier(pages)]
@@ -260,6 +265,7 @@ class WorkerSide:
             config.staging_nbytes,
             planner.max_cell_bytes(),
             specs.host.nbytes,
+            spare_nbytes=MANIFEST_BYTES,
             alignment=self._device.memory_alignment,
             memory_from=memory_source(self._device, specs.stores),
         )
@@ -297,6 +303,8 @@ class WorkerSide:
         )
         for tier, store in enumerate(stores):
             store.listen(partial(_tell_health, executor, tier))
+        if place.rank == 0:
+            self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
         shedding = {
             tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
@@ -307,9 +315,22 @@ class WorkerSide:
             )
         return executor
 
+    def use_namespace(self, namespace: Namespace) -> None:
+        """What cells are called in plans from now on."""
+        if namespace != self._namespace:
+            self._namespace = namespace
+            self._executor.post(UseNamespace(namespace))
+
+    def keep_manifest(self, namespace: Namespace, manifest: bytes) -> None:
+        """Have a manifest in every store; one rank does."""
+        if self._manifests is not None:
+            self._manifests.write(namespace, manifest)
+
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and store."""
         nobody_asks = self._custodian is None or self._custodian.close()
+        if self._manifests is not None:
+            nobody_asks = self._manifests.close() and nobody_asks
         if self._executor.close(self._shutdown_s) and nobody_asks:
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)

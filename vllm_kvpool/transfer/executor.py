@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from vllm_kvpool.keys import Namespace
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges
@@ -94,6 +95,13 @@ class PassOn:
 
 
 @dataclass(frozen=True, slots=True)
+class UseNamespace:
+    """What cells are called in plans from now on."""
+
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
 class AskStory:
     """What happened to a request; the answer goes into `answer`."""
 
@@ -102,7 +110,7 @@ class AskStory:
 
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth
+Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth | UseNamespace
 
 
 class Executor:
@@ -240,6 +248,8 @@ class Executor:
                     self._step(Flush())
                 case PassOn():
                     self._pass_on(message)
+                case UseNamespace():
+                    self._planner = self._planner.named(message.namespace)
                 case AskStory():
                     message.answer.put(self._engine.story(message.request_id))
                 case LaneThread():

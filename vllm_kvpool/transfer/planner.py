@@ -1,11 +1,11 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import KeyMaker, around_hash
+from vllm_kvpool.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -61,6 +61,10 @@ class Planner:
     context: Context = NO_CONTEXT
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By epoch, the last `EPOCHS_KEPT`; the engine thread's."""
+
+    def named(self, namespace: Namespace) -> Self:
+        """The same cells in another namespace."""
+        return replace(self, keys=KeyMaker(namespace, self.keys.context))
 
     @property
     def local_chunk_tokens(self) -> int:
@@ -149,6 +153,7 @@ class Planner:
     def _in_epoch(self, epoch: str) -> _Names:
         names = self._names.get(epoch)
         if names is None:
+            assert self.keys.namespace, "a plan came before the namespace"
             if len(self._names) >= EPOCHS_KEPT:
                 del self._names[next(iter(self._names))]
             keys = self.keys.in_epoch(epoch)
