@@ -222,7 +222,7 @@ def test_a_store_that_hangs_across_the_change_tells_nothing_of_before(bench: Ben
     assert bench.scheduler.match("a", 0) == NOTHING
     bench.allocate("a", 0, 0)
     bench.store.release()
-    bench.settle()
+    bench.take_answers()
     saves = bench.step(a=100).saves
     assert what(saves) in ([], [("a", range(3), NEW)])
     assert bench.counts("kvpool_lookups")["{outcome=timed_out}"] == 1
