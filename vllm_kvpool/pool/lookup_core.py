@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
+from itertools import compress, pairwise
 
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import CellKey, Namespace, hash_of_group, kind_of_group
@@ -120,6 +120,7 @@ class _Level:
 
     search: HitSearch
     questions: tuple[Question, ...] = ()
+    round: _Round | None = None
 
 
 class TieredSearch:
@@ -145,7 +146,9 @@ class TieredSearch:
         self._has_host = has_host
         self._rounds: dict[tuple[Question, ...], _Round] = {}
         self._wanted: dict[int, list[_Round]] = {}  # by tier
-        self._asked: dict[int, list[tuple[_Round, list[int]]]] = {}  # and positions of the cells
+        self._asked: dict[
+            int, list[tuple[_Round, Sequence[int]]]
+        ] = {}  # and positions of the cells
         self._put_off: set[int] = set()
         self.answered: set[int] = set()
         """Tiers that have answered at least once."""
@@ -194,20 +197,23 @@ class TieredSearch:
             return []
         keys = []
         for each in self._wanted[tier]:
-            missing = [place for place, there in enumerate(each.present) if not there]
-            self._asked[tier].append((each, missing))
-            keys += [each.keys[place] for place in missing]
+            places: Sequence[int] = range(len(each.keys))
+            if any(each.present):
+                places = [place for place in places if not each.present[place]]
+            self._asked[tier].append((each, places))
+            keys += [each.keys[place] for place in places]
         self._wanted[tier].clear()
         return keys
 
     def told(self, tier: int, present: Sequence[bool]) -> None:
         """The tier has answered what was taken last."""
         self.answered.add(tier)
-        answers = iter(present)
+        start = 0
         for each, places in self._asked[tier]:
-            for place, there in zip(places, answers, strict=False):
-                if there:
-                    each.present[place] = True
+            answers = present[start : start + len(places)]
+            start += len(places)
+            for place in compress(places, answers):
+                each.present[place] = True
             each.asked.remove(tier)
             each.answered.add(tier)
         self._asked[tier].clear()
@@ -247,31 +253,36 @@ class TieredSearch:
         for n, level in self._levels.items():
             search, tiers = level.search, self._order[:n]
             while not search.done:
-                level.questions = level.questions or search.questions()
-                answers = self._answers(level.questions, tiers)
-                if answers is None:
+                if level.round is None:
+                    level.questions = search.questions()
+                    level.round = self._round_of(level.questions)
+                if not self._is_answered(level.round, tiers):
                     break
-                search.tell(level.questions, answers)
-                level.questions = ()
+                search.tell(level.questions, level.round.answers())
+                level.round = None
             if search.done and search.found > self.found:
                 self.found = search.found
                 if self.found >= self._num_chunks:
                     return
 
-    def _answers(self, questions: tuple[Question, ...], tiers: Sequence[int]) -> list[bool] | None:
-        """What those tiers say together; None if the first that has not is (to be) asked."""
+    def _round_of(self, questions: tuple[Question, ...]) -> _Round:
         each = self._rounds.get(questions)
         if each is None:
             keys, ends = self._keys_of(questions)
             each = self._rounds[questions] = _Round(keys, ends, [False] * len(keys))
-        if not all(each.present):
-            for tier in tiers:
-                if tier not in each.answered:
-                    if tier not in each.asked:
-                        each.asked.add(tier)
-                        self._wanted[tier].append(each)
-                    return None
-        return each.answers()
+        return each
+
+    def _is_answered(self, each: _Round, tiers: Sequence[int]) -> bool:
+        """Whether those tiers have answered; the first that has not is (to be) asked."""
+        if all(each.present):
+            return True
+        for tier in tiers:
+            if tier not in each.answered:
+                if tier not in each.asked:
+                    each.asked.add(tier)
+                    self._wanted[tier].append(each)
+                return False
+        return True
 
 
 class TierPace:

@@ -163,27 +163,29 @@ class LookupService:
                 message = self._inbox.get(timeout=self._pause())
             except Empty:
                 message = Forget(-1)
-            while message is not None:
-                self._take(message)
-                try:
-                    message = self._inbox.get_nowait()
-                except Empty:
-                    break
             if message is None:
                 break
-            try:
-                for call in self.core.turn(time.monotonic()):
-                    self._tier_inboxes[call.tier].put(call)
-            except Exception:
-                logger.exception("kvpool: lookups failed")
-                self.core.fail_all()
-            self._publish()
+            self._take(message)
+            # A tier is asked for one prompt while the next is hashed; all else waits for a turn.
+            if isinstance(message, Lookup) or self._inbox.empty():
+                self._turn()
         for call in self.core.removals():
             self._tier_inboxes[call.tier].put(call)
         for inbox in self._tier_inboxes:
             inbox.put(None)
 
+    def _turn(self) -> None:
+        try:
+            for call in self.core.turn(time.monotonic()):
+                self._tier_inboxes[call.tier].put(call)
+        except Exception:
+            logger.exception("kvpool: lookups failed")
+            self.core.fail_all()
+        self._publish()
+
     def _pause(self) -> float | None:
+        if not self._inbox.empty():
+            return None
         due = self.core.next_due()
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
