@@ -104,6 +104,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
             epochs.watch(self._scheduler_side, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)
+            self._first_manifest = self._manifest_of("")
             self._told_epoch: str | None = None
             logger.info(
                 "kvpool: namespace %s (what it stands for: %s in every store), tiers %s, "
@@ -299,10 +300,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if epoch == self._told_epoch:
             return None
         self._told_epoch = epoch
+        return self._manifest_of(epoch) if epoch else self._first_manifest
+
+    def _manifest_of(self, epoch: str) -> tuple[Namespace, bytes]:
         first = self._facts.shape.namespace
         namespace = in_epoch(first, epoch)
-        manifest = Manifest(namespace, first, epoch, self._shown_values)
-        return namespace, write_manifest(manifest)
+        return namespace, write_manifest(Manifest(namespace, first, epoch, self._shown_values))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have reported."""

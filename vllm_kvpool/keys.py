@@ -61,6 +61,11 @@ def manifest_key(namespace: Namespace) -> str:
     return f"{namespace}@manifest"
 
 
+def is_manifest_key(key: str) -> bool:
+    """Whether it is the key of what is known of some namespace."""
+    return key.endswith("@manifest")
+
+
 def in_epoch(namespace: Namespace, epoch: str) -> Namespace:
     """The namespace of the same model with other weights; `epoch` "" are those it started with."""
     if not epoch:

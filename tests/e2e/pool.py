@@ -29,9 +29,9 @@ def files(directory: Path) -> str:
 
 
 def cell_files(directory: Path) -> list[Path]:
-    """The files of the cells in such a store."""
+    """The files of the cells in such a store, in one order."""
     found = [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
-    return [path for path in found if b'{"kvpool_manifest"' not in path.read_bytes()[:4096]]
+    return [path for path in sorted(found) if b'{"kvpool_manifest"' not in path.read_bytes()[:4096]]
 
 
 def tokens(seed: int, count: int, vocab: int = VOCAB) -> list[int]:

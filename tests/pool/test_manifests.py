@@ -82,7 +82,7 @@ def test_a_store_that_is_away_gets_it_when_it_is_back(stage: Stage) -> None:
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.FULL, Fault.FAILED])
 def test_a_store_that_takes_none_is_left_alone(stage: Stage, fault: Fault) -> None:
     stage.start()
-    stage.store.inject(fault, "put", times=1)
+    stage.store.inject(fault, "put", manifest_key(FIRST), times=1)
     write(stage, manifest(layers=4))
     assert kept(stage, FIRST) is None
     write(stage, manifest(layers=4))  # the next start

@@ -303,7 +303,7 @@ class WorkerSide:
         )
         for tier, store in enumerate(stores):
             store.listen(partial(_tell_health, executor, tier))
-        if place.rank == 0:
+        if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
         shedding = {
