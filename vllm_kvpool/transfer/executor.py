@@ -58,7 +58,6 @@ from vllm_kvpool.transfer.ops import (
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.story import StoryLine
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,6 @@ IDLE_TICK_S = 0.5
 WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
-STORY_WAIT_S = 1.0
 MAX_NEW_LANES = 16
 MAX_STUCK = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
@@ -91,16 +89,8 @@ class PassOn:
     answer: "SimpleQueue[int]"
 
 
-@dataclass(frozen=True, slots=True)
-class AskStory:
-    """What happened to a request; the answer goes into `answer`."""
-
-    request_id: str
-    answer: "SimpleQueue[tuple[StoryLine, ...]]"
-
-
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth
+Post = Plan | CancelRequest | DropSaves | Close | PassOn | TierHealth
 
 
 class Executor:
@@ -178,18 +168,6 @@ class Executor:
             self._waiting = False
         return True
 
-    def story(self, request_id: str) -> tuple[StoryLine, ...]:
-        """What happened to a request's cells in this rank; for a person, not for every step.
-
-        Asks the engine thread, and waits `STORY_WAIT_S` for it at most.
-        """
-        answer: SimpleQueue[tuple[StoryLine, ...]] = SimpleQueue()
-        self._inbox.put(AskStory(request_id, answer))
-        try:
-            return answer.get(timeout=STORY_WAIT_S)
-        except Empty:
-            return ()
-
     def close(self, timeout_s: float) -> bool:
         """Let saves finish for at most `timeout_s`, then end all threads.
 
@@ -238,8 +216,6 @@ class Executor:
                     self._step(Flush())
                 case PassOn():
                     self._pass_on(message)
-                case AskStory():
-                    message.answer.put(self._engine.story(message.request_id))
                 case LaneThread():
                     self._lane_died(message)
                 case _:
@@ -335,9 +311,6 @@ class Executor:
                 del self._open[report.job_id]
                 began = self._began.pop(report.job_id)
                 self._load_seconds(time.monotonic() - began)
-                if report.reason is not CellOutcome.DONE and logger.isEnabledFor(logging.DEBUG):
-                    story = self._engine.story(report.request_id)
-                    logger.debug("kvpool: load of %s stopped: %s", report.request_id, story)
                 if self._trace.on:
                     name = f"load {report.reason.value}"
                     self._trace.instant(name, job=report.job_id, request=report.request_id)
