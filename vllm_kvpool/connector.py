@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvpool.adapt import ascend, epochs, events, releases
 from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
+from vllm_kvpool.adapt.requests import RequestReader
 from vllm_kvpool.adapt.sources import HitSources
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
@@ -82,7 +82,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             adapt.prefer_recompute(vllm_config, self._config)
             epochs.install()
-            self._adapters = AdapterDigests()
             self._block_tables = releases.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
@@ -91,6 +90,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 adapt.rank_place(vllm_config).dp_rank,
                 adapt.first_epoch(vllm_config),
                 adapt.scheduler_device(),
+            )
+            self._requests = RequestReader(
+                self._scheduler_side.tally, media_are_named=self._facts.media_are_named
             )
             epochs.watch(self._scheduler_side, vllm_config.model_config)
             logger.info(
@@ -248,7 +250,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has arrived."""
         if self._events is not None:
             self._events.add(request)
-        self._scheduler.add(VllmRequest(request, self._adapters, self._facts.media_are_named))
+        self._scheduler.add(self._requests.read(request))
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int

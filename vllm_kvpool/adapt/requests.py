@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvpool.adapt.namespace import local_directory
-from vllm_kvpool.config import RequestOptions, read_request_options
+from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.hashing import EmbedRows, MediaItem, RequestIdentity
+from vllm_kvpool.metrics import Tally
 from vllm_kvpool.weights import digest_adapter
 
 if TYPE_CHECKING:
@@ -47,14 +48,49 @@ class AdapterDigests:
         return self._digests[key]
 
 
+class RequestReader:
+    """Makes the pool's views of vLLM's requests. Scheduler's thread.
+
+    `media_are_named` is False where vLLM numbers media instead of naming them.
+    """
+
+    def __init__(self, tally: Tally, *, media_are_named: bool) -> None:
+        self._tally = tally
+        self._adapters = AdapterDigests()
+        self._media_are_named = media_are_named
+
+    def read(self, request: "Request") -> "VllmRequest":
+        """The view of a request that has arrived."""
+        return VllmRequest(request, self._options(request), self._adapters, self._media_are_named)
+
+    def _options(self, request: "Request") -> RequestOptions:
+        try:
+            return read_request_options(request.kv_transfer_params)
+        except ConfigError as error:
+            # The request itself is fine; only its wishes for the pool are not understood.
+            self._tally.add("kvpool_failures", kind="request_options")
+            logger.warning(
+                "kvpool: request %s: %s; it is loaded as by default, and not saved",
+                request.request_id,
+                error,
+            )
+            return OPTIONS_NOT_READ
+
+
 class VllmRequest:
     """A `RequestView` of vLLM's Request."""
 
-    def __init__(self, request: "Request", adapters: AdapterDigests, media_are_named: bool) -> None:
+    def __init__(
+        self,
+        request: "Request",
+        options: RequestOptions,
+        adapters: AdapterDigests,
+        media_are_named: bool,
+    ) -> None:
         self._request = request
         self._adapters = adapters
         self.request_id: str = request.request_id
-        self.options = _options(request)
+        self.options = options
         self.reads_cache = not request.skip_reading_prefix_cache
         media_named = media_are_named and not any(
             _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
@@ -102,15 +138,6 @@ class VllmRequest:
             for f in request.mm_features
         )
         return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
-
-
-def _options(request: "Request") -> RequestOptions:
-    try:
-        return read_request_options(request.kv_transfer_params)
-    except ConfigError as error:
-        # The request itself is fine; only its wishes for the pool are not understood.
-        logger.warning("kvpool: request %s: %s; using the defaults", request.request_id, error)
-        return RequestOptions()
 
 
 def _embed_rows(request: "Request") -> EmbedRows | None:
