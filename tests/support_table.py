@@ -116,13 +116,7 @@ ROWS = (
         "float32, saved and not loaded",
         MLA,
         "CPU without AMX, whose kernels compute wrong values after a given prefix",
-        *2
-        * [
-            tensors(
-                "adapt/test_engine.py::"
-                "test_nothing_is_loaded_where_what_follows_a_given_prefix_is_computed_wrongly"
-            )
-        ],
+        *2 * [tensors("adapt/test_defects.py::test_what_an_engine_computes_wrongly_is_left_alone")],
     ),
     # Contents that CPU attention has no kernel for on every machine, on its pages all the same.
     *(
@@ -293,6 +287,10 @@ EVENTS = "test_what_is_stored_and_removed_is_told_with_vllms_own_hashes"
 COMPOSED = (
     ("speculative decoding, preemption, LoRA", engine(f"{DRAFTS}[lora]")),
     ("speculative decoding, preemption, chunked prefill", engine(f"{DRAFTS}[chunked]")),
+    (
+        "requests without an adapter beside LoRA on CPU, which are not saved",
+        engine("test_identity.py::test_values_of_an_adapter_are_not_handed_to_the_base_model"),
+    ),
     (
         "MultiConnector beside ExampleConnector: both orders, loads that fail "
         "under `recompute` and `fail`",

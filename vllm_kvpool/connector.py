@@ -92,8 +92,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 adapt.scheduler_device(),
             )
             self._requests = RequestReader(
-                self._scheduler_side.tally, media_are_named=self._facts.media_are_named
+                self._scheduler_side.tally,
+                media_are_named=self._facts.media_are_named,
+                saves_base=self._facts.saves_base,
             )
+            for defect in self._facts.defects:
+                logger.warning("kvpool: %s", defect.warning)
             epochs.watch(self._scheduler_side, vllm_config.model_config)
             logger.info(
                 "kvpool: namespace %s, tiers %s, %d tokens a chunk, %d cells a chunk",

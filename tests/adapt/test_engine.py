@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vllm.config import PoolerConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -30,7 +30,6 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group
-from vllm_kvpool.testing.latent_models import DeepseekShape, make_deepseek
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
@@ -83,48 +82,6 @@ def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
     assert kind.topology.layer_span == 1
     assert read.shape.groups == (Group(32),)
     assert read.shape.loads
-
-
-@pytest.mark.parametrize(
-    ("device", "chunks", "prefixes", "loads"),
-    [
-        ("cpu", False, False, False),
-        ("cpu", True, False, True),
-        ("cpu", False, True, True),
-        ("npu", False, False, True),
-    ],
-)
-def test_nothing_is_loaded_where_what_follows_a_given_prefix_is_computed_wrongly(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    chunks: bool,
-    prefixes: bool,
-    loads: bool,
-) -> None:
-    """MLA, where vLLM turns both off."""
-    model = make_deepseek(tmp_path, DeepseekShape())
-    arguments = EngineArgs(model=str(model), dtype="float32", skip_tokenizer_init=True)
-    config = arguments.create_engine_config()
-    config.scheduler_config.enable_chunked_prefill = chunks
-    config.cache_config.enable_prefix_caching = prefixes
-    monkeypatch.setattr(releases, "device_type", lambda: device)
-    row = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    assert facts(config, row).shape.loads == loads
-
-
-@pytest.mark.parametrize(("pooling", "loads"), [("LAST", True), ("MEAN", False), ("CLS", False)])
-def test_nothing_is_loaded_where_the_output_of_every_token_is_needed(
-    vllm_config: Callable[..., VllmConfig],
-    pooling: str,
-    loads: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A mean of what is computed behind a hit is none of the prompt; vLLM ends the engine."""
-    pooler = PoolerConfig(seq_pooling_type=pooling)
-    config = vllm_config(runner="pooling", pooler_config=pooler)
-    assert facts(config).shape.loads is loads
-    assert ("needs every token's output" in caplog.text) is not loads
 
 
 def test_what_may_differ_between_engines_that_share(

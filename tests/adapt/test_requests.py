@@ -173,6 +173,14 @@ def test_prompt_logprobs_read_no_cache() -> None:
     assert view().reads_cache
 
 
+def test_what_is_not_saved_of_an_engine_that_adapts_base_requests(tmp_path: Path) -> None:
+    reader = RequestReader(Tally(), media_are_named=True, saves_base=False)
+    base = reader.read(request()).options
+    assert (base.save, base.load) == (False, True)
+    lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
+    assert reader.read(request(lora_request=lora)).options.save
+
+
 def test_a_requests_wishes() -> None:
     assert view().options == RequestOptions()
     wishes = {"kvpool": {"save": False, "expect_tokens": 512, "tokens": 3}}

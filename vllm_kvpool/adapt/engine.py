@@ -15,6 +15,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvpool.adapt import cpu_pages, epochs, page_formats, releases
+from vllm_kvpool.adapt.defects import Defect, known_defects
 from vllm_kvpool.adapt.kinds import (
     LayerKind,
     groups_of,
@@ -44,11 +45,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the pool needs to know of an engine; the same on its scheduler's side and its ranks'."""
+    """What the pool needs to know of an engine; the same on its scheduler's side and its ranks'.
+
+    `defects`: what the engine is known to compute wrongly, and the pool leaves alone.
+    """
 
     shape: ModelShape
     kinds: tuple[LayerKind, ...]
     media_are_named: bool
+    defects: tuple[Defect, ...] = ()
+
+    @property
+    def saves_base(self) -> bool:
+        """Whether what is computed for requests without an adapter may be saved."""
+        return all(defect.saves_base for defect in self.defects)
 
     @property
     def told_kind(self) -> LayerKind:
@@ -100,37 +110,18 @@ def read_engine(
             "window or chunked local attention, or with several KV cache groups, so nothing is "
             "loaded; what is computed is saved for others"
         )
-    if not _computes_after_a_prefix(vllm_config):
-        loads = False
-        logger.warning(
-            "kvpool: vLLM's CPU backend for MLA computes wrong values after a prefix that it is "
-            "given, and turns its own prefix caching off, so nothing is loaded; what is computed "
-            "is saved for others"
-        )
-    if not vllm_config.model_config.is_prefix_caching_supported:
-        loads = False
-        logger.warning(
-            "kvpool: vLLM caches no prefixes for this model (pooling by mean, for example, needs "
-            "every token's output), so nothing is loaded; what is computed is saved for others"
-        )
+    defects = known_defects(vllm_config)
     shape = ModelShape(
         namespace=engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared),
         kinds=shared,
         groups=groups,
         num_blocks=kv_cache_config.num_blocks,
         num_ranks=ranks,
-        loads=loads,
+        loads=loads and all(defect.loads for defect in defects),
         stops_at_first=releases.stops_at_first(),
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
-    return EngineFacts(shape, kinds, media_are_named)
-
-
-def _computes_after_a_prefix(vllm_config: "VllmConfig") -> bool:
-    """False for MLA on a CPU without AMX, for which the platform turns both of these off."""
-    of_cpu = releases.device_type() == "cpu" and vllm_config.model_config.use_mla
-    chunks = vllm_config.scheduler_config.enable_chunked_prefill
-    return not of_cpu or bool(chunks or vllm_config.cache_config.enable_prefix_caching)
+    return EngineFacts(shape, kinds, media_are_named, defects)
 
 
 def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,17 +52,22 @@ class AdapterDigests:
 class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
-    `media_are_named` is False where vLLM numbers media instead of naming them.
+    `media_are_named` is False where vLLM numbers media instead of naming them, `saves_base` where
+    what it computes for requests without an adapter may be wrong.
     """
 
-    def __init__(self, tally: Tally, *, media_are_named: bool) -> None:
+    def __init__(self, tally: Tally, *, media_are_named: bool, saves_base: bool = True) -> None:
         self._tally = tally
         self._adapters = AdapterDigests()
         self._media_are_named = media_are_named
+        self._saves_base = saves_base
 
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
-        return VllmRequest(request, self._options(request), self._adapters, self._media_are_named)
+        options = self._options(request)
+        if request.lora_request is None and not self._saves_base:
+            options = replace(options, save=False)
+        return VllmRequest(request, options, self._adapters, self._media_are_named)
 
     def _options(self, request: "Request") -> RequestOptions:
         try:
