@@ -211,6 +211,18 @@ ROWS = (
         "Ascend NPU",
         stand_in("ascend/test_sharing.py::test_npus_write_hosts_read_and_back"),
     ),
+    Row(
+        "fp8 and float32",
+        "one group of unequal layers (kv_cache_dtype_skip_layers)",
+        "CPU, vec",
+        *2
+        * [
+            tensors(
+                "adapt/test_unequal_layers.py::"
+                "test_unequal_layers_pass_through_pages_of_another_block_size"
+            )
+        ],
+    ),
     # Refused.
     Row("NVFP4", FULL, "GPU", refused("NVFP4", "NVFP4 pages hold the data of all heads before")),
     Row("K and V planes", FULL, "GPU (B12X)", refused("B12X", "4 KV heads in 2 planes")),
@@ -226,7 +238,7 @@ ROWS = (
     ),
     Row(
         "rows of different sizes",
-        "one group of unequal layers",
+        "one group of unequal layers, not by kv_cache_dtype_skip_layers alone",
         "any",
         refused("unequal layers", "KV of different forms in a group"),
     ),
@@ -241,6 +253,12 @@ ROWS = (
         "layers that share KV, pipeline parallelism",
         "any",
         refused("KV sharing over stages", "without pipeline parallelism only"),
+    ),
+    Row(
+        "kv_cache_dtype_skip_layers",
+        "pipeline parallelism",
+        "any",
+        refused("skipped layers over stages", "names layers, whose KV is shared without pipeline"),
     ),
     Row(
         "layer by layer",

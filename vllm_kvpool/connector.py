@@ -152,19 +152,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """The pages are allocated: open the store and start the lanes."""
         epochs.models.watch_callers()
-        assert self._kv_cache_config is not None
         device = adapt.device_of(kv_caches)
         self._worker_side = WorkerSide(
             self._config,
             self._facts.shape,
             adapt.rank_place(self._vllm_config),
-            adapt.layer_pages(
-                kv_caches, self._kv_cache_config, self._facts, self._vllm_config, device
-            ),
+            adapt.layer_pages(kv_caches, self._facts, self._vllm_config, device),
             partial(adapt.make_copier, device=device),
             finish_in_step=device.is_host,
             device=device,
-            layer_spans=adapt.layer_spans(self._kv_cache_config, self._facts, self._vllm_config)
+            layer_spans=adapt.layer_spans(self._facts, self._vllm_config)
             if self._config.layerwise
             else None,
         )

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
 from tests.cache_tensors import tensors_of
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import epochs, releases
-from vllm_kvpool.adapt.kinds import LayerKind, local_layers
 from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
@@ -248,21 +248,23 @@ def test_pipeline_stages_are_known_to_the_scheduler(
     assert read.shape.num_ranks == 2
 
 
-def test_draft_layers_are_left_out() -> None:
+def test_draft_layers_are_left_out(vllm_config: Callable[..., VllmConfig]) -> None:
     names = [f"model.layers.{i}.self_attn.attn" for i in (10, 2, 0, 1, 3)]
     group = KVCacheGroupSpec([*names, "draft_model.layers.0.self_attn.attn"], SPEC)
-    config = KVCacheConfig(
+    cache = KVCacheConfig(
         num_blocks=1, kv_cache_tensors=tensors_of(group.layer_names), kv_cache_groups=[group]
     )
-    [local] = local_layers([LayerKind("", SPEC, WHOLE, (0,))], config, total_layers=4)
-    assert local == [(f"model.layers.{i}.self_attn.attn", 0) for i in range(4)]
+    config = vllm_config()
+    config.speculative_config = cast("Any", SimpleNamespace(method="eagle"))
+    [kind] = adapt.read_engine(config, cache, read_config({}, env={})).kinds
+    assert kind.layers == tuple((f"model.layers.{i}.self_attn.attn", 0) for i in range(4))
 
 
 def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
     config = vllm_config()
     read = facts(config)
     caches = {f"model.layers.{i}.self_attn.attn": torch.zeros(10, 4, 32, 64) for i in (3, 1, 0, 2)}
-    pages = adapt.layer_pages(caches, cache_config(SPEC), read, config)
+    pages = adapt.layer_pages(caches, read, config)
     assert [p.owner[0] is caches[f"model.layers.{i}.self_attn.attn"] for i, p in enumerate(pages)]
     assert [len(p.runs) for p in pages] == [2] * 4  # transposed K, plain V
     assert {p.row_bytes for p in pages} == {256}
@@ -354,7 +356,7 @@ def test_a_layer_is_known_by_the_first_layer_of_its_cells(
     names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
     for options, first in (({}, [0, 1, 2, 3]), ({"layer_span": 3}, [0, 0, 0, 3])):
         read = facts(config, layerwise=True, **options)
-        spans = adapt.layer_spans(cache_config(SPEC), read, config)
+        spans = adapt.layer_spans(read, config)
         assert spans == dict(zip(names, first, strict=True))
 
 

@@ -1,6 +1,7 @@
 """vLLM's own Request objects as the pool sees them: what keeps requests apart."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,33 @@ def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:
     assert hashes(a) == hashes(b)
 
 
-def test_an_adapter_is_what_it_was_when_first_met(tmp_path: Path) -> None:
-    """The engine keeps the weights it has loaded, whatever becomes of the files."""
+def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
+    tmp_path: Path,
+) -> None:
+    """The engine keeps the weights it has loaded, but reads the files again once it has let them
+    go: nobody knows which of them it has."""
     path = adapter(tmp_path / "one", b"1" * 64)
     digests = AdapterDigests()
     before = digests.of(1, path, reload=False)
-    adapter(tmp_path / "one", b"2" * 64)
     assert digests.of(1, path, reload=False) == before
-    assert digests.of(2, path, reload=False) != before
-    assert digests.of(1, path, reload=True) != before
+    adapter(tmp_path / "one", b"2" * 64)
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, reload=False)
+    new = digests.of(2, path, reload=False)
+    assert new != before
+    assert digests.of(1, path, reload=True) == new
+    assert digests.of(1, path, reload=False) == new
+
+
+def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "one", b"1" * 64)
+    digests = AdapterDigests()
+    before = digests.of(1, path, reload=False)
+    shutil.rmtree(path)
+    assert digests.of(1, path, reload=False) == before
+    adapter(tmp_path / "one", b"1" * 64)
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, reload=False)
 
 
 def test_an_adapter_that_cannot_be_read_is_an_os_error() -> None:

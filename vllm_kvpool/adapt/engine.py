@@ -20,8 +20,7 @@ from vllm_kvpool.adapt.kinds import (
     LayerKind,
     groups_of,
     layer_kinds,
-    local_layers,
-    num_own_layers,
+    place_of,
     shared_kinds,
 )
 from vllm_kvpool.adapt.namespace import engine_namespace
@@ -96,13 +95,13 @@ def read_engine(
             "a checkpoint with static scales or another kv_cache_dtype"
         )
     kinds = layer_kinds(vllm_config, kv_cache_config)
-    shared = shared_kinds(vllm_config, kv_cache_config, kinds, config)
+    shared = shared_kinds(vllm_config, kinds, config)
     context = shared[0].topology.context
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
     groups = groups_of(kv_cache_config, kinds, context)
     if config.layerwise:
-        refuse_layerwise(vllm_config, groups)
+        refuse_layerwise(vllm_config, kinds, groups)
     loads = GroupTables(groups).resumes or releases.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
@@ -124,12 +123,15 @@ def read_engine(
     return EngineFacts(shape, kinds, media_are_named, defects)
 
 
-def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None:
+def refuse_layerwise(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], groups: Sequence[Group]
+) -> None:
     """ConfigError where a layer's load that fails in the middle of a step would do harm."""
-    if not GroupTables(groups).resumes:
+    if len(kinds) > 1 or not GroupTables(groups).resumes:
         raise ConfigError(
-            "layerwise needs a model whose layers are all in one KV cache group and all attend to "
-            "the whole prompt, for vLLM cannot take a step back in others; leave layerwise out"
+            "layerwise needs a model whose layers are all in one KV cache group, of one form, and "
+            "all attend to the whole prompt, for vLLM cannot take a step back in others; leave "
+            "layerwise out"
         )
     # In both a request's next step is planned before it is known that its load has failed.
     if vllm_config.scheduler_config.async_scheduling:
@@ -159,12 +161,9 @@ def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None
         )
 
 
-def layer_spans(
-    kv_cache_config: KVCacheConfig, facts: EngineFacts, vllm_config: "VllmConfig"
-) -> Mapping[str, int]:
+def layer_spans(facts: EngineFacts, vllm_config: "VllmConfig") -> Mapping[str, int]:
     """The layers of this rank by name -> the first layer of their cells, for layered loads."""
-    total = num_own_layers(vllm_config)
-    names = [name for name, _ in local_layers(facts.kinds, kv_cache_config, total)[0]]
+    names = [name for name, _ in facts.kinds[0].layers]
     place = rank_place(vllm_config)
     cells = facts.shape.kinds[0].topology.local_cells(place.tp_rank, place.pp_rank)
     return {
@@ -184,24 +183,22 @@ def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
 
 def layer_pages(
     kv_caches: Mapping[str, Any],
-    kv_cache_config: KVCacheConfig,
     facts: EngineFacts,
     vllm_config: "VllmConfig",
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
     """The page format of every local layer, kind by kind, in model order."""
-    total = num_own_layers(vllm_config)
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
     page_formats.refuse_options(vllm_config.additional_config)
     pages = []
-    layers_of_kind = local_layers(facts.kinds, kv_cache_config, total)
-    for kind, shared, layers in zip(facts.kinds, facts.shape.kinds, layers_of_kind, strict=True):
+    for kind, shared in zip(facts.kinds, facts.shape.kinds, strict=True):
         start, stop = shared.topology.stages[stage]
-        if len(layers) != stop - start:
+        if tuple(place_of(name) for name, _ in kind.layers) != shared.layers[start:stop]:
             raise ConfigError(
-                f"{len(layers)} of {stop - start} layers of this pipeline stage have KV of their "
-                "own; such a model can be shared without pipeline parallelism only"
+                f"{len(kind.layers)} of {stop - start} layers of this pipeline stage have KV of "
+                "their own, or other layers than expected; such a model can be shared without "
+                "pipeline parallelism only"
             )
         expected = page_formats.Expected(
             num_blocks=facts.shape.num_blocks,
@@ -212,8 +209,9 @@ def layer_pages(
             is_latent=kind.is_latent,
         )
         for each in kind.groups:  # layers of several groups lie in the same memory
-            page_formats.refuse_repeated([n for n, group in layers if group == each], kv_caches)
-        for name, group in layers:
+            names = [name for name, group in kind.layers if group == each]
+            page_formats.refuse_repeated(names, kv_caches)
+        for name, group in kind.layers:
             layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
             pages.append(replace(layer, group=group))
     return tuple(pages)

@@ -1,11 +1,13 @@
 """vLLM's requests as the pool sees them."""
 
+import contextlib
 import hashlib
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,7 +16,7 @@ from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_op
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.hashing import EmbedRows, MediaItem, RequestIdentity
 from vllm_kvpool.metrics import Tally
-from vllm_kvpool.weights import digest_adapter
+from vllm_kvpool.weights import adapter_stamp, digest_adapter
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -30,23 +32,41 @@ class AdapterDigests:
     """Content digests of LoRA adapters as they were when this engine first met them.
 
     Owned by the probe thread. Keyed by the adapter's id too: another content at the same path
-    comes with another id, or says `load_inplace`.
+    comes with another id, or says `load_inplace`. An adapter whose files have changed since has no
+    digest: the engine keeps the old weights in memory, until it lets them go for want of places
+    (`max_cpu_loras`) or by `remove_lora`, and then reads the new ones under the same id.
     """
 
     def __init__(self) -> None:
-        self._digests: dict[tuple[int, str], bytes] = {}
+        self._known: dict[tuple[int, str], _Adapter] = {}
 
     def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
-        """The digest; reads the adapter's files at first sight. Raises OSError."""
+        """The digest; reads the adapter's files at first sight, and looks whether they are still
+        those at every other. Raises OSError."""
         key = (adapter_id, path)
-        if reload or key not in self._digests:
+        known = self._known.get(key)
+        if reload or known is None:
             directory = local_directory(path, None)
             if directory is None:
                 raise FileNotFoundError(f"the LoRA adapter {path} is not in local files")
-            if len(self._digests) >= MAX_ADAPTERS:
-                self._digests.clear()
-            self._digests[key] = digest_adapter(directory)
-        return self._digests[key]
+            if len(self._known) >= MAX_ADAPTERS:
+                self._known.clear()
+            stamp = adapter_stamp(directory)
+            known = self._known[key] = _Adapter(directory, stamp, digest_adapter(directory))
+        with contextlib.suppress(FileNotFoundError):  # gone: nothing else can be read there
+            if adapter_stamp(known.directory) != known.stamp:
+                raise OSError(
+                    f"the files of the LoRA adapter {path} have changed since it was first used, "
+                    "and whether the engine has the old or the new ones is not known; load it "
+                    "with load_inplace, or under another name"
+                )
+        return known.digest
+
+
+class _Adapter(NamedTuple):
+    directory: Path
+    stamp: tuple[tuple[object, ...], ...]
+    digest: bytes
 
 
 class RequestReader:
