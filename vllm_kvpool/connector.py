@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvpool.adapt import ascend, epochs, events, releases
 from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
+from vllm_kvpool.adapt.requests import RequestReader
 from vllm_kvpool.adapt.sources import HitSources
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
@@ -92,7 +92,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             adapt.prefer_recompute(vllm_config, self._config)
             epochs.install()
-            self._adapters = AdapterDigests()
             self._block_tables = releases.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
@@ -102,6 +101,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 adapt.first_epoch(vllm_config),
                 adapt.scheduler_device(),
             )
+            self._requests = RequestReader(
+                self._scheduler_side.tally,
+                media_are_named=self._facts.media_are_named,
+                saves_base=self._facts.saves_base,
+            )
+            for defect in self._facts.defects:
+                logger.warning("kvpool: %s", defect.warning)
             epochs.watch(self._scheduler_side, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)
             self._first_manifest = self._manifest_of("")
@@ -161,19 +167,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """The pages are allocated: open the store and start the lanes."""
         epochs.models.watch_callers()
-        assert self._kv_cache_config is not None
         device = adapt.device_of(kv_caches)
         self._worker_side = WorkerSide(
             self._config,
             self._facts.shape,
             adapt.rank_place(self._vllm_config),
-            adapt.layer_pages(
-                kv_caches, self._kv_cache_config, self._facts, self._vllm_config, device
-            ),
+            adapt.layer_pages(kv_caches, self._facts, self._vllm_config, device),
             partial(adapt.make_copier, device=device),
             finish_in_step=device.is_host,
             device=device,
-            layer_spans=adapt.layer_spans(self._kv_cache_config, self._facts, self._vllm_config)
+            layer_spans=adapt.layer_spans(self._facts, self._vllm_config)
             if self._config.layerwise
             else None,
         )
@@ -267,7 +270,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has arrived."""
         if self._events is not None:
             self._events.add(request)
-        self._scheduler.add(VllmRequest(request, self._adapters, self._facts.media_are_named))
+        self._scheduler.add(self._requests.read(request))
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int

@@ -132,7 +132,7 @@ def _tensors(header: bytes) -> dict[str, _Tensor]:
 def digest_adapter(directory: Path) -> bytes:
     """A digest of everything in a LoRA adapter's directory that shapes its output."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    files = sorted(p for p in directory.iterdir() if p.suffix in ADAPTER_FILES and p.is_file())
+    files = _adapter_files(directory)
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         raise FileNotFoundError(f"no adapter weights in {directory}")
     for path in files:
@@ -140,3 +140,13 @@ def digest_adapter(directory: Path) -> bytes:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.digest()
+
+
+def adapter_stamp(directory: Path) -> tuple[tuple[object, ...], ...]:
+    """What changes when a file that `digest_adapter` reads is written or replaced."""
+    stats = ((path.name, path.stat()) for path in _adapter_files(directory))
+    return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
+
+
+def _adapter_files(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.iterdir() if p.suffix in ADAPTER_FILES and p.is_file())

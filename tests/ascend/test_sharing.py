@@ -179,7 +179,7 @@ class AscendRank:
         self.runner.step(plan, lambda: self.write(kv))
         side = self.connector._worker_side
         assert side is not None
-        while side.worker.num_ungathered:
+        while side.worker._saves:
             self.runner.empty_step(KVPoolMetadata(StepPlan(), self.namespace))
         # The blocks are free from here on: what another request writes there is not saved.
         with self._npu.stream(self._npu.model_stream):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
@@ -42,6 +43,18 @@ def engine(llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory:
     )
 
 
+@pytest.fixture
+def base(llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory: Path) -> Engine:
+    """Without adapters: with them, CPU engines save no requests that have none."""
+    return engines.get(
+        EngineSpec(
+            model=llama(SHAPE),
+            kv_transfer_config=pool(files(directory / "pool")),
+            llm={"enable_prompt_embeds": True},
+        )
+    )
+
+
 def embeddings(path: Path, seed: int) -> Path:
     """Prompt embeddings of as many tokens as `IDS`."""
     rows = np.random.default_rng(seed).normal(0, 0.3, (len(IDS), SHAPE.hidden))
@@ -66,23 +79,46 @@ def requests(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 @pytest.mark.small
-def test_different_requests_miss_and_equal_ones_hit(engine: Engine, directory: Path) -> None:
+def test_different_requests_miss_and_equal_ones_hit(
+    engine: Engine, base: Engine, directory: Path
+) -> None:
     kinds = requests(directory)
-    first = {kind: fresh(engine, Prompt(**values)) for kind, values in kinds.items()}
-    assert {kind: c.cached_tokens for kind, c in first.items()} == dict.fromkeys(kinds, 0)
-    again = {
-        kind: fresh(engine, expecting(Prompt(**values), HIT)) for kind, values in kinds.items()
-    }
-    assert {kind: c.cached_tokens for kind, c in again.items()} == dict.fromkeys(kinds, HIT)
-    assert {k: c.token_ids for k, c in again.items()} == {k: c.token_ids for k, c in first.items()}
+    asked = [(engine if "lora" in each else base, Prompt(**each)) for each in kinds.values()]
+    first = [fresh(engine, prompt) for engine, prompt in asked]
+    assert [c.cached_tokens for c in first] == [0] * len(kinds)
+    again = [fresh(engine, expecting(prompt, HIT)) for engine, prompt in asked]
+    assert [c.cached_tokens for c in again] == [HIT] * len(kinds)
+    assert [c.token_ids for c in again] == [c.token_ids for c in first]
 
 
 @pytest.mark.small
-def test_prompt_logprobs_are_computed_from_the_prompt(engine: Engine) -> None:
+def test_values_of_an_adapter_are_not_handed_to_the_base_model(
+    llama: Callable[[LlamaShape], Path], engines: EngineShelf, engine: Engine, directory: Path
+) -> None:
+    """vLLM's LoRA kernels for CPUs give them to requests without one in the same step."""
+    ids = tokens(seed=2, count=600)
+    lora = make_lora(directory / "beside", SHAPE, seed=3)
+    (expected,) = engines.get(EngineSpec(model=llama(SHAPE))).generate(Prompt(ids=ids))
+    beside, adapted = engine.generate(Prompt(ids=ids), Prompt(ids=ids, lora=lora))
+    assert logprob_distance(beside, expected) > LOGPROB_TOLERANCE, "vLLM computes it rightly now"
+    assert beside.kv_transfer_params is None
+    assert adapted.kv_transfer_params == {"kvpool": {"tokens": HIT}}
+    same(fresh(engine, expecting(Prompt(ids=ids, lora=lora), HIT)), adapted)
+    without = engines.get(
+        EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(files(directory / "pool")))
+    )
+    for reader in (engine, without):
+        read = fresh(reader, Prompt(ids=ids))
+        same(read, expected)
+        assert read.cached_tokens == 0
+
+
+@pytest.mark.small
+def test_prompt_logprobs_are_computed_from_the_prompt(base: Engine) -> None:
     """vLLM must not read cached KV for them."""
-    fresh(engine, Prompt(ids=IDS))
-    assert fresh(engine, expecting(Prompt(ids=IDS), HIT)).cached_tokens == HIT
-    asked = fresh(engine, Prompt(ids=IDS, sampling={"prompt_logprobs": 1}))
+    fresh(base, Prompt(ids=IDS))
+    assert fresh(base, expecting(Prompt(ids=IDS), HIT)).cached_tokens == HIT
+    asked = fresh(base, Prompt(ids=IDS, sampling={"prompt_logprobs": 1}))
     assert asked.cached_tokens == 0
 
 

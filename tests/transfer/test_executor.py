@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.keys import ContextRank, KeyMaker, group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
@@ -318,28 +319,6 @@ def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) ->
 # What is told beside reports
 
 
-def test_a_story_tells_what_happened_to_a_request(rank: Rank) -> None:
-    assert rank.executor.story("r1") == ()
-    rank.save(1)
-    assert [line.text for line in rank.executor.story("r1")] == [
-        "save of 4 cells; 0 are known",
-        "gather: 4 done",
-        "seal: 4 done",
-        "put memory: 4 done",
-        "save done: 4 done",
-    ]
-    assert rank.executor.story("r2") == ()
-
-
-def test_a_story_of_an_engine_that_has_ended_is_empty(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank(store)
-    assert rank.close()
-    monkeypatch.setattr("vllm_kvpool.transfer.executor.STORY_WAIT_S", 0.01)
-    assert rank.executor.story("r1") == ()
-
-
 def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
     rank = Rank(store, keep=8)
     rank.trace.dropped = 3
@@ -431,7 +410,7 @@ def test_closing_copies_down_what_is_in_host_memory_alone(store: FaultyStore, wa
         assert rank.executor.wait(lambda reports: SaveDone in map(type, reports), LIMIT_S)
     assert store.calls["put"] == 0
     rank.executor.post(Close(time.monotonic() + LIMIT_S))
-    assert waits or rank.executor.story("r1")  # an answer: the engine has taken what came before
+    assert waits or has_taken_all(rank.executor)
     assert rank.close()
     keys = [cell.key for cell in rank.planner.prefetch(PrefetchPlan("", HASHES)).cells]
     assert store.exists(keys) == [True] * 12

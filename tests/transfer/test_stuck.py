@@ -195,16 +195,6 @@ def test_a_late_answer_says_nothing_about_the_tier() -> None:
     assert bench.counted("kvpool_hit_cells", tier="disk") == 0
 
 
-def test_the_story_tells() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.load(1, "a b")
-    bench.stuck(0)
-    bench.run()
-    told = [line.text for line in bench.engine.story("r1")]
-    assert "get memory: 2 timed_out" in told
-    assert "get disk: 2 done" in told
-
-
 # PUT
 
 

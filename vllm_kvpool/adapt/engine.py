@@ -15,12 +15,12 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvpool.adapt import cpu_pages, epochs, page_formats, releases
+from vllm_kvpool.adapt.defects import Defect, known_defects
 from vllm_kvpool.adapt.kinds import (
     LayerKind,
     groups_of,
     layer_kinds,
-    local_layers,
-    num_own_layers,
+    place_of,
     shared_kinds,
 )
 from vllm_kvpool.adapt.namespace import UNNAMED, engine_namespace
@@ -47,13 +47,20 @@ class EngineFacts:
     """What the pool needs to know of an engine.
 
     The same on its scheduler's side and its ranks', but for the namespace and its values: ranks are
-    told the one, and need not know the others.
+    told the one, and need not know the others. `defects`: what the engine is known to compute
+    wrongly, and the pool leaves alone.
     """
 
     shape: ModelShape
     kinds: tuple[LayerKind, ...]
     media_are_named: bool
     values: Mapping[str, Any] = field(default_factory=dict)
+    defects: tuple[Defect, ...] = ()
+
+    @property
+    def saves_base(self) -> bool:
+        """Whether what is computed for requests without an adapter may be saved."""
+        return all(defect.saves_base for defect in self.defects)
 
     @property
     def told_kind(self) -> LayerKind:
@@ -99,13 +106,13 @@ def read_engine(
             "a checkpoint with static scales or another kv_cache_dtype"
         )
     kinds = layer_kinds(vllm_config, kv_cache_config)
-    shared = shared_kinds(vllm_config, kv_cache_config, kinds, config)
+    shared = shared_kinds(vllm_config, kinds, config)
     context = shared[0].topology.context
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
     groups = groups_of(kv_cache_config, kinds, context)
     if config.layerwise:
-        refuse_layerwise(vllm_config, groups)
+        refuse_layerwise(vllm_config, kinds, groups)
     loads = GroupTables(groups).resumes or releases.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
@@ -113,19 +120,7 @@ def read_engine(
             "window or chunked local attention, or with several KV cache groups, so nothing is "
             "loaded; what is computed is saved for others"
         )
-    if not _computes_after_a_prefix(vllm_config):
-        loads = False
-        logger.warning(
-            "kvpool: vLLM's CPU backend for MLA computes wrong values after a prefix that it is "
-            "given, and turns its own prefix caching off, so nothing is loaded; what is computed "
-            "is saved for others"
-        )
-    if not vllm_config.model_config.is_prefix_caching_supported:
-        loads = False
-        logger.warning(
-            "kvpool: vLLM caches no prefixes for this model (pooling by mean, for example, needs "
-            "every token's output), so nothing is loaded; what is computed is saved for others"
-        )
+    defects = known_defects(vllm_config)
     identity = UNNAMED
     if with_namespace:
         identity = engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared)
@@ -135,27 +130,23 @@ def read_engine(
         groups=groups,
         num_blocks=kv_cache_config.num_blocks,
         num_ranks=ranks,
-        loads=loads,
+        loads=loads and all(defect.loads for defect in defects),
         stops_at_first=releases.stops_at_first(),
         in_lockstep=parallel.data_parallel_size > 1,
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
-    return EngineFacts(shape, kinds, media_are_named, identity.values)
+    return EngineFacts(shape, kinds, media_are_named, identity.values, defects)
 
 
-def _computes_after_a_prefix(vllm_config: "VllmConfig") -> bool:
-    """False for MLA on a CPU without AMX, for which the platform turns both of these off."""
-    of_cpu = releases.device_type() == "cpu" and vllm_config.model_config.use_mla
-    chunks = vllm_config.scheduler_config.enable_chunked_prefill
-    return not of_cpu or bool(chunks or vllm_config.cache_config.enable_prefix_caching)
-
-
-def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None:
+def refuse_layerwise(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], groups: Sequence[Group]
+) -> None:
     """ConfigError where a layer's load that fails in the middle of a step would do harm."""
-    if not GroupTables(groups).resumes:
+    if len(kinds) > 1 or not GroupTables(groups).resumes:
         raise ConfigError(
-            "layerwise needs a model whose layers are all in one KV cache group and all attend to "
-            "the whole prompt, for vLLM cannot take a step back in others; leave layerwise out"
+            "layerwise needs a model whose layers are all in one KV cache group, of one form, and "
+            "all attend to the whole prompt, for vLLM cannot take a step back in others; leave "
+            "layerwise out"
         )
     # In both a request's next step is planned before it is known that its load has failed.
     if vllm_config.scheduler_config.async_scheduling:
@@ -185,12 +176,9 @@ def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None
         )
 
 
-def layer_spans(
-    kv_cache_config: KVCacheConfig, facts: EngineFacts, vllm_config: "VllmConfig"
-) -> Mapping[str, int]:
+def layer_spans(facts: EngineFacts, vllm_config: "VllmConfig") -> Mapping[str, int]:
     """The layers of this rank by name -> the first layer of their cells, for layered loads."""
-    total = num_own_layers(vllm_config)
-    names = [name for name, _ in local_layers(facts.kinds, kv_cache_config, total)[0]]
+    names = [name for name, _ in facts.kinds[0].layers]
     place = rank_place(vllm_config)
     cells = facts.shape.kinds[0].topology.local_cells(place.tp_rank, place.pp_rank)
     return {
@@ -210,24 +198,22 @@ def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
 
 def layer_pages(
     kv_caches: Mapping[str, Any],
-    kv_cache_config: KVCacheConfig,
     facts: EngineFacts,
     vllm_config: "VllmConfig",
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
     """The page format of every local layer, kind by kind, in model order."""
-    total = num_own_layers(vllm_config)
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
     page_formats.refuse_options(vllm_config.additional_config)
     pages = []
-    layers_of_kind = local_layers(facts.kinds, kv_cache_config, total)
-    for kind, shared, layers in zip(facts.kinds, facts.shape.kinds, layers_of_kind, strict=True):
+    for kind, shared in zip(facts.kinds, facts.shape.kinds, strict=True):
         start, stop = shared.topology.stages[stage]
-        if len(layers) != stop - start:
+        if tuple(place_of(name) for name, _ in kind.layers) != shared.layers[start:stop]:
             raise ConfigError(
-                f"{len(layers)} of {stop - start} layers of this pipeline stage have KV of their "
-                "own; such a model can be shared without pipeline parallelism only"
+                f"{len(kind.layers)} of {stop - start} layers of this pipeline stage have KV of "
+                "their own, or other layers than expected; such a model can be shared without "
+                "pipeline parallelism only"
             )
         expected = page_formats.Expected(
             num_blocks=facts.shape.num_blocks,
@@ -238,8 +224,9 @@ def layer_pages(
             is_latent=kind.is_latent,
         )
         for each in kind.groups:  # layers of several groups lie in the same memory
-            page_formats.refuse_repeated([n for n, group in layers if group == each], kv_caches)
-        for name, group in layers:
+            names = [name for name, group in kind.layers if group == each]
+            page_formats.refuse_repeated(names, kv_caches)
+        for name, group in kind.layers:
             layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
             pages.append(replace(layer, group=group))
     return tuple(pages)

@@ -201,7 +201,8 @@ def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
     return {
         "kind": kind.name,
         "heads": topology.num_heads,
-        "layers": topology.stages[-1][1],
+        # Keys count layers within their kind.
+        "layers": kind.layers,
         "row_bytes": kind.row_bytes,
         "head_sizes": (spec.head_size, releases.value_head_size(spec)),
         "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),

@@ -235,15 +235,6 @@ class PoolWorker:
         reports, self._reports = self._reports, []
         return StepReport.merge(reports)
 
-    @property
-    def num_loads(self) -> int:
-        return len(self._loads)
-
-    @property
-    def num_ungathered(self) -> int:
-        """Saves whose pages are still in use."""
-        return len(self._saves)
-
 
 def _gathered(reports: Sequence[Report]) -> set[JobId]:
     return {r.job_id for r in reports if isinstance(r, SaveGathered)}

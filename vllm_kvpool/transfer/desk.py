@@ -14,7 +14,6 @@ from vllm_kvpool.transfer.graph import Lane, Op
 from vllm_kvpool.transfer.ops import HOST, CellOutcome, LaneName, NamedCell, OpKind, Report
 from vllm_kvpool.transfer.residency import Entry, Residency
 from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.story import Stories
 from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
 
 PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
@@ -38,7 +37,6 @@ class Desk:
     chance: Callable[[], float]
     slot_bytes: int
     breakers: list[Breaker] = field(default_factory=list)
-    stories: Stories = field(default_factory=Stories)
     reports: list[Report] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     hits: list[int] = field(default_factory=list)  # loaded cells by their tier; `HOST` is the last

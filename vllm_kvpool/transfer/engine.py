@@ -46,7 +46,6 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.saves import Copy, Put, Saves
 from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.story import StoryLine
 from vllm_kvpool.transfer.stuck import Stuck
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -90,12 +89,6 @@ class Engine:
         self._fetches = Fetches(self.desk, self.saves.copy_up)
         self.loads = Loads(self.desk, self._fetches)
         self._hand_downs = HandDowns(self.desk, self._fetches, self.saves)
-        self._lane_labels = {
-            lane: lane.kind.value
-            if lane.tier == HOST
-            else f"{lane.kind.value} {tiers[lane.tier].name}"
-            for lane in limits
-        }
         self.stuck = Stuck(residency)
         self._running: dict[WorkId, Batch] = {}
         self._next_work = 0
@@ -161,10 +154,6 @@ class Engine:
             return first if second is None else second
         return min(first, second)
 
-    def story(self, request_id: str) -> tuple[StoryLine, ...]:
-        """What happened to a request's cells here."""
-        return self.desk.stories.of(request_id)
-
     @property
     def idle(self) -> bool:
         return not (self._running or self.loads.num_open or self.num_saves)
@@ -220,7 +209,6 @@ class Engine:
         self.desk.scheduler.batch_ended(batch)
         if lane.tier != HOST:
             self._watch_tier(lane.tier, done.outcomes)
-        self._tell_story(lane, batch, done.outcomes)
         if lane.kind is OpKind.GET:
             self.desk.hits[lane.tier] += sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
@@ -250,8 +238,6 @@ class Engine:
         self.stuck.begin(work_id, lane.kind, batch)
         if self.desk.breakers[lane.tier].tripped(self.desk.now):
             self._tier_down(lane.tier)
-        outcomes = (CellOutcome.TIMED_OUT,) * len(batch.ops)
-        self._tell_story(lane, batch, outcomes)
         for op in batch.ops:
             self._handlers[lane.kind](op, CellOutcome.TIMED_OUT)
 
@@ -306,23 +292,6 @@ class Engine:
                     self.saves.all_gathered(marker.what)
         for graph in scheduler.take_ended():
             graph.ops.clear()  # the heap of deadlines may hold the graph for long
-
-    def _tell_story(self, lane: LaneName, batch: Batch, outcomes: Sequence[CellOutcome]) -> None:
-        desk = self.desk
-        if len(batch.ops) == 1:
-            request_id = batch.ops[0].graph.tag.request_id
-            if request_id:
-                name = self._lane_labels[lane]
-                desk.stories.note(request_id, desk.now, "{}: 1 {.value}", name, outcomes[0])
-            return
-        ends: dict[tuple[str, CellOutcome], int] = {}
-        for op, outcome in zip(batch.ops, outcomes, strict=True):
-            end = (op.graph.tag.request_id, outcome)
-            ends[end] = ends.get(end, 0) + 1
-        name = self._lane_labels[lane]
-        for (request_id, outcome), count in ends.items():
-            if request_id:
-                desk.stories.note(request_id, desk.now, "{}: {} {.value}", name, count, outcome)
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""

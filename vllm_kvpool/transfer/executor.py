@@ -60,7 +60,6 @@ from vllm_kvpool.transfer.ops import (
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.story import StoryLine
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,6 @@ WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
 COPY_JOIN_S = 5.0  # a batch of copies takes milliseconds
-STORY_WAIT_S = 1.0
 MAX_NEW_LANES = 16
 MAX_STUCK = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
@@ -101,16 +99,8 @@ class UseNamespace:
     namespace: Namespace
 
 
-@dataclass(frozen=True, slots=True)
-class AskStory:
-    """What happened to a request; the answer goes into `answer`."""
-
-    request_id: str
-    answer: "SimpleQueue[tuple[StoryLine, ...]]"
-
-
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth | UseNamespace
+Post = Plan | CancelRequest | DropSaves | Close | PassOn | TierHealth | UseNamespace
 
 
 class Executor:
@@ -188,18 +178,6 @@ class Executor:
             self._waiting = False
         return True
 
-    def story(self, request_id: str) -> tuple[StoryLine, ...]:
-        """What happened to a request's cells in this rank; for a person, not for every step.
-
-        Asks the engine thread, and waits `STORY_WAIT_S` for it at most.
-        """
-        answer: SimpleQueue[tuple[StoryLine, ...]] = SimpleQueue()
-        self._inbox.put(AskStory(request_id, answer))
-        try:
-            return answer.get(timeout=STORY_WAIT_S)
-        except Empty:
-            return ()
-
     def close(self, timeout_s: float) -> bool:
         """Let saves finish for at most `timeout_s`, then end all threads.
 
@@ -250,8 +228,6 @@ class Executor:
                     self._pass_on(message)
                 case UseNamespace():
                     self._planner = self._planner.named(message.namespace)
-                case AskStory():
-                    message.answer.put(self._engine.story(message.request_id))
                 case LaneThread():
                     self._lane_died(message)
                 case _:
@@ -376,9 +352,6 @@ class Executor:
                 del self._open[report.job_id]
                 began = self._began.pop(report.job_id)
                 self._load_seconds(time.monotonic() - began)
-                if report.reason is not CellOutcome.DONE and logger.isEnabledFor(logging.DEBUG):
-                    story = self._engine.story(report.request_id)
-                    logger.debug("kvpool: load of %s stopped: %s", report.request_id, story)
                 if self._trace.on:
                     name = f"load {report.reason.value}"
                     self._trace.instant(name, job=report.job_id, request=report.request_id)

@@ -105,32 +105,19 @@ class Loads:
             self._stop(load, stop, self._why_none())
         desk.hits[HOST] += num_from_host
         desk.scheduler.close(graph)
-        desk.stories.note(
-            job.request_id,
-            desk.now,
-            "load of {} cells, chunks {} to {}; {} in host memory",
-            len(job.tasks),
-            job.first_chunk,
-            job.stop_chunk,
-            num_from_host,
-        )
         self._finish(load)
 
     def prefetch(self, job: PrefetchJob) -> None:
         """Bring cells into the host tier for a request that will probably load them."""
         desk, residency = self._desk, self._desk.residency
         graph = Graph(Owner(job.request_id), Priority.PREFETCH)
-        num_begun = 0
         for cell in job.cells[: residency.keep]:
             if residency.get(cell.key) is None:
                 entry = self._fetches.begin(cell, graph)
                 if entry is None:
                     break
                 entry.prefetched = True
-                num_begun += 1
         desk.scheduler.close(graph)
-        form = "prefetch of {} of {} cells"
-        desk.stories.note(job.request_id, desk.now, form, num_begun, len(job.cells))
 
     def cancel(self, request_id: str) -> None:
         """The request has ended: its loads need not go on."""
@@ -181,8 +168,6 @@ class Loads:
         if chunk < load.stop_chunk:
             load.stop_chunk = chunk
             load.outcome = outcome
-            form = "load stops at chunk {}: {.value}"
-            desk.stories.note(load.job.request_id, desk.now, form, chunk, outcome)
             running: list[Scatter] = []
             while load.scatters and load.scatters[-1].cell.chunk >= chunk:
                 scatter = load.scatters.pop()
@@ -221,7 +206,6 @@ class Loads:
         for scatter in reversed(by_chunk):
             if scatter.cell.chunk < load.stop_chunk:
                 (residency.used if scatter.is_hit else residency.refresh)(scatter.entry)
-        desk.stories.note(job.request_id, desk.now, "load done: chunks before {}", load.stop_chunk)
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
         desk.reports.append(done)
 

@@ -111,10 +111,8 @@ class Saves:
         save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
         up = desk.tiers_up()
         gathers: list[Op] = []
-        known = 0
         for task in job.tasks:
             if desk.residency.get(task.key) is not None:  # it is here, or on its way
-                known += 1
                 self._tell(save, task, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(task, up)
@@ -131,8 +129,6 @@ class Saves:
             self._copies[id(copy)] = copy
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
-        form = "save of {} cells; {} are known"
-        desk.stories.note(job.request_id, desk.now, form, len(job.tasks), known)
 
     def _tiers_of(self, task: CellTask, up: Sequence[int]) -> Sequence[int]:
         if not task.stored:
@@ -307,8 +303,6 @@ class Saves:
             entry = desk.residency.get(task.key)
             if entry is not None:
                 desk.residency.refresh(entry)
-        for outcome, count in save.outcomes.items():
-            desk.stories.note(job.request_id, desk.now, "save done: {} {.value}", count, outcome)
         done = SaveDone(
             job.job_id,
             job.request_id,
