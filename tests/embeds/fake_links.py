@@ -17,6 +17,7 @@ class FakeLinks:
     def __init__(self, num_ranks: int = 1) -> None:
         self.num_ranks = num_ranks
         self.are_up = True
+        self.lost_since: float | None = None
         self.heard: list[list[Message]] = [[] for _ in range(num_ranks)]
         self.words: deque[Said] = deque()
         self.waits: list[float] = []

@@ -485,6 +485,34 @@ def test_without_workers_for_long_requests_go_on_without_them() -> None:
     assert desk.side.take_unavailable() == {"w"}
 
 
+def test_workers_that_say_that_they_end_are_not_waited_for() -> None:
+    desk = Desk()
+    view = request("m", "a", media=True)
+    assert not desk.ensure(view)
+    desk.links.are_up, desk.links.lost_since = False, float("-inf")
+    assert desk.ensure(view)
+
+
+def test_the_time_that_workers_were_silent_counts() -> None:
+    desk = Desk()
+    view = request("m", "a", media=True)
+    assert not desk.ensure(view)
+    desk.clock.now += 0.9 * ALONE_S
+    desk.links.are_up, desk.links.lost_since = False, desk.clock.now - 0.5 * ALONE_S
+    assert not desk.ensure(view)
+    desk.clock.now += 0.6 * ALONE_S
+    assert desk.ensure(view)
+
+
+def test_what_lost_workers_hold_defers_no_encode() -> None:
+    desk = Desk(producer=True, retain_bytes=10)
+    desk.links.say(Held(11))
+    view = request("p", "a")
+    assert not desk.ensure(view)
+    desk.links.are_up, desk.links.lost_since = False, float("-inf")
+    assert desk.ensure(request("q", "b"))
+
+
 def test_how_long_workers_were_away_before_does_not_matter() -> None:
     desk = Desk()
     view = request("m", "a", media=True)

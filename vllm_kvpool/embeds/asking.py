@@ -56,7 +56,7 @@ class Asking:
         """Whether all who may have it have said so; who is named may not be there yet."""
         gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
         if item.peers:
-            return item.peers <= frozenset().union(*gone)
+            return item.peers <= item.refused.union(*gone)
         return len(gone) == len(self.peers)
 
     def _asked_of(self, item: Item) -> list[str]:

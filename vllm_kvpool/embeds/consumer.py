@@ -22,6 +22,7 @@ from vllm_kvpool.embeds.protocol import (
     CancelAck,
     Code,
     Expect,
+    ItemNews,
     NeedGrant,
     Offer,
     RevokeAck,
@@ -119,6 +120,24 @@ class Consumer:
             text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
             self.desk.fail(item, Code.TOO_LARGE, text, now)
             self.desk.pump_at = now
+
+    def not_ready(self, mm_hash: str, text: str, now: float) -> None:
+        """An item whose rows are all here cannot be handed over."""
+        item = self.desk.items.get(mm_hash)
+        if item is not None and item.state is State.SUCCESS:
+            self.desk.effects.append(Tell(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
+            self.desk.drop(item)
+            self.desk.pump_at = now
+
+    def refused(self, endpoint: str, text: str, now: float) -> None:
+        """A request has named an endpoint that is not connected to."""
+        for item in list(self.desk.items.values()):
+            if endpoint not in item.peers or item.state is not State.BOOTSTRAPPING:
+                continue
+            item.refused |= {endpoint}
+            if item.refused >= item.peers:
+                self.desk.fail(item, Code.UNREACHABLE, text, now)
+                self.desk.pump_at = now
 
     def begin_epoch(self, now: float) -> None:
         """Nothing that was encoded before is used."""

@@ -22,6 +22,7 @@ class Item:
     order: int = credit.NOT_ASKED
     patience_s: float = 0.0  # of the requests, as far as they say
     peers: frozenset[str] = frozenset()  # endpoints that may have it; empty: any
+    refused: frozenset[str] = frozenset()  # of those, the ones that are not connected to
     expected_rows: int = 0
     shape: ItemShape | None = None
     digest: str = ""

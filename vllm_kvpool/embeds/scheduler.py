@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_OFFERED = 1 << 16
 ASK_ONLY_S = 0.25
 LOADING_S = 30.0  # a step that has not been run by then will not be
-ALONE_S = 30.0  # the workers of one machine answer within milliseconds
+ALONE_S = 30.0  # the workers of one machine answer within milliseconds of their start
 
 
 class Feature(NamedTuple):
@@ -88,6 +88,8 @@ class Links(Protocol):
     def num_ranks(self) -> int: ...
     @property
     def are_up(self) -> bool: ...
+    @property
+    def lost_since(self) -> float | None: ...
     def send(self, body: Message, rank: int | None = None) -> None: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> Sequence[Said]: ...
@@ -119,9 +121,11 @@ class EmbedsScheduler:
         retain_bytes: int,
         max_step_tokens: int,
         own_endpoint: str = "",
+        alone_s: float = ALONE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._links = links
+        self._alone_s = alone_s
         self._is_producer = is_producer
         self._is_consumer = is_consumer
         self._has_peers = has_peers
@@ -158,7 +162,7 @@ class EmbedsScheduler:
         """Whether the request may be scheduled, as far as its items go."""
         self._hear()
         if self._links.are_up:
-            self._alone_since = None
+            self._alone_since, self._is_told = None, False
         elif not self._is_alone():
             return False  # what is said now would be lost
         ahead = [
@@ -177,16 +181,23 @@ class EmbedsScheduler:
         return may_go
 
     def _is_alone(self) -> bool:
-        """Whether the workers have not answered for so long that requests go on without them."""
+        """Whether the workers have not answered for so long that requests go on without them.
+
+        Decided by the clock alone: no thread of a worker need be alive.
+        """
         now = self._clock()
         if self._alone_since is None:
             self._alone_since = now
-        is_alone = now - self._alone_since > ALONE_S
+        lost_since = self._links.lost_since
+        since = self._alone_since if lost_since is None else min(self._alone_since, lost_since)
+        is_alone = now - since > self._alone_s
         if is_alone and not self._is_told:
             self._is_told = True
+            self._count("workers_lost")
             logger.error(
                 "kvpool: the engine's workers do not answer at their control ports: embeddings are "
-                "encoded here; check that nothing else listens there"
+                "encoded here, and requests without their media fail; look for an error of "
+                "kvpool-ec-control in the workers' logs, and for what else listens there"
             )
         return is_alone
 
@@ -214,7 +225,7 @@ class EmbedsScheduler:
                 )
             self._local.setdefault(request_id, set()).add(mm_hash)
             return True
-        if self._is_loading(request.delivery.name_of(mm_hash)):
+        if self._links.are_up and self._is_loading(request.delivery.name_of(mm_hash)):
             return False  # asked for now, it would be promised once more and be gone
         if wanted is None or request_id not in wanted.requests:
             name = wanted.name if wanted is not None else self._name_for(request, feature)
@@ -315,7 +326,8 @@ class EmbedsScheduler:
             if feature.mm_hash not in pushed and request.delivery.consumers:
                 push = pushed[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
                 self._links.send(push)
-        is_full = encodes and self._held > self._retain_bytes
+        # What lost workers hold will not be taken: nothing waits for that.
+        is_full = encodes and self._links.are_up and self._held > self._retain_bytes
         if is_full and not self._is_holding:
             self._count("deferred_encodes")
         self._is_holding = is_full
