@@ -108,6 +108,13 @@ METRICS = {
             "1, or 0 while the tier is left alone after failures.",
             lowest=True,
         ),
+        Metric(
+            "kvpool_tier_writable",
+            _G,
+            ("tier",),
+            "1, or 0 while cells of the tier are read and nothing is saved there.",
+            lowest=True,
+        ),
         Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier by state."),
         Metric(
             "kvpool_evicted_cells",

@@ -169,7 +169,10 @@ def test_a_control_thread_that_hangs_is_found_out_by_the_schedulers_clock() -> N
 
 
 def test_a_bug_that_every_turn_meets_ends_the_thread_rather_than_nothing() -> None:
-    with faulty(Consumer, "tick", RuntimeError) as fault, Engine(Role.CONSUMER, **OPTIONS) as engine:
+    with (
+        faulty(Consumer, "tick", RuntimeError) as fault,
+        Engine(Role.CONSUMER, **OPTIONS) as engine,
+    ):
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)
         engine.awaits(view)
         fault.is_armed = True

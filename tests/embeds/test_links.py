@@ -203,9 +203,7 @@ class Watched:
         endpoints = (self.worker.endpoint,)
         self.links = WorkerLinks(endpoints, "engine", None, rhythm, lambda: self.now)
         self.link = greeting(self.worker, self.links, time.monotonic() + PATIENCE_S)
-        hello = Hello(
-            (OLDEST_VERSION, VERSION), "w", "engine", Role.CONSUMER, "", 4.0, answer=True
-        )
+        hello = Hello((OLDEST_VERSION, VERSION), "w", "engine", Role.CONSUMER, "", 4.0, answer=True)
         self.say(hello)
         assert self.links.are_up
 

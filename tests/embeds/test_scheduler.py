@@ -505,8 +505,8 @@ def test_the_time_that_workers_were_silent_counts() -> None:
 
 
 def test_what_lost_workers_hold_defers_no_encode() -> None:
-    desk = Desk(producer=True, retain_bytes=10)
-    desk.links.say(Held(11))
+    desk = Desk(is_producer=True, is_consumer=False)
+    desk.links.say(Held(1001))
     view = request("p", "a")
     assert not desk.ensure(view)
     desk.links.are_up, desk.links.lost_since = False, float("-inf")

@@ -313,7 +313,7 @@ class Control:
         consumer, producer, text = self._consumer, self._producer, "a bug in this engine"
         match effect:
             case Tell():
-                self._peers.drop_schedulers()
+                raise CannotGoOn("the own scheduler cannot be told what became of an item")
             case Drain(gid) if consumer is not None:
                 consumer.drained(gid, False, now)
             case Allocate(mm_hash) if consumer is not None:

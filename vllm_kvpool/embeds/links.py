@@ -105,8 +105,10 @@ class WorkerLinks:
 
     @property
     def are_up(self) -> bool:
-        """Whether what is said now reaches all ranks."""
-        return all(worker.session.is_up for worker in self._ranks.values())
+        """Whether what is said now reaches all ranks; one that was lost has to answer first."""
+        return all(
+            worker.session.is_up and worker.lost_since is None for worker in self._ranks.values()
+        )
 
     @property
     def lost_since(self) -> float | None:
@@ -147,7 +149,6 @@ class WorkerLinks:
         now = self._clock()
         for frame in frames:
             worker = self._ranks[frame.link]
-            worker.is_asked = False
             for body in _bodies(frame.data):
                 said += self._heard(worker, body, now)
                 said += self._act(frame.link, worker, now)
@@ -170,10 +171,9 @@ class WorkerLinks:
             case Goodbye():
                 worker.session.goodbye()
                 worker.lost_since = float("-inf")
-            case Heartbeat():
-                pass
             case _:
-                return [Said(worker.rank, body)]
+                worker.is_asked, worker.lost_since = False, None
+                return [] if isinstance(body, Heartbeat) else [Said(worker.rank, body)]
         return []
 
     def _watch(self, link: Link, worker: _Worker, looked_s: float, now: float) -> None:
@@ -197,7 +197,8 @@ class WorkerLinks:
                     self._add(link, worker.session, body)
                     self._say_due(now)
                 case Up():
-                    worker.lost_since, worker.is_asked, worker.asked_at = None, False, now
+                    worker.is_asked = False
+                    worker.asked_at = now if worker.lost_since is None else float("-inf")
                     said.append(Said(worker.rank, None))
                 case Lost() if worker.lost_since is None:
                     worker.lost_since = now - worker.silent_s

@@ -264,11 +264,6 @@ class Peers:
         for link in self._schedulers:
             self.outbox.add(link, "", body, now)
 
-    def drop_schedulers(self) -> None:
-        """What the own scheduler was to hear is lost: begin anew with it, which says all again."""
-        for link in tuple(self._schedulers):
-            self._forget_link(link)
-
     def flush(self, until: float) -> None:
         """Say what is due by then, in as few frames as may be."""
         for link, said in self.outbox.take(until):
