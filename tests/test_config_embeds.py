@@ -22,8 +22,7 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
         ([], "", ()),
     ],
     "allowed_peers": [
-        (["10.42.0.0/16", "encoder-0:14579"], "10.42.0.0/16, encoder-0:14579")
-        + (("10.42.0.0/16", "encoder-0:14579"),),
+        (["10.42.0.0/16", "a:1"], "10.42.0.0/16, a:1", ("10.42.0.0/16", "a:1")),
         ([], "", ()),
     ],
     "transport": [("local", "local", Transport.LOCAL)],

@@ -113,8 +113,10 @@ def test_who_connects_from_a_listed_names_address_may() -> None:
 
 @pytest.mark.parametrize(
     ("text", "own"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("8.8.8.8", False)]
-    + [("0.0.0.0", False), ("224.0.0.1", False), ("192.0.2.77", False)],
+    [
+        *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("8.8.8.8", False)),
+        *(("0.0.0.0", False), ("224.0.0.1", False), ("192.0.2.77", False)),
+    ],
 )
 def test_the_kernel_knows_its_own_addresses(text: str, own: bool) -> None:
     address = address_of(text)

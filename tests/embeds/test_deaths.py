@@ -159,7 +159,7 @@ def test_a_control_thread_that_hangs_is_found_out_by_the_schedulers_clock() -> N
     with Engine(Role.CONSUMER, **OPTIONS) as engine:
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)
         engine.awaits(view)
-        engine.workers[0]._control.post(lambda now: None if release.wait(PATIENCE_S) else None)
+        engine.workers[0]._control.post(lambda now: release.wait(PATIENCE_S) and None)
         try:
             wait_for(lambda: engine.may_go(view))
             assert not engine.scheduler._links.are_up
@@ -169,10 +169,8 @@ def test_a_control_thread_that_hangs_is_found_out_by_the_schedulers_clock() -> N
 
 
 def test_a_bug_that_every_turn_meets_ends_the_thread_rather_than_nothing() -> None:
-    with (
-        faulty(Consumer, "tick", RuntimeError) as fault,
-        Engine(Role.CONSUMER, **OPTIONS) as engine,
-    ):
+    tick = faulty(Consumer, "tick", RuntimeError)
+    with tick as fault, Engine(Role.CONSUMER, **OPTIONS) as engine:
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)
         engine.awaits(view)
         fault.is_armed = True
