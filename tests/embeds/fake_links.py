@@ -52,6 +52,10 @@ class FakeLinks:
         """An item is there."""
         self.say(ItemNews(mm_hash, digest, 4, epoch=epoch), *ranks)
 
+    def coming(self, mm_hash: str, *ranks: int, digest: str) -> None:
+        """An item is on its way to these ranks, in this encoding."""
+        self.say(ItemNews(mm_hash, digest, 4, offered=True), *ranks)
+
     def failed(self, mm_hash: str, *ranks: int, code: Code = Code.GONE, epoch: int = 0) -> None:
         """An item cannot be had."""
         self.say(ItemNews(mm_hash, code=code, text="for a reason", epoch=epoch), *ranks)

@@ -17,7 +17,7 @@ from vllm_kvpool.embeds.effects import Connect, Effect, Tell
 from vllm_kvpool.embeds.grants import Grants
 from vllm_kvpool.embeds.items import Item, Peer
 from vllm_kvpool.embeds.limits import ConsumerLimits
-from vllm_kvpool.embeds.offers import Offers
+from vllm_kvpool.embeds.offers import OTHER_ENCODING, Offers
 from vllm_kvpool.embeds.protocol import (
     CancelAck,
     Code,
@@ -67,9 +67,15 @@ class Consumer:
     def expect(self, told: Expect, now: float) -> None:
         """A request waits for an item."""
         item = self.desk.items.get(told.mm_hash)
+        if item is not None and told.digest and item.digest not in ("", told.digest):
+            self.desk.end(item, ItemEvent.CANCEL, Code.CONFLICT, OTHER_ENCODING, now)
+            item = None
         if item is None:
             item = self.desk.items[told.mm_hash] = Item(told.mm_hash, now)
         was_asked = item.asked
+        if told.digest:
+            item.wanted_digest = told.digest
+            self._offers.keep_only(item, told.digest)
         item.order = min(item.order, told.order) if was_asked else told.order
         self.desk.admission.reorder(item, was_asked)
         item.patience_s = max(item.patience_s, self._asking.patience_s(told.patience_s))
@@ -85,7 +91,9 @@ class Consumer:
         if item.state is State.SUCCESS:
             self.desk.tell_ready(item)
             return
-        if told.is_pushed and not told.peers:
+        if item.sources and not was_asked:
+            self.desk.tell_encoding(item)
+        if told.is_pushed and not told.peers and not told.digest:
             item.wanted_at = now
         self._asking.want(item, now)
         self.desk.pump_at = now

@@ -26,6 +26,7 @@ class Item:
     expected_rows: int = 0
     shape: ItemShape | None = None
     digest: str = ""
+    wanted_digest: str = ""  # the encoding that all ranks are to have; empty: any
     aux: bytes = b""
     generation: int = 0  # of its memory
     received: Intervals = field(default_factory=Intervals)

@@ -91,7 +91,7 @@ class EmbedsWorker:
         except Exception:
             self._hands.close()
             raise
-        self._consumer = _consumer(config, landing)
+        self._consumer = _consumer(config, landing, len(place.endpoints))
         self._producer = _producer(config, plane)
         hello = Hello(
             versions=(OLDEST_VERSION, VERSION),
@@ -245,10 +245,13 @@ def _open_planes(
     return landing, plane
 
 
-def _consumer(config: EmbedsConfig, landing: LandingMemory | None) -> Consumer | None:
+def _consumer(
+    config: EmbedsConfig, landing: LandingMemory | None, num_ranks: int
+) -> Consumer | None:
     if landing is None:
         return None
     limits = ConsumerLimits(
+        num_ranks=num_ranks,
         max_landing_bytes=config.nbytes("max_landing_bytes"),
         max_item_bytes=config.nbytes("max_item_bytes"),
         default_allocate_tokens=config.default_allocate_tokens,
