@@ -144,6 +144,7 @@ def test_two_encoders_whose_bytes_differ(dies: bool) -> None:
                 if dies:
                     producers[0].close()
             wait_for(lambda: engine.may_go(view), lambda: engine.stories(MM_HASH))
+            assert not engine.scheduler.take_unavailable(), "the request has failed"
             (one,), (other,) = engine.get(MM_HASH)
             assert torch.equal(one, other)
             kept = [second] if dies else [first, second]
