@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 Row = dict[str, object]
 
@@ -105,9 +107,9 @@ def run_script(doc: str | None, measure: Callable[[bool], Result]) -> None:
     os._exit(0)
 
 
-def interleaved(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(actions: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """What each action returns (its seconds), one of each in turn, so that load hits all alike."""
-    results: dict[str, list[float]] = {name: [] for name in actions}
+    results: dict[str, list[T]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
             results[name].append(action())

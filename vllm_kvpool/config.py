@@ -130,7 +130,11 @@ class EmbedsConfig:
     advertise: str = ""
     """Host that peers are told to reach this one at, behind NAT or in a pod. Empty: of `listen`."""
     peers: tuple[str, ...] = ()
-    """Endpoints to connect to from the start; requests may name others."""
+    """Endpoints to connect to from the start."""
+    allowed_peers: tuple[str, ...] = ()
+    """Hosts that may be peers beside this machine and those of `peers`: addresses, blocks of them
+    (`10.42.0.0/16`) or names, with ports (`:14579`, `:14579-14586`) or without. Requests can name
+    no other endpoint, no other host is answered, and rows are written to no other."""
     transport: Transport = Transport.MOONCAKE
     """Mooncake's transfer engine, or (`local`) memory that processes of one host share."""
     protocol: str = "tcp"
@@ -328,7 +332,8 @@ def _from_env(name: str, text: str, kind: Any) -> Any:
 
 
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
-_LISTS = {"store": False, "peers": True}  # options that may be lists, and whether they always are
+# Options that may be lists, and whether they always are.
+_LISTS = {"store": False, "peers": True, "allowed_peers": True}
 
 
 def _check(config: KVPoolConfig) -> None:

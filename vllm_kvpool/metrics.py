@@ -118,6 +118,13 @@ METRICS = {
             "1, or 0 while lookups go on without the tier because its answers come too late.",
             lowest=True,
         ),
+        Metric(
+            "kvpool_tier_writable",
+            _G,
+            ("tier",),
+            "1, or 0 while cells of the tier are read and nothing is saved there.",
+            lowest=True,
+        ),
         Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier by state."),
         Metric(
             "kvpool_evicted_cells",

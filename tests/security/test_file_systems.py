@@ -19,6 +19,8 @@ from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
 from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.files_lock import locked, read_usage
+from vllm_kvpool.store.files_order import Policy
+from vllm_kvpool.store.files_read_only import open_file_store
 from vllm_kvpool.store.files_space import FORMAT_DIR
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -212,6 +214,9 @@ def test_a_disk_that_turns_read_only_still_gives(
         store.remove_namespace(NAMESPACE)
     with pytest.raises(ConfigError, match="Read-only file system"):
         FileStore(str(root), MIB)
+    reader = open_file_store(str(root), MIB, "auto", Policy.LRU)
+    assert get_one(reader, key_of(NAMESPACE, 0), target) is GetOutcome.OK
+    reader.close()
     mount.take_off()
     assert store.put(keys_of(1, 4), [buffer] * 3, ["g"] * 3) == [STORED] * 3
     store.close()

@@ -23,10 +23,12 @@ from vllm_kvpool.adapt import ascend, epochs
 from vllm_kvpool.adapt import embeds as adapt
 from vllm_kvpool.adapt.embeds_stats import EmbedsProm, EmbedsStats
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
+from vllm_kvpool.embeds.allowed import AllowedPeers
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView, StepMeta
+from vllm_kvpool.embeds.scheduler import ALONE_S, EmbedsScheduler, Feature, RequestView, StepMeta
+from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
 from vllm_kvpool.metrics import StatsFile
@@ -57,6 +59,7 @@ class KVPoolECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
         ascend.share_engine()
+        AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
         self._scheduler_side: EmbedsScheduler | None = None
         self._worker_side: EmbedsWorker | None = None
@@ -74,9 +77,11 @@ class KVPoolECConnector(ECConnectorBase):
     def _make_scheduler(self) -> EmbedsScheduler:
         # An encoder's output is the same on all of its ranks: one sends.
         local = self._endpoints.local if self.is_consumer else self._endpoints.local[:1]
-        keys = read_keys(self._config.curve_dir)
+        config = self._config
+        keys = read_keys(config.curve_dir)
+        rhythm = Rhythm(config.heartbeat_s, config.heartbeat_max_failures)
         return EmbedsScheduler(
-            WorkerLinks(local, self._engine_id, keys),
+            WorkerLinks(local, self._engine_id, keys, rhythm),
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(self._config.peers),
@@ -84,6 +89,7 @@ class KVPoolECConnector(ECConnectorBase):
             retain_bytes=self._config.nbytes("retain_bytes"),
             max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             own_endpoint=self._endpoints.advertised[0],
+            alone_s=min(ALONE_S, config.bootstrap_timeout_s),
         )
 
     @property

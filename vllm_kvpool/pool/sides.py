@@ -36,7 +36,7 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.staging.pinned import PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.guard import Patience
+from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.open import StoreSpec, uses_device
 from vllm_kvpool.store.tiers import TierSpecs
 from vllm_kvpool.transfer.engine import Engine
@@ -302,7 +302,7 @@ class WorkerSide:
             self._device.enter_thread,
         )
         for tier, store in enumerate(stores):
-            store.listen(partial(_tell_health, executor, tier))
+            store.listen(partial(_tell_health, executor, tier, store))
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
@@ -367,8 +367,8 @@ def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
         page_lock.close()
 
 
-def _tell_health(executor: Executor, tier: int, is_up: bool) -> None:
-    executor.post(TierHealth(tier, is_up))
+def _tell_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
+    executor.post(TierHealth(tier, is_up, store.writable))
 
 
 def _limits_of(lane: LaneName, num_threads: int, tiers: OpenTiers) -> LaneLimits:

@@ -62,6 +62,7 @@ class Capabilities:
     parallel_puts: int
     batches_per_put: int = 1  # of the usual size, taken together: a long put may overlap its parts
     sheds: bool = False  # it is `Shedding` too
+    writable: bool = True  # False: it is read, and nothing is saved there
     free_exists: bool = False  # it takes microseconds and changes nothing, not what goes first
 
 

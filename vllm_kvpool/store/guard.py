@@ -111,6 +111,12 @@ class GuardedStore:
         return self._capabilities
 
     @property
+    def writable(self) -> bool:
+        """Whether saves may go to the store, as far as is known by now."""
+        store = self._store
+        return store is None or store.capabilities.writable
+
+    @property
     def opened(self) -> bool:
         """Whether the store has been opened by now."""
         return self._store is not None
@@ -162,11 +168,14 @@ class GuardedStore:
 
     def surplus(self, max_keys: int) -> list[tuple[str, int]]:
         """See `Shedding`."""
+        if not self.writable:
+            return []
         return self._call(lambda store: cast("Shedding", store).surplus(max_keys), aside=True)
 
     def surplus_done(self) -> None:
         """See `Shedding`."""
-        self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
+        if self.writable:
+            self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
 
     def close(self) -> None:
         """Close the store; one that is still being opened or asked is closed, or left, later.

@@ -301,9 +301,9 @@ def _open(spec: StoreSpec, *, segment: bool) -> Store:
 
             return MemoryStore(name, size_bytes)
         case FileOptions(path, size_bytes, io, policy):
-            from vllm_kvpool.store.files import FileStore
+            from vllm_kvpool.store.files_read_only import open_file_store
 
-            return FileStore(path, size_bytes, io, policy)
+            return open_file_store(path, size_bytes, io, policy)
         case MooncakeOptions() as options:
             from vllm_kvpool.store.mooncake import MooncakeStore
 

@@ -37,6 +37,7 @@ class Desk:
     chance: Callable[[], float]
     slot_bytes: int
     breakers: list[Breaker] = field(default_factory=list)
+    read_only: set[int] = field(default_factory=set)  # tiers that nothing is saved to
     reports: list[Report] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     hits: list[int] = field(default_factory=list)  # loaded cells by their tier; `HOST` is the last
@@ -55,6 +56,10 @@ class Desk:
         return [
             tier for tier in range(first, len(self.tiers)) if self.breakers[tier].closed_at <= now
         ]
+
+    def tiers_writable(self, first: int = 0) -> list[int]:
+        """Those of them that cells may be saved to."""
+        return [tier for tier in self.tiers_up(first) if tier not in self.read_only]
 
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
         """Run a failed op again after a pause, if that may help; in that lane, if one is named."""
@@ -80,8 +85,10 @@ class Desk:
             if hits:
                 tally.add("kvpool_hit_cells", hits, tier=name)
         self.hits = [0] * len(self.hits)
-        for tier, breaker in zip(self.tiers, self.breakers, strict=True):
+        for number, (tier, breaker) in enumerate(zip(self.tiers, self.breakers, strict=True)):
             tally.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
+            is_writable = number not in self.read_only
+            tally.set("kvpool_tier_writable", 1 if is_writable else 0, tier=tier.name)
         if self.residency.keep:
             clean, dirty, pinned = self.residency.num_slots()
             slot_bytes = self.slot_bytes

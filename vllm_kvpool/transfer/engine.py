@@ -254,6 +254,11 @@ class Engine:
         breaker = self.desk.breakers[event.tier]
         if event.is_up:
             breaker.let_go()
+            if event.is_writable:
+                self.desk.read_only.discard(event.tier)
+            else:
+                self.desk.read_only.add(event.tier)
+                self.saves.tier_down(event.tier)
         else:
             breaker.hold()
             self._tier_down(event.tier)

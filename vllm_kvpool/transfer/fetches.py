@@ -109,7 +109,7 @@ class Fetches:
             self._give_up(op, CellOutcome.CANCELLED)
             return
         residency.arrived(entry)
-        nearer = [t for t in self._desk.tiers_up() if t < fetch.tier]
+        nearer = [t for t in self._desk.tiers_writable() if t < fetch.tier]
         if nearer:
             self._copy_up(entry, nearer)
         self._desk.scheduler.finish(op)

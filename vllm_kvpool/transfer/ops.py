@@ -330,10 +330,11 @@ class WorkStuck:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """A store has gone away, or is there again."""
+    """A store has gone away, or is there again; `is_writable` where saves may go to it."""
 
     tier: int
     is_up: bool
+    is_writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
