@@ -29,14 +29,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.store.file.format import file_bytes
+from vllm_kvpool.store.file.uring import RING_DEPTH
+
 from benchmarks.common import Result, Row, Target
 from vllm_kvpool.pool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
-from vllm_kvpool.store.files_format import file_bytes
-from vllm_kvpool.store.uring import RING_DEPTH
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)
@@ -115,7 +116,7 @@ def run_store(store: FileStore, cells: Cells, side: Side) -> tuple[float, float]
 
     def put(part: slice) -> None:
         buffers = cells.buffers[part]
-        outcomes = store.put(keys[part], buffers, [""] * len(buffers))
+        outcomes = store.put(keys[part], buffers, [ChunkRef("")] * len(buffers))
         assert set(outcomes) == {PutOutcome.STORED}, outcomes
 
     def get(part: slice) -> None:
@@ -205,7 +206,9 @@ def time_opening(root: Path, count: int) -> float:
     store = FileStore(str(root), STORE_BYTES)
     for i in range(0, count, 500):
         part = keys[i : i + 500]
-        assert set(store.put(part, [buffer] * len(part), [""] * len(part))) == {PutOutcome.STORED}
+        assert set(store.put(part, [buffer] * len(part), [ChunkRef("")] * len(part))) == {
+            PutOutcome.STORED
+        }
     store.close()
     start = time.perf_counter()
     store = FileStore(str(root), STORE_BYTES)

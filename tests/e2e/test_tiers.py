@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.file.space import FORMAT_DIR
 from vllm_kvpool.testing.models import LlamaShape
 from vllm_kvpool.testing.object_server import ObjectServer
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from vllm_kvpool.cells import HEADER_BYTES, seal, verify
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.keys import key_digest
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_format import MAGIC, PAGE_BYTES, Footer, is_of, read_footer
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.format import MAGIC, PAGE_BYTES, Footer, is_of, read_footer
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore, object_name
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -87,7 +87,7 @@ class Bench:
                 assert all(nbytes <= FILE_BYTES for _, nbytes in found), found
             case "many":
                 others = [key_of(NAMESPACE, 1000 + number) for number in range(100)]
-                self.store.put(others, [self.target] * 100, ["g"] * 100)
+                self.store.put(others, [self.target] * 100, [ChunkRef("g")] * 100)
             case "reopen":
                 self.store.close()
                 self.store = FileStore(str(self.root), SIZE)
@@ -240,7 +240,7 @@ def test_a_footer_that_lies_is_not_handed_down(tmp_path: Path) -> None:
     """Who takes what is handed down makes room for as many bytes as the footer says."""
     store = FileStore(str(tmp_path / "pool"), SIZE)
     keys = [key_of(NAMESPACE, number) for number in range(80)]
-    store.put(keys, [CELLS[KEYS[0]]] * 80, ["g"] * 80)
+    store.put(keys, [CELLS[KEYS[0]]] * 80, [ChunkRef("g")] * 80)
     for path in (tmp_path / "pool" / FORMAT_DIR / "objects").rglob("*"):
         if path.is_file():
             status = path.stat()
@@ -264,7 +264,7 @@ def test_opening_any_directory_says_no_more_than_config_error(tmp_path: Path) ->
             store = FileStore(str(root), SIZE)
         except ConfigError:
             continue
-        outcomes = store.put(KEYS, [CELLS[key] for key in KEYS], ["g"] * len(KEYS))
+        outcomes = store.put(KEYS, [CELLS[key] for key in KEYS], [ChunkRef("g")] * len(KEYS))
         assert set(outcomes) == {PutOutcome.STORED}
         store.close()
 

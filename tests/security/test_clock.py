@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
-from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
 from vllm_kvpool.store.files_lock import LockTimeout, Writer, dead_writers, locked
 from vllm_kvpool.store.files_order import Policy
-from vllm_kvpool.store.files_space import FORMAT_DIR
+
+from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -49,7 +49,7 @@ class Bench:
     def put(self, start: int, stop: int) -> None:
         """One batch for each, as lanes do."""
         for number in range(start, stop):
-            outcomes = self.store.put([key_of(NAMESPACE, number)], [self._buffer], ["g"])
+            outcomes = self.store.put([key_of(NAMESPACE, number)], [self._buffer], [ChunkRef("g")])
             assert outcomes == [PutOutcome.STORED], number
 
     def get(self, *numbers: int) -> None:
@@ -159,7 +159,9 @@ def test_locks_and_writers_do_not_depend_on_the_clock(
     assert list(dead_writers(writers)) == []
     Writer(writers).close()
     again = FileStore(str(root), MIB)
-    assert again.put([key_of(NAMESPACE, 0)], [make_buffer(CELL)], ["g"]) == [PutOutcome.STORED]
+    assert again.put([key_of(NAMESPACE, 0)], [make_buffer(CELL)], [ChunkRef("g")]) == [
+        PutOutcome.STORED
+    ]
     assert get_one(store, key_of(NAMESPACE, 0), make_buffer(CELL)) is GetOutcome.OK
     again.close()
     store.close()

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_kvpool.store.files_lock import locked, read_usage
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
-from vllm_kvpool.store.files_lock import locked, read_usage
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -108,14 +108,14 @@ def test_a_disk_that_is_full_in_mid_batch_and_has_room_again(
     other = mount.path / "of somebody else"
     other.write_bytes(bytes(MIB // 2))
     store = FileStore(str(mount.path / "pool"), 64 * MIB, io)
-    first = store.put(keys_of(0, 20), [buffer] * 20, ["g"] * 20)
+    first = store.put(keys_of(0, 20), [buffer] * 20, [ChunkRef("g")] * 20)
     assert {STORED, FULL} == set(first)
-    assert FULL in store.put(keys_of(0, 20), [buffer] * 20, ["g"] * 20)
+    assert FULL in store.put(keys_of(0, 20), [buffer] * 20, [ChunkRef("g")] * 20)
     num_stored = store.exists(keys_of(0, 20)).count(True)
     assert used_bytes(mount.path / "pool") <= num_stored * FILE
     assert_whole_or_missing(store, keys_of(0, 20), buffer)
     other.unlink()
-    again = store.put(keys_of(20, 24), [buffer] * 4, ["g"] * 4)
+    again = store.put(keys_of(20, 24), [buffer] * 4, [ChunkRef("g")] * 4)
     assert again == [STORED] * 4
     assert store.exists(keys_of(20, 24)) == [True] * 4
     store.close()
@@ -143,12 +143,12 @@ def test_puts_into_a_full_disk_use_up_nothing(mount: Mount, buffer: Buffer) -> N
 def test_a_disk_without_inodes_and_with_some_again(mount: Mount, buffer: Buffer) -> None:
     mount.tmpfs("size=8m,nr_inodes=60")
     store = FileStore(str(mount.path / "pool"), 64 * MIB)
-    first = store.put(keys_of(0, 40), [buffer] * 40, ["g"] * 40)
+    first = store.put(keys_of(0, 40), [buffer] * 40, [ChunkRef("g")] * 40)
     assert {STORED, FULL} == set(first)
     assert_whole_or_missing(store, keys_of(0, 40), buffer)
     assert store.remove(keys_of(0, 40)) == first.count(STORED)
     run("mount", "-o", "remount,nr_inodes=200", mount.path)
-    assert store.put(keys_of(20, 24), [buffer] * 4, ["g"] * 4) == [STORED] * 4
+    assert store.put(keys_of(20, 24), [buffer] * 4, [ChunkRef("g")] * 4) == [STORED] * 4
     store.close()
 
 
@@ -199,7 +199,7 @@ def test_a_disk_that_turns_read_only_still_gives(
     mount.lay_read_only_over()
     caplog.clear()
     for _ in range(3):
-        assert store.put(keys_of(1, 4), [buffer] * 3, ["g"] * 3) == [FAILED] * 3
+        assert store.put(keys_of(1, 4), [buffer] * 3, [ChunkRef("g")] * 3) == [FAILED] * 3
         assert store.exists(keys_of(0, 4)) == [True, False, False, False]
         target = make_buffer(CELL)
         assert get_one(store, key_of(NAMESPACE, 0), target) is GetOutcome.OK
@@ -213,7 +213,7 @@ def test_a_disk_that_turns_read_only_still_gives(
     with pytest.raises(ConfigError, match="Read-only file system"):
         FileStore(str(root), MIB)
     mount.take_off()
-    assert store.put(keys_of(1, 4), [buffer] * 3, ["g"] * 3) == [STORED] * 3
+    assert store.put(keys_of(1, 4), [buffer] * 3, [ChunkRef("g")] * 3) == [STORED] * 3
     store.close()
 
 
@@ -226,7 +226,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again(mount: Mount, buffer: Buffer
     mount.take_off()
     for call in (
         lambda: store.exists(keys_of(0, 2)),
-        lambda: store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2),
+        lambda: store.put(keys_of(0, 2), [buffer] * 2, [ChunkRef("g")] * 2),
         lambda: store.get(keys_of(0, 2), [buffer] * 2),
         lambda: store.remove(keys_of(0, 2)),
     ):
@@ -235,7 +235,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again(mount: Mount, buffer: Buffer
     mount.tmpfs("size=8m")  # another disk, empty
     root.mkdir(mode=0o700)
     assert store.exists(keys_of(0, 2)) == [False, False]
-    assert store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2) == [STORED] * 2
+    assert store.put(keys_of(0, 2), [buffer] * 2, [ChunkRef("g")] * 2) == [STORED] * 2
     assert get_one(store, key_of(NAMESPACE, 1), make_buffer(CELL)) is GetOutcome.OK
     assert store.remove_namespace(NAMESPACE) == 2
     store.close()
@@ -248,10 +248,10 @@ def test_a_mount_point_that_is_the_root_itself(mount: Mount, buffer: Buffer) -> 
     put_one(store, key_of(NAMESPACE, 0), buffer)
     mount.take_off()
     assert store.exists(keys_of(0, 1)) == [False]
-    assert store.put(keys_of(0, 80), [buffer] * 80, ["g"] * 80) == [STORED] * 80
+    assert store.put(keys_of(0, 80), [buffer] * 80, [ChunkRef("g")] * 80) == [STORED] * 80
     assert used_bytes(mount.path) <= 4 * MIB
     mount.tmpfs("size=8m")
-    assert store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2) == [STORED] * 2
+    assert store.put(keys_of(0, 2), [buffer] * 2, [ChunkRef("g")] * 2) == [STORED] * 2
     assert used_bytes(mount.path) == 2 * FILE
     store.close()
 
@@ -261,16 +261,16 @@ def test_a_directory_that_is_deleted_and_made_again(tmp_path: Path, buffer: Buff
     root = tmp_path / "pool"
     store = FileStore(str(root), MIB)
     for _ in range(2):
-        assert store.put(keys_of(0, 30), [buffer] * 30, ["g"] * 30).count(STORED) == 30
+        assert store.put(keys_of(0, 30), [buffer] * 30, [ChunkRef("g")] * 30).count(STORED) == 30
         run("rm", "-rf", root)
         with pytest.raises(StoreError, match="is gone"):
-            store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2)
+            store.put(keys_of(0, 2), [buffer] * 2, [ChunkRef("g")] * 2)
         with pytest.raises(StoreError, match="is gone"):
             store.exists(keys_of(0, 2))
         store.surplus_done()
         root.mkdir(mode=0o700)
         assert store.exists(keys_of(0, 2)) == [False, False]
-    assert store.put(keys_of(0, 2), [buffer] * 2, ["g"] * 2) == [STORED] * 2
+    assert store.put(keys_of(0, 2), [buffer] * 2, [ChunkRef("g")] * 2) == [STORED] * 2
     assert used_bytes(root) == 2 * FILE
     assert path_of(root, key_of(NAMESPACE, 0)).stat().st_mode & 0o777 == 0o600
     store.close()

@@ -26,9 +26,9 @@ from tests.security.planted import (
     within_limit,
 )
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -268,7 +268,7 @@ def test_a_file_with_a_second_name_is_not_written_over(root: Path, tmp_path: Pat
     buffer = make_buffer(CELL)
     buffer.view[:] = random_bytes(CELL, 1)
     keys = [key_of(NAMESPACE, number) for number in range(100, 160)]
-    assert set(store.put(keys, [buffer] * 60, ["g"] * 60)) == {PutOutcome.STORED}
+    assert set(store.put(keys, [buffer] * 60, [ChunkRef("g")] * 60)) == {PutOutcome.STORED}
     store.close()
     assert {path: path.read_bytes() for path in held} == held
 

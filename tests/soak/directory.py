@@ -14,15 +14,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-
-from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
-from tests.soak.crew import Trouble
-from vllm_kvpool.cells import HEADER_BYTES, verify
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import HeadPart, ParsedKey, key_digest
-from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_entries import entries
-from vllm_kvpool.store.files_format import PAGE_BYTES, read_footer
 from vllm_kvpool.store.files_lock import (
     LockTimeout,
     Usage,
@@ -30,7 +21,16 @@ from vllm_kvpool.store.files_lock import (
     locked,
     read_usage,
 )
-from vllm_kvpool.store.files_space import FORMAT_DIR
+
+from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
+from tests.soak.crew import Trouble
+from vllm_kvpool.cells import HEADER_BYTES, verify
+from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.keys import HeadPart, ParsedKey, key_digest
+from vllm_kvpool.store.file.format import PAGE_BYTES, read_footer
+from vllm_kvpool.store.file.paths import entries
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore, object_name
 
 LOCK_LIMIT_S = 5.0
 SETTLE_LIMIT_S = 15.0

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.store.base import Buffer, ChunkRef
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock
@@ -55,11 +55,11 @@ class SheddingStore(FaultyStore):
     """Names cells that it would evict."""
 
     def surplus(self, max_keys: int) -> list[tuple[str, int]]:
-        self._begin("surplus", [""])
+        self._begin("surplus", [ChunkRef("")])
         return [("cell", 100)][:max_keys]
 
     def surplus_done(self) -> None:
-        self._begin("surplus_done", [""])
+        self._begin("surplus_done", [ChunkRef("")])
 
 
 def name_of(buffer: Buffer) -> int:
@@ -141,7 +141,7 @@ class Stage:
                 self.put()
 
     def put(self) -> None:
-        self.guard.put(["key"], [BUFFERS[0]], [""])
+        self.guard.put(["key"], [BUFFERS[0]], [ChunkRef("")])
 
     def is_away(self) -> bool:
         """Whether calls fail at once, and the store is not bothered with any."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_kvpool.errors import BuffersInUse, ConfigError
 from vllm_kvpool.store import disk as disk_module
 from vllm_kvpool.store import uring
-from vllm_kvpool.store.disk import (
+from vllm_kvpool.store.file.io import (
     MAX_REPEATS,
     THREAD_COUNT,
     DiskIO,
@@ -26,7 +26,7 @@ from vllm_kvpool.store.disk import (
     probe,
     pump,
 )
-from vllm_kvpool.store.uring import GIVE_UP_S, MAX_WAIT_ERRORS, RING_DEPTH, Ring, UringDisk
+from vllm_kvpool.store.file.uring import GIVE_UP_S, MAX_WAIT_ERRORS, RING_DEPTH, Ring, UringDisk
 from vllm_kvpool.testing.memory import make_buffer, random_bytes, slice_buffer
 
 PAGE = 4096

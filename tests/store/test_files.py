@@ -14,12 +14,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-
-from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
-from vllm_kvpool.store import disk, files_batch, files_space, files_spares, uring
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.store.disk import THREAD_COUNT, Done, Transfer, move
-from vllm_kvpool.store.files import FileStore, object_name
 from vllm_kvpool.store.files_lock import (
     OPENING_S,
     Claim,
@@ -30,7 +24,13 @@ from vllm_kvpool.store.files_lock import (
     write_usage,
 )
 from vllm_kvpool.store.files_order import HIT_CREDIT_NS, MAX_CREDIT_NS, Policy
-from vllm_kvpool.store.files_space import FORMAT_DIR, Space
+
+from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
+from vllm_kvpool.store import disk, files_batch, files_space, files_spares, uring
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.file.io import THREAD_COUNT, Done, Transfer, move
+from vllm_kvpool.store.file.space import FORMAT_DIR, Space
+from vllm_kvpool.store.file.store import FileStore, object_name
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -157,7 +157,7 @@ def path_of(root: Path, key: str) -> Path:
 CHILD = """
 import os, sys
 from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 root, namespace, cell, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -184,7 +184,7 @@ me = int(sys.stdin.readline())
 for step in range(250):
     number = (step * 7 + me * 13) % 90
     buffer.view[:] = random_bytes(cell, number)
-    [put] = store.put([key_of(namespace, number)], [buffer], ["g"])
+    [put] = store.put([key_of(namespace, number)], [buffer], [ChunkRef("g")])
     assert put in (PutOutcome.STORED, PutOutcome.EXISTED, PutOutcome.FULL), put
     full += put is PutOutcome.FULL
     number = (step * 5 + me) % 90
@@ -221,12 +221,12 @@ def test_what_a_killed_writer_left_goes_with_the_next_opener(root: Path) -> None
     namespace = new_namespace()
     # The child reserves and half writes ten cells, as if in ten threads, and hangs in them.
     code = """
-from vllm_kvpool.store.files_format import file_bytes
+from vllm_kvpool.store.file.format import file_bytes
 claims = [store._space.reserve([file_bytes(cell, key_of(namespace, 0))]) for _ in range(10)]
 for claim in claims:
     fd, _ = claim.open_temp(cell, 0)
     os.write(fd, bytes(cell // 2))
-store.put([key_of(namespace, 0)], [buffer], ["g"])
+store.put([key_of(namespace, 0)], [buffer], [ChunkRef("g")])
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -264,7 +264,7 @@ from vllm_kvpool.store import files_batch, files_lock, files_space, uring
 def die(*args, **kwargs):
     os.kill(os.getpid(), 9)
 {where} = die
-store.put([key_of(namespace, n) for n in range(2)], [buffer] * 2, ["g"] * 2)
+store.put([key_of(namespace, n) for n in range(2)], [buffer] * 2, [ChunkRef("g")] * 2)
 """
     child = start_child(code, root, namespace, MIB)
     child.communicate(timeout=CHILD_LIMIT_S)
@@ -287,7 +287,7 @@ def test_the_next_eviction_cleans_up_too(root: Path) -> None:
     assert used_bytes(root) == 14 * FILE
     buffer = make_buffer(CELL)
     keys = [key_of(namespace, number) for number in range(14)]
-    assert store.put(keys, [buffer] * 14, ["g"] * 14) == [PutOutcome.STORED] * 14
+    assert store.put(keys, [buffer] * 14, [ChunkRef("g")] * 14) == [PutOutcome.STORED] * 14
     assert store.exists(keys) == [True] * 14, "cells were evicted for a dead writer's reservations"
     store.close()
 
@@ -323,7 +323,7 @@ def test_objects_survive_a_restart_and_other_processes_see_them(root: Path) -> N
     store = FileStore(str(root), MIB)
     buffer = make_buffer(CELL)
     buffer.view[:] = random_bytes(CELL, 5)
-    store.put(keys, [buffer] * 3, ["g"] * 3)
+    store.put(keys, [buffer] * 3, [ChunkRef("g")] * 3)
     store.close()
     code = """
 keys = [key_of(namespace, number) for number in range(3)]
@@ -338,7 +338,7 @@ def test_a_smaller_size_takes_effect_at_the_next_put(root: Path) -> None:
     namespace = new_namespace()
     buffer = make_buffer(CELL)
     large = FileStore(str(root), 2 * MIB)
-    large.put([key_of(namespace, n) for n in range(30)], [buffer] * 30, ["g"] * 30)
+    large.put([key_of(namespace, n) for n in range(30)], [buffer] * 30, [ChunkRef("g")] * 30)
     small = FileStore(str(root), MIB)
     assert put_one(small, key_of(namespace, 30), buffer) is PutOutcome.STORED
     assert disk_bytes(root) <= MIB
@@ -429,11 +429,14 @@ def test_a_full_disk_is_full_and_gives_the_charge_back(
         return faulty.pwritev(fd, [views[0][: FILE // 2]], at)  # short writes too
 
     faulty.monkeypatch.setattr(os, "pwritev", pwritev_to_two)
-    outcomes = store.put(keys, [buffer] * 4, ["g"] * 4)
+    outcomes = store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)
     assert sorted(outcomes, key=str) == [PutOutcome.FULL] * 2 + [PutOutcome.STORED] * 2
     assert used_bytes(root) == disk_bytes(root) == 2 * FILE
     faulty.monkeypatch.undo()
-    assert set(store.put(keys, [buffer] * 4, ["g"] * 4)) == {PutOutcome.STORED, PutOutcome.EXISTED}
+    assert set(store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)) == {
+        PutOutcome.STORED,
+        PutOutcome.EXISTED,
+    }
 
 
 def test_an_unwritable_disk_fails_the_key_and_says_so_once(
@@ -446,7 +449,7 @@ def test_an_unwritable_disk_fails_the_key_and_says_so_once(
         raise OSError(errno.EIO, "Input/output error")
 
     faulty.monkeypatch.setattr(os, "pwritev", pwritev)
-    outcomes = faulty.store.put(keys, [buffer] * 3, ["g"] * 3)
+    outcomes = faulty.store.put(keys, [buffer] * 3, [ChunkRef("g")] * 3)
     assert outcomes == [PutOutcome.FAILED] * 3
     assert [record.getMessage().count("Input/output") for record in caplog.records] == [1]
     assert used_bytes(root) == disk_bytes(root) == 0
@@ -462,7 +465,7 @@ def test_a_disk_that_answers_after_it_was_given_up_touches_no_other_file(
     keys = [key_of(new_namespace(), n) for n in range(2 * THREAD_COUNT)]
     buffers = [make_buffer(CELL) for _ in keys]
     if method == "get":
-        store.put(keys, buffers, [""] * len(keys))
+        store.put(keys, buffers, [ChunkRef("")] * len(keys))
     go_on = threading.Event()
     touched: list[int] = []
 
@@ -479,7 +482,7 @@ def test_a_disk_that_answers_after_it_was_given_up_touches_no_other_file(
     patch.setattr(disk, "GIVE_UP_S", 0.05)
     with contextlib.ExitStack() as ends:
         before = open_numbers()
-        groups = ([""] * len(keys),) if method == "put" else ()
+        groups = ([ChunkRef("")] * len(keys),) if method == "put" else ()
         with pytest.raises(BuffersInUse):
             getattr(store, method)(keys, buffers, *groups)
         kept = open_numbers() - before
@@ -576,7 +579,7 @@ def test_a_directory_that_vanishes_is_a_store_error(root: Path) -> None:
     with pytest.raises(StoreError, match="is gone"):
         store.exists([key])
     with pytest.raises(StoreError, match="is gone"):
-        store.put([key], [buffer], ["g"])
+        store.put([key], [buffer], [ChunkRef("g")])
     with pytest.raises(StoreError, match="is gone"):
         store.get([key], [buffer])
     with pytest.raises(StoreError, match="is gone"):
@@ -594,7 +597,7 @@ def test_lost_parts_are_made_again(root: Path, lost: str) -> None:
     buffer = make_buffer(CELL)
     put_one(store, keys[0], buffer)
     (root / f"{FORMAT_DIR}{lost}").rename(root / "lost")
-    assert store.put(keys[1:], [buffer] * 19, ["g"] * 19) == [PutOutcome.STORED] * 19
+    assert store.put(keys[1:], [buffer] * 19, [ChunkRef("g")] * 19) == [PutOutcome.STORED] * 19
     assert get_one(store, keys[19], buffer) is GetOutcome.OK
     assert disk_bytes(root) <= used_bytes(root) <= MIB
     store.close()
@@ -611,8 +614,8 @@ def test_a_lock_that_stays_taken_makes_the_batch_full_after_a_bound(
         put_one(store, key_of(namespace, n), buffer)
     keys = [key_of(namespace, n) for n in range(16, 20)]
     with locked(str(root / FORMAT_DIR / "evict.lock"), 1):
-        assert store.put(keys, [buffer] * 4, ["g"] * 4) == [PutOutcome.FULL] * 4
-    assert store.put(keys, [buffer] * 4, ["g"] * 4) == [PutOutcome.STORED] * 4
+        assert store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4) == [PutOutcome.FULL] * 4
+    assert store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4) == [PutOutcome.STORED] * 4
     store.close()
 
 
@@ -673,7 +676,7 @@ def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:
     buffer = make_buffer(CELL)
     claims = [other.reserve([FILE]) for _ in range(8)]
     keys = [key_of(namespace, number) for number in range(20)]
-    assert store.put(keys, [buffer] * 20, ["g"] * 20) == [PutOutcome.STORED] * 20
+    assert store.put(keys, [buffer] * 20, [ChunkRef("g")] * 20) == [PutOutcome.STORED] * 20
     kept = len(object_files(root)) + len(spare_files(root))
     assert used_bytes(root) == (8 + kept) * FILE <= 16 * FILE
     for claim in claims:
@@ -688,7 +691,7 @@ def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:
 
 
 def put_many(store: FileStore, keys: list[str], buffer: Buffer) -> None:
-    outcomes = store.put(keys, [buffer] * len(keys), [""] * len(keys))
+    outcomes = store.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     assert set(outcomes) == {PutOutcome.STORED}, outcomes
 
 
@@ -708,7 +711,7 @@ def test_a_small_batch_is_charged_at_once(root: Path, monkeypatch: pytest.Monkey
     buffer = make_buffer(CELL)
     put_many(store, keys, buffer)
     assert charges == ["usage"]
-    assert store.put(keys, [buffer] * num_cells, [""] * num_cells) == (
+    assert store.put(keys, [buffer] * num_cells, [ChunkRef("")] * num_cells) == (
         [PutOutcome.EXISTED] * num_cells
     )
     assert store.get(keys, [buffer] * num_cells) == [GetOutcome.OK] * num_cells
@@ -751,7 +754,7 @@ def test_where_no_room_can_be_made_what_is_being_written_is_stored(
 
     monkeypatch.setattr(store._space, "reserve", locked_out)
     keys = [key_of(new_namespace(), n) for n in range(20)]
-    outcomes = store.put(keys, [make_buffer(CELL)] * 20, [""] * 20)
+    outcomes = store.put(keys, [make_buffer(CELL)] * 20, [ChunkRef("")] * 20)
     assert outcomes == [PutOutcome.STORED] * 4 + [PutOutcome.FULL] * 16
     assert store.exists(keys) == [True] * 4 + [False] * 16
     assert next(num_calls) == 3, "each would wait as long again"
@@ -811,12 +814,12 @@ def test_an_error_between_two_cells_waits_and_gives_all_back(
 
     monkeypatch.setattr(files_batch, "write_tail", break_at_the_tenth)
     with pytest.raises(ZeroDivisionError):
-        store.put(keys, buffers, [""] * 20)
+        store.put(keys, buffers, [ChunkRef("")] * 20)
     monkeypatch.undo()
     assert_counted(root)
     [writer] = (root / FORMAT_DIR / "writers").iterdir()
     assert [path.name for path in writer.iterdir()] == ["lock"]
-    outcomes = store.put(keys, buffers, [""] * 20)
+    outcomes = store.put(keys, buffers, [ChunkRef("")] * 20)
     assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTED}
     assert store.get(keys, buffers) == [GetOutcome.OK] * 20
     store.close()
@@ -830,7 +833,7 @@ keys = [key_of(namespace, n) for n in range(200)]
 buffers = [make_buffer(cell) for n in range(200)]
 for n, buffer in enumerate(buffers):
     buffer.view[:] = random_bytes(cell, n)
-outcomes = store.put(keys, buffers, [""] * 200)
+outcomes = store.put(keys, buffers, [ChunkRef("")] * 200)
 assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTED}, outcomes
 store.close()
 print(sum(outcome is PutOutcome.STORED for outcome in outcomes))
@@ -861,7 +864,7 @@ for n in itertools.count(0, 50):
     buffers = [make_buffer(cell) for k in range(50)]
     for k, buffer in enumerate(buffers):
         buffer.view[:] = random_bytes(cell, n + k)
-    store.put(keys, buffers, [""] * 50)
+    store.put(keys, buffers, [ChunkRef("")] * 50)
     print(n, flush=True)
 """
     for round_ in range(3):
@@ -906,7 +909,7 @@ def test_the_first_of_a_key_in_one_put_stays_in_whatever_order_writes_end(root: 
     buffers = [make_buffer(CELL) for _ in range(3)]
     for letter, buffer in zip(b"abc", buffers, strict=True):
         buffer.view[:] = bytes([letter]) * CELL
-    outcomes = store.put(["one", "two", "one"], buffers, [""] * 3)
+    outcomes = store.put(["one", "two", "one"], buffers, [ChunkRef("")] * 3)
     assert outcomes == [PutOutcome.STORED, PutOutcome.STORED, PutOutcome.EXISTED]
     assert get_one(store, "one", buffers[2]) is GetOutcome.OK
     assert bytes(buffers[2].view) == b"a" * CELL
@@ -1169,7 +1172,7 @@ def test_one_process_at_a_time_hands_down(root: Path, clock: Clock) -> None:
 def test_a_killed_process_hands_down_no_more(root: Path) -> None:
     namespace = new_namespace()
     code = """
-store.put([key_of(namespace, n) for n in range(15)], [buffer] * 15, [""] * 15)
+store.put([key_of(namespace, n) for n in range(15)], [buffer] * 15, [ChunkRef("")] * 15)
 print(len(store.surplus(10)), flush=True)
 sys.stdin.read()
 """

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.store.files_format import (
+from vllm_kvpool.store.file.format import (
     MAX_KEY_BYTES,
     MAX_TAIL_BYTES,
     PAGE_BYTES,

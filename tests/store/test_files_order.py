@@ -2,8 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from vllm_kvpool.store import files_order
 from vllm_kvpool.store.files_order import (
     HIT_CREDIT_NS,
     MAX_CREDIT_NS,
@@ -12,6 +10,8 @@ from vllm_kvpool.store.files_order import (
     Policy,
     worth_until,
 )
+
+from vllm_kvpool.store import files_order
 
 times = st.integers(0, 1 << 62)
 

@@ -29,7 +29,16 @@ from functools import partial
 from typing import TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Shedding, Store
+from vllm_kvpool.store.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    EvictionCandidate,
+    GetOutcome,
+    PutOutcome,
+    Shedding,
+    Store,
+)
 from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.store.calls import BoundedCalls
 
@@ -146,9 +155,9 @@ class GuardedStore:
         return self._call(lambda store: store.exists(keys), self._patience.answer_s)
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        return self._call(lambda store: store.put(keys, buffers, groups))
+        return self._call(lambda store: store.put(keys, buffers, chunks))
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
         return self._call(lambda store: store.get(keys, buffers))
@@ -160,7 +169,7 @@ class GuardedStore:
         longest = None if self._patience.answer_s is None else REMOVE_ALL_S
         return self._call(lambda store: store.remove_namespace(namespace), longest, aside=True)
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
         """See `Shedding`."""
         return self._call(lambda store: cast("Shedding", store).surplus(max_keys), aside=True)
 

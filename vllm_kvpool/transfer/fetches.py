@@ -53,7 +53,7 @@ class Fetches:
     def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> Entry:
         """Start to fetch a cell that is not in host memory, from a tier or those after it."""
         desk = self._desk
-        entry = desk.residency.begin(cell.key, cell.group, cell.nbytes)
+        entry = desk.residency.begin(cell.key, cell.chunk, cell.nbytes)
         lane = desk.lane(OpKind.GET, tier)
         entry.op = desk.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
