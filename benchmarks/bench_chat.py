@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster
 from vllm_kvpool.transfer.policy import POLICIES

@@ -29,15 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpool.store.file.store import FileStore
-from vllm_kvpool.store.file.format import file_bytes
-from vllm_kvpool.store.file.uring import RING_DEPTH
-
 from benchmarks.common import Result, Row, Target
 from vllm_kvpool.pool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.format import file_bytes
+from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.store.file.uring import RING_DEPTH
 from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)

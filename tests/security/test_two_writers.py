@@ -26,7 +26,8 @@ print("ready", flush=True)
 for _ in range({ROUNDS}):
     number = int(sys.stdin.readline())
     keys = [key_of({NAMESPACE!r}, number + i) for i in range(4)]
-    print(*(outcome.value for outcome in store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)), flush=True)
+    outcomes = store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)
+    print(*(outcome.value for outcome in outcomes), flush=True)
 store.close()
 """
 

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, ChunkRef
+from vllm_kvpool.store.base import Buffer, ChunkRef, EvictionCandidate
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock
@@ -54,12 +54,12 @@ class Inner(MemoryStore):
 class SheddingStore(FaultyStore):
     """Names cells that it would evict."""
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
-        self._begin("surplus", [ChunkRef("")])
-        return [("cell", 100)][:max_keys]
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
+        self._begin("surplus", [""])
+        return [EvictionCandidate("cell", ChunkRef("cell"), 100)][:max_keys]
 
     def surplus_done(self) -> None:
-        self._begin("surplus_done", [ChunkRef("")])
+        self._begin("surplus_done", [""])
 
 
 def name_of(buffer: Buffer) -> int:

@@ -182,7 +182,8 @@ def test_room_costs_the_same_however_much_is_stored(tmp_path: Path) -> None:
             db.set_progress_handler(count, 100)
         row = CellRow(ChunkRef("new"), NAMESPACE, b"n" * 20, FILE)
         held = index.reserve("w", [row], chunks * FILE)
-        assert held is not None and len(held.evicted) == 1
+        assert held is not None
+        assert len(held.evicted) == 1
         index.settle("w", held, [row], [])
         visited.append(index.num_rows_read)
         plans.append(steps)

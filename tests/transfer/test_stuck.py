@@ -230,8 +230,8 @@ def test_a_save_whose_put_is_stuck_is_reported_and_its_slot_stays_out_of_use(
     bench.load(3, " ".join(f"{chunk}0" for chunk in "bcdefgh"))
     assert bench.engine.desk.residency.get("a").slot == lent
     bench.run()
-    assert bench.late(2, late) == []
-    assert bench.cells() == ("a" if keep else "")
+    # Loads went on meanwhile: they have filled the place that it would go back to.
+    assert bench.late(2, late) == (["host -a"] if keep else [])
     assert bench.is_clean
 
 

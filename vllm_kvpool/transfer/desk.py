@@ -38,6 +38,7 @@ class Desk:
     chance: Callable[[], float]
     slot_bytes: int
     breakers: list[Breaker] = field(default_factory=list)
+    write_breakers: list[Breaker] = field(default_factory=list)  # of puts and removes alone
     stories: Stories = field(default_factory=Stories)
     reports: list[Report] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
@@ -46,6 +47,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
+        self.write_breakers = [Breaker() for _ in self.tiers]
         self.hits = [0] * (len(self.tiers) + 1)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
@@ -58,11 +60,17 @@ class Desk:
             tier for tier in range(first, len(self.tiers)) if self.breakers[tier].closed_at <= now
         ]
 
+    def tiers_writable(self, first: int = 0) -> list[int]:
+        """Those of them that may be written to now."""
+        now = self.now
+        return [t for t in self.tiers_up(first) if self.write_breakers[t].closed_at <= now]
+
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
-        """Run a failed op again after a pause, if that may help; in that lane, if one is named."""
+        """Run a failed op again after a pause, if that may help: a get in its lane, or a put."""
         if outcome not in PASSING or not self.tiers[tier].remote:
             return False
-        if op.attempts + 1 >= MAX_TRIES or self.breakers[tier].is_open(self.now):
+        may_ask = self.tiers_up if lane is not None else self.tiers_writable
+        if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
             return False
         self.scheduler.retry(op, self.now + retry_pause_s(op.attempts + 1, self.chance()), lane)
         return True

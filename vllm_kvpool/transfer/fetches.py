@@ -109,7 +109,7 @@ class Fetches:
             self._give_up(op, CellOutcome.CANCELLED)
             return
         residency.arrived(entry)
-        nearer = [t for t in self._desk.tiers_up() if t < fetch.tier]
+        nearer = [t for t in self._desk.tiers_writable() if t < fetch.tier]
         if nearer:
             self._copy_up(entry, nearer)
         self._desk.scheduler.finish(op)
@@ -117,15 +117,19 @@ class Fetches:
 
     def tier_down(self, tier: int) -> None:
         """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
-        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
-            self.removed(op, CellOutcome.UNREACHABLE)
+        self.writes_down(tier)
         for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.GET, tier)):
             self._move_on(op, CellOutcome.UNREACHABLE)
+
+    def writes_down(self, tier: int) -> None:
+        """Nothing is removed from a tier for now; bad cells stay."""
+        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
+            self.removed(op, CellOutcome.UNREACHABLE)
 
     def remove(self, cell: NamedCell, tier: int, graph: Graph) -> None:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
         lane = self._desk.lane(OpKind.REMOVE, tier)
-        is_down = self._desk.breakers[tier].is_open(self._desk.now)
+        is_down = tier not in self._desk.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
             self._removing.add((tier, cell.key))

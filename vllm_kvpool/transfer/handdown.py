@@ -52,7 +52,7 @@ class HandDowns:
         desk = self._desk
         graph = Graph(NOBODY, Priority.DEMOTE)
         passage = Passage(job, [])
-        further = desk.tiers_up(job.tier + 1)
+        further = desk.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
             if cell.nbytes > desk.slot_bytes:  # of another model
                 continue

@@ -143,6 +143,9 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # in every look-up of a lane; Enum's own is written in Python
 
 
+WRITES = frozenset({OpKind.PUT, OpKind.REMOVE})  # calls that change what a store holds
+
+
 class LaneName(NamedTuple):
     """A lane: what it does, and with which tier; `HOST` where no store takes part."""
 

@@ -109,7 +109,7 @@ class Saves:
         desk, scheduler = self._desk, self._desk.scheduler
         graph = Graph(Owner(job.request_id, job.job_id), Priority.SAVE)
         save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
-        up = desk.tiers_up()
+        up = desk.tiers_writable()
         gathers: list[Op] = []
         known = 0
         for task in job.tasks:
@@ -182,7 +182,7 @@ class Saves:
 
     def sealed(self, op: Op, outcome: CellOutcome) -> None:
         """SEAL has ended."""
-        copy, up = op.what, self._desk.tiers_up()
+        copy, up = op.what, self._desk.tiers_writable()
         for put in copy.ops:
             if put.state is OpState.WAITING and put.what.tier not in up:  # down since they began
                 self._end(put, copy, CellOutcome.UNREACHABLE)
@@ -219,7 +219,7 @@ class Saves:
         if not residency.num_dirty:
             return False
         short = not residency.has_room(SlotUse.SAVE)
-        up = self._desk.tiers_up()
+        up = self._desk.tiers_writable()
         tiers = up[:1]
         if self._flushing:
             # What outlives the process, if there is such a tier.

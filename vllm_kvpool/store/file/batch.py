@@ -30,7 +30,7 @@ from vllm_kvpool.store.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.store.file.index import CellRow, IndexBusy
+from vllm_kvpool.store.file.index import CellRow, IndexBusy, chunk_name
 from vllm_kvpool.store.file.io import Done, Transfer
 from vllm_kvpool.store.file.paths import is_foreign
 from vllm_kvpool.store.file.space import FileSpace, SpaceReservation
@@ -83,6 +83,14 @@ class CellPlace(NamedTuple):
     name: bytes
     path: str
     chunk: ChunkRef
+
+    @property
+    def chunk_name(self) -> bytes:
+        return chunk_name(self.namespace, self.chunk.id)
+
+    @property
+    def parent_name(self) -> bytes:
+        return chunk_name(self.namespace, self.chunk.parent)
 
 
 class Cell(NamedTuple):

@@ -89,6 +89,14 @@ class CellRow(NamedTuple):
     name: bytes
     nbytes: int  # whole blocks of the file system
 
+    @property
+    def chunk_name(self) -> bytes:
+        return chunk_name(self.namespace, self.chunk.id)
+
+    @property
+    def parent_name(self) -> bytes:
+        return chunk_name(self.namespace, self.chunk.parent)
+
 
 class EvictedCell(NamedTuple):
     """A file that its evictor has to delete."""
@@ -109,9 +117,10 @@ class Held(NamedTuple):
     opened: tuple[int, int, int]  # the file that the ids are of
 
 
-def chunk_name(chunk_id: str) -> bytes:
+def chunk_name(namespace: str, chunk_id: str) -> bytes:
     """The digest that stands for a chunk."""
-    return blake2b(chunk_id.encode("utf-8", "surrogatepass"), digest_size=ID_BYTES).digest()
+    text = f"{namespace}/{chunk_id}".encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=ID_BYTES).digest()
 
 
 class FileIndex:
@@ -122,6 +131,7 @@ class FileIndex:
         self._policy = policy
         self._clock_ns = clock_ns
         self._lock = threading.Lock()  # guards the connection
+        self._pid = os.getpid()
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
         self._writers: dict[str, int] = {}  # of this process, in this file
@@ -149,13 +159,14 @@ class FileIndex:
         with contextlib.suppress(_NoRoom), self._writing() as db:
             me = self._writer(db, writer, recycled_bytes)
             self._write_hits(db, MAX_HITS)
-            chunks: dict[str, int | None] = {}
+            chunks: dict[bytes, int | None] = {}
             refused: set[int] = set()
             charged_bytes = 0
             for i, cell in enumerate(cells):
-                if cell.chunk.id not in chunks:
-                    chunks[cell.chunk.id] = self._hold(db, me, cell)
-                chunk = chunks[cell.chunk.id]
+                name = cell.chunk_name
+                if name not in chunks:
+                    chunks[name] = self._hold(db, me, cell)
+                chunk = chunks[name]
                 if chunk is None:
                     refused.add(i)
                 else:
@@ -182,15 +193,15 @@ class FileIndex:
             )
         return None
 
-    def hold(self, writer: str, chunk_ids: Iterable[str], recycled_bytes: int) -> Held:
+    def hold(self, writer: str, chunks: Iterable[bytes], recycled_bytes: int) -> Held:
         """Keep chunks that are there from being evicted, until `settle`."""
         with self._writing() as db:
             me = self._writer(db, writer, recycled_bytes)
             held = []
-            for chunk_id in dict.fromkeys(chunk_ids):
+            for name in dict.fromkeys(chunks):
                 row = db.execute(
                     "SELECT id FROM chunk WHERE name = ? AND holders != ?",
-                    (chunk_name(chunk_id), LEAVING),
+                    (name, LEAVING),
                 ).fetchone()
                 if row is not None:
                     _hold(db, me, row[0])
@@ -214,7 +225,7 @@ class FileIndex:
                 return
             self._drop_evicted(db, held.evicted_chunks)
             for cell in unstored:
-                self._drop_cell(db, chunk_name(cell.chunk.id), cell.name)
+                self._drop_cell(db, cell.chunk_name, cell.name)
             for chunk in held.chunks:
                 self._release(db, me, chunk)
 
@@ -265,11 +276,11 @@ class FileIndex:
 
     # Reads
 
-    def note_hits(self, chunk_ids: Iterable[str]) -> None:
+    def note_hits(self, chunks: Iterable[bytes]) -> None:
         """These chunks were read now. It is written with the next put, or `write_hits`."""
         now_ns = self._clock_ns()
-        for chunk_id in dict.fromkeys(chunk_ids) if len(self._hits) < MAX_NOTED_HITS else ():
-            self._hits[chunk_name(chunk_id)] = now_ns
+        for name in dict.fromkeys(chunks) if len(self._hits) < MAX_NOTED_HITS else ():
+            self._hits[name] = now_ns
 
     def write_hits(self) -> None:
         """Write all hits that were noted, some at a time."""
@@ -293,12 +304,12 @@ class FileIndex:
 
     # Removals: their callers have deleted the files
 
-    def remove_cells(self, cells: Sequence[tuple[str, bytes]]) -> None:
-        """Forget cells, by the ids of their chunks and their names."""
+    def remove_cells(self, cells: Sequence[tuple[bytes, bytes]]) -> None:
+        """Forget cells, by the names of their chunks and their own."""
         for i in range(0, len(cells), REMOVED_AT_A_TIME):
             with self._writing() as db:
-                for chunk_id, name in cells[i : i + REMOVED_AT_A_TIME]:
-                    self._drop_cell(db, chunk_name(chunk_id), name)
+                for chunk, name in cells[i : i + REMOVED_AT_A_TIME]:
+                    self._drop_cell(db, chunk, name)
 
     def remove_namespace(self, namespace: str) -> None:
         """Forget every cell of a namespace, some at a time; what is held goes in its turn."""
@@ -403,14 +414,15 @@ class FileIndex:
         None if one of the two is being evicted.
         """
         ref, namespace = cell.chunk, _namespace(db, cell.namespace)
-        chunk, holders, parent, children = _row_of(db, chunk_name(ref.id), namespace, ref.position)
+        chunk, holders, parent, children = _row_of(db, cell.chunk_name, namespace, ref.position)
         if holders == LEAVING:
             return None
-        is_root = ref.parent in ("", ref.id) or (children and self._is_above(db, chunk, ref))
+        is_root = ref.parent in ("", ref.id) or (
+            children and self._is_above(db, chunk, cell.parent_name)
+        )
         if parent is None and not is_root:
             # A parent that is not stored, or not yet, has a row without bytes.
-            name = chunk_name(ref.parent)
-            parent, holders, _, _ = _row_of(db, name, namespace, ref.position - 1)
+            parent, holders, _, _ = _row_of(db, cell.parent_name, namespace, ref.position - 1)
             if holders == LEAVING:
                 _drop_if_empty(db, chunk)
                 return None
@@ -419,11 +431,9 @@ class FileIndex:
         return chunk
 
     @staticmethod
-    def _is_above(db: sqlite3.Connection, chunk: int, ref: ChunkRef) -> bool:
+    def _is_above(db: sqlite3.Connection, chunk: int, parent_name: bytes) -> bool:
         """Whether a chunk is its parent's ancestor, which only a caller's error can make it."""
-        above = db.execute(
-            "SELECT id, parent FROM chunk WHERE name = ?", (chunk_name(ref.parent),)
-        ).fetchone()
+        above = db.execute("SELECT id, parent FROM chunk WHERE name = ?", (parent_name,)).fetchone()
         while above is not None and above[0] != chunk and above[1] is not None:
             above = db.execute("SELECT id, parent FROM chunk WHERE id = ?", (above[1],)).fetchone()
         return above is not None and above[0] == chunk
@@ -544,6 +554,8 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        if self._pid != os.getpid():  # a thread that is lost to this process may have held it
+            self._lock, self._pid = threading.Lock(), os.getpid()
         if not self._lock.acquire(timeout=WAIT_S):
             raise IndexBusy(f"{self._path} was in use by another thread for {WAIT_S:g} s")
         try:

@@ -109,13 +109,15 @@ class RecycledFiles:
             paths = [path for size, n in wanted.items() for path in self._paths[size][-n:]]
             return sum(self._charges[path] for path in paths)
 
-    def trim(self, room_bytes: int, sizes: Iterable[int] = ()) -> None:
-        """Delete what is too much for the room, and what is of none of the sizes, if any are."""
+    def trim(self, room_bytes: int, sizes: Iterable[int]) -> None:
+        """Delete what is of none of the sizes, and what is too much for the room but for those
+        that files of these sizes will be written over."""
         wanted = frozenset(sizes)
+        kept_bytes = self.charge_of(sizes) + max(min(self._max_bytes, room_bytes), 0)
         with self._lock:
-            excess_bytes = sum(self._charges.values()) - min(self._max_bytes, room_bytes)
+            excess_bytes = sum(self._charges.values()) - kept_bytes
             for size, paths in self._paths.items():
-                while paths and (excess_bytes > 0 or (wanted and size not in wanted)):
+                while paths and (excess_bytes > 0 or size not in wanted):
                     path = paths.pop()
                     excess_bytes -= self._charges.pop(path)
                     with contextlib.suppress(FileNotFoundError):
@@ -325,12 +327,14 @@ class FileSpace:
                 kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
                 held = self.index.reserve(writer.name, cells, self.size_bytes, kept_bytes)
                 if held is None and not (attempt == 0 and self._reclaim()):
+                    if not self.index.is_complete:
+                        self._woken.set()
                     return None
                 if held is not None:
                     reservation = SpaceReservation(cells, held, writer, self._recycled)
                     try:
                         self._take_away(held.evicted, writer, Counter(sizes))
-                        self._recycled.trim(held.room_bytes + self._recycled.charge_of(sizes))
+                        self._recycled.trim(held.room_bytes, sizes)
                     except BaseException:
                         self.settle(reservation)
                         raise
@@ -346,10 +350,10 @@ class FileSpace:
         return None
 
     @contextlib.contextmanager
-    def holding(self, chunk_ids: Iterable[str]) -> Iterator[None]:
+    def holding(self, chunks: Iterable[bytes]) -> Iterator[None]:
         """Keep chunks from being evicted while others are written that may come after them."""
         name = self._own[-1].name
-        held = self.index.hold(name, chunk_ids, self._recycled.nbytes)
+        held = self.index.hold(name, chunks, self._recycled.nbytes)
         try:
             yield
         finally:
@@ -383,13 +387,14 @@ class FileSpace:
             reservation.writer.name, reservation.held, stored, unstored, self._recycled.nbytes
         )
 
-    def drop(self, cells: Iterable[tuple[str, bytes, str]]) -> int:
-        """Delete published cells, by chunk, name and path; how many there were."""
-        dropped: list[tuple[str, bytes]] = []
+    def drop(self, cells: Iterable[tuple[bytes, bytes, str]]) -> int:
+        """Delete published cells, by the names of their chunks and their own, and by path; how
+        many there were."""
+        dropped: list[tuple[bytes, bytes]] = []
         num_dropped = 0
         guard = self.guard()
         try:
-            for chunk_id, name, path in cells:
+            for chunk, name, path in cells:
                 guard.check(path)
                 with contextlib.suppress(FileNotFoundError):
                     mode = os.lstat(path).st_mode
@@ -398,7 +403,7 @@ class FileSpace:
                     else:
                         take_away_foreign(path, mode)
                     num_dropped += 1
-                dropped.append((chunk_id, name))
+                dropped.append((chunk, name))
         finally:
             self.index.remove_cells(dropped)
         return num_dropped

@@ -204,7 +204,7 @@ class FileStore:
         batch = ReadBatch(self._context, cells)
         self._perform(batch)
         self._space.index.note_hits(
-            cell.place.chunk.id
+            cell.place.chunk_name
             for cell, outcome in zip(cells, batch.outcomes, strict=True)
             if outcome is GetOutcome.OK
         )
@@ -213,13 +213,14 @@ class FileStore:
         return batch.outcomes
 
     def remove(self, keys: Sequence[str]) -> int:
-        return self._drop((group_of_key(key), name_digest(key), self._path(key)) for key in keys)
+        places = map(self._place, keys)
+        return self._drop((each.chunk_name, each.name, each.path) for each in places)
 
     def remove_namespace(self, namespace: str) -> int:
         if namespace_of(f"{namespace}@") != namespace:
             return 0
         directory = os.path.join(self._space.objects, namespace)
-        num_removed = self._drop(("", b"", path) for path in self._below(directory))
+        num_removed = self._drop((b"", b"", path) for path in self._below(directory))
         with contextlib.suppress(OSError):  # not empty: somebody is putting into it right now
             for shard in directories(directory):
                 os.rmdir(shard.path)
@@ -277,7 +278,7 @@ class FileStore:
         for shard in directories(directory):
             yield from (entry.path for entry in entries(shard.path))
 
-    def _drop(self, cells: Iterator[tuple[str, bytes, str]]) -> int:
+    def _drop(self, cells: Iterator[tuple[bytes, bytes, str]]) -> int:
         num_dropped = 0
         with self._telling("cannot remove"):
             num_dropped = self._space.drop(cells)
@@ -300,7 +301,7 @@ class FileStore:
         nbytes = sum(cell.file_bytes for cell in cells)
         if num_parts < 2 and nbytes <= ROUND_BYTES and len(cells) <= ROUND_CELLS:
             return contextlib.nullcontext()
-        return self._space.holding(cell.place.chunk.parent for cell in cells)
+        return self._space.holding(cell.place.parent_name for cell in cells)
 
     def _perform(self, batch: ReadBatch | WriteBatch) -> None:
         with contextlib.closing(batch):
