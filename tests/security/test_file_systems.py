@@ -8,12 +8,12 @@ import contextlib
 import errno
 import os
 import re
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_kvpool.store.files_lock import locked, read_usage
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
@@ -87,10 +87,8 @@ def keys_of(start: int, stop: int) -> list[str]:
 
 
 def used_bytes(root: Path) -> int:
-    with locked(str(root / FORMAT_DIR / "usage"), 1) as fd:
-        usage = read_usage(fd)
-    assert usage is not None
-    return usage.used_bytes
+    with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index", timeout=10)) as db:
+        return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
 
 def assert_whole_or_missing(store: FileStore, keys: list[str], expected: Buffer) -> None:

@@ -16,6 +16,7 @@ CHILD_LIMIT_S = 60
 
 WRITER = f"""
 import sys
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of
 from vllm_kvpool.testing.memory import make_buffer

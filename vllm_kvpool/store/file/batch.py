@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 TAILS_AT_A_TIME = 32
 ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
-ROUND_CELLS = 128  # and at most so many cells, as others wait for the index meanwhile
+ROUND_CELLS = 16  # and at most so many cells, as others wait for the index meanwhile
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says

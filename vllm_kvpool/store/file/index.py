@@ -42,6 +42,7 @@ MAX_HITS = 256  # written in one transaction
 MAX_NOTED_HITS = 65_536  # and waiting to be; more are not counted
 SOFT_SHARE = 0.02  # how much the size may be exceeded
 REMOVED_AT_A_TIME = 500
+MAX_NAMESPACES = 1024  # remembered
 ID_BYTES = 16
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LEAVING = -1  # `holders` of a chunk that is being evicted
@@ -134,7 +135,7 @@ class FileIndex:
         self._pid = os.getpid()
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
-        self._writers: dict[str, int] = {}  # of this process, in this file
+        self._namespaces: dict[str, int] = {}  # of this file
         self._hits: dict[bytes, int] = {}  # chunks that were read -> when; written at times
         self.num_rows_read = 0  # candidates looked at, to show that it does not grow with the store
         with contextlib.suppress(OSError):
@@ -386,16 +387,6 @@ class FileIndex:
                 "UPDATE store SET is_complete = 0, found_bytes = used_bytes, boot = ?", (_boot(),)
             )
 
-    def repair_scores(self) -> None:
-        """Bring leaves down to now whose score no clock can have given."""
-        now_ns = self._clock_ns()
-        with self._writing() as db:
-            db.execute(
-                "UPDATE chunk SET score = ? WHERE id IN (SELECT id FROM chunk INDEXED BY leaf "
-                "WHERE children = 0 AND holders = 0 AND score > ? LIMIT ?)",
-                (now_ns, highest_score(now_ns), REMOVED_AT_A_TIME),
-            )
-
     # Rows
 
     def _writer(self, db: sqlite3.Connection, name: str, recycled_bytes: int) -> int:
@@ -413,7 +404,7 @@ class FileIndex:
 
         None if one of the two is being evicted.
         """
-        ref, namespace = cell.chunk, _namespace(db, cell.namespace)
+        ref, namespace = cell.chunk, self._namespace(db, cell.namespace)
         chunk, holders, parent, children = _row_of(db, cell.chunk_name, namespace, ref.position)
         if holders == LEAVING:
             return None
@@ -429,6 +420,16 @@ class FileIndex:
             db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (parent, chunk))
             db.execute("UPDATE chunk SET children = children + 1 WHERE id = ?", (parent,))
         return chunk
+
+    def _namespace(self, db: sqlite3.Connection, name: str) -> int:
+        """A namespace's row; they are never deleted."""
+        known = self._namespaces.get(name)
+        if known is None:
+            db.execute("INSERT OR IGNORE INTO namespace VALUES (NULL, ?)", (name,))
+            [(known,)] = db.execute("SELECT id FROM namespace WHERE name = ?", (name,)).fetchall()
+            if len(self._namespaces) < MAX_NAMESPACES:
+                self._namespaces[name] = known
+        return known
 
     @staticmethod
     def _is_above(db: sqlite3.Connection, chunk: int, parent_name: bytes) -> bool:
@@ -471,6 +472,8 @@ class FileIndex:
         Their bytes, by id; None if there are not enough.
         """
         evicted: dict[int, int] = {}
+        if excess_bytes > 0:
+            self._repair_scores(db)
         while excess_bytes > 0:
             self.num_rows_read += 1
             row = db.execute(_CANDIDATE).fetchone()
@@ -480,10 +483,21 @@ class FileIndex:
             db.execute("UPDATE chunk SET holders = ?, parent = NULL WHERE id = ?", (LEAVING, chunk))
             _lose_child(db, parent)
             db.execute("INSERT INTO hold VALUES (?, ?, 1)", (writer, chunk))
-            db.execute("UPDATE store SET used_bytes = used_bytes - ?", (nbytes,))
             evicted[chunk] = nbytes
             excess_bytes -= nbytes
+        if evicted:
+            freed_bytes = sum(evicted.values())
+            db.execute("UPDATE store SET used_bytes = used_bytes - ?", (freed_bytes,))
         return evicted
+
+    def _repair_scores(self, db: sqlite3.Connection) -> None:
+        """Bring leaves down to now whose score no clock can have given."""
+        now_ns = self._clock_ns()
+        db.execute(
+            "UPDATE chunk SET score = ? WHERE id IN (SELECT id FROM chunk INDEXED BY leaf "
+            "WHERE children = 0 AND holders = 0 AND score > ? LIMIT ?)",
+            (now_ns, highest_score(now_ns), MAX_HITS),
+        )
 
     def _drop_evicted(self, db: sqlite3.Connection, chunks: Iterable[int]) -> None:
         for chunk in chunks:
@@ -548,6 +562,7 @@ class FileIndex:
                 yield db
                 db.execute("COMMIT")
             except BaseException:
+                self._namespaces.clear()  # a new one is undone, too
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -607,6 +622,7 @@ class FileIndex:
         if self._db is not None and self._opened is not None and self._opened[2] == os.getpid():
             self._db.close()
         self._db = self._opened = None
+        self._namespaces.clear()
 
 
 class _NoRoom(Exception):
@@ -673,13 +689,6 @@ def _boot() -> str:
     with contextlib.suppress(OSError), open(BOOT_ID) as file:
         return file.read().strip()
     return "unknown"
-
-
-def _namespace(db: sqlite3.Connection, name: str) -> int:
-    row = db.execute("SELECT id FROM namespace WHERE name = ?", (name,)).fetchone()
-    if row is None:
-        return int(db.execute("INSERT INTO namespace VALUES (NULL, ?)", (name,)).lastrowid or 0)
-    return int(row[0])
 
 
 def _row_of(

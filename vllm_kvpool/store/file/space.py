@@ -61,7 +61,7 @@ RESERVE_ATTEMPTS = 3  # the directory, or its index, may be gone at the first
 PUBLISH_ATTEMPTS = 4  # others may remove the directory that was made for an object
 RECYCLED_SHARE = 1 / 64  # of the size, kept for the next put at most
 HITS_EVERY_S = 1.0  # so long a hit may be known to its own process alone
-LOOK_EVERY_S = 10.0  # for killed writers, scores that cannot be, an index to be made anew
+LOOK_EVERY_S = 10.0  # for killed writers, and an index to be made anew
 OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
 FOUND_AT_A_TIME = 128  # files, in one transaction
 END_S = 2.0
@@ -162,11 +162,11 @@ class WriterDirectory:
 
 def _remove_writer(writer: str) -> None:
     """As far as it is there; it may be gone with the root."""
-    if not os.path.islink(writer):
+    with contextlib.suppress(OSError):
         for entry in entries(writer):
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
-        with contextlib.suppress(OSError):
+        if not os.path.islink(writer):
             os.rmdir(writer)
 
 
@@ -509,7 +509,6 @@ class FileSpace:
                 self._rebuild()
             finally:
                 self._rebuild_lock.release()
-        self.index.repair_scores()
 
     def _rebuild(self) -> None:
         """Bring every file into the index, while puts and gets go on."""

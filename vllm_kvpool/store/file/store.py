@@ -231,6 +231,7 @@ class FileStore:
 
     def surplus(self, max_keys: int) -> list[EvictionCandidate]:
         """See `Shedding`; one process of a directory at a time gets an answer that is not empty."""
+        found: list[EvictionCandidate] = []
         with self._telling("cannot be read"):
             found = self._surplus(max_keys)
         if not found:
