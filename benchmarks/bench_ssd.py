@@ -13,7 +13,8 @@ median over the rounds of ours over fio's.
 The store is full, as a cache is but for its first hours, so each put also evicts, and writes over
 the files of what it evicts; fio writes new files, which it makes before its clock starts, so for
 writes `ratio` compares recycled files with new ones, and says so. How fast the store was filled is
-a note: there each cell makes a file, which is slow on ext4 for minutes after files were deleted, as by a run right before.
+a note: there each cell makes a file, which is slow on ext4 for minutes after files were deleted,
+as by a run right before.
 
 The last rows are what making room costs with few and with two million cells (store_room.py).
 """

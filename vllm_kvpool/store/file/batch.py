@@ -10,7 +10,6 @@ the tail always goes through a page of ours.
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import stat
@@ -34,8 +33,6 @@ from vllm_kvpool.store.file.index import CellRow, IndexBusy, chunk_name
 from vllm_kvpool.store.file.io import Done, Transfer
 from vllm_kvpool.store.file.paths import is_foreign
 from vllm_kvpool.store.file.space import FileSpace, SpaceReservation
-
-logger = logging.getLogger(__name__)
 
 TAILS_AT_A_TIME = 32
 ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
@@ -353,19 +350,11 @@ class WriteBatch:
     def close(self) -> None:
         with contextlib.ExitStack() as ends:
             for reservation in self._reservations:
-                ends.callback(self._settle, reservation)
+                ends.callback(self._context.space.settle, reservation)
             for file in self._open.values():
                 if not self.in_use:
                     os.close(file.fd)
                 self._context.space.discard(file.path)
-
-    def _settle(self, reservation: SpaceReservation) -> None:
-        try:
-            self._context.space.settle(reservation)
-        except IndexBusy as error:  # then the cells stay held until this process ends
-            logger.warning("%s; some cells cannot be evicted for now", error)
-        except OSError as error:
-            self._context.warn(error)
 
     def _fail(self, i: int, error: OSError) -> None:
         if error.errno in NO_ROOM:

@@ -42,6 +42,8 @@ MAX_HITS = 256  # written in one transaction
 MAX_NOTED_HITS = 65_536  # and waiting to be; more are not counted
 SOFT_SHARE = 0.02  # how much the size may be exceeded
 REMOVED_AT_A_TIME = 500
+LEAST_BYTES = 256 << 10  # an index and its journal need so much
+LEAST_FILES = 3
 MAX_NAMESPACES = 1024  # remembered
 ID_BYTES = 16
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -125,10 +127,20 @@ def chunk_name(namespace: str, chunk_id: str) -> bytes:
 
 
 class FileIndex:
-    """See the module docstring. Closed by its owner."""
+    """See the module docstring. Closed by its owner.
 
-    def __init__(self, path: str, policy: EvictionPolicy, clock_ns: Callable[[], int]) -> None:
+    `check_path` raises OSError if a symbolic link is on the way to the index.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        policy: EvictionPolicy,
+        clock_ns: Callable[[], int],
+        check_path: Callable[[str], None] = lambda path: None,
+    ) -> None:
         self._path = path
+        self._check_path = check_path
         self._policy = policy
         self._clock_ns = clock_ns
         self._lock = threading.Lock()  # guards the connection
@@ -587,7 +599,10 @@ class FileIndex:
             if _is_busy(error):
                 raise IndexBusy(f"{self._path} is locked by another process") from None
             number = _ERRNOS.get(error.sqlite_errorcode & 0xFF, errno.EIO)
-            raise OSError(number, f"the index cannot be used: {error}", self._path) from error
+            text = f"the index cannot be used: {error}"
+            if _is_full(self._path):  # which SQLite may call an error of the disk
+                number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
+            raise OSError(number, text, self._path) from error
         except sqlite3.DatabaseError as error:
             logger.warning(
                 "file store index %s is damaged (%s) and is made anew", self._path, error
@@ -598,6 +613,7 @@ class FileIndex:
 
     def _connected(self) -> sqlite3.Connection:
         """Our connection, made anew where the file is another now, or the process is."""
+        self._check_path(self._path)
         try:
             status = os.lstat(self._path)
             now = (status.st_dev, status.st_ino, os.getpid())
@@ -679,6 +695,15 @@ def _prepare(db: sqlite3.Connection) -> None:
             raise
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
+
+
+def _is_full(path: str) -> bool:
+    """Whether a file system has no block or no inode left for another file."""
+    with contextlib.suppress(OSError):
+        left = os.statvfs(os.path.dirname(path))
+        has_no_inode = left.f_files > 0 and left.f_favail < LEAST_FILES
+        return has_no_inode or left.f_bavail * left.f_frsize < LEAST_BYTES
+    return False
 
 
 def _is_busy(error: sqlite3.OperationalError) -> bool:

@@ -26,9 +26,10 @@ import shutil
 import stat
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.keys import group_of_key, namespace_of
@@ -214,6 +215,15 @@ class SpaceReservation:
         )
 
 
+class _Unsettled(NamedTuple):
+    """The arguments of `FileIndex.settle`, but for what is recycled."""
+
+    writer: str
+    held: Held
+    stored: Sequence[CellRow]
+    unstored: Sequence[CellRow]
+
+
 class FileSpace:
     """See the module docstring; closed by its owner."""
 
@@ -236,16 +246,21 @@ class FileSpace:
         is_recycling = is_local(root)
         self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE) if is_recycling else -1)
         self._is_recycling = is_recycling
+        self._unsettled: deque[_Unsettled] = deque()
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._index: FileIndex | None = None
         self._thread: threading.Thread | None = None
         try:
             self.restore()
-            self._index = FileIndex(os.path.join(self._base, "index"), policy, clock_ns)
+            self._index = FileIndex(
+                os.path.join(self._base, "index"),
+                policy,
+                clock_ns,
+                lambda path: self.guard().check(path),
+            )
             self._reclaim()
-            if not any(self._found()) and not self._old_formats():
-                self._index.complete()
+            self._complete_if_empty()
         except BaseException:  # it may be tried again and again
             self.close()
             raise
@@ -265,6 +280,7 @@ class FileSpace:
             self._thread.join(END_S)
         if self._index is not None:
             with contextlib.suppress(OSError, StoreError):
+                self._settle_all()
                 self._index.write_hits()
                 for writer in self._own:
                     self._index.reclaim(writer.name, self._is_stored, self._delete)
@@ -303,6 +319,12 @@ class FileSpace:
                 make_directory(directory)
             if not self._own or not self._own[-1].is_usable:
                 self._own.append(WriterDirectory(self._writers))
+        if self._index is not None and not self._index.is_complete:
+            self._complete_if_empty()
+
+    def _complete_if_empty(self) -> None:
+        if not any(self._found()) and not self._old_formats():
+            self.index.complete()
 
     def charge_of(self, nbytes: int) -> int:
         """What a file occupies: whole blocks of the file system, at least one."""
@@ -320,6 +342,7 @@ class FileSpace:
         for attempt in range(RESERVE_ATTEMPTS):
             try:
                 self.guard().check(f"{self.own_directory}/")
+                self._settle_all()
                 if not self._own[-1].is_usable:
                     raise FileNotFoundError(errno.ENOENT, "our directory is gone")
                 writer = self._own[-1]
@@ -352,12 +375,14 @@ class FileSpace:
     @contextlib.contextmanager
     def holding(self, chunks: Iterable[bytes]) -> Iterator[None]:
         """Keep chunks from being evicted while others are written that may come after them."""
-        name = self._own[-1].name
-        held = self.index.hold(name, chunks, self._recycled.nbytes)
+        name, held = self._own[-1].name, None
+        with contextlib.suppress(OSError):  # then the put itself will say so
+            held = self.index.hold(name, chunks, self._recycled.nbytes)
         try:
             yield
         finally:
-            self.index.settle(name, held, (), (), self._recycled.nbytes)
+            if held is not None:
+                self._settle(_Unsettled(name, held, (), ()))
 
     def publish(self, temp_path: str, path: str) -> bool:
         """Give a temp its name; False, and the temp deleted, if the name is taken."""
@@ -383,9 +408,22 @@ class FileSpace:
     def settle(self, reservation: SpaceReservation) -> None:
         """End a reservation whose temps are all published or discarded."""
         stored, unstored = reservation.split()
-        self.index.settle(
-            reservation.writer.name, reservation.held, stored, unstored, self._recycled.nbytes
-        )
+        self._settle(_Unsettled(reservation.writer.name, reservation.held, stored, unstored))
+
+    def _settle(self, ended: "_Unsettled") -> None:
+        """Settle; what the index cannot take down now, as its disk is full, it is told later."""
+        self._unsettled.append(ended)
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        while self._unsettled:
+            ended = self._unsettled.popleft()
+            try:
+                self.index.settle(*ended, self._recycled.nbytes)
+            except (OSError, StoreError) as error:
+                self._unsettled.append(ended)
+                logger.debug("file store %s: settled later: %s", self.root, error)
+                return
 
     def drop(self, cells: Iterable[tuple[bytes, bytes, str]]) -> int:
         """Delete published cells, by the names of their chunks and their own, and by path; how
@@ -490,6 +528,7 @@ class FileSpace:
         look_at = 0.0
         while not self._closing.is_set():
             try:
+                self._settle_all()
                 self.index.write_hits()
                 if time.monotonic() >= look_at or self._woken.is_set():
                     self._woken.clear()
