@@ -66,8 +66,9 @@ class Bench:
         self.target = make_buffer(CELL)
 
     def files(self) -> list[Path]:
+        """All but the index: closing it here would drop this process's locks on it."""
         found = [p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink()]
-        return sorted(found, key=str)
+        return sorted((p for p in found if not p.name.startswith("index")), key=str)
 
     def call(self, what: str, a: int, b: int) -> None:
         key = KEYS[a % len(KEYS)]
@@ -85,7 +86,7 @@ class Bench:
             case "surplus":
                 found = self.store.surplus(4)
                 self.store.surplus_done()
-                assert all(nbytes <= FILE_BYTES for _, nbytes in found), found
+                assert all(each.nbytes <= FILE_BYTES for each in found), found
             case "many":
                 others = [key_of(NAMESPACE, 1000 + number) for number in range(100)]
                 self.store.put(others, [self.target] * 100, [ChunkRef("g")] * 100)
@@ -153,9 +154,8 @@ def heals(bench: Bench) -> None:
         assert put_one(bench.store, key, CELLS[key]) is PutOutcome.STORED, key
         assert get_one(bench.store, key, bench.target) is GetOutcome.OK
         assert bench.target.view == CELLS[key].view
-    used_bytes = bench.store._space.used_bytes()
-    assert used_bytes is not None
-    objects = [p for p in bench.files() if "objects" in p.parts or "spares" in p.parts]
+    used_bytes = bench.store._space.index.used_bytes()
+    objects = [p for p in bench.files() if "objects" in p.parts]
     assert sum(path.stat().st_size for path in objects) <= used_bytes <= SIZE
 
 

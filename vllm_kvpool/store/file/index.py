@@ -72,6 +72,9 @@ CREATE TABLE hold (
 """
 _ERRNOS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_NOMEM: errno.ENOMEM,
+    sqlite3.SQLITE_PERM: errno.EACCES,
     sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
@@ -595,18 +598,16 @@ class FileIndex:
         """Put a new index in the place of one that cannot be read; the call itself has failed."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            if _is_busy(error):
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise IndexBusy(f"{self._path} is locked by another process") from None
-            number = _ERRNOS.get(error.sqlite_errorcode & 0xFF, errno.EIO)
-            text = f"the index cannot be used: {error}"
-            if _is_full(self._path):  # which SQLite may call an error of the disk
-                number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
-            raise OSError(number, text, self._path) from error
-        except sqlite3.DatabaseError as error:
-            logger.warning(
-                "file store index %s is damaged (%s) and is made anew", self._path, error
-            )
+            if code in _ERRNOS:
+                number, text = _ERRNOS[code], f"the index cannot be used: {error}"
+                if _is_full(self._path):  # which SQLite may call an error of the disk
+                    number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
+                raise OSError(number, text, self._path) from error
+            logger.warning("file store index %s is damaged and made anew: %s", self._path, error)
             self._disconnect()
             _delete(self._path)
             raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error

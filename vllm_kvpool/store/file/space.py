@@ -502,7 +502,8 @@ class FileSpace:
         for writer, fd in self._dead_writers():
             had_any = True
             try:
-                self.index.reclaim(os.path.basename(writer), self._is_stored, self._delete)
+                name = os.path.basename(writer).encode(errors="replace").decode()
+                self.index.reclaim(name, self._is_stored, self._delete)
                 _remove_writer(writer)
             finally:
                 os.close(fd)
