@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster
 from vllm_kvpool.transfer.policy import POLICIES
@@ -230,7 +231,7 @@ def _hits(asks: Sequence[Sequence[int]], name: str, capacity: int) -> int:
         hits += found
         for key in keys[found:]:
             if host.get(key) is None:
-                entry = host.begin(key, key, 1)
+                entry = host.begin(key, ChunkRef(key), 1)
                 assert host.give_slot(entry, SlotUse.SAVE)
                 host.arrived(entry)
                 host.unpin(entry)

@@ -22,6 +22,7 @@ from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.metadata import StepReport
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.testing.faults import Fault
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange, JobId, SavePlan
@@ -54,7 +55,7 @@ def hold(bench: Bench, chunks: range, epoch: str, tokens: Sequence[int] = range(
     names, buffer = NAMES.in_epoch(epoch), make_buffer(1)
     for chunk in chunks:
         keys = names.of_chunk(hashes_of(tokens)[chunk])
-        bench.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+        bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
 
 def num_cells(bench: Bench, epoch: str) -> int:

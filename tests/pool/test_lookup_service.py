@@ -28,6 +28,7 @@ from vllm_kvpool.pool.lookup_core import (
     PresenceCheck,
 )
 from vllm_kvpool.pool.lookup_service import LookupService
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
@@ -76,7 +77,7 @@ class Pool:
             if i != but and only in (-1, i)
         ]
         buffer = make_buffer(1)
-        self.memories[tier].put(keys, [buffer] * len(keys), [""] * len(keys))
+        self.memories[tier].put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
     def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
         """A rank says which chunks have come into its host memory, and left it."""
@@ -376,7 +377,7 @@ def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:
     pool.hold(range(3))
     maker = KeyMaker(make_namespace("model", "1" * 12), ContextRank())
     other = maker.key(HeadPart(0), LayerSpan(0, 2), b"x")
-    pool.memory.put([other], [make_buffer(1)], [""])
+    pool.memory.put([other], [make_buffer(1)], [ChunkRef("")])
     confirmed: list[bool] = []
     pool.service.remove_all(confirmed.append)
     pool.ask()
@@ -559,7 +560,7 @@ def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
     stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
     for epoch, count in stored.items():
         keys = [k for each in hashes[:count] for k in NAMES.in_epoch(epoch).of_chunk(each)]
-        pool.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     for lookup_id, epoch in enumerate([*stored, *reversed(stored)]):
         pool.service.submit(
             Lookup(
@@ -575,7 +576,7 @@ def test_a_removal_takes_the_epochs_it_names(pool: Pool, epochs: tuple[str, ...]
     buffer, all_epochs = make_buffer(1), ("", "a", "b")
     for epoch in all_epochs:
         keys = NAMES.in_epoch(epoch).of_chunk(chain_of().hashes[0])
-        pool.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     done: SimpleQueue[bool] = SimpleQueue()
     pool.service.remove_all(done.put, epochs)
     assert done.get(timeout=LIMIT_S)

@@ -15,8 +15,8 @@ import torch
 
 from tests.pool.test_sides import HEADS, HOST, NUM_CELLS, Tiers, one_rank, random_kv
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store import files_read_only
 from vllm_kvpool.store.base import GetOutcome, PutOutcome
+from vllm_kvpool.store.file import read_only
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -58,7 +58,7 @@ def refused(stack: contextlib.ExitStack, path: Path) -> None:
 @pytest.fixture(params=[mounted, injected, refused], ids=lambda way: way.__name__)
 def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seal]:
     """Make a directory read-only until the end of the test."""
-    monkeypatch.setattr(files_read_only, "_told", set())
+    monkeypatch.setattr(read_only, "_told", set())
     with contextlib.ExitStack() as stack:
         yield lambda path: request.param(stack, path)
 

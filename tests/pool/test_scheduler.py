@@ -28,6 +28,7 @@ from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import GroupTables, all_blocks
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
 from vllm_kvpool.testing.faults import Fault, FaultyStore
@@ -112,7 +113,7 @@ class Bench:
         buffer = make_buffer(1)
         for chunk in chunks:
             keys = NAMES.of_chunk(hashes_of(tokens)[chunk])
-            self.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+            self.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
     # The engine
 
@@ -218,11 +219,12 @@ class Bench:
     def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
         """The save of those chunks, as it should be planned."""
         start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
+        hashes = hashes_of(self.views[request_id].tokens())
         return SavePlan(
             JobId(job),
             request_id,
             chunks.start,
-            tuple(hashes_of(self.views[request_id].tokens())[chunks.start : chunks.stop]),
+            tuple(hashes[chunks.start : chunks.stop]),
             (
                 JobPages(
                     tuple(self.tables[request_id][start:stop]),
@@ -231,6 +233,7 @@ class Bench:
                     chunks.stop * CHUNK,
                 ),
             ),
+            parent=hashes[chunks.start - 1] if chunks.start else b"",
         )
 
 
@@ -403,6 +406,7 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
             pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
             token_start=48,
             token_stop=96,
+            parent=hashes_of(view.tokens())[0],
         ),
     )
     assert plan.idle
@@ -1344,7 +1348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.saves[job] = (save, left - ranks)
         elif is_stored:
             keys = [key for h in save.hashes for key in NAMES.of_chunk(h)]
-            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [""] * len(keys))
+            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
     @precondition(lambda self: self.with_state("running"))
     @rule(data=st.data())

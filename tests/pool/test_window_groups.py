@@ -27,6 +27,7 @@ from vllm_kvpool.pool.pins import HELD_SHARE
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import all_blocks
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakeRequest
 from vllm_kvpool.testing.memory import make_buffer
@@ -330,7 +331,7 @@ class Engine:
                 stop = -(-((number + 1) * CHUNK - pages.table_start) // size)
                 if NULL_BLOCK not in pages.block_ids[first:stop]:
                     keys = self.names.of_chunk(chunk_hash, i)
-                    self.memory.put(keys, [make_buffer(1)] * len(keys), [""] * len(keys))
+                    self.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
     def _first_missing(self, load: LoadPlan) -> int | None:
         for number, chunk_hash in enumerate(load.hashes, load.first_chunk):

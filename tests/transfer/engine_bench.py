@@ -11,6 +11,7 @@ from vllm_kvpool.keys import HeadPart, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import Tally, sample_name
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -66,7 +67,7 @@ FAR = Tier("far", durable=True, remote=True)
 
 
 def name_of(key: str) -> CellName:
-    return CellName(key, key[0], CELL_BYTES)
+    return CellName(key, ChunkRef(key[0]), CELL_BYTES)
 
 
 def tasks_of(
@@ -75,10 +76,9 @@ def tasks_of(
     """The job's number is its only page."""
     keys = cells.split()
     pages = (JobPages((job,), 0, 0, 0),)
-    chunks = {group: first_chunk + i for i, group in enumerate(dict.fromkeys(k[0] for k in keys))}
-    return tuple(
-        CellTask(key, key[0], CELL_BYTES, chunks[key[0]], PLACE, pages, stored) for key in keys
-    )
+    names = dict.fromkeys(key[0] for key in keys)
+    chunks = {name: ChunkRef(name, "", first_chunk + i) for i, name in enumerate(names)}
+    return tuple(CellTask(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
 
 
 def load_job(
@@ -90,7 +90,7 @@ def load_job(
 ) -> LoadJob:
     tasks = tasks_of(job, cells, first_chunk)
     if stop is None:
-        stop = max((task.chunk + 1 for task in tasks), default=first_chunk)
+        stop = max((task.chunk.position + 1 for task in tasks), default=first_chunk)
     return LoadJob(JobId(job), f"r{job}", first_chunk, stop, tasks, timeout_s)
 
 

@@ -319,7 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
         told.is_reported = True
         assert told.job.first_chunk <= report.ok_stop_chunk <= told.job.stop_chunk
         assert not self.in_flight(report.job_id, SCATTER)
-        before = {t.key for t in told.job.tasks if t.chunk < report.ok_stop_chunk}
+        before = {t.key for t in told.job.tasks if t.chunk.position < report.ok_stop_chunk}
         assert before <= told.in_pages
         assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.stop_chunk)
 
@@ -372,7 +372,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def whole_groups(self) -> set[str]:
         """Chunks all of whose cells are in host memory."""
-        groups = [e.group for e in self.residency if e.state is EntryState.PRESENT]
+        groups = [e.chunk.id for e in self.residency if e.state is EntryState.PRESENT]
         kept = self.residency.keep > 0
         return {group for group in groups if kept and groups.count(group) == self.cells}
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostChange
 from vllm_kvpool.transfer.policy import Frequency, Lru
 from vllm_kvpool.transfer.residency import STALE_PLACES, Entry, EntryState, Residency
@@ -25,7 +26,7 @@ def host(
 def bring(residency: Residency, keys: str, *, dirty: bool = False, hold: bool = False) -> None:
     """Cells come in one after the other, their group is the first letter."""
     for key in keys.split():
-        entry = residency.begin(key, key[0], 100)
+        entry = residency.begin(key, ChunkRef(key[0]), 100)
         assert residency.give_slot(entry, LOAD)
         residency.arrived(entry, dirty=dirty)
         if not hold:
@@ -172,7 +173,7 @@ def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
 def test_no_slot_is_given_when_all_are_held() -> None:
     residency = host(keep=2, slots=2)
     bring(residency, "a b", hold=True)
-    assert not residency.give_slot(residency.begin("c", "c", 100), LOAD)
+    assert not residency.give_slot(residency.begin("c", ChunkRef("c"), 100), LOAD)
 
 
 def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
@@ -180,7 +181,7 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
     bring(residency, "a b", hold=True)
     bring(residency, "c d")
     assert not residency.has_room(SAVE)
-    assert not residency.give_slot(residency.begin("e", "e", 100), SAVE)
+    assert not residency.give_slot(residency.begin("e", ChunkRef("e"), 100), SAVE)
     assert keys(residency) == "a b c d e"
     residency.unpin(entry(residency, "a"))
     assert residency.give_slot(entry(residency, "e"), SAVE)
@@ -189,7 +190,7 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
 
 def test_a_slot_once_given_is_kept() -> None:
     residency = host()
-    arriving = residency.begin("a", "a", 100)
+    arriving = residency.begin("a", ChunkRef("a"), 100)
     assert residency.give_slot(arriving, LOAD)
     slot = arriving.slot
     assert residency.give_slot(arriving, SAVE)
@@ -198,7 +199,7 @@ def test_a_slot_once_given_is_kept() -> None:
 
 def test_an_abandoned_cell_is_nobodys_and_its_slot_is_out_of_use() -> None:
     residency = host()
-    late = residency.begin("a", "a", 100)
+    late = residency.begin("a", ChunkRef("a"), 100)
     residency.give_slot(late, LOAD)
     residency.abandon(late)
     assert residency.get("a") is None

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.keys import Namespace, group_of_key, manifest_key
 from vllm_kvpool.manifest import MANIFEST_BYTES, read_manifest
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.store.guard import GuardedStore
 
 logger = logging.getLogger(__name__)
@@ -96,5 +96,5 @@ class ManifestWriter:
         if got is not GetOutcome.MISSING:  # damaged, or of another release
             store.remove([key])
         self._buffer.view[:] = content
-        [outcome] = store.put([key], [self._buffer], [group_of_key(key)])
+        [outcome] = store.put([key], [self._buffer], [ChunkRef(group_of_key(key))])
         return outcome

@@ -44,7 +44,7 @@ from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
-from vllm_kvpool.transfer.ops import HOST, LaneName, OpKind, TierHealth
+from vllm_kvpool.transfer.ops import HOST, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
@@ -298,7 +298,7 @@ class WorkerSide:
             self.tally,
             self._trace,
             config.call_timeout_s,
-            lambda lane: stores[lane.tier].report_stuck(),
+            lambda lane: stores[lane.tier].report_stuck(writes=lane.kind in WRITES),
             self._device.enter_thread,
         )
         for tier, store in enumerate(stores):

@@ -29,6 +29,18 @@ class Buffer(NamedTuple):
         return self.view.nbytes
 
 
+class ChunkRef(NamedTuple):
+    """The chunk that a cell belongs to, as far as eviction has to know it.
+
+    All cells of a chunk and kind have one `id` (`keys.group_of_key` of any of their keys). Without
+    `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is none, or unknown.
+    """
+
+    id: str
+    parent: str = ""
+    position: int = 0  # how many chunks of the prompt come before it
+
+
 class PutOutcome(Enum):
     """What became of one key of a `put`.
 
@@ -82,12 +94,13 @@ class Store(Protocol):
         """Whether each key can be read now. Raises StoreError when that cannot be known."""
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         """Store each buffer's bytes under its key.
 
-        `groups` names for each key the set it is best evicted with (all cells of a chunk); a
-        store without groups ignores it. Buffers stay unchanged and owned by the caller.
+        `chunks` has the chunk of each key. A bounded store of ours evicts whole chunks, none
+        before those that come after it in their prompts; others do what they can. Buffers stay
+        unchanged and owned by the caller.
         """
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
@@ -106,12 +119,20 @@ class Store(Protocol):
         """Release everything; no call may follow."""
 
 
+class EvictionCandidate(NamedTuple):
+    """A cell that would be evicted next."""
+
+    key: str
+    chunk: ChunkRef
+    nbytes: int
+
+
 @runtime_checkable
 class Shedding(Protocol):
     """A store that names what it would evict next, so that it can be kept elsewhere before."""
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
-        """Keys and object bytes, coldest first, of what is beyond a watermark; may be empty.
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
+        """Cells, coldest first, of what is beyond a watermark; may be empty.
 
         The caller copies and then removes them, or the next call names the same ones. After an
         answer that is not empty nobody else who shares the store gets one, until `surplus_done`

@@ -18,7 +18,7 @@ import msgspec
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.keys import is_manifest_key
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
 
 BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
 CONTROL_FILE = "faults.json"
@@ -353,16 +353,16 @@ class FaultyStore:
         ]
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         struck = self._begin("put", keys)
         outcomes: list[PutOutcome] = []
-        for key, buffer, group in zip(keys, buffers, groups, strict=True):
+        for key, buffer, chunk in zip(keys, buffers, chunks, strict=True):
             fault = _fault(struck, key)
             bad = _PUT_OUTCOME.get(fault)
             if fault is Fault.HALF:
-                self._inner.put([key], [first_half(buffer)], [group])
-            outcomes += [bad] if bad else self._inner.put([key], [buffer], [group])
+                self._inner.put([key], [first_half(buffer)], [chunk])
+            outcomes += [bad] if bad else self._inner.put([key], [buffer], [chunk])
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import cast
 
 from vllm_kvpool.staging.slots import SlotUse
+from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.transfer.desk import PASSING, Desk
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
@@ -22,6 +23,7 @@ from vllm_kvpool.transfer.loads import Loads, Scatter
 from vllm_kvpool.transfer.ops import (
     HOST,
     NOBODY,
+    WRITES,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -208,7 +210,7 @@ class Engine:
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
         if lane.tier != HOST:
-            self._watch_tier(lane.tier, done.outcomes)
+            self._watch_tier(lane, done.outcomes)
         if lane.kind is OpKind.GET:
             self.desk.hits[lane.tier] += sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
@@ -236,18 +238,30 @@ class Engine:
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
         self.stuck.begin(work_id, lane.kind, batch)
-        if self.desk.breakers[lane.tier].tripped(self.desk.now):
-            self._tier_down(lane.tier)
+        if self._breaker(lane).tripped(self.desk.now):
+            self._lane_down(lane)
         for op in batch.ops:
             self._handlers[lane.kind](op, CellOutcome.TIMED_OUT)
 
-    def _watch_tier(self, tier: int, outcomes: Sequence[CellOutcome]) -> None:
-        """A batch of which nothing is known is a failure of the tier."""
-        breaker = self.desk.breakers[tier]
+    def _watch_tier(self, lane: LaneName, outcomes: Sequence[CellOutcome]) -> None:
+        """A batch of which nothing is known is a failure of the tier, or of writing to it."""
+        breaker = self._breaker(lane)
         if not all(outcome in PASSING for outcome in outcomes):
             breaker.succeeded()
         elif breaker.failed(self.desk.now):
-            self._tier_down(tier)
+            self._lane_down(lane)
+
+    def _breaker(self, lane: LaneName) -> Breaker:
+        desk = self.desk
+        return (desk.write_breakers if lane.kind in WRITES else desk.breakers)[lane.tier]
+
+    def _lane_down(self, lane: LaneName) -> None:
+        """A tier is left alone for a while; where writes alone failed, loads go on."""
+        if lane.kind in WRITES:
+            self._fetches.writes_down(lane.tier)
+            self.saves.tier_down(lane.tier)
+        else:
+            self._tier_down(lane.tier)
 
     def _tier_changed(self, event: TierHealth) -> None:
         """Who watches the store knows best: until it is there again nobody tries."""
@@ -255,9 +269,9 @@ class Engine:
         if event.is_up:
             breaker.let_go()
             if event.is_writable:
-                self.desk.read_only.discard(event.tier)
+                self.desk.write_breakers[event.tier].let_go()
             else:
-                self.desk.read_only.add(event.tier)
+                self.desk.write_breakers[event.tier].hold()
                 self.saves.tier_down(event.tier)
         else:
             breaker.hold()

@@ -78,13 +78,13 @@ class Loads:
         stop = job.stop_chunk
         num_from_host = 0
         for task in job.tasks:
-            if task.chunk >= stop:
+            if task.chunk.position >= stop:
                 continue
             entry = residency.get(task.key)
             if entry is None:
                 entry = self._fetches.begin(task, graph)
                 if entry is None:  # later chunks are of no use without this one
-                    stop = task.chunk
+                    stop = task.chunk.position
                     continue
             elif entry.op is not None:
                 desk.scheduler.raise_priority(entry.op, Priority.LOAD)
@@ -100,7 +100,7 @@ class Loads:
                 span = task.cell.layer_start
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         if job.layered:  # its cells come in the order of the layers
-            load.scatters.sort(key=lambda scatter: scatter.cell.chunk)
+            load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
         if stop < job.stop_chunk:
             self._stop(load, stop, self._why_none())
         desk.hits[HOST] += num_from_host
@@ -130,7 +130,7 @@ class Loads:
         for load in list(self._loads.values()):
             if load.graph is graph:
                 open_now = [scatter for scatter in load.scatters if not scatter.over]
-                first = min((s.cell.chunk for s in open_now), default=load.stop_chunk)
+                first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
                 self._stop(load, first, CellOutcome.TIMED_OUT)
                 for scatter in open_now:
                     self._fetches.abandon(scatter.entry)
@@ -147,7 +147,7 @@ class Loads:
             self._desk.scheduler.fail(op)
         self._over(scatter)
         if outcome is not CellOutcome.DONE:
-            self._stop(scatter.load, scatter.cell.chunk, outcome)
+            self._stop(scatter.load, scatter.cell.chunk.position, outcome)
         self._finish(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
@@ -155,7 +155,7 @@ class Loads:
         scatter = op.what
         if not scatter.over:
             self._over(scatter)
-            self._stop(scatter.load, scatter.cell.chunk, outcome)
+            self._stop(scatter.load, scatter.cell.chunk.position, outcome)
 
     def _why_none(self) -> CellOutcome:
         desk = self._desk
@@ -169,7 +169,7 @@ class Loads:
             load.stop_chunk = chunk
             load.outcome = outcome
             running: list[Scatter] = []
-            while load.scatters and load.scatters[-1].cell.chunk >= chunk:
+            while load.scatters and load.scatters[-1].cell.chunk.position >= chunk:
                 scatter = load.scatters.pop()
                 if scatter.over or scatter.op is None:
                     continue
@@ -204,7 +204,7 @@ class Loads:
         # The end of a prompt leaves host memory first.
         by_chunk = load.scatters if residency.keep else []
         for scatter in reversed(by_chunk):
-            if scatter.cell.chunk < load.stop_chunk:
+            if scatter.cell.chunk.position < load.stop_chunk:
                 (residency.used if scatter.is_hit else residency.refresh)(scatter.entry)
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
         desk.reports.append(done)

@@ -13,6 +13,7 @@ from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
+from vllm_kvpool.store.base import ChunkRef
 
 JobId = NewType("JobId", int)
 WorkId = NewType("WorkId", int)
@@ -50,6 +51,8 @@ class SavePlan:
     pages: tuple[JobPages, ...]
     epoch: str = ""
     """Which weights the KV is of, where they have changed since the start."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class LoadPlan:
     epoch: str = ""
     layered: bool = False
     """The request runs already: span after span, each told of by `SpanLoaded`."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class CellName(NamedTuple):
     """A cell as stores know it."""
 
     key: str
-    group: str  # names the chunk's cells of one kind together
+    chunk: ChunkRef
     nbytes: int  # header and payload
 
 
@@ -93,9 +98,8 @@ class CellTask(NamedTuple):
     """One cell of a job: its name, its place in the model and the chunk it belongs to."""
 
     key: str
-    group: str
+    chunk: ChunkRef
     nbytes: int
-    chunk: int
     cell: LocalCell
     pages: tuple[JobPages, ...]  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory alone
@@ -138,6 +142,9 @@ class OpKind(Enum):
     REMOVE = "remove"  # bad cells out of the store
 
     __hash__ = object.__hash__  # in every look-up of a lane; Enum's own is written in Python
+
+
+WRITES = frozenset({OpKind.PUT, OpKind.REMOVE})  # calls that change what a store holds
 
 
 class LaneName(NamedTuple):

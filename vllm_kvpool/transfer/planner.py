@@ -1,12 +1,13 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     CellName,
@@ -36,11 +37,25 @@ class _Names(NamedTuple):
     """This rank's cells in one epoch."""
 
     cells: tuple[_Named, ...]
-    kinds: tuple[tuple[str, str], ...]  # what groups are called, before and after the hash
+    kinds: tuple[tuple[str, str], ...]  # what chunks are called, before and after the hash
 
-    def groups(self, chunk_hex: str) -> list[str]:
-        """The groups of a chunk's cells, by kind."""
-        return [before + chunk_hex + after for before, after in self.kinds]
+    def chunks(
+        self, hashes: Sequence[bytes], first: int, parent: bytes = b""
+    ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
+        """Each chunk's index, its hash in hexadecimal and its references, by kind."""
+        parents = [self._id(kind, parent.hex()) if parent else "" for kind in self.kinds]
+        for index, chunk_hash in enumerate(hashes, first):
+            chunk_hex = chunk_hash.hex()
+            refs = [
+                ChunkRef(self._id(kind, chunk_hex), before, index)
+                for kind, before in zip(self.kinds, parents, strict=True)
+            ]
+            yield index, chunk_hex, refs
+            parents = [ref.id for ref in refs]
+
+    @staticmethod
+    def _id(kind: tuple[str, str], chunk_hex: str) -> str:
+        return kind[0] + chunk_hex + kind[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +99,11 @@ class Planner:
         names = self._in_epoch(plan.epoch)
         tasks: list[CellTask] = []
         tokens = self.local_chunk_tokens
-        for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
-            chunk_hex = chunk_hash.hex()
-            groups = names.groups(chunk_hex)
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             tasks += [
-                CellTask(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages)
+                CellTask(stem + chunk_hex, refs[kind], nbytes, cell, pages)
                 for cell, stem, kind, nbytes in names.cells
                 # Mostly the first says it: there are thousands of cells, and `any` is slow.
                 if is_needed[cell.pieces[0].group]
@@ -114,9 +127,7 @@ class Planner:
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._in_epoch(plan.epoch)
         tasks = []
-        for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
-            chunk_hex = chunk_hash.hex()
-            groups = names.groups(chunk_hex)
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
             for cell, stem, kind, nbytes in names.cells:
                 stored = cell.writes_chunk(chunk)
                 if not (stored or self.keeps_all):
@@ -128,7 +139,7 @@ class Planner:
                 ):
                     continue
                 key = stem + chunk_hex
-                tasks.append(CellTask(key, groups[kind], nbytes, chunk, cell, pages, stored))
+                tasks.append(CellTask(key, refs[kind], nbytes, cell, pages, stored))
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
@@ -140,11 +151,9 @@ class Planner:
         names = self._in_epoch(plan.epoch)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
         cells: list[CellName] = []
-        for chunk, chunk_hash in enumerate(plan.hashes):
-            chunk_hex = chunk_hash.hex()
-            groups = names.groups(chunk_hex)
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0):
             cells += [
-                CellName(stem + chunk_hex, groups[kind], nbytes)
+                CellName(stem + chunk_hex, refs[kind], nbytes)
                 for cell, stem, kind, nbytes in names.cells
                 if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
             ]

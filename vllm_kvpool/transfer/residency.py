@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvpool.keys import kind_of_group
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import HostChange
 from vllm_kvpool.transfer.policy import Policy, Rank
 
@@ -41,8 +42,8 @@ class Entry:
     """One cell in host memory. `op` brings it in, while it arrives."""
 
     __slots__ = (
+        "chunk",
         "dirty",
-        "group",
         "key",
         "nbytes",
         "op",
@@ -54,9 +55,9 @@ class Entry:
         "wanted",
     )
 
-    def __init__(self, key: str, group: str, nbytes: int) -> None:
+    def __init__(self, key: str, chunk: ChunkRef, nbytes: int) -> None:
         self.key = key
-        self.group = group
+        self.chunk = chunk
         self.nbytes = nbytes
         self.slot: Slot | None = None
         self.pins = 1  # of the transfer that brings it in
@@ -85,8 +86,8 @@ class Residency:
         self._policy = policy
         self._cells_per_chunk = cells_per_chunk
         self._index: dict[str, Entry] = {}
-        self._present_of: Counter[str] = Counter()  # group -> present cells
-        self._changes: dict[str, bool] = {}  # group -> whether the whole chunk is here now
+        self._present_of: Counter[str] = Counter()  # chunk -> present cells
+        self._changes: dict[str, bool] = {}  # chunk -> whether all of it is here now
         self._lines: tuple[list[_Place], list[_Place]] = ([], [])  # clean, dirty
         self.num_idle = 0  # present, in the index, without a pin
         self.num_dirty = 0  # of those
@@ -96,9 +97,9 @@ class Residency:
     def get(self, key: str) -> Entry | None:
         return self._index.get(key)
 
-    def begin(self, key: str, group: str, nbytes: int) -> Entry:
+    def begin(self, key: str, chunk: ChunkRef, nbytes: int) -> Entry:
         """A cell is about to come in; the caller holds its first pin."""
-        entry = self._index[key] = Entry(key, group, nbytes)
+        entry = self._index[key] = Entry(key, chunk, nbytes)
         return entry
 
     def give_slot(self, entry: Entry, use: SlotUse) -> bool:
@@ -126,12 +127,12 @@ class Residency:
         entry.dirty = dirty
         if entry.wanted and self.keep:
             self._line_up(self._policy.add(entry.key))
-            self._present_of[entry.group] += 1
-            if self._is_whole(entry.group):
-                self._changes[entry.group] = True
+            self._present_of[entry.chunk.id] += 1
+            if self._is_whole(entry.chunk.id):
+                self._changes[entry.chunk.id] = True
 
-    def _is_whole(self, group: str) -> bool:
-        return self._present_of[group] == self._cells_per_chunk.get(kind_of_group(group))
+    def _is_whole(self, chunk_id: str) -> bool:
+        return self._present_of[chunk_id] == self._cells_per_chunk.get(kind_of_group(chunk_id))
 
     def pin(self, entry: Entry) -> None:
         """Hold the entry for another transfer."""
@@ -271,12 +272,12 @@ class Residency:
         del self._index[entry.key]
         if entry.state is EntryState.PRESENT and self.keep:
             self._policy.discard(entry.key)
-            group = entry.group
-            if self._is_whole(group):
-                self._changes[group] = False
-            self._present_of[group] -= 1
-            if not self._present_of[group]:
-                del self._present_of[group]
+            chunk_id = entry.chunk.id
+            if self._is_whole(chunk_id):
+                self._changes[chunk_id] = False
+            self._present_of[chunk_id] -= 1
+            if not self._present_of[chunk_id]:
+                del self._present_of[chunk_id]
 
     def _release(self, entry: Entry) -> None:
         self.take_slot(entry)
@@ -302,7 +303,7 @@ class Residency:
         assert self.num_idle - self.num_dirty <= self.keep
         if self.keep:
             present = [e for e in self if e.state is EntryState.PRESENT]
-            assert Counter(e.group for e in present) == self._present_of
+            assert Counter(e.chunk.id for e in present) == self._present_of
             ranks = {e.key: self._policy.rank(e.key) for e in present}
             assert len(set(ranks.values())) == len(ranks)
             places = [(d, *p) for d in (False, True) for p in self._lines[d] if self._stands(p, d)]

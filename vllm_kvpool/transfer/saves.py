@@ -119,7 +119,7 @@ class Saves:
             if not tiers and not desk.residency.keep:
                 self._tell(save, task, CellOutcome.UNREACHABLE)
                 continue
-            entry = desk.residency.begin(task.key, task.group, task.nbytes)
+            entry = desk.residency.begin(task.key, task.chunk, task.nbytes)
             copy = Copy(task, entry, save, dirty=self._stays_dirty(task))
             entry.op = scheduler.add(graph, self._gathers, copy, task.nbytes)
             gathers.append(entry.op)
@@ -239,7 +239,7 @@ class Saves:
     def begin_copy(self, entry: Entry) -> Copy:
         """A copy that is no save's; it holds the entry until it is settled."""
         self._desk.residency.pin(entry)
-        copy = Copy(CellName(entry.key, entry.group, entry.nbytes), entry, None)
+        copy = Copy(CellName(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[id(copy)] = copy
         return copy
 
@@ -290,7 +290,7 @@ class Saves:
         if tier is not None:
             save.tiers.add(tier)
         elif cell.stored:
-            save.missed.add(cell.chunk)
+            save.missed.add(cell.chunk.position)
         save.num_open -= 1
         self._finish(save)
 

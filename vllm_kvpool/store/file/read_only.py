@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.store.files import CAPABILITIES, FileStore, claim_root, object_name
-from vllm_kvpool.store.files_entries import Ways, is_there
-from vllm_kvpool.store.files_format import PAGE_BYTES, file_bytes, is_of, read_footer
-from vllm_kvpool.store.files_order import Policy
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.eviction import EvictionPolicy
+from vllm_kvpool.store.file.format import PAGE_BYTES, file_bytes, is_of, read_footer
+from vllm_kvpool.store.file.paths import SymlinkGuard, is_there
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import CAPABILITIES, FileStore, claim_root, object_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _told_lock = threading.Lock()
 _told: set[str] = set()  # directories of which this process has said that it saves nothing there
 
 
-def open_file_store(path: str, size_bytes: int, io: str, policy: Policy) -> Store:
+def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy) -> Store:
     """The store of a directory, for reading alone if this process may not write there."""
     try:
         return FileStore(path, size_bytes, io, policy)
@@ -86,13 +86,13 @@ class ReadOnlyFileStore:
         return found
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         return [PutOutcome.FAILED] * len(keys)
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
-        ways = Ways(self._root)
-        outcomes = [self._get(ways, key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        guard = SymlinkGuard(self._root)
+        outcomes = [self._get(guard, *each) for each in zip(keys, buffers, strict=True)]
         if GetOutcome.MISSING in outcomes:
             self._check_root()
         return outcomes
@@ -118,12 +118,12 @@ class ReadOnlyFileStore:
         if os.path.islink(self._root) or not os.path.isdir(self._root):
             raise StoreError(f"file store {self._root} is gone; restore it or restart without it")
 
-    def _get(self, ways: Ways, key: str, buffer: Buffer) -> GetOutcome:
+    def _get(self, guard: SymlinkGuard, key: str, buffer: Buffer) -> GetOutcome:
         if key in self._removed:
             return GetOutcome.MISSING
         path = self._path(key)
         try:
-            ways.check(path)
+            guard.check(path)
             fd = os.open(path, _OPEN)
         except FileNotFoundError:
             return GetOutcome.MISSING
