@@ -66,6 +66,15 @@ _names = count()
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Of a batch: its seconds, and those of all cores for each GB."""
+
+    seconds: float
+    cpu_s_gb: float
+    received: Received
+
+
+@dataclass(frozen=True)
 class Side:
     """Who sends, and who receives."""
 
@@ -73,33 +82,29 @@ class Side:
     receiver: Child
     endpoint: str
 
-    def run(self, batch: Batch) -> tuple[float, Received]:
-        """The seconds that a batch takes, split among the senders."""
+    def run(self, batch: Batch) -> Cost:
+        """What a batch takes, split among the senders; to make its bytes is no part of it."""
         parts = [
             Batch(f"{next(_names)}", batch.items // len(self.senders), batch.rows, batch.row_bytes)
             for _ in self.senders
         ]
         for sender, part in zip(self.senders, parts, strict=True):
             sender.call("prepare", part)
+        before = self.cpu_s()
         self.receiver.begin("receive", parts, LIMIT_S)
         for sender, part in zip(self.senders, parts, strict=True):
             sender.begin("send", part, self.endpoint)
         start = min(sender.finish() for sender in self.senders)
         received: Received = self.receiver.finish(LIMIT_S + GRACE_S)
-        return received.at - start, received
+        cpu_s = self.cpu_s() - before
+        return Cost(received.at - start, cpu_s / batch.nbytes * 1e9, received)
 
     def seconds(self, batch: Batch) -> float:
-        return self.run(batch)[0]
+        return self.run(batch).seconds
 
     def cpu_s(self) -> float:
         """Of all its processes, since they were started."""
         return sum(child.call("cpu_s") for child in (*self.senders, self.receiver))
-
-    def costs(self, batch: Batch) -> tuple[float, float]:
-        """The seconds that a batch takes, and those of all cores for each GB of it."""
-        before = self.cpu_s()
-        seconds = self.seconds(batch)
-        return seconds, (self.cpu_s() - before) / batch.nbytes * 1e9
 
     def check(self, batch: Batch) -> None:
         """The bytes of an item arrive as they were; warms up."""
@@ -164,12 +169,12 @@ def measure_window(transport: str, quick: bool, result: Result) -> None:
             for side in sides.values():
                 side.check(batch)
                 side.run(batch)
-            actions = {name: partial(side.costs, batch) for name, side in sides.items()}
+            actions = {name: partial(side.run, batch) for name, side in sides.items()}
             costs = interleaved(actions, repeats)
             rounds = {name: side.receiver.call("rounds") for name, side in sides.items()}
             plain_copy(result, "window", sender, batch.nbytes, batch.nbytes // WINDOW_PARTS)
-        spent = {name: median(seconds for seconds, _ in each) for name, each in costs.items()}
-        cpu = {name: median(cost for _, cost in each) for name, each in costs.items()}
+        spent = {name: median(run.seconds for run in each) for name, each in costs.items()}
+        cpu = {name: median(run.cpu_s_gb for run in each) for name, each in costs.items()}
         for name, each in spent.items():
             result.rows.append(
                 {
@@ -237,14 +242,13 @@ def measure_many(transport: str, row_bytes: int, quick: bool, result: Result) ->
         peaks: list[Received] = []
         for _ in range(QUICK_REPEATS if quick else MANY_REPEATS):
             # Short beside the other: the median of several, as new pages now and then take long.
-            streams = [single.costs(stream) for _ in range(STREAMS)]
-            rates["single stream"].append(stream.nbytes / median(each for each, _ in streams))
-            cpu["single stream"].append(median(cost for _, cost in streams))
-            before = all_at_once.cpu_s()
-            spent, received = all_at_once.run(many)
-            cpu["many"].append((all_at_once.cpu_s() - before) / many.nbytes * 1e9)
-            rates["many"].append(many.nbytes / spent)
-            peaks.append(received)
+            streams = [single.run(stream) for _ in range(STREAMS)]
+            rates["single stream"].append(stream.nbytes / median(run.seconds for run in streams))
+            cpu["single stream"].append(median(run.cpu_s_gb for run in streams))
+            run = all_at_once.run(many)
+            cpu["many"].append(run.cpu_s_gb)
+            rates["many"].append(many.nbytes / run.seconds)
+            peaks.append(run.received)
         plain_copy(result, "many", receiver, stream.nbytes, MANY_ROWS * row_bytes)
     for name, each in rates.items():
         row = {"what": "many", "transport": transport, "side": name, "row_bytes": row_bytes}
