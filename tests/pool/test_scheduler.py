@@ -208,11 +208,12 @@ class Bench:
     def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
         """The save of those chunks, as it should be planned."""
         start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
+        hashes = hashes_of(self.views[request_id].tokens())
         return SavePlan(
             JobId(job),
             request_id,
             chunks.start,
-            tuple(hashes_of(self.views[request_id].tokens())[chunks.start : chunks.stop]),
+            tuple(hashes[chunks.start : chunks.stop]),
             (
                 JobPages(
                     tuple(self.tables[request_id][start:stop]),
@@ -221,6 +222,7 @@ class Bench:
                     chunks.stop * CHUNK,
                 ),
             ),
+            parent=hashes[chunks.start - 1] if chunks.start else b"",
         )
 
 
@@ -335,6 +337,7 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
             pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
             token_start=48,
             token_stop=96,
+            parent=hashes_of(view.tokens())[0],
         ),
     )
     assert plan.idle

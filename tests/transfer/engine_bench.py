@@ -11,6 +11,8 @@ from vllm_kvpool.keys import HeadPart, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import Tally, sample_name
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -42,7 +44,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -66,7 +67,7 @@ FAR = Tier("far", durable=True, remote=True)
 
 
 def name_of(key: str) -> CellName:
-    return CellName(key, key[0], CELL_BYTES)
+    return CellName(key, ChunkRef(key[0]), CELL_BYTES)
 
 
 def tasks_of(
@@ -75,10 +76,13 @@ def tasks_of(
     """The job's number is its only page."""
     keys = cells.split()
     pages = (JobPages((job,), 0, 0, 0),)
-    chunks = {group: first_chunk + i for i, group in enumerate(dict.fromkeys(k[0] for k in keys))}
-    return tuple(
-        CellTask(key, key[0], CELL_BYTES, chunks[key[0]], PLACE, pages, stored) for key in keys
-    )
+    chunks: dict[str, ChunkRef] = {}
+    before = ""
+    for i, chunk_id in enumerate(dict.fromkeys(key[0] for key in keys)):
+        parent = before if before < chunk_id else ""  # so that none comes before itself
+        chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
+        before = chunk_id
+    return tuple(CellTask(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
 
 
 def load_job(
@@ -90,7 +94,7 @@ def load_job(
 ) -> LoadJob:
     tasks = tasks_of(job, cells, first_chunk)
     if stop is None:
-        stop = max((task.chunk + 1 for task in tasks), default=first_chunk)
+        stop = max((task.chunk.position + 1 for task in tasks), default=first_chunk)
     return LoadJob(JobId(job), f"r{job}", first_chunk, stop, tasks, timeout_s)
 
 
@@ -145,7 +149,7 @@ class Bench:
         names = lane_names(len(tiers))
         own = lanes or {}
         self.residency = Residency(
-            SlotPool(slots, reserve), keep, POLICIES[policy](keep), {"": cells_per_chunk}
+            SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
         )
         self.engine = Engine(
             self.residency,

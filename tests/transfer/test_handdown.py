@@ -8,6 +8,7 @@ import pytest
 
 from tests.transfer.engine_bench import DISK, FAILED, FAR, MISSING, Bench
 from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer import handdown
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.ops import CellName, CellOutcome, LaneName, OpKind
@@ -126,9 +127,9 @@ def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) 
     custodian = Custodian({3: store}, post)
     assert posted.get(timeout=LIMIT_S) == (
         3,
-        (CellName("n@x@aa", "n@x@aa", 10), CellName("n@x@bb", "n@x@bb", 20)),
+        (CellName("n@x@aa", ChunkRef("n@x@aa"), 10), CellName("n@x@bb", ChunkRef("n@x@bb"), 20)),
     )
-    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", "n@x@cc", 30),))
+    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", ChunkRef("n@x@cc"), 30),))
     custodian.close()
     assert store.turns_ended == 2
     with pytest.raises(Empty):

@@ -181,8 +181,9 @@ class Saves:
         state.next_save = stop
         self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
-        hashes = tuple(state.chain.hashes[first:stop])
-        return SavePlan(job_id, request_id, first, hashes, pages, epoch)
+        hashes = state.chain.hashes
+        parent = hashes[first - 1] if first else b""
+        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, parent)
 
     def finish(
         self,

@@ -261,6 +261,7 @@ class PoolScheduler:
                 token_stop=stop,
                 epoch=state.epoch,
                 layered=self._config.layerwise,
+                parent=state.chain.hashes[first - 1] if first else b"",
             )
         )
 

@@ -29,6 +29,18 @@ class Buffer(NamedTuple):
         return self.view.nbytes
 
 
+class ChunkRef(NamedTuple):
+    """The chunk that a cell belongs to, as far as eviction has to know it.
+
+    All cells of a chunk and kind have one `id` (`keys.group_of_key` of any of their keys). Without
+    `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is none, or unknown.
+    """
+
+    id: str
+    parent: str = ""
+    position: int = 0  # how many chunks of the prompt come before it
+
+
 class PutOutcome(Enum):
     """What became of one key of a `put`.
 

@@ -53,7 +53,7 @@ class Fetches:
     def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> Entry:
         """Start to fetch a cell that is not in host memory, from a tier or those after it."""
         desk = self._desk
-        entry = desk.residency.begin(cell.key, cell.group, cell.nbytes)
+        entry = desk.residency.begin(cell.key, cell.chunk, cell.nbytes)
         lane = desk.lane(OpKind.GET, tier)
         entry.op = desk.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
@@ -108,7 +108,7 @@ class Fetches:
         if not entry.wanted:  # forgotten by a reset
             self._give_up(op, CellOutcome.CANCELLED)
             return
-        residency.arrived(entry)
+        residency.arrived(entry, self._desk.now_ns)
         nearer = [t for t in self._desk.tiers_up() if t < fetch.tier]
         if nearer:
             self._copy_up(entry, nearer)

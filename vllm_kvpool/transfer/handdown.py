@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.keys import group_of_key
-from vllm_kvpool.store.base import Shedding
+from vllm_kvpool.store.base import ChunkRef, Shedding
 from vllm_kvpool.transfer.desk import CellOp, Desk
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
@@ -136,7 +136,9 @@ class Custodian:
             found = store.surplus(MAX_CELLS)
             if not found:
                 return 0
-            cells = tuple(CellName(key, group_of_key(key), nbytes) for key, nbytes in found)
+            cells = tuple(
+                CellName(key, ChunkRef(group_of_key(key)), nbytes) for key, nbytes in found
+            )
             answer: SimpleQueue[int] = SimpleQueue()
             self._answer = answer  # before the look: who closes after it ends the wait
             try:

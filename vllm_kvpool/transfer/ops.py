@@ -12,6 +12,7 @@ from typing import NamedTuple, NewType
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
+from vllm_kvpool.store.base import ChunkRef
 
 JobId = NewType("JobId", int)
 WorkId = NewType("WorkId", int)
@@ -49,6 +50,8 @@ class SavePlan:
     pages: tuple[JobPages, ...]
     epoch: str = ""
     """Which weights the KV is of, where they have changed since the start."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class LoadPlan:
     epoch: str = ""
     layered: bool = False
     """The request runs already: span after span, each told of by `SpanLoaded`."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class CellName(NamedTuple):
     """A cell as stores know it."""
 
     key: str
-    group: str  # names the chunk's cells of one kind together
+    chunk: ChunkRef
     nbytes: int  # header and payload
 
 
@@ -92,9 +97,8 @@ class CellTask(NamedTuple):
     """One cell of a job: its name, its place in the model and the chunk it belongs to."""
 
     key: str
-    group: str
+    chunk: ChunkRef
     nbytes: int
-    chunk: int
     cell: LocalCell
     pages: tuple[JobPages, ...]  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory alone
