@@ -175,7 +175,8 @@ class Bench:
         return self.step(save_job(job, cells, stored=stored))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        return self.step(PrefetchJob(f"r{job}", tuple(map(name_of, cells.split()))))
+        named = (CellName(task.key, task.chunk, task.nbytes) for task in tasks_of(job, cells))
+        return self.step(PrefetchJob(f"r{job}", tuple(named)))
 
     def ends(self, work: int, *outcomes: CellOutcome) -> list[str]:
         """A work ends; one outcome stands for all its cells, none for DONE."""
