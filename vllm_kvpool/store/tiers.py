@@ -1,6 +1,6 @@
 """The list of tiers that a configuration names, nearest first (pure).
 
-`host://8GiB?policy=lru` is this process's own memory, a tier that no store stands for; every other
+`host://8GiB?policy=lrfu` is this process's own memory, a tier that no store stands for; every other
 url is a store's (open.py). What cannot work is said before anything is opened: a tier in front of
 a faster one, a tier twice, host memory that is not the first.
 """
