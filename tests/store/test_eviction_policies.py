@@ -1,4 +1,4 @@
-"""The simulated caches of bench_eviction.py on small traffic: bounds, and what each is known for."""
+"""The simulated caches of bench_eviction.py on small traffic: bounds, what they are known for."""
 
 import random
 from collections.abc import Callable
