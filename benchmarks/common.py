@@ -92,13 +92,18 @@ def cell_text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def run_script(doc: str | None, measure: Callable[[bool], Result]) -> None:
-    """The command line of every benchmark: `[--json FILE] [--quick]`."""
+def run_script(doc: str | None, measure: Callable[..., Result], **options: str) -> None:
+    """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
+
+    `options` has the help of each; `measure(quick, **options)` is given its text, "" without.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
+    for name, text in options.items():
+        parser.add_argument(f"--{name}", default="", help=text)
     args = parser.parse_args()
-    result = measure(args.quick)
+    result = measure(args.quick, **{name: getattr(args, name) for name in options})
     result.show()
     if args.json:
         args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")

@@ -26,7 +26,7 @@ from vllm_kvpool.store.base import (
     PutOutcome,
     Store,
 )
-from vllm_kvpool.store.eviction import HIT_CREDIT_NS, MAX_CREDIT_NS, POLICIES
+from vllm_kvpool.store.eviction import HALF_LIFE_NS, MAX_HALF_LIVES, POLICIES
 from vllm_kvpool.store.file import batch as batch_module
 from vllm_kvpool.store.file import index as index_module
 from vllm_kvpool.store.file import io as io_module
@@ -85,10 +85,10 @@ class TestFileStoreThroughThePageCache(StoreContract):
         store.close()
 
 
-class TestFrequencyFileStore(StoreContract):
+class TestLruFileStore(StoreContract):
     @pytest.fixture
     def store(self, root: Path) -> Iterator[Store]:
-        store = FileStore(str(root), 64 * MIB, policy=POLICIES["frequency"])
+        store = FileStore(str(root), 64 * MIB, policy=POLICIES["lru"])
         yield store
         assert_counted(root)
         store.close()
@@ -929,22 +929,55 @@ def test_frequent_cells_outlive_those_used_once(root: Path, clock: Clock) -> Non
             put_one(store, key_of(namespace, number), buffer)
         survivors[policy] = store.exists([often])
         store.close()
-    assert survivors == {"lru": [False], "frequency": [True]}
+    assert survivors == {"lru": [False], "lrfu": [True]}
 
 
-def test_credit_wears_off(root: Path, clock: Clock) -> None:
-    store = FileStore(str(root), 10 * FILE, policy=POLICIES["frequency"], clock_ns=clock)
+def test_use_of_long_ago_is_forgotten(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 10 * FILE, policy=POLICIES["lrfu"], clock_ns=clock)
     namespace = new_namespace()
     buffer = make_buffer(CELL)
     often = key_of(namespace, 0)
     put_one(store, often, buffer)
-    for _ in range(2 * MAX_CREDIT_NS // HIT_CREDIT_NS):
+    for _ in range(50):
         get_one(store, often, buffer)
-    clock.now_ns += MAX_CREDIT_NS + 1
+    clock.now_ns += MAX_HALF_LIVES * HALF_LIFE_NS + 1
     for number in range(1, 20):
         put_one(store, key_of(namespace, number), buffer)
     assert store.exists([often]) == [False]
     store.close()
+
+
+@pytest.mark.parametrize(("policy", "is_left"), [("lru", False), ("lrfu", True)])
+def test_a_chunk_that_comes_back_after_its_eviction_counts_as_used_twice(
+    root: Path, clock: Clock, policy: str, is_left: bool
+) -> None:
+    store = FileStore(str(root), 10 * FILE, policy=POLICIES[policy], clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    again = key_of(namespace, 0)
+
+    def put(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            clock.advance(1)
+            put_one(store, key_of(namespace, number), buffer)
+
+    put(range(13))
+    assert store.exists([again]) == [False]
+    put([0, *range(13, 60)])
+    assert store.exists([again]) == [is_left]
+    store.close()
+
+
+def test_as_many_evicted_chunks_are_remembered_as_the_policy_asks_for(
+    root: Path, clock: Clock
+) -> None:
+    policy = POLICIES["lrfu"]
+    store = FileStore(str(root), 10 * FILE, policy=policy, clock_ns=clock)
+    put_many(store, [key_of(new_namespace(), n) for n in range(200)], make_buffer(CELL))
+    store.close()
+    with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db:
+        [count] = db.execute("SELECT count(*) FROM evicted").fetchone()
+    assert 9 * policy.remembered <= count <= 11 * policy.remembered
 
 
 # Files written over.
@@ -1098,10 +1131,10 @@ def test_the_choice_is_logged_once_and_the_url_makes_it(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm_kvpool")
-    spec = parse_store_url(f"file://{root}?io=threads&policy=frequency")
+    spec = parse_store_url(f"file://{root}?io=threads&policy=lru")
     store = open_store(spec, segment=False)
     assert isinstance(store, FileStore)
-    assert store._space.index._policy is POLICIES["frequency"]
+    assert store._space.index._policy is POLICIES["lru"]
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert f"file store {root}: threads, as configured" in caplog.text
     store.close()

@@ -12,6 +12,7 @@ from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import Tally, sample_name
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -43,7 +44,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -76,8 +76,12 @@ def tasks_of(
     """The job's number is its only page."""
     keys = cells.split()
     pages = (JobPages((job,), 0, 0, 0),)
-    names = dict.fromkeys(key[0] for key in keys)
-    chunks = {name: ChunkRef(name, "", first_chunk + i) for i, name in enumerate(names)}
+    chunks: dict[str, ChunkRef] = {}
+    before = ""
+    for i, chunk_id in enumerate(dict.fromkeys(key[0] for key in keys)):
+        parent = before if before < chunk_id else ""  # so that none comes before itself
+        chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
+        before = chunk_id
     return tuple(CellTask(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
 
 
@@ -145,7 +149,7 @@ class Bench:
         names = lane_names(len(tiers))
         own = lanes or {}
         self.residency = Residency(
-            SlotPool(slots, reserve), keep, POLICIES[policy](keep), {"": cells_per_chunk}
+            SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
         )
         self.engine = Engine(
             self.residency,
@@ -171,7 +175,8 @@ class Bench:
         return self.step(save_job(job, cells, stored=stored))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        return self.step(PrefetchJob(f"r{job}", tuple(map(name_of, cells.split()))))
+        named = (CellName(task.key, task.chunk, task.nbytes) for task in tasks_of(job, cells))
+        return self.step(PrefetchJob(f"r{job}", tuple(named)))
 
     def ends(self, work: int, *outcomes: CellOutcome) -> list[str]:
         """A work ends; one outcome stands for all its cells, none for DONE."""

@@ -22,6 +22,7 @@ from tests.transfer.engine_bench import (
 )
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -45,7 +46,6 @@ from vllm_kvpool.transfer.ops import (
     WorkDone,
     WorkStuck,
 )
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import EntryState, Residency
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 from vllm_kvpool.transfer.tiers import Tier
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits: LaneLimits,
     ) -> None:
         slots = SlotPool(keep + staging, min(reserve, staging - 1))
-        self.residency = Residency(slots, keep, POLICIES[policy](keep), {"": cells})
+        self.residency = Residency(slots, keep, POLICIES[policy], {"": cells})
         named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
         lanes = dict.fromkeys(lane_names(len(tiers)), limits)
         self.engine = Engine(

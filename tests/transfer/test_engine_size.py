@@ -49,7 +49,7 @@ def prompts(dice: random.Random) -> Iterator[str]:
         yield " ".join(f"{group}{i}" for group in groups for i in range(2))
 
 
-@pytest.mark.parametrize(("policy", "write_back"), [("lru", False), ("frequency", True)])
+@pytest.mark.parametrize(("policy", "write_back"), [("lru", False), ("lrfu", True)])
 def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) -> None:
     dice = random.Random(0)
     bench = Bench(
@@ -183,7 +183,7 @@ def test_work_grows_with_the_number_of_cells_and_no_faster(
             DISK,
             slots=count + 16,
             keep=count,
-            policy="frequency",
+            policy="lrfu",
             limits=LIMITS,
             write_back=write_back,
         )

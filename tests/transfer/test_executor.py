@@ -19,6 +19,7 @@ from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.eviction import Lru
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, FaultyPerform
 from vllm_kvpool.testing.faults import Fault, FaultyStore
@@ -55,7 +56,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.policy import Lru
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -114,7 +114,7 @@ class Rank:
         )
         work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.tally)
         self.engine = Engine(
-            Residency(SlotPool(arena.num_slots, 4), keep, Lru(keep), {"": len(self.planner.cells)}),
+            Residency(SlotPool(arena.num_slots, 4), keep, Lru(), {"": len(self.planner.cells)}),
             (Tier("memory", durable=True, remote=False),),
             dict.fromkeys(lane_names(1), LIMITS),
             write_back=write_back,

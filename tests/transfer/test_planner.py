@@ -12,11 +12,12 @@ from vllm_kvpool.keys import (
     LayerSpan,
     group_of,
     group_of_key,
+    hash_of_group,
     in_epoch,
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import Kind, Reach, Topology, cells_of_rank
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     CellTask,
@@ -30,6 +31,7 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
 
 CHUNK, ROW_BYTES, BLOCK = 32, 16, 16
+PARENT = b"\0" * 8
 HASHES = tuple(bytes([i]) * 8 for i in range(1, 7))
 KEYS = KeyMaker(make_namespace("model", "0" * 12), ContextRank())
 
@@ -58,7 +60,7 @@ def save_plan(first: int = 0, count: int = 4) -> SavePlan:
 
 
 def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
-    job = planner().load(replace(load_plan(first=3), parent=b"before"))
+    job = planner().load(replace(load_plan(first=3), parent=PARENT))
     assert (job.job_id, job.request_id, job.timeout_s) == (JobId(1), "a", 5.0)
     assert (job.first_chunk, job.stop_chunk) == (3, 5)
     cells = planner().cells
@@ -68,7 +70,7 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
             KEYS.key(cell.part, cell.span, HASHES[i]),
             ChunkRef(
                 group_of(KEYS.namespace, HASHES[i].hex()),
-                group_of(KEYS.namespace, (HASHES[0] if i else b"before").hex()),
+                group_of(KEYS.namespace, (HASHES[0] if i else PARENT).hex()),
                 3 + i,
             ),
             HEADER_BYTES + len(cell.span) * CHUNK * ROW_BYTES,
@@ -143,8 +145,8 @@ def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:
         job = mine.prefetch(PrefetchPlan("a", HASHES[:2]))
         assert isinstance(job, PrefetchJob)
         assert job.request_id == "a"
-        assert [(c.key, c.chunk.id, c.nbytes) for c in job.cells] == [
-            (task.key, task.chunk.id, task.nbytes) for task in tasks
+        assert [(c.key, c.chunk, c.nbytes) for c in job.cells] == [
+            (task.key, task.chunk, task.nbytes) for task in tasks
         ]
 
 
@@ -180,8 +182,11 @@ def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(epoch: str) -> None:
             assert len(cells) == len(before)
             for cell, old in zip(cells, before, strict=True):
                 name = keys.namespace + old.key.removeprefix(KEYS.namespace)
-                assert cell.chunk.id == group_of_key(name)
-                assert cell == old._replace(key=name, chunk=cell.chunk)
+                parent = old.chunk.parent and group_of(
+                    keys.namespace, hash_of_group(old.chunk.parent)
+                )
+                chunk = old.chunk._replace(id=group_of_key(name), parent=parent)
+                assert cell == old._replace(key=name, chunk=chunk)
         assert (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells) == first
 
 
@@ -210,3 +215,14 @@ def test_a_layered_load_is_the_same_cells_in_the_order_in_which_layers_run() -> 
     order = [(task.cell.layer_start, task.chunk.position) for task in layered.tasks]
     assert order == sorted(order)
     assert order != [(task.cell.layer_start, task.chunk.position) for task in plain.tasks]
+
+
+def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() -> None:
+    topology = Topology(1, 1, ((0, 2),), layer_span=2)
+    sliding = replace(topology, kind="sliding")
+    kinds = [Kind(topology, ROW_BYTES), Kind(sliding, ROW_BYTES, Reach(window=CHUNK))]
+    two = replace(planner(), cells=cells_of_rank(kinds, 0, 0))
+    chunks = [task.chunk for task in two.save(replace(save_plan(1), parent=PARENT)).tasks]
+    assert {chunk.parent for chunk in chunks if chunk.id.endswith("-sliding")} == {""}
+    parents = [chunk.parent for chunk in chunks if not chunk.id.endswith("-sliding")]
+    assert parents == [group_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]

@@ -36,6 +36,7 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.staging.pinned import PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.open import StoreSpec, uses_device
 from vllm_kvpool.store.tiers import TierSpecs
@@ -46,7 +47,6 @@ from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import HOST, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
@@ -399,7 +399,7 @@ def make_engine(
     residency = Residency(
         SlotPool(arena.num_slots, staging // LOAD_RESERVE),
         arena.num_kept,
-        POLICIES[specs.host.policy](arena.num_kept),
+        POLICIES[specs.host.policy],
         cells_per_chunk,
     )
     known = tuple(

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.store.base import Capabilities, Store
-from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.store.file.format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.store.file.io import IO_CHOICES
 from vllm_kvpool.store.mooncake import DEVICE_PROTOCOLS, PROTOCOLS, MooncakeOptions
@@ -73,7 +73,7 @@ class FileOptions:
     path: str
     size_bytes: int
     io: str = "auto"  # one of IO_CHOICES
-    policy: str = "lru"  # one of POLICIES
+    policy: str = DEFAULT_POLICY  # one of POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ def _parse_file(
         )
     if not path.strip("/") or "\0" in path:
         raise ConfigError(f"{query.url}: name a directory, for example file:///var/cache/kvpool")
-    io, policy = query.text("io", "auto"), query.text("policy", "lru")
+    io, policy = query.text("io", "auto"), query.text("policy", DEFAULT_POLICY)
     for name, value, choices in (("io", io, IO_CHOICES), ("policy", policy, [*POLICIES])):
         if value not in choices:
             raise ConfigError(f"{query.url}: {name}={value}; {nearest(value, choices)}")

@@ -49,6 +49,10 @@ class Desk:
         self.write_breakers = [Breaker() for _ in self.tiers]
         self.hits = [0] * (len(self.tiers) + 1)
 
+    @property
+    def now_ns(self) -> int:
+        return int(self.now * 1e9)
+
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
         return self.scheduler.lanes[LaneName(kind, tier)]
 

@@ -108,7 +108,7 @@ class Fetches:
         if not entry.wanted:  # forgotten by a reset
             self._give_up(op, CellOutcome.CANCELLED)
             return
-        residency.arrived(entry)
+        residency.arrived(entry, self._desk.now_ns)
         nearer = [t for t in self._desk.tiers_writable() if t < fetch.tier]
         if nearer:
             self._copy_up(entry, nearer)

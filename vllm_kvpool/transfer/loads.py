@@ -39,7 +39,6 @@ class Scatter(CellOp):
     cell: CellTask
     entry: Entry
     load: "_Load"
-    is_hit: bool  # the cell was in host memory, for a request
     op: Op | None = None
     over: bool = False
 
@@ -77,6 +76,7 @@ class Loads:
         load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
         stop = job.stop_chunk
         num_from_host = 0
+        hits: dict[str, None] = {}  # chunks, a prompt's beginning first
         for task in job.tasks:
             if task.chunk.position >= stop:
                 continue
@@ -91,7 +91,9 @@ class Loads:
             is_here = entry.op is None
             num_from_host += is_here
             residency.pin(entry)
-            scatter = Scatter(task, entry, load, is_here and not entry.prefetched)
+            if is_here and not entry.prefetched:
+                hits[task.chunk.id] = None
+            scatter = Scatter(task, entry, load)
             after = () if entry.op is None else (entry.op,)
             scatter.op = desk.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)
             load.scatters.append(scatter)
@@ -99,6 +101,8 @@ class Loads:
             if job.layered:
                 span = task.cell.layer_start
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
+        for chunk_id in hits:
+            residency.hit(chunk_id, desk.now_ns)
         if job.layered:  # its cells come in the order of the layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
         if stop < job.stop_chunk:
@@ -200,12 +204,7 @@ class Loads:
         load.done = True
         job = load.job
         del self._loads[job.job_id]
-        desk, residency = self._desk, self._desk.residency
-        # The end of a prompt leaves host memory first.
-        by_chunk = load.scatters if residency.keep else []
-        for scatter in reversed(by_chunk):
-            if scatter.cell.chunk.position < load.stop_chunk:
-                (residency.used if scatter.is_hit else residency.refresh)(scatter.entry)
+        desk = self._desk
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
         desk.reports.append(done)
 

@@ -38,12 +38,13 @@ class _Names(NamedTuple):
 
     cells: tuple[_Named, ...]
     kinds: tuple[tuple[str, str], ...]  # what chunks are called, before and after the hash
+    needs_parent: tuple[bool, ...]  # by kind: whether it reads all of a prompt, not only its end
 
     def chunks(
         self, hashes: Sequence[bytes], first: int, parent: bytes = b""
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
         """Each chunk's index, its hash in hexadecimal and its references, by kind."""
-        parents = [self._id(kind, parent.hex()) if parent else "" for kind in self.kinds]
+        parents = self._parents(parent)
         for index, chunk_hash in enumerate(hashes, first):
             chunk_hex = chunk_hash.hex()
             refs = [
@@ -51,7 +52,14 @@ class _Names(NamedTuple):
                 for kind, before in zip(self.kinds, parents, strict=True)
             ]
             yield index, chunk_hex, refs
-            parents = [ref.id for ref in refs]
+            parents = self._parents(chunk_hash)
+
+    def _parents(self, chunk_hash: bytes) -> list[str]:
+        """What the chunk after this one has as its parent, by kind."""
+        return [
+            self._id(kind, chunk_hash.hex()) if chunk_hash and needs else ""
+            for kind, needs in zip(self.kinds, self.needs_parent, strict=True)
+        ]
 
     @staticmethod
     def _id(kind: tuple[str, str], chunk_hex: str) -> str:
@@ -166,7 +174,8 @@ class Planner:
             if len(self._names) >= EPOCHS_KEPT:
                 del self._names[next(iter(self._names))]
             keys = self.keys.in_epoch(epoch)
-            kinds = list(dict.fromkeys(cell.span.kind for cell in self.cells))
+            reaches = {cell.span.kind: cell.reach for cell in self.cells}
+            kinds = list(reaches)
             names = self._names[epoch] = _Names(
                 tuple(
                     _Named(
@@ -178,6 +187,7 @@ class Planner:
                     for cell in self.cells
                 ),
                 tuple(around_hash(keys.namespace, kind) for kind in kinds),
+                tuple(reach.is_whole for reach in reaches.values()),
             )
         return names
 

@@ -111,8 +111,10 @@ class Saves:
         save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
         up = desk.tiers_writable()
         gathers: list[Op] = []
+        hits: dict[str, None] = {}  # chunks
         for task in job.tasks:
             if desk.residency.get(task.key) is not None:  # it is here, or on its way
+                hits[task.chunk.id] = None
                 self._tell(save, task, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(task, up)
@@ -127,6 +129,8 @@ class Saves:
             self._add_puts(graph, copy, tiers, (entry.op,))
             save.cells.append(copy)
             self._copies[id(copy)] = copy
+        for chunk_id in hits:
+            desk.residency.hit(chunk_id, desk.now_ns)
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
 
@@ -160,7 +164,7 @@ class Saves:
         copy = op.what
         dropped = copy.save.dropped
         if outcome is CellOutcome.DONE and dropped is None:
-            self._desk.residency.arrived(copy.entry, dirty=copy.dirty)
+            self._desk.residency.arrived(copy.entry, self._desk.now_ns, dirty=copy.dirty)
             self._desk.scheduler.finish(op)
         else:
             copy.entry.op = None
@@ -298,11 +302,6 @@ class Saves:
         if save.num_open or not save.gathered:
             return
         desk, job = self._desk, self._saves.pop(save.job.job_id).job
-        # The end of a prompt leaves host memory first.
-        for task in reversed(job.tasks) if desk.residency.keep else ():
-            entry = desk.residency.get(task.key)
-            if entry is not None:
-                desk.residency.refresh(entry)
         done = SaveDone(
             job.job_id,
             job.request_id,

@@ -60,11 +60,12 @@ CREATE TABLE chunk (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
     parent INTEGER, position INTEGER NOT NULL, children INTEGER NOT NULL DEFAULT 0,
     holders INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
-    score INTEGER NOT NULL DEFAULT 0, uses INTEGER NOT NULL DEFAULT 0);
+    score INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX leaf ON chunk (score) WHERE children = 0 AND holders = 0;
 CREATE TABLE cell (
     chunk INTEGER NOT NULL, name BLOB NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (chunk, name)) WITHOUT ROWID;
+CREATE TABLE evicted (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, score INTEGER NOT NULL);
 CREATE TABLE writer (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, recycled INTEGER NOT NULL);
 CREATE TABLE hold (
     writer INTEGER NOT NULL, chunk INTEGER NOT NULL, count INTEGER NOT NULL,
@@ -79,7 +80,7 @@ _ERRNOS = {
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
 _CANDIDATE = """
-SELECT id, parent, bytes FROM chunk INDEXED BY leaf
+SELECT id, parent, bytes, name, score FROM chunk INDEXED BY leaf
 WHERE children = 0 AND holders = 0 ORDER BY score LIMIT 1"""
 
 
@@ -195,7 +196,7 @@ class FileIndex:
             if not is_complete:
                 slack_bytes = int(size_bytes * SOFT_SHARE)
                 size_bytes = min(found_bytes, size_bytes) + slack_bytes
-            evicted = self._evict(db, me, used_bytes - size_bytes)
+            evicted = self._evict(db, me, used_bytes, size_bytes)
             if evicted is None:
                 raise _NoRoom
             assert self._opened is not None
@@ -461,13 +462,18 @@ class FileIndex:
             return None
         [(nbytes,)] = db.execute("SELECT bytes FROM chunk WHERE id = ?", (chunk,)).fetchall()
         if not nbytes:
-            score = self._policy.on_put(self._clock_ns(), cell.chunk.position)
             db.execute(
                 "UPDATE chunk SET score = ?, position = ? WHERE id = ?",
-                (score, cell.chunk.position, chunk),
+                (self._first_score(db, cell.chunk_name), cell.chunk.position, chunk),
             )
         _hold(db, writer, chunk)
         return chunk
+
+    def _first_score(self, db: sqlite3.Connection, name: bytes) -> int:
+        """The score of a chunk that comes, which may be one that was evicted lately."""
+        now_ns = self._clock_ns()
+        known = db.execute("DELETE FROM evicted WHERE name = ? RETURNING score", (name,)).fetchall()
+        return self._policy.on_hit(known[0][0], now_ns) if known else self._policy.on_put(now_ns)
 
     def _release(self, db: sqlite3.Connection, writer: int, chunk: int) -> None:
         held = db.execute(
@@ -480,12 +486,14 @@ class FileIndex:
             _drop_if_empty(db, chunk)
 
     def _evict(
-        self, db: sqlite3.Connection, writer: int, excess_bytes: int
+        self, db: sqlite3.Connection, writer: int, used_bytes: int, size_bytes: int
     ) -> dict[int, int] | None:
-        """Take leaves out of the tree until so many bytes are free; their rows stay for `settle`.
+        """Take leaves out of the tree until what is used fits; their rows stay for `settle`.
 
-        Their bytes, by id; None if there are not enough.
+        Their bytes, by id; None if there are not enough. Their scores are remembered, of as many
+        chunks as the policy asks for.
         """
+        excess_bytes = used_bytes - size_bytes
         evicted: dict[int, int] = {}
         if excess_bytes > 0:
             self._repair_scores(db)
@@ -494,15 +502,25 @@ class FileIndex:
             row = db.execute(_CANDIDATE).fetchone()
             if row is None:
                 return None
-            chunk, parent, nbytes = row
+            chunk, parent, nbytes, name, score = row
             db.execute("UPDATE chunk SET holders = ?, parent = NULL WHERE id = ?", (LEAVING, chunk))
             _lose_child(db, parent)
             db.execute("INSERT INTO hold VALUES (?, ?, 1)", (writer, chunk))
+            if self._policy.remembered:
+                db.execute(
+                    "INSERT OR REPLACE INTO evicted (name, score) VALUES (?, ?)", (name, score)
+                )
             evicted[chunk] = nbytes
             excess_bytes -= nbytes
         if evicted:
             freed_bytes = sum(evicted.values())
             db.execute("UPDATE store SET used_bytes = used_bytes - ?", (freed_bytes,))
+            # As many as fit if all are as large as these.
+            num_chunks = used_bytes * len(evicted) // max(1, freed_bytes)
+            db.execute(
+                "DELETE FROM evicted WHERE id <= (SELECT max(id) FROM evicted) - ?",
+                (self._policy.remembered * num_chunks,),
+            )
         return evicted
 
     def _repair_scores(self, db: sqlite3.Connection) -> None:
@@ -538,15 +556,11 @@ class FileIndex:
                 now_ns = self._hits.pop(name)
             except (StopIteration, KeyError, RuntimeError):  # readers add to it meanwhile
                 return
-            row = db.execute(
-                "SELECT id, score, uses, position FROM chunk WHERE name = ?", (name,)
-            ).fetchone()
+            row = db.execute("SELECT id, score FROM chunk WHERE name = ?", (name,)).fetchone()
             if row is not None:
-                chunk, score, uses, position = row
-                score = self._policy.on_hit(score, uses, now_ns, position)
-                db.execute(
-                    "UPDATE chunk SET score = ?, uses = uses + 1 WHERE id = ?", (score, chunk)
-                )
+                chunk, score = row
+                score = self._policy.on_hit(score, now_ns)
+                db.execute("UPDATE chunk SET score = ? WHERE id = ?", (score, chunk))
 
     # The connection
 

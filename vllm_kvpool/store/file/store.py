@@ -27,7 +27,7 @@ from vllm_kvpool.store.base import (
     GetOutcome,
     PutOutcome,
 )
-from vllm_kvpool.store.eviction import POLICIES, EvictionPolicy
+from vllm_kvpool.store.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from vllm_kvpool.store.file.batch import (
     NO_ROOM,
     ROUND_BYTES,
@@ -120,7 +120,7 @@ class FileStore:
         path: str,
         size_bytes: int,
         io: str = "auto",
-        policy: EvictionPolicy = POLICIES["lru"],
+        policy: EvictionPolicy = POLICIES[DEFAULT_POLICY],
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         try:
