@@ -17,6 +17,7 @@ from tests.pool.test_sides import HEADS, HOST, NUM_CELLS, Tiers, one_rank, rando
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.store.base import GetOutcome, PutOutcome
 from vllm_kvpool.store.file import read_only
+from vllm_kvpool.store.file.space import FORMAT_DIR
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -172,7 +173,7 @@ def test_a_damaged_file_is_found_out(tmp_path: Path, seal: Seal) -> None:
     written, buffer = open_store(url, segment=False), make_buffer(5000)
     put_one(written, key, buffer)
     written.close()
-    (path,) = (each for each in (root / "v2" / "objects").rglob("*") if each.is_file())
+    (path,) = (each for each in (root / FORMAT_DIR / "objects").rglob("*") if each.is_file())
     data = bytearray(path.read_bytes())
     data[-10] ^= 1
     path.write_bytes(data)

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
 from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
@@ -309,15 +308,24 @@ class FileIndex:
         with self._reading() as db:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
-    def coldest(self, max_cells: int) -> list[EvictedCell]:
-        """Cells in the order in which they would be evicted now, of leaves alone."""
+    def coldest(self, max_cells: int) -> list[list[EvictedCell]]:
+        """The cells of leaves, by chunk, in the order in which they would be evicted now.
+
+        Whole chunks, so the last one may bring it above `max_cells`.
+        """
+        found: list[list[EvictedCell]] = []
         with self._reading() as db:
             leaves = db.execute(
                 "SELECT id FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 "
                 "ORDER BY score LIMIT ?",
                 (max_cells,),
             ).fetchall()
-            return list(islice(_files_of(db, (chunk for (chunk,) in leaves)), max_cells))
+            for leaf in leaves:
+                found.append(list(_files_of(db, leaf)))
+                max_cells -= len(found[-1])
+                if max_cells <= 0:
+                    break
+        return found
 
     # Removals: their callers have deleted the files
 

@@ -245,13 +245,14 @@ class FileStore:
         if excess_bytes <= 0 or not self._hand_down.take():
             return []
         found: list[EvictionCandidate] = []
-        for namespace, name, nbytes in index.coldest(max_keys):
-            path = self._space.path_of(namespace, name)
-            footer = read_file_footer(path)
-            if footer is not None and footer.key is not None and self._path(footer.key) == path:
-                chunk = ChunkRef(group_of_key(footer.key), footer.parent, footer.position)
-                found.append(EvictionCandidate(footer.key, chunk, footer.object_bytes))
-            excess_bytes -= nbytes
+        for cells in index.coldest(max_keys):  # what is left of a chunk would be worth nothing
+            for namespace, name, nbytes in cells:
+                path = self._space.path_of(namespace, name)
+                footer = read_file_footer(path)
+                if footer is not None and footer.key is not None and self._path(footer.key) == path:
+                    chunk = ChunkRef(group_of_key(footer.key), footer.parent, footer.position)
+                    found.append(EvictionCandidate(footer.key, chunk, footer.object_bytes))
+                excess_bytes -= nbytes
             if excess_bytes <= 0:
                 break
         return found
