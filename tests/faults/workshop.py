@@ -110,11 +110,12 @@ class Workshop:
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
         now, lookups = time.monotonic(), rig.pool._lookups
-        engines = [executor.engine for executor in rig.executors]
+        desks = [executor.engine.desk for executor in rig.executors]
+        breakers = [b for desk in desks for b in (*desk.breakers, *desk.write_breakers)]
         return (
             lookups.core.is_at_rest
             and all(store._is_up for store in lookups._stores)
-            and not any(b.is_open(now) for engine in engines for b in engine.desk.breakers)
+            and not any(breaker.is_open(now) for breaker in breakers)
         )
 
     def _wrap(self, store: Store) -> Store:
