@@ -117,10 +117,9 @@ def test_a_corrupt_cell_is_removed_from_its_tier_once(lane: str) -> None:
     else:
         bench.ends(0)
         told = bench.ends(1, DONE, CORRUPT)
-    assert told[0] == "loaded 2 to 0 corrupt"
     going_on = "check a" if lane == "get" else "scatter a"
-    assert {line.lstrip("0123456789 ") for line in told[1:]} == {going_on, "remove-0 b"}
-    assert "loaded 1 to 1 corrupt" in bench.run()
+    assert {line.lstrip("0123456789 ") for line in told} == {going_on, "remove-0 b"}
+    assert {"loaded 1 to 1 corrupt", "loaded 2 to 0 corrupt"} <= set(bench.run())
     assert bench.is_clean
 
 

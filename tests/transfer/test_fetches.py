@@ -13,6 +13,7 @@ from tests.transfer.engine_bench import (
     MEMORY,
     MISSING,
     SINGLE,
+    TIMEOUT_S,
     UNREACHABLE,
     Bench,
 )
@@ -59,8 +60,9 @@ def met_a_bad_cell(*tiers: Tier) -> tuple[Bench, WorkId]:
 @pytest.mark.parametrize("outcome", [DONE, FAILED, UNREACHABLE])
 def test_a_bad_cell_is_not_asked_for_while_it_is_being_removed(outcome: CellOutcome) -> None:
     bench, removal = met_a_bad_cell(DISK)
-    assert bench.load(2, "a b") == ["loaded 2 to 0 missing"]
-    bench.ends(removal, outcome)
+    assert bench.load(2, "a b") == []
+    told = bench.ends(removal, outcome)
+    assert sorted(told) == ["loaded 1 to 0 corrupt", "loaded 2 to 0 missing"]
     [told] = bench.load(3, "a")
     assert told.endswith("get-0 a")
     bench.run()
@@ -82,9 +84,10 @@ def test_a_bad_cell_of_a_further_tier_is_not_asked_for_while_it_is_being_removed
     bench.ends(0, MISSING)
     bench.ends(1)
     told = bench.ends(2, CORRUPT)
-    assert told == ["loaded 1 to 0 corrupt", "3 remove-1 a"]
+    assert told == ["3 remove-1 a"]
     assert bench.load(2, "a") == ["4 get-0 a"]
-    assert bench.ends(4, MISSING) == ["loaded 2 to 0 missing"]
+    assert bench.ends(4, MISSING) == []
+    assert sorted(bench.ends(3)) == ["loaded 1 to 0 corrupt", "loaded 2 to 0 missing"]
     bench.run()
     assert bench.is_clean
 
@@ -171,7 +174,38 @@ def test_every_remote_tier_is_tried_as_often() -> None:
 def test_what_would_fail_again_is_not_tried_again(outcome: CellOutcome) -> None:
     bench = Bench(FAR)
     bench.load(1, "a")
-    assert f"loaded 1 to 0 {outcome.value}" in bench.ends(0, outcome)
+    told = [*bench.ends(0, outcome), *bench.run()]
+    assert f"loaded 1 to 0 {outcome.value}" in told
+    assert not any("get" in line for line in told)
+
+
+def test_a_load_that_met_a_bad_cell_is_reported_when_that_has_left_its_tier() -> None:
+    """Or the request that comes next would find it there again, and fail as well."""
+    bench = Bench(DISK)
+    bench.load(1, "a b c")
+    bench.ends(0, DONE, CORRUPT, CORRUPT)
+    assert not any("loaded" in line for line in bench.run_but("remove-0"))
+    assert "loaded 1 to 1 corrupt" in bench.run()
+    assert bench.is_clean
+
+
+@pytest.mark.parametrize("met_by", [1, 2])
+def test_a_load_does_not_wait_for_a_removal_beyond_its_deadline(met_by: int) -> None:
+    bench, removal = met_a_bad_cell(DISK)
+    if met_by == 2:  # it comes when the removal runs already
+        assert bench.load(2, "a") == []
+    told = bench.after(TIMEOUT_S)
+    assert "loaded 1 to 0 corrupt" in told
+    assert ("loaded 2 to 0 missing" in told) == (met_by == 2)
+    bench.ends(removal)
+    assert bench.is_clean
+
+
+def test_a_load_does_not_wait_for_a_removal_that_is_stuck() -> None:
+    bench, removal = met_a_bad_cell(DISK)
+    assert bench.stuck(removal) == ["loaded 1 to 0 corrupt"]
+    bench.late(removal)
+    assert bench.is_clean
 
 
 def test_a_cell_that_nobody_wants_is_not_tried_again() -> None:

@@ -19,7 +19,7 @@ from vllm_kvpool.transfer.desk import PASSING, Desk
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
 from vllm_kvpool.transfer.handdown import HandDowns, Passage
-from vllm_kvpool.transfer.loads import Loads, Scatter
+from vllm_kvpool.transfer.loads import Load, Loads, Scatter
 from vllm_kvpool.transfer.ops import (
     HOST,
     NOBODY,
@@ -305,6 +305,8 @@ class Engine:
             for marker in reached:
                 if isinstance(marker.what, Passage):
                     self._hand_downs.ended(marker.what)
+                elif isinstance(marker.what, Load):
+                    self.loads.removed(marker.what)
                 elif isinstance(marker.what, SavesDropped):
                     self.desk.reports.append(marker.what)
                 else:

@@ -9,7 +9,7 @@ until that has ended nobody asks for it there, so no other load of this engine m
 A cell found further away is copied into the nearer tiers that lack it (`copy_up`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm_kvpool.transfer.desk import CellOp, Desk
@@ -43,7 +43,7 @@ class Fetches:
     def __init__(self, desk: Desk, copy_up: Callable[[Entry, list[int]], None]) -> None:
         self._desk = desk
         self._copy_up = copy_up
-        self._removing: set[tuple[int, str]] = set()  # bad cells, by tier and key
+        self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
     def begin(self, cell: NamedCell, graph: Graph) -> Entry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked for it."""
@@ -132,14 +132,14 @@ class Fetches:
         is_down = tier not in self._desk.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
-            self._removing.add((tier, cell.key))
-            self._desk.scheduler.add(graph, lane, Removal(cell, None, tier))
+            removal = self._desk.scheduler.add(graph, lane, Removal(cell, None, tier))
+            self._removing[tier, cell.key] = removal
 
     def removed(self, op: Op, outcome: CellOutcome) -> None:
         """REMOVE has ended, of a bad cell or of one that was handed down."""
         what = op.what
         if isinstance(what, Removal):
-            self._removing.remove((what.tier, what.cell.key))
+            del self._removing[what.tier, what.cell.key]
         if outcome is CellOutcome.DONE:
             self._desk.scheduler.finish(op)
         else:
@@ -148,6 +148,13 @@ class Fetches:
     def is_leaving(self, tier: int, key: str) -> bool:
         """Whether a bad cell is being removed there."""
         return (tier, key) in self._removing
+
+    def removals(self, keys: Iterable[str]) -> list[Op]:
+        """The running removals of these cells, from any tier."""
+        if not self._removing:  # as nearly always
+            return []
+        wanted = set(keys)
+        return [op for (_, key), op in self._removing.items() if key in wanted]
 
     def check(self) -> None:
         """What always holds."""

@@ -3,7 +3,8 @@
 Each cell is a SCATTER after the fetch of the cell, or at once where it is in host memory. A cell
 that cannot be had stops the load at its chunk: chunks before go on, nothing after is started. A
 load is reported when none of its scatters is in flight, so pages are never written behind the
-scheduler's back, and its deadline holds even while a store call is stuck.
+scheduler's back, and its deadline holds even while a store call is stuck. A load that met a bad
+cell is reported when that cell has left its tier: the next request must not find it there again.
 
 Of a layered load, whose request runs already, each span of layers is told of as soon as nothing of
 it is to come any more.
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvpool.transfer.desk import CellOp, Desk
-from vllm_kvpool.transfer.graph import Graph, Op, Priority
+from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.ops import (
     HOST,
     CellOutcome,
@@ -38,13 +39,15 @@ class Scatter(CellOp):
 
     cell: CellTask
     entry: Entry
-    load: "_Load"
+    load: "Load"
     op: Op | None = None
     over: bool = False
 
 
 @dataclass(slots=True)
-class _Load:
+class Load:
+    """A load that is not reported yet."""
+
     job: LoadJob
     graph: Graph
     stop_chunk: int  # cells at or after this chunk are no longer wanted
@@ -52,6 +55,7 @@ class _Load:
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without what was cut off
     num_open: int = 0
     open_by_span: dict[int, int] = field(default_factory=dict)  # of a layered one, by first layer
+    removals: Op | None = None  # a marker behind the removals of the bad cells that stopped it
     done: bool = False
 
 
@@ -62,7 +66,7 @@ class Loads:
         self._desk = desk
         self._fetches = fetches
         self._scatters = desk.lane(OpKind.SCATTER)
-        self._loads: dict[JobId, _Load] = {}
+        self._loads: dict[JobId, Load] = {}
 
     @property
     def num_open(self) -> int:
@@ -73,7 +77,7 @@ class Loads:
         desk, residency = self._desk, self._desk.residency
         owner = Owner(job.request_id, job.job_id)
         graph = Graph(owner, Priority.LOAD, desk.now + job.timeout_s)
-        load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
+        load = self._loads[job.job_id] = Load(job, graph, job.stop_chunk)
         stop = job.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
@@ -133,6 +137,8 @@ class Loads:
         """The deadline of a load's graph has passed."""
         for load in list(self._loads.values()):
             if load.graph is graph:
+                if load.removals is not None:
+                    self._desk.scheduler.cancel(load.removals)
                 open_now = [scatter for scatter in load.scatters if not scatter.over]
                 first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
                 self._stop(load, first, CellOutcome.TIMED_OUT)
@@ -161,12 +167,16 @@ class Loads:
             self._over(scatter)
             self._stop(scatter.load, scatter.cell.chunk.position, outcome)
 
+    def removed(self, load: Load) -> None:
+        """The bad cells that stopped the load have left their tiers, or cannot."""
+        self._finish(load)
+
     def _why_none(self) -> CellOutcome:
         desk = self._desk
         is_cut_off = bool(desk.tiers) and not desk.tiers_up()
         return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
-    def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
+    def _stop(self, load: Load, chunk: int, outcome: CellOutcome) -> None:
         """Nothing at or after `chunk` is wanted any more."""
         desk = self._desk
         if chunk < load.stop_chunk:
@@ -197,9 +207,9 @@ class Loads:
         if scatter.entry.op is not None:  # it is still on its way
             self._fetches.let_go(scatter.entry)
 
-    def _finish(self, load: _Load) -> None:
+    def _finish(self, load: Load) -> None:
         """Report the load if all that is wanted is in the pages and no scatter is in flight."""
-        if load.num_open or load.done or not load.graph.closed:
+        if load.num_open or load.done or self._is_removing(load) or not load.graph.closed:
             return
         load.done = True
         job = load.job
@@ -208,9 +218,21 @@ class Loads:
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
         desk.reports.append(done)
 
+    def _is_removing(self, load: Load) -> bool:
+        """Whether bad cells of the chunk that stopped the load are still on their way out."""
+        job = load.job
+        if load.removals is None and load.stop_chunk < job.stop_chunk:
+            keys = (task.key for task in job.tasks if task.chunk.position == load.stop_chunk)
+            removals = self._fetches.removals(keys)
+            if removals:
+                add = self._desk.scheduler.add
+                load.removals = add(load.graph, None, load, after=removals, always=True)
+        return load.removals is not None and load.removals.state is OpState.WAITING
+
     def check(self) -> None:
         """A load's open cells are its scatters that are not over."""
         for load in self._loads.values():
             still = [scatter for scatter in load.scatters if not scatter.over]
-            assert load.num_open == len(still) > 0
+            assert load.num_open == len(still)
+            assert still or self._is_removing(load)
             assert all(s.entry.pins and s.entry.state is not EntryState.GONE for s in still)
