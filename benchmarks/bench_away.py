@@ -19,8 +19,8 @@ from statistics import median
 
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from vllm_kvpool.testing.faults import Fault, FaultControl
-from vllm_kvpool.testing.models import LlamaShape, make_llama
+from tests.support.faults import Fault, FaultControl
+from tests.support.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
@@ -76,7 +76,7 @@ def start(name: str, model: Path, directory: Path) -> Side:
     faults = FaultControl(place)
     config = {
         "kv_connector": "KVPoolConnector",
-        "kv_connector_module_path": "vllm_kvpool.testing.faulty",
+        "kv_connector_module_path": "tests.support.faulty",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": f"file://{place}/cells?size=4GiB"},
     }

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster
+from tests.support.models import LlamaShape, make_llama
+from tests.support.mooncake_master import HOST, MooncakeMaster
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=768)
 TURN_TOKENS, TURNS, SYSTEM_TOKENS = 768, 3, 256

@@ -33,7 +33,7 @@ from benchmarks.embeds_sides import (
     Receiver,
     Sender,
 )
-from vllm_kvpool.testing.server_process import free_ports
+from tests.support.server_process import free_ports
 
 MIB = 1 << 20
 TRANSPORTS = ("mooncake", "local")

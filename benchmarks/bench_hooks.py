@@ -32,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from tests.support.fakes import FakePins, FakeRequest
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import LlamaShape, make_llama
+from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.hashing import RequestIdentity
 from vllm_kvpool.keys import make_namespace
@@ -43,10 +47,6 @@ from vllm_kvpool.pool.metadata import StepReport
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakePins, FakeRequest
-from vllm_kvpool.testing.faults import Fault, FaultyStore
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster, free_port
 from vllm_kvpool.transfer.ops import HostChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)

@@ -34,7 +34,7 @@ from benchmarks.common import (
 )
 from benchmarks.sides import Geometry, OurSide
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from vllm_kvpool.testing.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_llama
 
 LAYERS = 16
 SHAPE = LlamaShape(

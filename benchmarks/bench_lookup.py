@@ -26,6 +26,8 @@ from typing import Any, cast
 
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script
 from benchmarks.sides import native_client
+from tests.support.fakes import FakeRequest
+from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import make_namespace
@@ -39,9 +41,7 @@ from vllm_kvpool.pool.scheduler import ANSWER_SHARE, PoolScheduler
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import open_store, parse_store_url
-from vllm_kvpool.testing.fakes import FakeRequest
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK

@@ -23,8 +23,8 @@ from benchmarks.common import Child, Result, Target, children, run_script
 from benchmarks.plain_sides import PlainSide
 from benchmarks.shaped_link import FAR_ADDRESS, NEAR_ADDRESS, Hosts, shaped_link
 from benchmarks.sides import Geometry, Holder, OurSide
+from tests.support.namespaces import HostMaster, Inside
 from vllm_kvpool.pool.sides import BATCH_BYTES
-from vllm_kvpool.testing.namespaces import HostMaster, Inside
 
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 GBITS = (2.5, 5.0, 10.0)

@@ -28,10 +28,10 @@ from benchmarks.router_sides import (
     wait_ready,
     wait_serving,
 )
+from tests.support.server_process import free_ports
 from vllm_kvpool.router.load import run_load
 from vllm_kvpool.router.load_stats import LoadResult, Outcome
 from vllm_kvpool.router.load_trace import LoadSpec
-from vllm_kvpool.testing.server_process import free_ports
 
 TTFT_TARGET_S = 3.0
 CLIENTS = 256
@@ -52,7 +52,7 @@ def side(name: str, engine_args: Sequence[str], scratch: Path) -> Iterator[str]:
     front, admin = free_ports(2)
     python, urls = sys.executable, [f"http://127.0.0.1:{port}" for port in ports]
     engines = [
-        *(python, "-m", "vllm_kvpool.testing.scripted_engine", "--count", "4"),
+        *(python, "-m", "tests.support.scripted_engine", "--count", "4"),
         *("--port", str(ports[0]), "--pool", "memory", "--eos-probability", "0", *engine_args),
     ]
     with contextlib.ExitStack() as stack:

@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
+from tests.support.router_burst import Way, burst
+from tests.support.router_engines import Kind
+from tests.support.router_world import World
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.events import Action, Event
 from vllm_kvpool.router.requests import Ask, RequestId
 from vllm_kvpool.router.scaling import Mode, ScalingSettings
 from vllm_kvpool.router.states import Role
-from vllm_kvpool.testing.router_burst import Way, burst
-from vllm_kvpool.testing.router_engines import Kind
-from vllm_kvpool.testing.router_world import World
 
 PREFILL, DECODE = 24, 40
 KIND = Kind(total_blocks=16_000)

@@ -17,6 +17,7 @@ from statistics import median
 
 from benchmarks.common import Child, Result, Row, children, run_script
 from benchmarks.sides import Geometry, Holder, OurSide
+from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import Kind
@@ -25,7 +26,6 @@ from vllm_kvpool.pool.lookup_core import Lookup
 from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
 GEOMETRY = Geometry(block=16)
 LOOKUP_TOKENS = 16_384

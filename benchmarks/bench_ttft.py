@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script, wait_until
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster, free_port
+from tests.support.models import LlamaShape, make_llama
+from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 
 SHAPE = LlamaShape(layers=16, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, BLOCK = 2048, 128

@@ -13,13 +13,13 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from tests.support.server_process import free_ports
 from vllm_kvpool.router.shown import RouterView
-from vllm_kvpool.testing.server_process import free_ports
 
 READY_TIMEOUT_S = 30.0
 POLL_S = 0.1
 TOKEN = "only-for-this-machine"
-MODULE = "vllm_kvpool.testing.scripted_engine"
+MODULE = "tests.support.scripted_engine"
 SERVES = ("prefill", "decode")
 BURST_ENGINES = (
     *("--eos-probability", "0", "--step-base-s", "0.01", "--decode-sequence-s", "0.0005"),

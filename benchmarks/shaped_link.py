@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from vllm_kvpool.testing.namespaces import ip, require_namespaces, run_tool
+from tests.support.namespaces import ip, require_namespaces, run_tool
 
 NEAR_ADDRESS, FAR_ADDRESS, BITS = "10.213.78.1", "10.213.78.2", 30
 BURST = "1mb"  # what a bucket holds: a packet of the largest size, sixteen times

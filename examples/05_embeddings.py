@@ -196,7 +196,7 @@ def _picture() -> bytes:
 
 
 def _tiny_model(directory: Path) -> str:
-    from vllm_kvpool.testing.vision_models import LlavaShape, make_llava
+    from tests.support.vision_models import LlavaShape, make_llava
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return str(make_llava(directory, LlavaShape()))

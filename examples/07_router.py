@@ -14,8 +14,8 @@ import shutil
 import time
 from pathlib import Path
 
-from vllm_kvpool.testing.deployment import TOKEN, Deployment, DeploymentSpec
-from vllm_kvpool.testing.stream_client import complete
+from tests.support.deployment import TOKEN, Deployment, DeploymentSpec
+from tests.support.stream_client import complete
 
 UP = Path("up")
 QUESTION = "tell me a story about a router that never lost a token of any stream " * 8

@@ -67,7 +67,7 @@ def main() -> int:
 
 def make_model(scratch: Path) -> Path:
     """A model just large enough that computing a prompt takes longer than reading it."""
-    from vllm_kvpool.testing.models import LlamaShape, make_llama
+    from tests.support.models import LlamaShape, make_llama
 
     shape = LlamaShape(
         hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_dim=64, vocab=2048

@@ -44,18 +44,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": set(),
     "router": {"config", "errors", "metrics", "names", "prefetch", "sizes"},
     "cli": {"errors", "prefetch", "router"},
-    "testing": {"config", "connector", "errors", "keys", "names", "router", "staging", "store"},
+    "testing": {"errors", "keys", "staging", "store"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "vllm": ("connector.py", "plugin.py", "adapt/", "embeds/connector.py", "testing/"),
-    "mooncake": ("store/mooncake.py", "store/mooncake_engine.py", "testing/"),
+    "vllm": ("connector.py", "plugin.py", "adapt/", "embeds/connector.py"),
+    "mooncake": ("store/mooncake.py", "store/mooncake_engine.py"),
     "obstore": ("store/s3.py", "store/s3_call.py"),
     "torch": (
-        *("layout/formats.py", "staging/", "adapt/", "testing/"),
+        *("layout/formats.py", "staging/", "adapt/"),
         *("embeds/connector.py", "embeds/tensors.py"),
     ),
-    "zmq": ("embeds/sockets.py", "testing/"),
+    "zmq": ("embeds/sockets.py",),
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("adapt/ascend.py",),
     "numba": ("staging/copy_cpu.py",),
@@ -73,10 +73,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         ),
         *("embeds/mooncake_writes.py", "embeds/shared_files.py", "embeds/write_staging.py"),
         *("transfer/handdown.py", "transfer/lane_thread.py"),
-        *("transfer/executor.py", "transfer/trace.py", "testing/"),
+        *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (
-        *("store/s3.py", "store/s3_call.py", "testing/"),
+        *("store/s3.py", "store/s3_call.py"),
         *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
         *("router/launcher.py", "router/admin.py", "router/exchange.py", "router/load.py"),
         *("router/clients.py", "router/spelling.py", "router/prefetches.py", "router/replicas.py"),
@@ -84,9 +84,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "aiohttp": (
         *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
         *("router/admin.py", "router/exchange.py", "router/load.py", "router/clients.py"),
-        *("testing/",),
     ),
-    "os.environ": ("config.py", "router/config.py", "testing/"),
+    "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),
 }
 

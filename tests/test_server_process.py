@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.testing.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 class Absent(ServerProcess):

@@ -9,9 +9,9 @@ from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import cpu_pages
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from tests.support.latent_models import DeepseekShape, make_deepseek
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import defects, releases
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.config import read_config
-from vllm_kvpool.testing.latent_models import DeepseekShape, make_deepseek
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

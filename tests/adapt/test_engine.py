@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool import weights
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import epochs, releases
@@ -34,7 +35,6 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)

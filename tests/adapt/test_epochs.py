@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 from vllm.v1.engine.core import EngineCore as VllmEngineCore
 from vllm.v1.engine.core import EngineCoreProc
 
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import epochs
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.pool.lookup import HostCacheIndex
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
 WRAPPED = ("collective_rpc", "sleep", "set_weight_version", "_reset_caches")

@@ -19,6 +19,8 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.support.models import LlamaShape, make_llama
+from tests.support.vision_models import LlavaShape, make_llava
 from vllm_kvpool.adapt.factors import (
     _FORMS,
     LEFT_OUT_OF_EMBEDDINGS,
@@ -30,8 +32,6 @@ from vllm_kvpool.adapt.factors import (
 )
 from vllm_kvpool.adapt.namespace import engine_namespace, model_values
 from vllm_kvpool.config import read_config
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.vision_models import LlavaShape, make_llava
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

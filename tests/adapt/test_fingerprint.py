@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.support.vision_models import LlavaShape, make_llava
 from vllm_kvpool.adapt import embeds
 from vllm_kvpool.config import EmbedsConfig
-from vllm_kvpool.testing.vision_models import LlavaShape, make_llava
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -29,13 +29,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import releases
 from vllm_kvpool.adapt.kinds import context_of, layer_kinds
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group, Reach
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups, allocate_kv_cache
 
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.config import read_config
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

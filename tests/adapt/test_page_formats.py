@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBacken
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tests.adapt.vllm_pages import FORMATS, Content, Rank, hashes_of
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -31,11 +31,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests import support_table
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import cpu_pages
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

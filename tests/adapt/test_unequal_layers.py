@@ -28,6 +28,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from tests.support.copiers import warm_copier
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
@@ -35,8 +37,6 @@ from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import RankPlace, WorkerSide
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.copiers import warm_copier
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from tests.support.copiers import warm_copier
 from vllm_kvpool.adapt import cpu_pages, page_specs, releases
 from vllm_kvpool.config import read_config
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
@@ -35,7 +36,6 @@ from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
-from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 LAYERS, SPAN = 3, 2

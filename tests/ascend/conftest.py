@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.npu import FakeNpu
 from vllm_kvpool.staging import devices
-from vllm_kvpool.testing.npu import FakeNpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     import vllm_kvpool.connector  # noqa: F401 - imported for its effect
 
-from vllm_kvpool.testing.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_llama
 
 ND_FORMAT = 2
 SHAPE = LlamaShape(kv_heads=4, layers=4)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.npu import FakeNpu, NoDeviceContext
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.pool.sides import memory_source
 from vllm_kvpool.staging import devices
@@ -18,7 +19,6 @@ from vllm_kvpool.store.calls import BoundedCalls
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.store.open import parse_store_url
-from vllm_kvpool.testing.npu import FakeNpu, NoDeviceContext
 from vllm_kvpool.transfer.lane_thread import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
 

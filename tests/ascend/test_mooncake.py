@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.mooncake_master import MooncakeMaster
+from tests.support.npu import FakeNpu, FakeNpuEngine, FakeNpuWheel
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.store import mooncake, mooncake_engine
 from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
@@ -17,8 +19,6 @@ from vllm_kvpool.store.mooncake_engine import SharedEngine
 from vllm_kvpool.store.open import FABRIC_ENV, parse_store_url, uses_device
 from vllm_kvpool.testing.contract import key_of, new_namespace
 from vllm_kvpool.testing.memory import Arena, random_bytes
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
-from vllm_kvpool.testing.npu import FakeNpu, FakeNpuEngine, FakeNpuWheel
 
 from .test_sharing import BLOCK, AscendRank, is_same, kv_of
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.npu import FakeNpu, cut_pages
 from vllm_kvpool.adapt import page_formats
 from vllm_kvpool.adapt.page_formats import Expected
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import HostDevice, NpuDevice
-from vllm_kvpool.testing.npu import FakeNpu, cut_pages
 
 # B blocks, N tokens of a kernel block, H heads, D and E rows of K and V in elements.
 B, N, H, D, E = 6, 32, 4, 24, 40

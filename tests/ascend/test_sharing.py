@@ -21,6 +21,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from tests.support.copiers import warm_copier
+from tests.support.npu import AscendRunner, FakeNpu, cut_pages
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import page_formats
 from vllm_kvpool.connector import KVPoolConnector, KVPoolMetadata
@@ -30,8 +32,6 @@ from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import RankPlace, WorkerSide
 from vllm_kvpool.staging.devices import NpuDevice
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.copiers import warm_copier
-from vllm_kvpool.testing.npu import AscendRunner, FakeNpu, cut_pages
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 from .conftest import SHAPE

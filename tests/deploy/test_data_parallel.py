@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from tests.e2e.pool import files, pool, tokens
-from vllm_kvpool.testing.deployment import ENGINE_ARGS, MODEL
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.server_process import HOST, free_ports
-from vllm_kvpool.testing.tokenizers import VOCAB, add_tokenizer
+from tests.support.deployment import ENGINE_ARGS, MODEL
+from tests.support.models import LlamaShape, make_llama
+from tests.support.server_process import HOST, free_ports
+from tests.support.tokenizers import VOCAB, add_tokenizer
 
 pytestmark = pytest.mark.deploy
 

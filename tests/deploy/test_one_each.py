@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vllm_kvpool.testing.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
-from vllm_kvpool.testing.stream_client import chat, complete, once_at, words
+from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
+from tests.support.stream_client import chat, complete, once_at, words
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_kvpool.testing.deployment import START_TIMEOUT_S, Deployment, DeploymentSpec
-from vllm_kvpool.testing.stream_client import Told, chat, complete, once_at, words
+from tests.support.deployment import START_TIMEOUT_S, Deployment, DeploymentSpec
+from tests.support.stream_client import Told, chat, complete, once_at, words
 
 pytestmark = pytest.mark.deploy
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engine import Engine, EngineSpec
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.vision_models import (
+from tests.support.models import LlamaShape, make_llama
+from tests.support.vision_models import (
     LlavaShape,
     Qwen2VLShape,
     make_llava,

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.testing.models import LlamaShape, make_lora
+from tests.support.models import LlamaShape, make_lora
 
 pytestmark = pytest.mark.e2e
 

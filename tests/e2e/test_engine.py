@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import EngineError, EngineSpec, Prompt
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 

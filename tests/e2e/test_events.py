@@ -13,7 +13,7 @@ import zmq
 
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, files, pool, tokens
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 

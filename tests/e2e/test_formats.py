@@ -9,7 +9,7 @@ from tests.e2e.compare import logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, pool, tokens
-from vllm_kvpool.testing.models import GemmaShape, LlamaShape, make_gemma
+from tests.support.models import GemmaShape, LlamaShape, make_gemma
 
 pytestmark = pytest.mark.e2e
 

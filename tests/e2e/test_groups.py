@@ -11,9 +11,9 @@ import torch
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.testing.looped_models import LoopedShape, make_looped
-from vllm_kvpool.testing.models import HybridShape, LlamaShape, make_hybrid
-from vllm_kvpool.testing.uneven_models import UnevenShape, make_uneven
+from tests.support.looped_models import LoopedShape, make_looped
+from tests.support.models import HybridShape, LlamaShape, make_hybrid
+from tests.support.uneven_models import UnevenShape, make_uneven
 
 with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 

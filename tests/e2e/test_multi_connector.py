@@ -15,8 +15,8 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.test_events import FILE, blocks_of, told, until
-from vllm_kvpool.testing.faults import Fault, FaultControl
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.faults import Fault, FaultControl
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 
@@ -46,7 +46,7 @@ ORDERS = [Order(True, "recompute"), Order(False, "fail")]
 def multi(order: Order, directory: Path, **extra: object) -> Mapping[str, Any]:
     ours = {
         **pool(files(directory / "pool"), chunk_tokens=CHUNK, **extra),
-        "kv_connector_module_path": "vllm_kvpool.testing.faulty",
+        "kv_connector_module_path": "tests.support.faulty",
     }
     theirs = {
         "kv_connector": "ExampleConnector",

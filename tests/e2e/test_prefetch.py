@@ -13,9 +13,9 @@ import pytest
 
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import files, fresh, pool, same, tokens
+from tests.support.models import LlamaShape
+from tests.support.object_server import ObjectServer
 from vllm_kvpool.names import Brought, ChunkNames
-from vllm_kvpool.testing.models import LlamaShape
-from vllm_kvpool.testing.object_server import ObjectServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.s3]
 

@@ -10,7 +10,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.pool.test_read_only import mounted
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 

@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
+from tests.support.models import LlamaShape
+from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.metrics import METRICS, PREFIX, parse_sample
-from vllm_kvpool.testing.models import LlamaShape
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
 pytestmark = pytest.mark.e2e
 

@@ -8,8 +8,8 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.testing.models import LlamaShape
-from vllm_kvpool.testing.object_server import ObjectServer
+from tests.support.models import LlamaShape
+from tests.support.object_server import ObjectServer
 
 pytestmark = pytest.mark.e2e
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.params import Delivery
@@ -14,7 +15,6 @@ from vllm_kvpool.embeds.scheduler import ALONE_S, EmbedsScheduler, Feature, Requ
 from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
-from vllm_kvpool.testing.server_process import free_ports
 
 PATIENCE_S = 20.0
 

@@ -23,6 +23,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.fakes import FakeClock
+from tests.support.server_process import free_port
+from tests.support.transfer_engine import FakeTransferEngine, Fate
 from vllm_kvpool.embeds import mooncake_writes, shared_files
 from vllm_kvpool.embeds.dataplane import (
     LandingMemory,
@@ -40,9 +43,6 @@ from vllm_kvpool.embeds.run_bytes import STEP_BYTES
 from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.store import mooncake_engine
-from vllm_kvpool.testing.fakes import FakeClock
-from vllm_kvpool.testing.server_process import free_port
-from vllm_kvpool.testing.transfer_engine import FakeTransferEngine, Fate
 
 from .items import empty_item, expected, item_of, scattered, shape_of_widths
 from .writer_child import Answer, Order

@@ -18,6 +18,8 @@ import zmq.auth
 
 from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.support.relay import Relay
+from tests.support.server_process import free_ports
 from vllm_kvpool.embeds.protocol import (
     MAX_FRAME_BYTES,
     Envelope,
@@ -31,8 +33,6 @@ from vllm_kvpool.embeds.protocol import (
 from vllm_kvpool.embeds.rows import Extent, ItemShape
 from vllm_kvpool.embeds.scheduler import RequestView
 from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
-from vllm_kvpool.testing.relay import Relay
-from vllm_kvpool.testing.server_process import free_ports
 
 ROOT = Path(__file__).parents[2]
 ROW_BYTES = 64 * 4

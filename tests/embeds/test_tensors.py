@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.npu import POISON, FakeNpu
 from vllm_kvpool.embeds.kept_memory import MIN_HUGE_BYTES, KeptMemory
 from vllm_kvpool.embeds.rows import DTYPE_BYTES, ItemShape, Plane
 from vllm_kvpool.embeds.tensors import (
@@ -19,7 +20,6 @@ from vllm_kvpool.embeds.tensors import (
 )
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import NpuDevice
-from vllm_kvpool.testing.npu import POISON, FakeNpu
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.protocol import Role
 from vllm_kvpool.embeds.worker import Place
-from vllm_kvpool.testing.server_process import free_ports
 
 ROW_BYTES = 64 * 4
 

@@ -15,11 +15,11 @@ import xxhash
 
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BAD_CHUNK, BYSTANDER, IMPATIENT, READER, STORED_CHUNKS, Scene
+from tests.support.faults import Fault
 from vllm_kvpool import cells
 from vllm_kvpool.adapt import namespace
 from vllm_kvpool.store.file import read_only
 from vllm_kvpool.store.file.store import FileStore
-from vllm_kvpool.testing.faults import Fault
 
 DAY_S = 86_400
 ALL = STORED_CHUNKS * CHUNK

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults import ControlledFaults, Fault, FaultControl, FaultyStore
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.faults import ControlledFaults, Fault, FaultControl, FaultyStore
 
 LIMIT_S = 10.0
 

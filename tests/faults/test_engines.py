@@ -11,8 +11,8 @@ import pytest
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import files, pool, same, tokens
-from vllm_kvpool.testing.faults import Fault, FaultControl
-from vllm_kvpool.testing.models import LlamaShape
+from tests.support.faults import Fault, FaultControl
+from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
 
@@ -96,7 +96,7 @@ def start(
 
     def start(cell: Cell) -> Engine:
         config = pool(files(directory / f"pool{cell.waits}"), **(IMPATIENT if cell.waits else {}))
-        module = {"kv_connector_module_path": "vllm_kvpool.testing.faulty"}
+        module = {"kv_connector_module_path": "tests.support.faulty"}
         env = {"KVPOOL_FAULTS": str(directory)}
         return engines.get(
             EngineSpec(

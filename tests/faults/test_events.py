@@ -16,11 +16,11 @@ from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
 from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
 from vllm_kvpool.adapt import events
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import group_of
 from vllm_kvpool.store.base import Store
-from vllm_kvpool.testing.faults import Fault
 
 STEPS = 150
 MOST_STEPS = 1500  # on a busy machine less comes into host memory in a step

@@ -17,9 +17,9 @@ from tests.faults.audit import check_nothing_leaked, check_threads
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
 from vllm_kvpool.store.base import Buffer, ChunkRef
 from vllm_kvpool.store.memory import MemoryStore, Shelf
-from vllm_kvpool.testing.faults import Fault
 
 pytestmark = pytest.mark.slow
 

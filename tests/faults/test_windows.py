@@ -10,7 +10,7 @@ from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
 from tests.faults.model import FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
-from vllm_kvpool.testing.faults import Fault
+from tests.support.faults import Fault
 
 CHANCE = random.Random(2)
 PROMPT = CHANCE.choices(range(3, 1000), k=300)

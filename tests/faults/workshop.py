@@ -23,11 +23,11 @@ from vllm.v1.kv_cache_interface import (
 from tests.cache_tensors import tensors_of
 from tests.faults.model import VOCAB, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
+from tests.support.faults import Faults, FaultyStore
+from tests.support.latent_models import DeepseekShape, make_deepseek
+from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.open import open_store, parse_store_url, wrap_stores
-from vllm_kvpool.testing.faults import Faults, FaultyStore
-from vllm_kvpool.testing.latent_models import DeepseekShape, make_deepseek
-from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,7 @@ class Interpreter:
     def __init__(self, seed: int) -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.fail("needs TRITON_INTERPRET=1 and Triton; run `make test-triton`")
-        from vllm_kvpool.testing.late_streams import LateStreams
+        from tests.support.late_streams import LateStreams
 
         self._new_streams = LateStreams
         self._seed = seed

@@ -11,10 +11,10 @@ import pytest
 
 from tests.gpu.conftest import Interpreter
 from tests.staging.page_bench import POISON, SLOT_POISON, Cell, Pages, block_table, random_rows
+from tests.support.late_streams import LateStreams
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging import copier as copier_module
 from vllm_kvpool.staging.copier import check_move
-from vllm_kvpool.testing.late_streams import LateStreams
 
 pytestmark = pytest.mark.triton
 

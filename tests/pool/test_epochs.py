@@ -18,12 +18,12 @@ from tests.pool.test_scheduler import (
     Bench,
     hashes_of,
 )
+from tests.support.faults import Fault
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.metadata import StepReport
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.store.base import ChunkRef
-from vllm_kvpool.testing.faults import Fault
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange, JobId, SavePlan
 

@@ -8,12 +8,12 @@ import pytest
 from tests.pool.test_scheduler import CHUNK, NOTHING, PENDING
 from tests.pool.test_scheduler import Bench as SchedulerBench
 from tests.pool.test_worker import DONE, load_plan, loaded, save_plan
+from tests.support.fakes import FakeClock, FakeExecutor
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool import worker as worker_module
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
-from vllm_kvpool.testing.fakes import FakeClock, FakeExecutor
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SpanLoaded
 
 LAYERS = {"l0": 0, "l1": 0, "l2": 2, "l3": 2}

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import (
     ContextRank,
@@ -30,7 +31,6 @@ from vllm_kvpool.pool.lookup_core import (
 from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange
 

@@ -6,12 +6,12 @@ import pytest
 
 from tests.store import guard_bench
 from tests.store.guard_bench import LONG_S, Stage
+from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.manifest import MANIFEST_BYTES, Manifest, read_manifest, write_manifest
 from vllm_kvpool.pool.manifests import ManifestWriter
 from vllm_kvpool.store.base import ChunkRef, GetOutcome
-from vllm_kvpool.testing.faults import Fault
 from vllm_kvpool.testing.memory import make_buffer
 
 FIRST = make_namespace("model", "0" * 12)

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.fakes import FakePins
 from vllm_kvpool.pool.pins import HELD_SHARE, PinLedger, Place
-from vllm_kvpool.testing.fakes import FakePins
 from vllm_kvpool.transfer.ops import JobId
 
 

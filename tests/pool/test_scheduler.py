@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.fakes import FakeClock, FakePins, FakeRequest
+from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions, Role
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
@@ -30,8 +32,6 @@ from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import GroupTables, all_blocks
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,

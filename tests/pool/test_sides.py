@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.copiers import warm_copier
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
@@ -30,7 +31,6 @@ from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.store.guard import Patience
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import StoreSpec, open_store, parse_store_url
-from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.transfer import handdown
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
 

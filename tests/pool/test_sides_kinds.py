@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.copiers import warm_copier
+from tests.support.fakes import FakePins
 from vllm_kvpool.config import Role, read_config
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import make_namespace
@@ -26,8 +28,6 @@ from vllm_kvpool.pool.sides import ModelShape, RankPlace, SchedulerSide, WorkerS
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import StepResults
 from vllm_kvpool.store.file.store import FileStore
-from vllm_kvpool.testing.copiers import warm_copier
-from vllm_kvpool.testing.fakes import FakePins
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
 
 # Legend: L layers, B blocks, H heads, N tokens of a block on a rank, C content, T tokens.

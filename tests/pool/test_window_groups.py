@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.fakes import FakeClock, FakeRequest
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import make_namespace
@@ -29,7 +30,6 @@ from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import all_blocks
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakeClock, FakeRequest
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import NULL_BLOCK, LoadPlan, SavePlan
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.fakes import FakeExecutor
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
 from vllm_kvpool.pool.worker import GATHER_WAIT_S, PoolWorker, StepResults
-from vllm_kvpool.testing.fakes import FakeExecutor
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,

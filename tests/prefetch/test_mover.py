@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
+from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.names import Brought, CellStem, ChunkNames
@@ -14,7 +15,6 @@ from vllm_kvpool.prefetch import mover as mover_module
 from vllm_kvpool.prefetch.mover import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 
 PLENTY = 1 << 40
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
-from vllm_kvpool.testing.scripted_pool import ScriptedPool
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_spec import ScriptedSpec
 
 QUICK = ScriptedSpec(step_base_s=0, decode_sequence_s=0, default_temperature=0.0)
 STEADY = replace(QUICK, step_base_s=0.005)  # slow enough that something can happen in between

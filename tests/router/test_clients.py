@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
+from tests.support.router_rig import run
 from vllm_kvpool.router.clients import CLIENT_CLOSED_REQUEST, Client, ClientGone
-from vllm_kvpool.testing.router_rig import run
 
 Handle = Callable[[Client, web.BaseRequest], Awaitable[None]]
 HEADERS = CIMultiDict({"Content-Type": "text/event-stream", "X-Mine": "1"})

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.controller import MAX_SLEEP_S, Controller
 from vllm_kvpool.router.desk import Settings
@@ -21,7 +22,6 @@ from vllm_kvpool.router.requests import Phase, RequestId
 from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.states import Role
-from vllm_kvpool.testing.router_steps import Steps, spec
 
 P, D = Role.PREFILL, Role.DECODE
 NEW = "n-1"

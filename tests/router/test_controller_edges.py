@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.events import (
     Added,
@@ -16,7 +17,6 @@ from vllm_kvpool.router.requests import PHASES, Phase, Request, Turn
 from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.states import EDGES, Cause, Role, State
-from vllm_kvpool.testing.router_steps import Steps, spec
 
 P, D = Role.PREFILL, Role.DECODE
 NEW = "n-1"

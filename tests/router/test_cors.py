@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
+from tests.support.router_rig import CHAT, RouterRig, run
 from vllm_kvpool.router.cors import preflight, shown_to
-from vllm_kvpool.testing.router_rig import CHAT, RouterRig, run
 
 PAGE, OTHER = "https://page.example", "https://other.example"
 ANYBODY = {"Access-Control-Allow-Origin": "*"}

@@ -4,6 +4,7 @@ from collections import deque
 
 import pytest
 
+from tests.support.router_steps import Steps
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.dispatch import LOOK_AHEAD, MAX_PASSED_S
 from vllm_kvpool.router.events import Decode, Outcome, Prefill, Refuse, Spawn
@@ -13,7 +14,6 @@ from vllm_kvpool.router.requests import Phase
 from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.states import Role, State
-from vllm_kvpool.testing.router_steps import Steps
 
 HOSTS = ScalingSettings(hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),))
 ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.router_rig import FAST, run
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_pool import ScriptedPool
 from vllm_kvpool.router.engines import (
     EngineBroke,
     EngineLost,
@@ -16,9 +19,6 @@ from vllm_kvpool.router.engines import (
     read_sample,
 )
 from vllm_kvpool.router.events import Sample
-from vllm_kvpool.testing.router_rig import FAST, run
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
-from vllm_kvpool.testing.scripted_pool import ScriptedPool
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig, run
+from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.requests import Phase
 from vllm_kvpool.router.states import State
-from vllm_kvpool.testing.router_rig import CHAT, COMPLETIONS, Reply, RouterRig, run
-from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
 SHORT = "hello world"

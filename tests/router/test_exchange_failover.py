@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
+from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
+from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.bodies import Kind, parse_request
 from vllm_kvpool.router.clients import Client
 from vllm_kvpool.router.engines import Engines
@@ -27,8 +29,6 @@ from vllm_kvpool.router.events import (
 from vllm_kvpool.router.exchange import Exchange, Wiring
 from vllm_kvpool.router.requests import RequestId
 from vllm_kvpool.router.states import ReplicaId, State
-from vllm_kvpool.testing.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
-from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
 
 pytestmark = pytest.mark.alone
 

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.events import Sample
 from vllm_kvpool.router.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Stay, Transition
 from vllm_kvpool.router.requests import Request, RequestId
@@ -19,7 +20,6 @@ from vllm_kvpool.router.states import (
     Role,
     State,
 )
-from vllm_kvpool.testing.router_steps import ask, spec
 
 GROUPS = [TAKES_PREFILL, TAKES_DECODE, HAS_BOUND, frozenset({State.INACTIVE, State.FAILED})]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.router_steps import Steps
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.events import Abort, Decode, Outcome, Prefill, PrefillEnded, Refuse
 from vllm_kvpool.router.flow import HANDED_GRACE_S
@@ -9,7 +10,6 @@ from vllm_kvpool.router.placement import Budgets
 from vllm_kvpool.router.requests import Phase, RequestId
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.states import ReplicaId
-from vllm_kvpool.testing.router_steps import Steps
 
 FAILED = Outcome.FAILED
 UNHURRIED = ShedLimits(ttft_target_s=1000.0)

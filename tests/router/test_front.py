@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
+from tests.support.scripted_spec import FaultKind
 from vllm_kvpool.router.front import MAX_HEADER_BYTES
-from vllm_kvpool.testing.router_rig import CHAT, COMPLETIONS, RouterRig, run
-from vllm_kvpool.testing.scripted_spec import FaultKind
 
 JSON_HEAD = b"Content-Type: application/json\r\n"
 ASK = b'{"model":"scripted","prompt":"hello","max_tokens":2,"temperature":0}'

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.server_process import free_port
 from vllm_kvpool.router import launcher as launcher_module
 from vllm_kvpool.router.commands import (
     HOST_PLACEHOLDERS,
@@ -27,7 +28,6 @@ from vllm_kvpool.router.launcher import Launcher
 from vllm_kvpool.router.launches import Adopted, End, Exited, LauncherEvent, Started, StopFailed
 from vllm_kvpool.router.ledger import EngineRecord, Ledger
 from vllm_kvpool.router.processes import Process
-from vllm_kvpool.testing.server_process import free_port
 
 BOUND_S = 20.0
 HERE = LaunchHost(name="here")

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.events import Abort, Added, Decode, Load, Outcome, Prefill, Rest, Warm
 from vllm_kvpool.router.states import Cause, Role, State
-from vllm_kvpool.testing.router_steps import Steps, spec
 
 P, D = Role.PREFILL, Role.DECODE
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.events import Added, Load, Outcome, Rest
 from vllm_kvpool.router.states import Role, State
-from vllm_kvpool.testing.router_steps import Steps, spec
 
 P, D = Role.PREFILL, Role.DECODE
 

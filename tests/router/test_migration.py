@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.router_steps import ask
 from vllm_kvpool.router.migration import MigrationQueue
 from vllm_kvpool.router.requests import Request
 from vllm_kvpool.router.states import ReplicaId
-from vllm_kvpool.testing.router_steps import ask
 
 SOURCES = [ReplicaId("a"), ReplicaId("b"), None]
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.events import Sample
 from vllm_kvpool.router.fleet import Replica, Stay
 from vllm_kvpool.router.placement import (
@@ -18,7 +19,6 @@ from vllm_kvpool.router.placement import (
 )
 from vllm_kvpool.router.requests import Request, RequestId
 from vllm_kvpool.router.states import ReplicaId, State
-from vllm_kvpool.testing.router_steps import ask, spec
 
 NONE: frozenset[ReplicaId] = frozenset()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.router_rig import run
 from vllm_kvpool.names import Brought, CellStem, ChunkNames
 from vllm_kvpool.router import prefetches as module
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
@@ -17,7 +18,6 @@ from vllm_kvpool.router.fleet import Fleet
 from vllm_kvpool.router.prefetches import Prefetches
 from vllm_kvpool.router.requests import Ask, Request, RequestId
 from vllm_kvpool.router.states import Cause, ReplicaId, State
-from vllm_kvpool.testing.router_rig import run
 
 LIMIT_S = 20.0
 NAMES = ChunkNames((CellStem("a@", 100),), ("x", "y"))

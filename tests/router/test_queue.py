@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.router_steps import ask
 from vllm_kvpool.router.queue import SLACK, PromptQueue
 from vllm_kvpool.router.requests import Request
-from vllm_kvpool.testing.router_steps import ask
 
 
 class Queue(RuleBasedStateMachine):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.support.router_steps import ask
 from vllm_kvpool.router.requests import ENDS, PHASES, IllegalTurn, Phase, Request, Turn
-from vllm_kvpool.testing.router_steps import ask
 
 
 @pytest.mark.parametrize("phase", Phase)

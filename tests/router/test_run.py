@@ -13,6 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.support.router_rig import COMPLETIONS, Reply, RouterRig, run
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.engines import Engines
@@ -29,9 +32,6 @@ from vllm_kvpool.router.events import (
 )
 from vllm_kvpool.router.run import Router, _serve
 from vllm_kvpool.router.states import ReplicaId, Role, State
-from vllm_kvpool.testing.router_rig import COMPLETIONS, Reply, RouterRig, run
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
-from vllm_kvpool.testing.scripted_spec import FaultKind, ScriptedSpec
 
 pytestmark = pytest.mark.alone
 

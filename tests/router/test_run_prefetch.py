@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from tests.router.test_run_launches import COMMAND, serves, until
+from tests.support.router_rig import QUICK, run
+from tests.support.scripted_spec import STEMS
+from tests.support.server_process import free_ports
 from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.events import Spawn
 from vllm_kvpool.router.run import Router
 from vllm_kvpool.router.states import Role
-from vllm_kvpool.testing.router_rig import QUICK, run
-from vllm_kvpool.testing.scripted_spec import STEMS
-from vllm_kvpool.testing.server_process import free_ports
 
 SLOW = ("--prefill-tokens-per-s", "1500", "--eos-probability", "0")
 PREFIX = "the same words come first " * 160

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.events import Added, Load, Rest, Spawn
@@ -14,7 +15,6 @@ from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.standings import WeightSource
 from vllm_kvpool.router.states import Cause, Role, State
-from vllm_kvpool.testing.router_steps import Steps, spec
 
 P, D = Role.PREFILL, Role.DECODE
 ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)

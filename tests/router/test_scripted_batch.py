@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.scripted_batch import POLL_S, Batch, Phase, Sequence
+from tests.support.scripted_pool import ChunkChain, ScriptedPool
+from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.testing.scripted_batch import POLL_S, Batch, Phase, Sequence
-from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
 
 SPEC = ScriptedSpec(
     step_base_s=0.01,

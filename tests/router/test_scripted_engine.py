@@ -20,10 +20,10 @@ from tests.router.scripted_client import (
     served,
     until,
 )
-from vllm_kvpool.testing.scripted_core import CATCH_UP_S
-from vllm_kvpool.testing.scripted_pool import DirectoryPool, ScriptedPool
-from vllm_kvpool.testing.scripted_spec import FaultKind
-from vllm_kvpool.testing.scripted_words import encode
+from tests.support.scripted_core import CATCH_UP_S
+from tests.support.scripted_pool import DirectoryPool, ScriptedPool
+from tests.support.scripted_spec import FaultKind
+from tests.support.scripted_words import encode
 
 
 def tokens_of(data: bytes) -> list[int]:

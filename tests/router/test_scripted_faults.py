@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import aiohttp
 import pytest
 
-from vllm_kvpool.testing.scripted_engine import Listener, ScriptedEngine
-from vllm_kvpool.testing.scripted_faults import FaultBoard, RequestFaults
-from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.scripted_engine import Listener, ScriptedEngine
+from tests.support.scripted_faults import FaultBoard, RequestFaults
+from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 
 if TYPE_CHECKING:
-    from vllm_kvpool.testing.scripted_http import Handler
+    from tests.support.scripted_http import Handler
 
 SPEC = ScriptedSpec(step_base_s=0.002, decode_sequence_s=0, default_temperature=0.0)
 BOUND_S = 10.0
@@ -347,7 +347,7 @@ def test_a_death_while_it_loads_is_one() -> None:
 def test_a_process_of_engines_is_told_what_goes_wrong_by_http() -> None:
     async def main() -> None:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vllm_kvpool.testing.scripted_engine"),
+            *(sys.executable, "-m", "tests.support.scripted_engine"),
             *("--port", "0", "--count", "2", "--step-base-s", "0", "--no-prefix-caching"),
             stdout=asyncio.subprocess.PIPE,
         )

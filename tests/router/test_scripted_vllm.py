@@ -14,19 +14,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.metrics import METRICS
-from vllm_kvpool.testing.scripted_batch import Batch
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
-from vllm_kvpool.testing.scripted_metrics import EngineStats, metrics_text
-from vllm_kvpool.testing.scripted_pool import ScriptedPool
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
-from vllm_kvpool.testing.scripted_words import (
+from tests.support.scripted_batch import Batch
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_metrics import EngineStats, metrics_text
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_spec import ScriptedSpec
+from tests.support.scripted_words import (
     EOS_ID,
     Continuation,
     Detokenizer,
     encode,
     token_bytes,
 )
+from vllm_kvpool.metrics import METRICS
 
 pytestmark = pytest.mark.slow  # importing vLLM's server takes ten seconds
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.testing.scripted_words import (
+from tests.support.scripted_words import (
     EOS_ID,
     VOCAB_SIZE,
     Continuation,

@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.router_burst import Way, burst, load
+from tests.support.router_chaos import HOUR_S, Chaos
+from tests.support.router_engines import Kind
+from tests.support.router_timeline import Habits
+from tests.support.router_world import World
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.placement import Budgets
@@ -20,11 +25,6 @@ from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.standings import WeightSource
 from vllm_kvpool.router.states import DRAINING, EDGES, LOADING, Cause, Role, State
 from vllm_kvpool.router.takeover import FIRST_LIMIT, limit
-from vllm_kvpool.testing.router_burst import Way, burst, load
-from vllm_kvpool.testing.router_chaos import HOUR_S, Chaos
-from vllm_kvpool.testing.router_engines import Kind
-from vllm_kvpool.testing.router_timeline import Habits
-from vllm_kvpool.testing.router_world import World
 
 WORLDS, HOURS = 200, 5
 STORMS, STORM_S = 20, 200.0

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from tests.support.router_rig import COMPLETIONS, FAST, run
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import HealthConfig
 from vllm_kvpool.router.engines import Engines
 from vllm_kvpool.router.events import Event, Failed, Loaded, Measured, Warmed
 from vllm_kvpool.router.states import ReplicaId
 from vllm_kvpool.router.watch import Watch
-from vllm_kvpool.testing.router_rig import COMPLETIONS, FAST, run
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
-from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
 
 ONE = ReplicaId("one")
 QUICK = HealthConfig(metrics_every_s=0.02, health_every_s=0.02, timeout_s=0.15, failures=2)

@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.support.models import LlamaShape, make_llama, make_lora
 from vllm_kvpool import cells, hashing
 from vllm_kvpool.config import read_config
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import Kind, Topology
-from vllm_kvpool.testing.models import LlamaShape, make_llama, make_lora
 from vllm_kvpool.weights import digest_adapter
 
 Identity = Callable[[Path], str]

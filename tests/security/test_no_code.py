@@ -99,11 +99,11 @@ def test_no_data_becomes_code_and_one_file_binds_a_socket() -> None:
     ("path", "source"),
     [
         ("store/files.py", "import pickle"),
-        ("testing/fakes.py", "from marshal import loads"),
+        ("tests/support/fakes.py", "from marshal import loads"),
         ("config.py", "value = eval(text)"),
         ("weights.py", "import torch\nw = torch.load(path)"),
         ("weights.py", "np.frombuffer(x)\nnp.load(path, mmap_mode='r')"),
-        ("testing/models.py", "subprocess.run(command, shell=True)"),
+        ("tests/support/models.py", "subprocess.run(command, shell=True)"),
         ("pool/sides.py", "import subprocess"),
         ("pool/sides.py", "import os\nos.system('ls')"),
         ("store/mooncake.py", "import socket\nserver = socket.create_server(('', 0))"),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.fakes import FakeRequest
 from vllm_kvpool.cells import CellFault, seal, verify
 from vllm_kvpool.config import RequestOptions, Role, read_config
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
@@ -37,7 +38,6 @@ from vllm_kvpool.store.file.format import MAX_KEY_BYTES
 from vllm_kvpool.store.file.store import FileStore, object_name
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.s3_answers import object_name as s3_object_name
-from vllm_kvpool.testing.fakes import FakeRequest
 from vllm_kvpool.testing.memory import make_buffer
 
 CHUNK, CHUNKS, LIMIT_S = 32, 3, 30.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.soak.engine import Engine, EngineSpec, Served
-from vllm_kvpool.testing.namespaces import enter
+from tests.support.namespaces import enter
 
 PR_SET_PDEATHSIG = 1
 

@@ -28,6 +28,7 @@ from tests.soak.content import (
     kv_lhtw,
     prompt,
 )
+from tests.support.fakes import NULL_BLOCK, FakePins, FakeRequest
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
 from vllm_kvpool.hashing import RequestIdentity
 from vllm_kvpool.keys import make_namespace
@@ -38,7 +39,6 @@ from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
-from vllm_kvpool.testing.fakes import NULL_BLOCK, FakePins, FakeRequest
 
 NAMESPACE = make_namespace("soak", "0" * 12)
 LOAD_TIMEOUT_S = 3.0

@@ -13,8 +13,8 @@ from typing import Self
 
 from tests.soak.crew import context
 from tests.soak.wire import Weather, run
-from vllm_kvpool.testing.namespaces import ANY_ADDRESS, COMMAND_LIMIT_S, ip, require_namespaces
-from vllm_kvpool.testing.object_server import ObjectServer
+from tests.support.namespaces import ANY_ADDRESS, COMMAND_LIMIT_S, ip, require_namespaces
+from tests.support.object_server import ObjectServer
 
 WIRE_LIMIT_S = 40.0
 NEAR_ADDRESS, FAR_ADDRESS, BITS = "10.213.77.1", "10.213.77.2", 30

@@ -15,8 +15,8 @@ from random import Random
 from tests.soak.crew import START_LIMIT_S, Crew, Member, Trouble, Vitals
 from tests.soak.directory import Directory, Found
 from tests.soak.engine import EngineSpec
+from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import Role
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
 SURVIVE_LIMIT_S = 20.0  # until everybody has answered twice after a strike
 RECOVER_LIMIT_S = 40.0  # until hits come back after a server was away

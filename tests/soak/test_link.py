@@ -18,8 +18,8 @@ from tests.soak.engine import CALL_TIMEOUT_S, EngineSpec
 from tests.soak.link import NEAR_ADDRESS, Link, NearObjects
 from tests.soak.rounds import RECOVER_LIMIT_S, SURVIVE_LIMIT_S, Prompts
 from tests.soak.wire import Weather
+from tests.support.namespaces import HostMaster, Inside, NoNamespaces
 from vllm_kvpool.config import Role
-from vllm_kvpool.testing.namespaces import HostMaster, Inside, NoNamespaces
 
 GOOD = Weather()
 SLOW = Weather(delay_s=0.02)  # makes it likely that loads are under way

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from random import Random
 
 from tests.soak.child import PR_SET_PDEATHSIG
-from vllm_kvpool.testing.namespaces import enter
+from tests.support.namespaces import enter
 
 ETH_P_ALL = 3
 SOL_PACKET = 263

@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
+from tests.support.fakes import FakeClock
+from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, ChunkRef, EvictionCandidate
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
-from vllm_kvpool.testing.fakes import FakeClock
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
 
 LIMIT_S = 10.0

@@ -18,13 +18,13 @@ from tests.store.guard_bench import (
     LONG_S,
     Stage,
 )
+from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store import guard
 from vllm_kvpool.store.base import GetOutcome
 from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.store.calls import MAX_LEFT_BEHIND
 from vllm_kvpool.store.guard import CHECK_KEY, SLOW_FAILURE_S
-from vllm_kvpool.testing.faults import Fault
 
 NUM_THREADS = 8
 

@@ -19,13 +19,13 @@ from tests.store.guard_bench import (
     SHORT_S,
     Stage,
 )
+from tests.support.faults import Fault
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.store.base import Buffer, Store
 from vllm_kvpool.store.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from vllm_kvpool.store.guard import PAUSE_JITTER, GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
-from vllm_kvpool.testing.faults import Fault
 
 AWAY = StoreUnreachable("nobody answers")
 

@@ -9,13 +9,13 @@ import pytest
 
 from tests.store import guard_bench
 from tests.store.guard_bench import BOUND_S, LIMIT_S, LONG_S, Stage
+from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.store import breaker, guard
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.breaker import FAILURES_TO_OPEN
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
 
 NUM_THREADS = 8

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store import mooncake
 from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.mooncake import MooncakeOptions, MooncakeStore, cut_batches
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import Arena, make_buffer, random_bytes
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
 
 pytestmark = pytest.mark.mooncake
 

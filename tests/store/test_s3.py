@@ -7,6 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.object_server import (
+    Answer,
+    Cut,
+    Fault,
+    FaultyFront,
+    Hang,
+    Lose,
+    ObjectServer,
+    Rule,
+    Seen,
+    Shrink,
+    Stall,
+    Strip,
+    in_turn,
+)
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.store import s3, s3_call
@@ -23,21 +38,6 @@ from vllm_kvpool.store.s3_call import (
 )
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
-from vllm_kvpool.testing.object_server import (
-    Answer,
-    Cut,
-    Fault,
-    FaultyFront,
-    Hang,
-    Lose,
-    ObjectServer,
-    Rule,
-    Seen,
-    Shrink,
-    Stall,
-    Strip,
-    in_turn,
-)
 
 pytestmark = pytest.mark.s3
 

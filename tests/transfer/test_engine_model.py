@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.fakes import FakeClock
 from tests.transfer.engine_bench import (
     CELL_BYTES,
     CORRUPT,
@@ -23,7 +24,6 @@ from tests.transfer.engine_bench import (
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
 from vllm_kvpool.store.eviction import POLICIES
-from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import (

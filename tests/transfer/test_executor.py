@@ -11,6 +11,8 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from tests.support.fakes import FakeCopier, FakeTrace, FaultyPerform
+from tests.support.faults import Fault, FaultyStore
 from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.keys import ContextRank, KeyMaker, group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
@@ -21,8 +23,6 @@ from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.store.eviction import Lru
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, FaultyPerform
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.transfer import executor as executor_module
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import (

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.faults import Fault, FaultyStore
 from tests.transfer.barrier import has_taken_all
 from tests.transfer.test_executor import (
     CELLS_PER_CHUNK,
@@ -30,7 +31,6 @@ from tests.transfer.test_executor import (
 from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.store import breaker
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.transfer import executor
 from vllm_kvpool.transfer.engine import lane_names
 from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_STUCK

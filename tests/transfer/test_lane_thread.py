@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.faults import FaultyStore
 from tests.transfer.test_executor import EXECUTOR_LOG, LIMIT_S, Rank, all_done, one_cell_plan
 from tests.transfer.test_executor_stuck import (
     GET,
@@ -21,7 +22,6 @@ from tests.transfer.test_executor_stuck import (
 )
 from vllm_kvpool.store import breaker
 from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.testing.faults import FaultyStore
 from vllm_kvpool.transfer import executor, lane_thread
 from vllm_kvpool.transfer.lane_thread import LaneThread
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, Work, WorkDone, WorkId

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
+from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.cells import HEADER_BYTES, seal, verify
 from vllm_kvpool.keys import HeadPart, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
@@ -15,8 +17,6 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
-from vllm_kvpool.testing.fakes import FakeClock, FakeCopier, FakeTrace
-from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (

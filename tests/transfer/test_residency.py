@@ -5,10 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.fakes import FakeClock
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.eviction import POLICIES
-from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.ops import HostChange
 from vllm_kvpool.transfer.residency import STALE_PLACES, Entry, EntryState, Residency
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.fakes import FakeClock
 from tests.transfer.lines import counted_lines
-from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.graph import (
     FAIR_EVERY,
     Batch,

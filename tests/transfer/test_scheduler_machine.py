@@ -7,7 +7,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_kvpool.testing.fakes import FakeClock
+from tests.support.fakes import FakeClock
 from vllm_kvpool.transfer.graph import (
     Batch,
     Graph,

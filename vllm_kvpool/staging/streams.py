@@ -1,7 +1,7 @@
 """What a copier needs of a device: streams, events, memory. The seam between copiers and CUDA.
 
-`CudaStreams` is the real one. `testing/late_streams.py` has one that runs on the host and does
-everything as late, and in as odd an order, as streams and events permit.
+`CudaStreams` is the real one. `tests/support/late_streams.py` has one that runs on the host and
+does everything as late, and in as odd an order, as streams and events permit.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 from aiohttp import web
 
-from vllm_kvpool.testing.scripted_bodies import (
+from tests.support.scripted_bodies import (
     DONE,
     ChatForm,
     CompletionForm,
@@ -22,11 +22,11 @@ from vllm_kvpool.testing.scripted_bodies import (
     event,
     models_body,
 )
-from vllm_kvpool.testing.scripted_core import EngineCore, EngineCounts
-from vllm_kvpool.testing.scripted_faults import FaultBoard, RequestFaults
-from vllm_kvpool.testing.scripted_metrics import CONTENT_TYPE, metrics_text
-from vllm_kvpool.testing.scripted_replies import Ending, Reply
-from vllm_kvpool.testing.scripted_requests import (
+from tests.support.scripted_core import EngineCore, EngineCounts
+from tests.support.scripted_faults import FaultBoard, RequestFaults
+from tests.support.scripted_metrics import CONTENT_TYPE, metrics_text
+from tests.support.scripted_replies import Ending, Reply
+from tests.support.scripted_requests import (
     Ask,
     DetokenizeBody,
     Refusal,
@@ -38,13 +38,13 @@ from vllm_kvpool.testing.scripted_requests import (
     read_completion,
     wrong_media_type,
 )
-from vllm_kvpool.testing.scripted_spec import (
+from tests.support.scripted_spec import (
     GENERATION_PATHS,
     Fault,
     FaultKind,
     ScriptedSpec,
 )
-from vllm_kvpool.testing.scripted_words import decode, encode
+from tests.support.scripted_words import decode, encode
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # what needs the key
 _CONTROL = ("/faults", "/counts")

@@ -6,11 +6,11 @@ What happens follows from a seed alone. After it, `heal` lets everything recover
 import random
 from collections.abc import Callable
 
+from tests.support.router_engines import Engine
+from tests.support.router_world import World
 from vllm_kvpool.router.events import Drain, Remove, SetRole, Spawn
 from vllm_kvpool.router.requests import Ask, RequestId
 from vllm_kvpool.router.states import ReplicaId, Role, State
-from vllm_kvpool.testing.router_engines import Engine
-from vllm_kvpool.testing.router_world import World
 
 CHUNK_TOKENS = 256
 ROOTS = 6  # prompts that differ from their beginning on

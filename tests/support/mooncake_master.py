@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 
-from vllm_kvpool.testing.server_process import (
+from tests.support.server_process import (
     HOST,
     POLL_S,
     STOP_TIMEOUT_S,

@@ -8,8 +8,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_kvpool.testing.scripted_batch import Batch
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
+from tests.support.scripted_batch import Batch
+from tests.support.scripted_spec import ScriptedSpec
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")

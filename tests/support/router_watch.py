@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.support.router_calls import Calls
+from tests.support.router_engines import Engine, Kind
+from tests.support.router_timeline import Habits, Timeline
 from vllm_kvpool.router.events import Event, Failed, Loaded, Measured, ReplicaSpec, Warmed
 from vllm_kvpool.router.states import ReplicaId
-from vllm_kvpool.testing.router_calls import Calls
-from vllm_kvpool.testing.router_engines import Engine, Kind
-from vllm_kvpool.testing.router_timeline import Habits, Timeline
 
 MISSED_UNTIL_FAILED = 3
 ASK_AGAIN_S = 1.0

@@ -11,6 +11,9 @@ from dataclasses import replace
 from enum import Enum
 from itertools import count
 
+from tests.support.router_engines import Kind
+from tests.support.router_timeline import Habits
+from tests.support.router_world import World
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.events import Spawn
@@ -18,9 +21,6 @@ from vllm_kvpool.router.requests import Ask, RequestId
 from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
 from vllm_kvpool.router.shedding import ShedLimits
 from vllm_kvpool.router.states import Role
-from vllm_kvpool.testing.router_engines import Kind
-from vllm_kvpool.testing.router_timeline import Habits
-from vllm_kvpool.testing.router_world import World
 
 KIND = Kind(prefill_tokens_per_s=8_000.0, token_s_per_request=0.0005, total_blocks=20_000)
 PROMPT_TOKENS, OUTPUT_TOKENS = (1000, 5000), (50, 400)

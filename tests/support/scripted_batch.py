@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from tests.support.scripted_pool import ChunkChain, ScriptedPool
+from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
 
 POLL_S = 0.005  # how often the pool is asked again for what a sequence expects
 

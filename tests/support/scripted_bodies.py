@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_kvpool.testing.scripted_requests import Ask
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
+from tests.support.scripted_requests import Ask
+from tests.support.scripted_spec import ScriptedSpec
 
 DONE = b"data: [DONE]\n\n"
 _CACHED_TEXTS = 1 << 14

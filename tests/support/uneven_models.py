@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpool.testing.models import (
+from tests.support.models import (
     HybridShape,
     llama_config,
     llama_sizes,

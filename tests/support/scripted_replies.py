@@ -9,10 +9,10 @@ import asyncio
 from enum import Enum
 from typing import NamedTuple
 
-from vllm_kvpool.testing.scripted_bodies import CompletionForm, Delta, Usage
-from vllm_kvpool.testing.scripted_core import Choice, EngineCore
-from vllm_kvpool.testing.scripted_faults import RequestFaults
-from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.scripted_bodies import CompletionForm, Delta, Usage
+from tests.support.scripted_core import Choice, EngineCore
+from tests.support.scripted_faults import RequestFaults
+from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 
 MAX_BUFFER_BYTES = 64 << 10  # beyond it the transport gets nothing but the last tokens
 _GARBLED = b'data: {"id":"cmpl-","object":"text_compl\n\n'

@@ -21,13 +21,13 @@ import msgspec
 import uvloop
 from multidict import CIMultiDictProxy
 
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.run import Router
 from vllm_kvpool.router.sse import Events
 from vllm_kvpool.router.states import ReplicaId, State
-from vllm_kvpool.testing.scripted_engine import ScriptedEngine
-from vllm_kvpool.testing.scripted_pool import ScriptedPool
-from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
 
 T = TypeVar("T")
 

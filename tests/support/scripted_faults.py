@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from vllm_kvpool.testing.scripted_spec import ENGINE_KINDS, STREAM_KINDS, Fault, FaultKind
+from tests.support.scripted_spec import ENGINE_KINDS, STREAM_KINDS, Fault, FaultKind
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from vllm_kvpool.testing.faults import BLOCK_LIMIT_S
+from tests.support.faults import BLOCK_LIMIT_S
 
 NULL_BLOCK = 0
 

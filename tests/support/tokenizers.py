@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from vllm_kvpool.testing.models import write_json
+from tests.support.models import write_json
 
 VOCAB = 400
 BEGIN, END = "<|begin|>", "<|end|>"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
-from vllm_kvpool.testing.models import (
+from tests.support.models import (
     INITIALIZER_RANGE,
     LlamaShape,
     llama_config,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpool.testing.models import LlamaShape, llama_config, llama_tensor, make_model
+from tests.support.models import LlamaShape, llama_config, llama_tensor, make_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

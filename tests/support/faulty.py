@@ -7,11 +7,11 @@ Name this module as `kv_connector_module_path`, and in `KVPOOL_FAULTS` a directo
 from functools import cache
 from pathlib import Path
 
+from tests.support.faults import ControlledFaults, FaultyStore
 from vllm_kvpool.config import environment
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.store.base import Store
 from vllm_kvpool.store.open import wrap_stores
-from vllm_kvpool.testing.faults import ControlledFaults, FaultyStore
 
 __all__ = ["KVPoolConnector"]
 

@@ -6,6 +6,10 @@ them. Hours without anything to do cost next to nothing: metrics are then asked 
 
 from typing import TYPE_CHECKING
 
+from tests.support.router_calls import Client
+from tests.support.router_engines import Engine, Kind
+from tests.support.router_timeline import Habits, Timeline
+from tests.support.router_watch import Watch
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.events import (
@@ -27,10 +31,6 @@ from vllm_kvpool.router.events import (
 )
 from vllm_kvpool.router.requests import Ask, RequestId
 from vllm_kvpool.router.states import LOADING, ReplicaId, Role
-from vllm_kvpool.testing.router_calls import Client
-from vllm_kvpool.testing.router_engines import Engine, Kind
-from vllm_kvpool.testing.router_timeline import Habits, Timeline
-from vllm_kvpool.testing.router_watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

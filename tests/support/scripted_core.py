@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from tests.support.scripted_batch import Batch, Phase, Sequence, Step
+from tests.support.scripted_bodies import Delta
+from tests.support.scripted_metrics import EngineStats
+from tests.support.scripted_pool import ChunkChain, ScriptedPool
+from tests.support.scripted_requests import Ask
+from tests.support.scripted_spec import STEMS, ScriptedSpec
+from tests.support.scripted_words import EOS_ID, Continuation, Detokenizer
 from vllm_kvpool.names import ChunkNames
-from vllm_kvpool.testing.scripted_batch import Batch, Phase, Sequence, Step
-from vllm_kvpool.testing.scripted_bodies import Delta
-from vllm_kvpool.testing.scripted_metrics import EngineStats
-from vllm_kvpool.testing.scripted_pool import ChunkChain, ScriptedPool
-from vllm_kvpool.testing.scripted_requests import Ask
-from vllm_kvpool.testing.scripted_spec import STEMS, ScriptedSpec
-from vllm_kvpool.testing.scripted_words import EOS_ID, Continuation, Detokenizer
 
 CATCH_UP_S = 0.05  # steps that are later than this are late for good
 SHORTEST_SLEEP_S = 0.0005  # less is not slept but made up for later

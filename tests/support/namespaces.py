@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
-from vllm_kvpool.testing.mooncake_master import MooncakeMaster
-from vllm_kvpool.testing.server_process import ServerProcess, free_port
+from tests.support.mooncake_master import MooncakeMaster
+from tests.support.server_process import ServerProcess, free_port
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from vllm_kvpool.testing.deployment import MODEL
+from tests.support.deployment import MODEL
 
 CALL_TIMEOUT_S = 180.0
 

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tests.support.router_engines import Call, Engine
+from tests.support.router_timeline import Habits, Timeline
 from vllm_kvpool.router.events import DecodeBegan, DecodeEnded, Event, Outcome, PrefillEnded
 from vllm_kvpool.router.requests import Ask, RequestId
 from vllm_kvpool.router.states import ReplicaId
-from vllm_kvpool.testing.router_engines import Call, Engine
-from vllm_kvpool.testing.router_timeline import Habits, Timeline
 
 CHUNK_TOKENS = 256  # of the pool
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tests.support.scripted_spec import ScriptedSpec
+from tests.support.scripted_words import VOCAB_SIZE, encode
 from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.testing.scripted_spec import ScriptedSpec
-from vllm_kvpool.testing.scripted_words import VOCAB_SIZE, encode
 
 _CREATED_MAX_TOKENS = 16  # of completions that do not say
 _MAX_N = 16384  # VLLM_MAX_N_SEQUENCES

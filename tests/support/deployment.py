@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import httpx
 
-from vllm_kvpool.testing.models import LlamaShape, make_llama
-from vllm_kvpool.testing.server_process import free_ports
-from vllm_kvpool.testing.tokenizers import VOCAB, add_tokenizer
+from tests.support.models import LlamaShape, make_llama
+from tests.support.server_process import free_ports
+from tests.support.tokenizers import VOCAB, add_tokenizer
 
 MODEL = "tiny"
 TOKEN = "only-for-this-machine"

@@ -1,7 +1,7 @@
 """A vLLM engine that computes nothing: its OpenAI server, its timing and its ways to fail.
 
 For tests, benchmarks and demos of what stands in front of engines. One event loop carries many;
-`python -m vllm_kvpool.testing.scripted_engine --port 8000 --count 4` runs some in a process. What
+`python -m tests.support.scripted_engine --port 8000 --count 4` runs some in a process. What
 it says is in `scripted_words`, when in `scripted_batch`, and how in `scripted_bodies`.
 
 An engine keeps its port from `start` to `stop`, also while it does not listen: then connections
@@ -20,11 +20,11 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from vllm_kvpool.testing.scripted_core import EngineCore, EngineCounts
-from vllm_kvpool.testing.scripted_faults import FaultBoard
-from vllm_kvpool.testing.scripted_http import Api, Handler, Request
-from vllm_kvpool.testing.scripted_pool import DirectoryPool, ScriptedPool
-from vllm_kvpool.testing.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.scripted_core import EngineCore, EngineCounts
+from tests.support.scripted_faults import FaultBoard
+from tests.support.scripted_http import Api, Handler, Request
+from tests.support.scripted_pool import DirectoryPool, ScriptedPool
+from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 
 HOST = "127.0.0.1"
 BACKLOG = 2048

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
-from vllm_kvpool.testing.server_process import HOST, POLL_S, STOP_TIMEOUT_S, ServerProcess
+from tests.support.server_process import HOST, POLL_S, STOP_TIMEOUT_S, ServerProcess
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_HEAD_BYTES = 64 << 10
