@@ -62,24 +62,22 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
             (
                 first + i,
                 os.urandom(16),
-                first + i - 1 if i % CHAIN else None,
                 i % CHAIN,
+                first + i - 1 if i % CHAIN else None,
                 int(i % CHAIN < CHAIN - 1 and i + 1 < count),
-                FILE_BYTES,
                 now + i,
             )
             for i in range(count)
         )
         db.executemany(
-            "INSERT INTO chunk (id, name, namespace, parent, position, children, bytes, score) "
-            "VALUES (?, ?, 1, ?, ?, ?, ?, ?)",
+            "INSERT INTO chunk (id, name, namespace, position, parent, children, score) "
+            "VALUES (?, ?, 1, ?, ?, ?, ?)",
             chunks,
         )
         db.executemany(
             "INSERT INTO cell VALUES (?, ?, ?)",
             ((first + i, os.urandom(20), FILE_BYTES) for i in range(count)),
         )
-        db.execute("UPDATE store SET used_bytes = used_bytes + ?", (count * FILE_BYTES,))
         db.commit()
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return size

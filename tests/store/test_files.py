@@ -34,8 +34,14 @@ from vllm_kvpool.store.file import paths as paths_module
 from vllm_kvpool.store.file import uring
 from vllm_kvpool.store.file.index import CellRow, IndexBusy
 from vllm_kvpool.store.file.io import THREAD_COUNT, Done, Transfer, move
-from vllm_kvpool.store.file.space import FORMAT_DIR, OPENING_S, FileSpace, SpaceReservation
-from vllm_kvpool.store.file.store import FileStore, object_name
+from vllm_kvpool.store.file.space import (
+    FORMAT_DIR,
+    OPENING_S,
+    FileSpace,
+    SpaceReservation,
+    object_name,
+)
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -636,7 +642,7 @@ def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, renames_
         os.write(fd, letter * FILE)
         os.close(fd)
         published.append(space.publish(temp_path, str(path)))
-        reservation.stored(0)
+        reservation.stored.add(0)
         space.settle(reservation)
     assert published == [True, False]
     assert path.read_bytes() == b"a" * FILE
