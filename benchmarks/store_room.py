@@ -1,5 +1,10 @@
 """What making room costs in a `file://` store that holds many cells, with four processes at it.
 
+Of the processes three put, of which one is killed (-9) half-way, so the others end what it has
+begun; the fourth asks for the index and measures how long it waits. A hold is from the beginning of
+a transaction to its end, by the clock and in processor time of its thread: the second shows what a
+hold is on a machine that has nothing else to do.
+
 The store is real, and so are the files that are evicted and written while the clock runs. The
 cells between them, up to two million, are rows of the index alone: nobody reads or evicts them, and
 the store never looks at a file that it does not evict. Called by bench_ssd.py; run by itself, it is
@@ -10,24 +15,28 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_kvpool.keys import group_of_key
-from vllm_kvpool.store.base import ChunkRef
-from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.base import ChunkRef, GetOutcome
+from vllm_kvpool.store.file.format import write_tail
+from vllm_kvpool.store.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of, new_namespace
 from vllm_kvpool.testing.memory import make_buffer
 
+KILLED_SEED = 1
 NUM_PUTTERS = 3  # and one that only asks for the index, to see how long it waits
 CELL_BYTES = 3000
 FILE_BYTES = 4096
+SPARSE_BYTES = 5 * FILE_BYTES  # of a file that is said to be so long, and is one page
 CHAIN = 32  # chunks of a prompt
 LIMIT_S = 600.0
 
@@ -62,24 +71,22 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
             (
                 first + i,
                 os.urandom(16),
-                first + i - 1 if i % CHAIN else None,
                 i % CHAIN,
+                first + i - 1 if i % CHAIN else None,
                 int(i % CHAIN < CHAIN - 1 and i + 1 < count),
-                FILE_BYTES,
                 now + i,
             )
             for i in range(count)
         )
         db.executemany(
-            "INSERT INTO chunk (id, name, namespace, parent, position, children, bytes, score) "
-            "VALUES (?, ?, 1, ?, ?, ?, ?, ?)",
+            "INSERT INTO chunk (id, name, namespace, position, parent, children, score) "
+            "VALUES (?, ?, 1, ?, ?, ?, ?)",
             chunks,
         )
         db.executemany(
             "INSERT INTO cell VALUES (?, ?, ?)",
             ((first + i, os.urandom(20), FILE_BYTES) for i in range(count)),
         )
-        db.execute("UPDATE store SET used_bytes = used_bytes + ?", (count * FILE_BYTES,))
         db.commit()
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return size
@@ -101,11 +108,30 @@ def put_for(root: str, size: int, num_prompts: int, seed: int) -> dict[str, list
             cpus.append(time.thread_time() - cpu)
 
     store._space.reserve = timed  # type: ignore[method-assign]
+    index = store._space.index
+    begin = index._writing
+    holds: list[float] = []
+    hold_cpus: list[float] = []
+
+    @contextlib.contextmanager
+    def timed_hold() -> Iterator[sqlite3.Connection]:
+        with contextlib.ExitStack() as transaction:
+            db = transaction.enter_context(begin())
+            start, cpu = time.perf_counter(), time.thread_time()
+            yield db
+            transaction.close()
+            holds.append(time.perf_counter() - start)
+            hold_cpus.append(time.thread_time() - cpu)
+
+    index._writing = timed_hold  # type: ignore[method-assign]
     chance = random.Random(seed)
-    for _ in range(num_prompts):
+    for number in range(num_prompts):
         put_prompt(store, chance)
+        if seed == KILLED_SEED and number >= num_prompts // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store._space._reclaim()
     store.close()
-    return {"wall": walls, "cpu": cpus}
+    return {"wall": walls, "cpu": cpus, "hold": holds, "hold_cpu": hold_cpus}
 
 
 def ask_for(root: str, seconds: float) -> dict[str, list[float]]:
@@ -129,7 +155,7 @@ def ask_for(root: str, seconds: float) -> dict[str, list[float]]:
 
 
 def measure_room(root: Path, num_cells: int, prompts_each: int) -> dict[str, list[float]]:
-    """Seconds of making room for a prompt, and of waits for the index."""
+    """Seconds of making room for a prompt, of holding the index, and of waiting for it."""
     size = fill(root, num_cells, (NUM_PUTTERS + 1) * prompts_each * CHAIN)
     command = [sys.executable, "-m", "benchmarks.store_room", str(root)]
     putters = [
@@ -139,11 +165,59 @@ def measure_room(root: Path, num_cells: int, prompts_each: int) -> dict[str, lis
         for seed in range(1, NUM_PUTTERS + 1)
     ]
     asker = subprocess.Popen([*command, "ask", "5"], stdout=subprocess.PIPE)
-    found: dict[str, list[float]] = {"wall": [], "cpu": [], "wait": []}
+    found: dict[str, list[float]] = {}
     for process in [*putters, asker]:
         output, _ = process.communicate(timeout=LIMIT_S)
-        for name, values in json.loads(output).items():
-            found[name] += values
+        for name, values in json.loads(output or "{}").items():  # what was killed says nothing
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def measure_rebuild(root: Path, num_cells: int) -> dict[str, float]:
+    """Seconds of opening a store whose index is lost, of its first hit, and until all is known.
+
+    The files are sparse: each is its last page alone, of which the index is made.
+    """
+    namespace = new_namespace()
+    store = FileStore(str(root), 2 * num_cells * SPARSE_BYTES)
+    objects, parent = Path(store._space.objects), ""
+    put_prompt(store, random.Random(0))
+    for i in range(num_cells):
+        key = key_of(namespace, i)
+        path = objects / object_name(key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        object_bytes = SPARSE_BYTES - FILE_BYTES
+        tail = memoryview(bytearray(FILE_BYTES))
+        parent = parent if i % CHAIN else ""
+        write_tail(tail, memoryview(bytes(object_bytes)), key, parent, i % CHAIN)
+        parent = group_of_key(key)
+        with path.open("wb") as file:
+            file.seek(object_bytes)
+            file.write(tail)
+    store.close()
+    for index in (root / FORMAT_DIR).glob("index*"):
+        index.unlink()
+    buffer = make_buffer(SPARSE_BYTES - FILE_BYTES)
+    start, cpu = time.perf_counter(), time.process_time()
+    store = FileStore(str(root), 2 * num_cells * SPARSE_BYTES)
+    opened_s = time.perf_counter() - start
+    outcomes = store.get([key], [buffer])
+    assert outcomes == [GetOutcome.OK], outcomes
+    hit_s = time.perf_counter() - start
+    gets = []
+    while not store._space.index.is_complete:
+        begun = time.perf_counter()
+        assert store.get([key], [buffer]) == [GetOutcome.OK]
+        gets.append(time.perf_counter() - begun)
+        time.sleep(0.05)
+    found = {
+        "opened": opened_s,
+        "first hit": hit_s,
+        "rebuilt": time.perf_counter() - start,
+        "rebuilt, CPU": time.process_time() - cpu,
+        "p99 of gets meanwhile": sorted(gets)[int(0.99 * len(gets))] if gets else hit_s,
+    }
+    store.close()
     return found
 
 

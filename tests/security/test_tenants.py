@@ -35,7 +35,8 @@ from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.store.file.format import MAX_KEY_BYTES
-from vllm_kvpool.store.file.store import FileStore, object_name
+from vllm_kvpool.store.file.space import object_name
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.s3_answers import object_name as s3_object_name
 from vllm_kvpool.testing.memory import make_buffer

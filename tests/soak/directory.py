@@ -25,8 +25,8 @@ from vllm_kvpool.keys import HeadPart, ParsedKey, key_digest
 from vllm_kvpool.store.file.format import PAGE_BYTES, read_footer
 from vllm_kvpool.store.file.index import SOFT_SHARE
 from vllm_kvpool.store.file.paths import entries, open_lock, try_flock
-from vllm_kvpool.store.file.space import FORMAT_DIR
-from vllm_kvpool.store.file.store import FileStore, object_name
+from vllm_kvpool.store.file.space import FORMAT_DIR, object_name
+from vllm_kvpool.store.file.store import FileStore
 
 LOCK_LIMIT_S = 5.0
 SETTLE_LIMIT_S = 15.0

@@ -1,10 +1,14 @@
 """A full store keeps the beginnings of prompts, and what room costs does not grow with it."""
 
+import builtins
 import contextlib
+import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +19,8 @@ from hypothesis import strategies as st
 from vllm_kvpool.keys import group_of_key
 from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.eviction import POLICIES
-from vllm_kvpool.store.file.index import SOFT_SHARE, CellRow, FileIndex
+from vllm_kvpool.store.file import index as index_module
+from vllm_kvpool.store.file.index import MAX_ROWS, SOFT_SHARE, CellRow, FileIndex
 from vllm_kvpool.store.file.space import FORMAT_DIR, FileSpace
 from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.store.memory import MemoryStore
@@ -162,15 +167,14 @@ def index_of(path: Path, chunks: int) -> FileIndex:
         ]
         held = index.reserve("w", rows, chunks * FILE)
         assert held is not None
-        index.settle("w", held, rows, [])
+        index.settle(held, range(len(rows)))
     return index
 
 
 def test_room_costs_the_same_however_much_is_stored(tmp_path: Path) -> None:
-    visited, plans = [], []
+    plans = []
     for chunks in (500, 20_000):
         index = index_of(tmp_path / f"index-{chunks}", chunks)
-        index.num_rows_read = 0
         steps = 0
 
         def count() -> int:
@@ -184,11 +188,9 @@ def test_room_costs_the_same_however_much_is_stored(tmp_path: Path) -> None:
         held = index.reserve("w", [row], chunks * FILE)
         assert held is not None
         assert len(held.evicted) == 1
-        index.settle("w", held, [row], [])
-        visited.append(index.num_rows_read)
+        index.settle(held, [0])
         plans.append(steps)
         index.close()
-    assert visited == [1, 1]
     assert plans[1] <= plans[0] + 3, f"hundreds of steps of SQLite: {plans}"
 
 
@@ -357,3 +359,128 @@ def test_where_wal_is_refused_a_journal_does_it(
     walk(walked, list(stores), None)
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[str]]]:
+    """Of each transaction: who began it, how many rows it changed, what files it asked for."""
+    seen: list[tuple[str, int, list[str]]] = []
+    under_way: dict[int, list[str]] = {}
+    writing = FileIndex._writing
+
+    @contextlib.contextmanager
+    def watched(self: FileIndex) -> Iterator[sqlite3.Connection]:
+        caller = sys._getframe(2).f_code.co_name
+        with writing(self) as db:
+            before, calls = db.total_changes, under_way.setdefault(threading.get_ident(), [])
+            yield db
+            del under_way[threading.get_ident()]
+        seen.append((caller, db.total_changes - before, calls))
+
+    def watch(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            under_way.get(threading.get_ident(), []).append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("access", "link", "listdir", "lstat", "mkdir", "open", "remove", "rename"):
+        watch(os, name)
+    for name in ("replace", "rmdir", "scandir", "stat", "statvfs", "unlink", "utime"):
+        watch(os, name)
+    watch(builtins, "open")
+    monkeypatch.setattr(FileIndex, "_writing", watched)
+    return seen
+
+
+# Rows that a transaction may change, those that triggers change included: for each of `MAX_ROWS`
+# cells a cell, a chunk, its parent, a hold and the sums; for each chunk evicted about ten.
+MOST_CHANGES = 12 * MAX_ROWS
+TRANSACTIONS = frozenset(
+    {
+        *("reserve", "make_room", "hold", "settle", "_forget", "remove_writer", "write_hits"),
+        *("remove_cells", "add_found", "complete", "check_after_power_loss"),
+    }
+)
+
+
+def test_a_transaction_asks_for_no_file_and_changes_a_bounded_number_of_rows(
+    tmp_path: Path,
+    transactions: list[tuple[str, int, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = tmp_path / "pool"
+    store = FileStore(str(root), 2000 * FILE)
+    for first in range(5):  # more than one transaction may evict, hold or release
+        save(store, tuple(range(first, first + 100)), 0, range(2))
+    load(store, tuple(range(100)))
+    store._space.index.write_hits()
+    store.close()
+    for name in ("index", "index-wal", "index-shm"):
+        (root / FORMAT_DIR / name).unlink(missing_ok=True)
+    store = FileStore(str(root), 100 * FILE)
+    assert store._space.wait_complete(LIMIT_S)
+    save(store, (250,), 0, range(2))  # evicts nearly all
+    assert store._space.index.used_bytes() <= 100 * FILE
+    code = CHILD.replace("while True", "while False") + KILLED_WITH_MUCH_BEGUN
+    arguments = [str(root), str(100 * FILE), "0"]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=LIMIT_S)
+    store._space._reclaim()
+    store.remove([key_of((250,), KINDS[0], 0)])
+    store.remove_namespace(NAMESPACE)
+    assert store._space.index.used_bytes() == 0
+    monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
+    store._space.index.check_after_power_loss()
+    store.close()
+    assert {name for name, _, _ in transactions} == TRANSACTIONS
+    assert [each for each in transactions if each[2]] == []
+    assert [each for each in transactions if each[1] > MOST_CHANGES] == []
+
+
+KILLED_WITH_MUCH_BEGUN = """
+import os
+from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.file.index import CellRow, MAX_ROWS
+refs = [ChunkRef(f"{n}") for n in range(MAX_ROWS)]
+rows = [CellRow(ref, "m@fmt:0123456789ab", bytes([n]) * 20, 4096) for n, ref in enumerate(refs)]
+assert store._space.reserve(rows, [4096] * len(rows)) is not None
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("damage", ["torn index", "torn cells"])
+def test_after_a_power_loss_what_is_damaged_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    root, prompt = tmp_path / "pool", tuple(range(30))
+    store = FileStore(str(root), 400 * FILE)
+    save(store, prompt, 0, range(1))
+    store.close()
+    if damage == "torn index":
+        index = root / FORMAT_DIR / "index"
+        size = index.stat().st_size
+        with index.open("r+b") as file:  # what was never written is zeros, but for the first page
+            file.seek(4096)
+            file.write(bytes(size - 4096))
+    else:
+        for path in sorted((root / FORMAT_DIR / "objects").rglob("*")):
+            if path.is_file() and path.name[0] in "01234567":
+                os.truncate(path, 100)
+    monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
+    store = FileStore(str(root), 400 * FILE)
+    keys = [key_of(prompt[:n], "", 0) for n in range(1, 31)]
+    found = store.get(keys, [make_buffer(CELL) for _ in keys])  # needs no index
+    whole = GetOutcome.OK if damage == "torn index" else GetOutcome.WRONG_SIZE
+    assert set(found) <= {GetOutcome.OK, GetOutcome.WRONG_SIZE}
+    assert whole in found
+    store._space._woken.set()
+    assert store._space.wait_complete(LIMIT_S)
+    with store._space.index._reading() as db:
+        assert db.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
+    gone = [key for key, outcome in zip(keys, found, strict=True) if outcome is not GetOutcome.OK]
+    store.remove(gone)
+    save(store, prompt, 0, range(1))
+    assert store.get(keys, [make_buffer(CELL) for _ in keys]) == [GetOutcome.OK] * 30
+    store.close()

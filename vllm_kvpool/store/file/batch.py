@@ -29,10 +29,10 @@ from vllm_kvpool.store.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.store.file.index import CellRow, IndexBusy, chunk_name
+from vllm_kvpool.store.file.index import CellRow, IndexBusy
 from vllm_kvpool.store.file.io import Done, Transfer
 from vllm_kvpool.store.file.paths import is_foreign
-from vllm_kvpool.store.file.space import FileSpace, SpaceReservation
+from vllm_kvpool.store.file.space import FileSpace, SpaceReservation, row_of
 
 TAILS_AT_A_TIME = 32
 ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
@@ -73,40 +73,22 @@ class Tails:
         return [Buffer(address + start, view[start : start + MAX_TAIL_BYTES]) for start in starts]
 
 
-class CellPlace(NamedTuple):
-    """Where a key's file lies, and the chunk that it belongs to."""
-
-    namespace: str
-    name: bytes
-    path: str
-    chunk: ChunkRef
-
-    @property
-    def chunk_name(self) -> bytes:
-        return chunk_name(self.namespace, self.chunk.id)
-
-    @property
-    def parent_name(self) -> bytes:
-        return chunk_name(self.namespace, self.chunk.parent)
-
-
 class Cell(NamedTuple):
     """A key with its buffer, and what follows from them."""
 
     key: str
     buffer: Buffer
-    place: CellPlace
+    row: CellRow
+    path: str
     body_bytes: int
     tail_bytes: int
 
     @classmethod
-    def of(cls, key: str, buffer: Buffer, place: CellPlace) -> Self:
-        nbytes = buffer.nbytes
-        return cls(key, buffer, place, body_bytes(nbytes), tail_bytes(nbytes, key))
-
-    @property
-    def path(self) -> str:
-        return self.place.path
+    def of(cls, key: str, buffer: Buffer, chunk: ChunkRef, space: FileSpace) -> Self:
+        """A cell that is read or written, with its file's size."""
+        body, tail = body_bytes(buffer.nbytes), tail_bytes(buffer.nbytes, key)
+        row = row_of(key, chunk, space.charge_of(body + tail))
+        return cls(key, buffer, row, space.path_of(row.namespace, row.name), body, tail)
 
     @property
     def file_bytes(self) -> int:
@@ -268,7 +250,7 @@ class WriteBatch:
 
     def transfers(self) -> Iterator[Transfer]:
         for cells in parts_of(self._cells, ROUND_BYTES, ROUND_CELLS):
-            for i in [i for i, cell in cells.items() if self._is_lost(cell.place.chunk)]:
+            for i in [i for i, cell in cells.items() if self._is_lost(cell.row.chunk)]:
                 del cells[i]
             try:
                 reservation = self._reserve(cells) if cells else None
@@ -276,7 +258,7 @@ class WriteBatch:
                 self.timeout = error  # what is being written can still end
                 return
             if reservation is None:
-                self._lost.update(cell.place.chunk.id for cell in cells.values())
+                self._lost.update(cell.row.chunk.id for cell in cells.values())
                 continue
             for number, i in enumerate(cells):
                 transfer = self._begin(i, reservation, number)
@@ -290,15 +272,7 @@ class WriteBatch:
 
     def _reserve(self, cells: Mapping[int, Cell]) -> SpaceReservation | None:
         space = self._context.space
-        rows = [
-            CellRow(
-                cell.place.chunk,
-                cell.place.namespace,
-                cell.place.name,
-                space.charge_of(cell.file_bytes),
-            )
-            for cell in cells.values()
-        ]
+        rows = [cell.row for cell in cells.values()]
         try:
             reservation = space.reserve(rows, [cell.file_bytes for cell in cells.values()])
         except OSError as error:
@@ -323,7 +297,7 @@ class WriteBatch:
         tail = self._context.tails.take()
         self._open[i] = _Writing(fd, path, tail, reservation, number)
         parts = cell.parts(tail)
-        chunk = cell.place.chunk
+        chunk = cell.row.chunk
         write_tail(parts[-1].view, cell.buffer.view, cell.key, chunk.parent, chunk.position)
         return Transfer(i, fd, parts, writes=True)
 
@@ -337,7 +311,7 @@ class WriteBatch:
             cell = self._cells[i]
             self._guard.check(cell.path)
             published = self._context.space.publish(file.path, cell.path)
-            file.reservation.stored(file.number)
+            file.reservation.stored.add(file.number)
             self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED
         except OSError as error:
             self._context.space.discard(file.path)

@@ -7,11 +7,12 @@ One row for each chunk and each cell, shared by every process on the directory. 
 * Rows come before files and go after them: what lies on the disk is charged, and a kill at any
   point leaves a count that is too high until the chunk is evicted.
 * A chunk that is being written or evicted is held by its writer, and no candidate.
+* A transaction is about `MAX_ROWS` rows and `MAX_EVICTED` chunks at most, whatever is stored, and
+  calls the file system for nothing but the index.
 * The index can be lost: it is made anew from the files (`is_complete`), which are read without it.
 
-Every transaction is short and touches as many rows as its caller named, whatever is stored. Any
-thread of any process may call; one connection, one lock. The file is not synced: after a power
-loss it is checked and, if damaged, replaced.
+Triggers keep the sums. Any thread of any process may call; one connection, one lock. The file is
+not synced: after a power loss it is checked and, if damaged, replaced.
 """
 
 import contextlib
@@ -22,8 +23,9 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
@@ -36,11 +38,12 @@ logger = logging.getLogger(__name__)
 WAIT_S = 10.0  # for another process's transaction, each of which takes milliseconds
 POLL_S = 0.0005
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 1
-MAX_HITS = 256  # written in one transaction
-MAX_NOTED_HITS = 65_536  # and waiting to be; more are not counted
+SCHEMA_VERSION = 2
+MAX_ROWS = 128  # cells, hits, holds or chunks without bytes, of one transaction
+MAX_EVICTED = 32  # chunks, in one transaction
+SWEEP_LEVELS = 4  # of chunks without bytes, each with its parent, that a transaction forgets
+MAX_NOTED_HITS = 65_536  # waiting to be written; more are not counted
 SOFT_SHARE = 0.02  # how much the size may be exceeded
-REMOVED_AT_A_TIME = 500
 LEAST_BYTES = 256 << 10  # an index and its journal need so much
 LEAST_FILES = 3
 MAX_NAMESPACES = 1024  # remembered
@@ -49,26 +52,69 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LEAVING = -1  # `holders` of a chunk that is being evicted
 NOBODY = 0  # the writer that holds what an index which is not complete has found
 
-_SCHEMA = """
-CREATE TABLE store (
-    used_bytes INTEGER NOT NULL, found_bytes INTEGER NOT NULL, is_complete INTEGER NOT NULL,
-    boot TEXT NOT NULL);
-INSERT INTO store VALUES (0, 0, 0, '');
-CREATE TABLE namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE chunk (
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS store (
+    id INTEGER PRIMARY KEY, used_bytes INTEGER NOT NULL DEFAULT 0,
+    found_bytes INTEGER NOT NULL DEFAULT 0, is_complete INTEGER NOT NULL DEFAULT 0,
+    boot TEXT NOT NULL DEFAULT '');
+INSERT OR IGNORE INTO store (id) VALUES (1);
+CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+-- A parent's position is lower, so that no chunk comes before itself.
+CREATE TABLE IF NOT EXISTS chunk (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
-    parent INTEGER, position INTEGER NOT NULL, children INTEGER NOT NULL DEFAULT 0,
+    position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL DEFAULT 0,
     holders INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
     score INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX leaf ON chunk (score) WHERE children = 0 AND holders = 0;
-CREATE TABLE cell (
+CREATE INDEX IF NOT EXISTS leaf ON chunk (score) WHERE children = 0 AND holders = 0 AND bytes > 0;
+CREATE INDEX IF NOT EXISTS empty ON chunk (score) WHERE children = 0 AND holders = 0 AND bytes = 0;
+CREATE TABLE IF NOT EXISTS cell (
     chunk INTEGER NOT NULL, name BLOB NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (chunk, name)) WITHOUT ROWID;
-CREATE TABLE evicted (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, score INTEGER NOT NULL);
-CREATE TABLE writer (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, recycled INTEGER NOT NULL);
-CREATE TABLE hold (
-    writer INTEGER NOT NULL, chunk INTEGER NOT NULL, count INTEGER NOT NULL,
-    PRIMARY KEY (writer, chunk)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS evicted (
+    id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, score INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS writer (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, recycled INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS hold (
+    writer INTEGER NOT NULL, round INTEGER NOT NULL, chunk INTEGER NOT NULL,
+    PRIMARY KEY (writer, round, chunk)) WITHOUT ROWID;
+
+CREATE TRIGGER IF NOT EXISTS cell_added AFTER INSERT ON cell BEGIN
+    UPDATE chunk SET bytes = bytes + NEW.bytes WHERE id = NEW.chunk;
+    UPDATE store SET used_bytes = used_bytes + NEW.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS cell_removed AFTER DELETE ON cell BEGIN
+    UPDATE store SET used_bytes = used_bytes - OLD.bytes
+        WHERE (SELECT holders FROM chunk WHERE id = OLD.chunk) != {LEAVING};
+    UPDATE chunk SET bytes = bytes - OLD.bytes WHERE id = OLD.chunk;
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_evicted AFTER UPDATE OF holders ON chunk
+WHEN NEW.holders = {LEAVING} BEGIN
+    UPDATE store SET used_bytes = used_bytes - NEW.bytes;
+    INSERT OR REPLACE INTO evicted (name, score) VALUES (NEW.name, NEW.score);
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_moved AFTER UPDATE OF parent ON chunk BEGIN
+    UPDATE chunk SET children = children + 1 WHERE id = NEW.parent;
+    UPDATE chunk SET children = children - 1 WHERE id = OLD.parent;
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunk BEGIN
+    UPDATE chunk SET children = children - 1 WHERE id = OLD.parent;
+END;
+CREATE TRIGGER IF NOT EXISTS hold_added AFTER INSERT ON hold BEGIN
+    UPDATE chunk SET holders = holders + 1 WHERE id = NEW.chunk AND holders != {LEAVING};
+END;
+CREATE TRIGGER IF NOT EXISTS hold_removed AFTER DELETE ON hold BEGIN
+    UPDATE chunk SET holders = max(holders - 1, 0) WHERE id = OLD.chunk;
+END;
+CREATE TRIGGER IF NOT EXISTS recycled_changed AFTER UPDATE OF recycled ON writer BEGIN
+    UPDATE store SET used_bytes = used_bytes + NEW.recycled - OLD.recycled;
+END;
+CREATE TRIGGER IF NOT EXISTS writer_removed AFTER DELETE ON writer BEGIN
+    UPDATE store SET used_bytes = used_bytes - OLD.recycled;
+END;
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
 """
 _ERRNOS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -78,9 +124,12 @@ _ERRNOS = {
     sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
-_CANDIDATE = """
-SELECT id, parent, bytes, name, score FROM chunk INDEXED BY leaf
-WHERE children = 0 AND holders = 0 ORDER BY score LIMIT 1"""
+_LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
+_EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
+_CELLS = (
+    "SELECT c.id, n.name, cell.name, cell.bytes FROM chunk AS c "
+    "JOIN cell ON cell.chunk = c.id JOIN namespace AS n ON n.id = c.namespace "
+)
 
 
 class IndexBusy(StoreError):
@@ -88,7 +137,7 @@ class IndexBusy(StoreError):
 
 
 class CellRow(NamedTuple):
-    """A cell as the index knows it: `name` is the digest in its file's name."""
+    """A cell as its writer knows it: `name` is the digest in its file's name."""
 
     chunk: ChunkRef
     namespace: str
@@ -104,23 +153,25 @@ class CellRow(NamedTuple):
         return chunk_name(self.namespace, self.chunk.parent)
 
 
-class EvictedCell(NamedTuple):
-    """A file that its evictor has to delete."""
+class IndexedCell(NamedTuple):
+    """A cell as the index knows it."""
 
+    chunk: int
     namespace: str
     name: bytes
     nbytes: int
 
 
 class Held(NamedTuple):
-    """What one `reserve` has done: to be given to `settle`."""
+    """What one `reserve` has done, to be given to `settle`."""
 
-    chunks: tuple[int, ...]
-    evicted_chunks: tuple[int, ...]
-    evicted: tuple[EvictedCell, ...]
-    refused: frozenset[int]  # numbers of cells whose chunk, or its parent, is just being evicted
-    room_bytes: int  # free after all
-    opened: tuple[int, int, int]  # the file that the ids are of
+    writer: str
+    round: int
+    rows: tuple[CellRow, ...] = ()
+    chunks: tuple[int | None, ...] = ()  # of the rows; None if it, or its parent, is being evicted
+    evicted: tuple[IndexedCell, ...] = ()
+    room_bytes: int = 0  # free after all; below 0, `make_room` has to evict more
+    opened: tuple[int, int, int] | None = None  # the file that the ids are of
 
 
 def chunk_name(namespace: str, chunk_id: str) -> bytes:
@@ -152,7 +203,7 @@ class FileIndex:
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
         self._namespaces: dict[str, int] = {}  # of this file
         self._hits: dict[bytes, int] = {}  # chunks that were read -> when; written at times
-        self.num_rows_read = 0  # candidates looked at, to show that it does not grow with the store
+        self._rounds = count(1)
         with contextlib.suppress(OSError):
             self.used_bytes()
         self.used_bytes()  # if it was damaged it is new now
@@ -166,129 +217,122 @@ class FileIndex:
     def reserve(
         self, writer: str, cells: Sequence[CellRow], size_bytes: int, recycled_bytes: int = 0
     ) -> Held | None:
-        """Charge the cells and hold their chunks, and make room for them; None if there is none.
+        """Charge up to `MAX_ROWS` cells, hold their chunks, make room; None if there is none.
 
-        The caller deletes the files of `evicted` before it writes. `recycled_bytes` is what it
-        will keep of files that it has evicted before. While the index is not complete, what came
-        since may be as much as the bound is soft, and gives way to what comes next.
+        The caller deletes the files of `evicted` before it writes, and calls `make_room` while
+        there is too little. `recycled_bytes` is what it will keep of files that it has evicted
+        before. While the index is not complete, what came since may be as much as the bound is
+        soft, and gives way to what comes next.
         """
+        assert len(cells) <= MAX_ROWS, len(cells)
+        held = Held(writer, next(self._rounds), tuple(cells))
         with contextlib.suppress(_NoRoom), self._writing() as db:
             me = self._writer(db, writer, recycled_bytes)
-            self._write_hits(db, MAX_HITS)
-            chunks: dict[bytes, int | None] = {}
-            refused: set[int] = set()
-            charged_bytes = 0
-            for i, cell in enumerate(cells):
-                name = cell.chunk_name
-                if name not in chunks:
-                    chunks[name] = self._hold(db, me, cell)
-                chunk = chunks[name]
-                if chunk is None:
-                    refused.add(i)
-                else:
-                    charged_bytes += _add_cell(db, chunk, cell)
-            [(used_bytes, found_bytes, is_complete)] = db.execute(
-                "UPDATE store SET used_bytes = used_bytes + ? "
-                "RETURNING used_bytes, found_bytes, is_complete",
-                (charged_bytes,),
-            ).fetchall()
-            if not is_complete:
-                slack_bytes = int(size_bytes * SOFT_SHARE)
-                size_bytes = min(found_bytes, size_bytes) + slack_bytes
-            evicted = self._evict(db, me, used_bytes, size_bytes)
-            if evicted is None:
-                raise _NoRoom
-            assert self._opened is not None
-            return Held(
-                tuple(chunk for chunk in chunks.values() if chunk is not None),
-                tuple(evicted),
-                tuple(_files_of(db, evicted)),
-                frozenset(refused),
-                size_bytes - used_bytes + sum(evicted.values()),
-                self._opened,
-            )
-        return None
+            self._write_hits(db)
+            held = held._replace(chunks=self._add(db, me, held.round, cells))
+            leaving, room_bytes = self._evict(db, me, held.round, size_bytes)
+            held = held._replace(room_bytes=room_bytes, opened=self._opened)
+        return self._with_files(held, leaving) if held.opened else None
+
+    def make_room(self, held: Held, size_bytes: int, recycled_bytes: int) -> Held | None:
+        """Evict more, as the files of `held.evicted` are gone; None if there is nothing to evict.
+
+        `held` is still to be settled then.
+        """
+        self._forget(held, held.evicted)
+        more = held._replace(evicted=(), opened=None)
+        with contextlib.suppress(_NoRoom), self._writing() as db:
+            me = self._writer(db, held.writer, recycled_bytes)
+            leaving, room_bytes = self._evict(db, me, held.round, size_bytes)
+            more = more._replace(room_bytes=room_bytes, opened=self._opened)
+        return self._with_files(more, leaving) if more.opened else None
+
+    def _with_files(self, held: Held, leaving: Sequence[int]) -> Held:
+        """Add the cells of chunks that we have evicted, which nobody else changes."""
+        cells: list[IndexedCell] = []
+        if leaving:
+            with self._reading() as db:
+                if self._opened == held.opened:
+                    for chunk in leaving:
+                        cells += _cells(db, "WHERE c.id = ?", chunk)
+        return held._replace(evicted=tuple(cells))
 
     def hold(self, writer: str, chunks: Iterable[bytes], recycled_bytes: int) -> Held:
         """Keep chunks that are there from being evicted, until `settle`."""
-        with self._writing() as db:
-            me = self._writer(db, writer, recycled_bytes)
-            held = []
-            for name in dict.fromkeys(chunks):
-                row = db.execute(
-                    "SELECT id FROM chunk WHERE name = ? AND holders != ?",
-                    (name, LEAVING),
-                ).fetchone()
-                if row is not None:
-                    _hold(db, me, row[0])
-                    held.append(row[0])
-            assert self._opened is not None
-            return Held(tuple(held), (), (), frozenset(), 0, self._opened)
+        held, names = Held(writer, next(self._rounds)), list(dict.fromkeys(chunks))
+        for i in range(0, len(names), MAX_ROWS):
+            with self._writing() as db:
+                me = self._writer(db, writer, recycled_bytes)
+                held = held._replace(opened=self._opened)
+                db.executemany(
+                    "INSERT OR IGNORE INTO hold SELECT ?, ?, id FROM chunk "
+                    "WHERE name = ? AND holders != ?",
+                    [(me, held.round, name, LEAVING) for name in names[i : i + MAX_ROWS]],
+                )
+        return held
 
     def settle(
         self,
-        writer: str,
         held: Held,
-        stored: Iterable[CellRow],
-        unstored: Iterable[CellRow],
-        recycled_bytes: int = 0,
+        stored: Collection[int] = (),
+        absent: Sequence[IndexedCell] = (),
+        recycled_bytes: int | None = None,
     ) -> None:
-        """The writes have ended, and the evicted files are gone; `unstored` have no file."""
-        with self._writing() as db:
-            me = self._writer(db, writer, recycled_bytes)
-            if held.opened != self._opened:  # made anew since: it knows nothing of them
-                self._add_stored(db, me, stored)
-                return
-            self._drop_evicted(db, held.evicted_chunks)
-            for cell in unstored:
-                self._drop_cell(db, cell.chunk_name, cell.name)
-            for chunk in held.chunks:
-                self._release(db, me, chunk)
+        """The writes have ended, and the evicted files are gone.
 
-    def _add_stored(self, db: sqlite3.Connection, me: int, cells: Iterable[CellRow]) -> None:
-        for cell in cells:
-            chunk = self._hold(db, me, cell)
-            if chunk is not None:
-                charged_bytes = _add_cell(db, chunk, cell)
-                db.execute("UPDATE store SET used_bytes = used_bytes + ?", (charged_bytes,))
-                self._release(db, me, chunk)
-
-    def reclaim(
-        self,
-        writer: str,
-        is_there: Callable[[EvictedCell], bool],
-        delete: Callable[[EvictedCell], None],
-    ) -> None:
-        """End what a writer that was killed has begun: delete the files that it was about to.
-
-        Cells that it was about to write are forgotten, unless `is_there`.
+        `stored` are the numbers of rows whose file is there; `absent` are cells without one.
         """
-        with self._writing() as db:
-            row = db.execute("SELECT id, recycled FROM writer WHERE name = ?", (writer,)).fetchone()
-            if row is None:
-                return
-            me = row[0]
-            held = db.execute(
-                "SELECT c.id, c.name, c.holders, n.name FROM hold AS h JOIN chunk AS c "
-                "ON c.id = h.chunk JOIN namespace AS n ON n.id = c.namespace WHERE h.writer = ?",
-                (me,),
-            ).fetchall()
-            for chunk, digest, holders, namespace in held:
-                for name, nbytes in db.execute(
-                    "SELECT name, bytes FROM cell WHERE chunk = ?", (chunk,)
-                ).fetchall():
-                    cell = EvictedCell(namespace, name, nbytes)
-                    if holders == LEAVING:
-                        delete(cell)
-                    elif holders == 1 and not is_there(cell):
-                        self._drop_cell(db, digest, name)
-                if holders == LEAVING:
-                    self._drop_evicted(db, (chunk,))
+        gone = [*held.evicted, *absent]
+        last = len(gone) - MAX_ROWS
+        self._forget(held, gone[: max(last, 0)])
+        num_released = MAX_ROWS
+        while num_released == MAX_ROWS:
+            with self._writing() as db:
+                me = self._writer(db, held.writer, recycled_bytes)
+                if held.opened != self._opened:  # made anew since: it knows nothing of them
+                    self._add(db, me, held.round, [held.rows[i] for i in stored])
                 else:
-                    db.execute("UPDATE hold SET count = 1 WHERE writer = ?", (me,))
-                    self._release(db, me, chunk)
-            db.execute("UPDATE store SET used_bytes = used_bytes - ?", (row[1],))
-            db.execute("DELETE FROM writer WHERE id = ?", (me,))
+                    _remove(db, gone[max(last, 0) :])
+                    # The row is missing if another writer of the cell has failed meanwhile.
+                    db.executemany(
+                        "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
+                        [(held.chunks[i], held.rows[i].name, held.rows[i].nbytes) for i in stored],
+                    )
+                num_released = db.execute(
+                    "DELETE FROM hold WHERE writer = ?1 AND round = ?2 AND chunk IN "
+                    "(SELECT chunk FROM hold WHERE writer = ?1 AND round = ?2 LIMIT ?3)",
+                    (me, held.round, MAX_ROWS),
+                ).rowcount
+
+    def _forget(self, held: Held, gone: Sequence[IndexedCell]) -> None:
+        """Remove rows of cells whose files are gone."""
+        for i in range(0, len(gone), MAX_ROWS):
+            with self._writing() as db:
+                if held.opened == self._opened:
+                    _remove(db, gone[i : i + MAX_ROWS])
+
+    def left_by(self, writer: str) -> tuple[Held, list[IndexedCell]] | None:
+        """A round that a writer which was killed has not settled, and what only it has begun.
+
+        The caller deletes the files of `evicted` and settles; None if there is no round left.
+        """
+        with self._reading() as db:
+            found = db.execute(
+                "SELECT hold.writer, hold.round FROM hold JOIN writer ON writer.id = hold.writer "
+                "WHERE writer.name = ? LIMIT 1",
+                (writer,),
+            ).fetchone()
+            if found is None:
+                return None
+            of_round = "JOIN hold ON hold.chunk = c.id WHERE hold.writer = ? AND hold.round = ? "
+            evicted = _cells(db, f"{of_round} AND c.holders = ?", *found, LEAVING)
+            begun = _cells(db, f"{of_round} AND c.holders = 1", *found)
+            return Held(writer, found[1], evicted=tuple(evicted), opened=self._opened), begun
+
+    def remove_writer(self, writer: str) -> None:
+        """Forget a writer that has settled everything, and what it kept of evicted files."""
+        with self._writing() as db:
+            db.execute("DELETE FROM writer WHERE name = ?", (writer,))
 
     # Reads
 
@@ -302,26 +346,22 @@ class FileIndex:
         """Write all hits that were noted, some at a time."""
         while self._hits:
             with self._writing() as db:
-                self._write_hits(db, MAX_HITS)
+                self._write_hits(db)
 
     def used_bytes(self) -> int:
         with self._reading() as db:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
-    def coldest(self, max_cells: int) -> list[list[EvictedCell]]:
+    def coldest(self, max_cells: int) -> list[list[IndexedCell]]:
         """The cells of leaves, by chunk, in the order in which they would be evicted now.
 
         Whole chunks, so the last one may bring it above `max_cells`.
         """
-        found: list[list[EvictedCell]] = []
+        found: list[list[IndexedCell]] = []
         with self._reading() as db:
-            leaves = db.execute(
-                "SELECT id FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 "
-                "ORDER BY score LIMIT ?",
-                (max_cells,),
-            ).fetchall()
-            for leaf in leaves:
-                found.append(list(_files_of(db, leaf)))
+            query = f"SELECT id {_LEAVES} ORDER BY score LIMIT ?"
+            for (leaf,) in db.execute(query, (max_cells,)).fetchall():
+                found.append(_cells(db, "WHERE c.id = ?", leaf))
                 max_cells -= len(found[-1])
                 if max_cells <= 0:
                     break
@@ -331,29 +371,29 @@ class FileIndex:
 
     def remove_cells(self, cells: Sequence[tuple[bytes, bytes]]) -> None:
         """Forget cells, by the names of their chunks and their own."""
-        for i in range(0, len(cells), REMOVED_AT_A_TIME):
+        for i in range(0, len(cells), MAX_ROWS):
             with self._writing() as db:
-                for chunk, name in cells[i : i + REMOVED_AT_A_TIME]:
-                    self._drop_cell(db, chunk, name)
+                db.executemany(
+                    "DELETE FROM cell WHERE name = ? AND chunk = "
+                    "(SELECT id FROM chunk WHERE name = ? AND holders != ?)",
+                    [(name, chunk, LEAVING) for chunk, name in cells[i : i + MAX_ROWS]],
+                )
 
     def remove_namespace(self, namespace: str) -> None:
         """Forget every cell of a namespace, some at a time; what is held goes in its turn."""
         last = 0
         while True:
-            with self._writing() as db:
+            with self._reading() as db:
                 rows = db.execute(
-                    "SELECT id, name, namespace = (SELECT id FROM namespace WHERE name = ?), "
-                    "holders FROM chunk WHERE id > ? ORDER BY id LIMIT ?",
-                    (namespace, last, REMOVED_AT_A_TIME),
+                    "SELECT c.id, c.name, cell.name, n.name FROM (SELECT * FROM chunk WHERE id > ? "
+                    "ORDER BY id LIMIT ?) AS c JOIN namespace AS n ON n.id = c.namespace "
+                    "LEFT JOIN cell ON cell.chunk = c.id AND c.holders = 0",
+                    (last, MAX_ROWS),
                 ).fetchall()
-                for chunk, digest, is_of_it, holders in rows:
-                    last = chunk
-                    if is_of_it and holders == 0:
-                        cells = db.execute("SELECT name FROM cell WHERE chunk = ?", (chunk,))
-                        for (name,) in cells.fetchall():
-                            self._drop_cell(db, digest, name)
             if not rows:
                 return
+            last = max(row[0] for row in rows)
+            self.remove_cells([(row[1], row[2]) for row in rows if row[2] and row[3] == namespace])
 
     # Making it anew
 
@@ -363,44 +403,43 @@ class FileIndex:
         with self._reading() as db:
             return bool(db.execute("SELECT is_complete FROM store").fetchone()[0])
 
-    def add_found(self, cells: Iterable[tuple[CellRow, int]]) -> None:
-        """Add files that were found, with the times they were written; they are held until
-        `complete`, as their children may still be found."""
+    def add_found(self, cells: Sequence[tuple[CellRow, int]]) -> None:
+        """Add up to `MAX_ROWS` files that were found, with the times they were written.
+
+        They are held until `complete`, as their children may still be found.
+        """
+        assert len(cells) <= MAX_ROWS, len(cells)
+        now_ns = self._clock_ns()
         with self._writing() as db:
-            for cell, written_ns in cells:
-                chunk = self._find(db, cell)
-                if chunk is None:
-                    continue
-                row = db.execute("SELECT score FROM chunk WHERE id = ?", (chunk,)).fetchone()
-                charged_bytes = _add_cell(db, chunk, cell)
-                if charged_bytes:
-                    score = max(row[0], min(written_ns, self._clock_ns()))
-                    db.execute("UPDATE chunk SET score = ? WHERE id = ?", (score, chunk))
-                    db.execute(
-                        "UPDATE store SET used_bytes = used_bytes + ?1, "
-                        "found_bytes = found_bytes + ?1",
-                        (charged_bytes,),
-                    )
-                    _hold(db, NOBODY, chunk)
+            [(used_bytes,)] = db.execute("SELECT used_bytes FROM store").fetchall()
+            chunks = self._add(db, NOBODY, 0, [cell for cell, _ in cells], is_new=False)
+            db.executemany(
+                "UPDATE chunk SET score = ?1 WHERE id = ?2 AND score < ?1",
+                [
+                    (min(written_ns, now_ns), chunk)
+                    for chunk, (_, written_ns) in zip(chunks, cells, strict=True)
+                ],
+            )
+            db.execute("UPDATE store SET found_bytes = found_bytes + used_bytes - ?", (used_bytes,))
 
     def complete(self) -> None:
         """Every file has been found."""
-        num_held = REMOVED_AT_A_TIME
-        while num_held == REMOVED_AT_A_TIME:
+        boot, num_released = _boot(), MAX_ROWS
+        while num_released == MAX_ROWS:
             with self._writing() as db:
-                held = db.execute(
-                    "SELECT chunk FROM hold WHERE writer = ? LIMIT ?", (NOBODY, REMOVED_AT_A_TIME)
-                ).fetchall()
-                num_held = len(held)
-                for (chunk,) in held:
-                    self._release(db, NOBODY, chunk)
-                if num_held < REMOVED_AT_A_TIME:
-                    db.execute("UPDATE store SET is_complete = 1, boot = ?", (_boot(),))
+                num_released = db.execute(
+                    "DELETE FROM hold WHERE writer = ?1 AND chunk IN "
+                    "(SELECT chunk FROM hold WHERE writer = ?1 LIMIT ?2)",
+                    (NOBODY, MAX_ROWS),
+                ).rowcount
+                if num_released < MAX_ROWS:
+                    db.execute("UPDATE store SET is_complete = 1, boot = ?", (boot,))
 
     def check_after_power_loss(self) -> None:
         """Where the machine has started anew since: look for damage; files may be unknown."""
+        boot = _boot()
         with self._reading() as db:
-            if db.execute("SELECT boot FROM store").fetchone()[0] in ("", _boot()):
+            if db.execute("SELECT boot FROM store").fetchone()[0] in ("", boot):
                 return
         with self._replacing_damage(), contextlib.closing(sqlite3.connect(self._path)) as db:
             [first] = db.execute("PRAGMA quick_check(1)").fetchone()
@@ -408,41 +447,74 @@ class FileIndex:
                 raise sqlite3.DatabaseError(first)
         with self._writing() as db:
             db.execute(
-                "UPDATE store SET is_complete = 0, found_bytes = used_bytes, boot = ?", (_boot(),)
+                "UPDATE store SET is_complete = 0, found_bytes = used_bytes, boot = ?", (boot,)
             )
 
     # Rows
 
-    def _writer(self, db: sqlite3.Connection, name: str, recycled_bytes: int) -> int:
+    def _writer(self, db: sqlite3.Connection, name: str, recycled_bytes: int | None) -> int:
         """A writer's row, which says how much it keeps in recycled files."""
-        known = db.execute("SELECT id, recycled FROM writer WHERE name = ?", (name,)).fetchone()
-        if known is None:
-            known = (db.execute("INSERT INTO writer VALUES (NULL, ?, 0)", (name,)).lastrowid, 0)
-        if known[1] != recycled_bytes:
-            db.execute("UPDATE writer SET recycled = ? WHERE id = ?", (recycled_bytes, known[0]))
-            db.execute("UPDATE store SET used_bytes = used_bytes + ?", (recycled_bytes - known[1],))
-        return int(known[0])
+        db.execute("INSERT OR IGNORE INTO writer (name) VALUES (?)", (name,))
+        [(me,)] = db.execute("SELECT id FROM writer WHERE name = ?", (name,)).fetchall()
+        if recycled_bytes is not None:
+            db.execute(
+                "UPDATE writer SET recycled = ?1 WHERE id = ?2 AND recycled != ?1",
+                (recycled_bytes, me),
+            )
+        return int(me)
 
-    def _find(self, db: sqlite3.Connection, cell: CellRow) -> int | None:
+    def _add(
+        self,
+        db: sqlite3.Connection,
+        writer: int,
+        number: int,
+        cells: Sequence[CellRow],
+        *,
+        is_new: bool = True,
+    ) -> tuple[int | None, ...]:
+        """Charge cells and hold their chunks, in a round; None for those that are refused."""
+        chunks: dict[bytes, int | None] = {}
+        of_cells: list[int | None] = []
+        for cell in cells:
+            name = cell.chunk_name
+            if name not in chunks:
+                chunks[name] = self._find(db, cell, name, is_new)
+                if chunks[name] is not None:
+                    db.execute(
+                        "INSERT OR IGNORE INTO hold VALUES (?, ?, ?)",
+                        (writer, number, chunks[name]),
+                    )
+            of_cells.append(chunks[name])
+        db.executemany(
+            "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
+            [
+                (chunk, cell.name, cell.nbytes)
+                for chunk, cell in zip(of_cells, cells, strict=True)
+                if chunk is not None
+            ],
+        )
+        return tuple(of_cells)
+
+    def _find(self, db: sqlite3.Connection, cell: CellRow, name: bytes, is_new: bool) -> int | None:
         """The row of a cell's chunk, made if there is none, below its parent's.
 
         None if one of the two is being evicted.
         """
         ref, namespace = cell.chunk, self._namespace(db, cell.namespace)
-        chunk, holders, parent, children = _row_of(db, cell.chunk_name, namespace, ref.position)
+        chunk, position, parent, holders, nbytes = _chunk(db, name, namespace, ref.position)
         if holders == LEAVING:
             return None
-        is_root = ref.parent in ("", ref.id) or (
-            children and self._is_above(db, chunk, cell.parent_name)
-        )
-        if parent is None and not is_root:
+        if parent is None and ref.parent not in ("", ref.id):
             # A parent that is not stored, or not yet, has a row without bytes.
-            parent, holders, _, _ = _row_of(db, cell.parent_name, namespace, ref.position - 1)
-            if holders == LEAVING:
-                _drop_if_empty(db, chunk)
+            above = _chunk(db, cell.parent_name, namespace, position - 1)
+            if above[3] == LEAVING:
                 return None
-            db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (parent, chunk))
-            db.execute("UPDATE chunk SET children = children + 1 WHERE id = ?", (parent,))
+            if above[1] < position:
+                db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (above[0], chunk))
+        if is_new and not nbytes:
+            db.execute(
+                "UPDATE chunk SET score = ? WHERE id = ?", (self._first_score(db, name), chunk)
+            )
         return chunk
 
     def _namespace(self, db: sqlite3.Connection, name: str) -> int:
@@ -455,120 +527,69 @@ class FileIndex:
                 self._namespaces[name] = known
         return known
 
-    @staticmethod
-    def _is_above(db: sqlite3.Connection, chunk: int, parent_name: bytes) -> bool:
-        """Whether a chunk is its parent's ancestor, which only a caller's error can make it."""
-        above = db.execute("SELECT id, parent FROM chunk WHERE name = ?", (parent_name,)).fetchone()
-        while above is not None and above[0] != chunk and above[1] is not None:
-            above = db.execute("SELECT id, parent FROM chunk WHERE id = ?", (above[1],)).fetchone()
-        return above is not None and above[0] == chunk
-
-    def _hold(self, db: sqlite3.Connection, writer: int, cell: CellRow) -> int | None:
-        """Hold a cell's chunk; None if it is being evicted."""
-        chunk = self._find(db, cell)
-        if chunk is None:
-            return None
-        [(nbytes,)] = db.execute("SELECT bytes FROM chunk WHERE id = ?", (chunk,)).fetchall()
-        if not nbytes:
-            db.execute(
-                "UPDATE chunk SET score = ?, position = ? WHERE id = ?",
-                (self._first_score(db, cell.chunk_name), cell.chunk.position, chunk),
-            )
-        _hold(db, writer, chunk)
-        return chunk
-
     def _first_score(self, db: sqlite3.Connection, name: bytes) -> int:
         """The score of a chunk that comes, which may be one that was evicted lately."""
         now_ns = self._clock_ns()
         known = db.execute("DELETE FROM evicted WHERE name = ? RETURNING score", (name,)).fetchall()
         return self._policy.on_hit(known[0][0], now_ns) if known else self._policy.on_put(now_ns)
 
-    def _release(self, db: sqlite3.Connection, writer: int, chunk: int) -> None:
-        held = db.execute(
-            "UPDATE hold SET count = count - 1 WHERE writer = ? AND chunk = ? RETURNING count",
-            (writer, chunk),
-        ).fetchall()
-        if held == [(0,)]:
-            db.execute("DELETE FROM hold WHERE writer = ? AND chunk = ?", (writer, chunk))
-            db.execute("UPDATE chunk SET holders = holders - 1 WHERE id = ?", (chunk,))
-            _drop_if_empty(db, chunk)
-
     def _evict(
-        self, db: sqlite3.Connection, writer: int, used_bytes: int, size_bytes: int
-    ) -> dict[int, int] | None:
-        """Take leaves out of the tree until what is used fits; their rows stay for `settle`.
+        self, db: sqlite3.Connection, writer: int, number: int, size_bytes: int
+    ) -> tuple[list[int], int]:
+        """Take up to `MAX_EVICTED` leaves out of the tree, until what is used fits.
 
-        Their bytes, by id; None if there are not enough. Their scores are remembered, of as many
-        chunks as the policy asks for.
+        Their ids and the room that there is then; _NoRoom if there are not enough. Their rows stay
+        for `settle`. Their scores are remembered, of as many chunks as the policy asks for.
         """
-        excess_bytes = used_bytes - size_bytes
-        evicted: dict[int, int] = {}
-        if excess_bytes > 0:
+        [(used_bytes, found_bytes, is_complete)] = db.execute(
+            "SELECT used_bytes, found_bytes, is_complete FROM store"
+        ).fetchall()
+        if not is_complete:
+            size_bytes = min(found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
+        room_bytes = size_bytes - used_bytes
+        if room_bytes < 0:
             self._repair_scores(db)
-        while excess_bytes > 0:
-            self.num_rows_read += 1
-            row = db.execute(_CANDIDATE).fetchone()
-            if row is None:
-                return None
-            chunk, parent, nbytes, name, score = row
-            db.execute("UPDATE chunk SET holders = ?, parent = NULL WHERE id = ?", (LEAVING, chunk))
-            _lose_child(db, parent)
-            db.execute("INSERT INTO hold VALUES (?, ?, 1)", (writer, chunk))
-            if self._policy.remembered:
-                db.execute(
-                    "INSERT OR REPLACE INTO evicted (name, score) VALUES (?, ?)", (name, score)
-                )
-            evicted[chunk] = nbytes
-            excess_bytes -= nbytes
-        if evicted:
-            freed_bytes = sum(evicted.values())
-            db.execute("UPDATE store SET used_bytes = used_bytes - ?", (freed_bytes,))
+        leaving: list[int] = []
+        while room_bytes < 0 and len(leaving) < MAX_EVICTED:
+            rows = db.execute(
+                "UPDATE chunk SET holders = ?, parent = NULL "
+                f"WHERE id = (SELECT id {_LEAVES} ORDER BY score LIMIT 1) RETURNING id, bytes",
+                (LEAVING,),
+            ).fetchall()
+            if not rows:
+                raise _NoRoom
+            leaving.append(rows[0][0])
+            room_bytes += rows[0][1]
+            db.execute("INSERT INTO hold VALUES (?, ?, ?)", (writer, number, rows[0][0]))
+        if leaving:
+            freed_bytes = room_bytes - (size_bytes - used_bytes)
             # As many as fit if all are as large as these.
-            num_chunks = used_bytes * len(evicted) // max(1, freed_bytes)
+            remembered = self._policy.remembered * (used_bytes * len(leaving) // freed_bytes)
             db.execute(
-                "DELETE FROM evicted WHERE id <= (SELECT max(id) FROM evicted) - ?",
-                (self._policy.remembered * num_chunks,),
+                "DELETE FROM evicted WHERE id IN (SELECT id FROM evicted WHERE "
+                "id <= (SELECT max(id) FROM evicted) - ? ORDER BY id LIMIT ?)",
+                (remembered, MAX_ROWS),
             )
-        return evicted
+            if room_bytes < 0:  # until its files are gone too, nobody else may use this room
+                db.execute(
+                    "UPDATE writer SET recycled = recycled + ? WHERE id = ?", (freed_bytes, writer)
+                )
+        return leaving, room_bytes
 
     def _repair_scores(self, db: sqlite3.Connection) -> None:
         """Bring leaves down to now whose score no clock can have given."""
         now_ns = self._clock_ns()
         db.execute(
-            "UPDATE chunk SET score = ? WHERE id IN (SELECT id FROM chunk INDEXED BY leaf "
-            "WHERE children = 0 AND holders = 0 AND score > ? LIMIT ?)",
-            (now_ns, highest_score(now_ns), MAX_HITS),
+            f"UPDATE chunk SET score = ? WHERE id IN (SELECT id {_LEAVES} AND score > ? LIMIT ?)",
+            (now_ns, highest_score(now_ns), MAX_ROWS),
         )
 
-    def _drop_evicted(self, db: sqlite3.Connection, chunks: Iterable[int]) -> None:
-        for chunk in chunks:
-            db.execute("DELETE FROM cell WHERE chunk = ?", (chunk,))
-            db.execute("DELETE FROM chunk WHERE id = ?", (chunk,))
-            db.execute("DELETE FROM hold WHERE chunk = ?", (chunk,))
-
-    def _drop_cell(self, db: sqlite3.Connection, digest: bytes, name: bytes) -> None:
-        row = db.execute("SELECT id, holders FROM chunk WHERE name = ?", (digest,)).fetchone()
-        if row is None or row[1] == LEAVING:
-            return
-        for (nbytes,) in db.execute(
-            "DELETE FROM cell WHERE chunk = ? AND name = ? RETURNING bytes", (row[0], name)
-        ).fetchall():
-            db.execute("UPDATE chunk SET bytes = bytes - ? WHERE id = ?", (nbytes, row[0]))
-            db.execute("UPDATE store SET used_bytes = used_bytes - ?", (nbytes,))
-        _drop_if_empty(db, row[0])
-
-    def _write_hits(self, db: sqlite3.Connection, most: int) -> None:
-        for _ in range(min(most, len(self._hits))):
-            try:
-                name = next(iter(self._hits))
-                now_ns = self._hits.pop(name)
-            except (StopIteration, KeyError, RuntimeError):  # readers add to it meanwhile
-                return
-            row = db.execute("SELECT id, score FROM chunk WHERE name = ?", (name,)).fetchone()
-            if row is not None:
-                chunk, score = row
-                score = self._policy.on_hit(score, now_ns)
-                db.execute("UPDATE chunk SET score = ? WHERE id = ?", (score, chunk))
+    def _write_hits(self, db: sqlite3.Connection) -> None:
+        hits = [self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits)))]
+        db.executemany(
+            "UPDATE chunk SET score = on_hit(score, ?) WHERE name = ?",
+            [(now_ns, name) for name, now_ns in hits],
+        )
 
     # The connection
 
@@ -597,6 +618,7 @@ class FileIndex:
                 time.sleep(POLL_S)
             try:
                 yield db
+                _sweep(db)
                 db.execute("COMMIT")
             except BaseException:
                 self._namespaces.clear()  # a new one is undone, too
@@ -650,6 +672,7 @@ class FileIndex:
         db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             _prepare(db)
+            db.create_function("on_hit", 2, self._policy.on_hit)
         except BaseException:
             db.close()
             raise
@@ -698,24 +721,14 @@ def _prepare(db: sqlite3.Connection) -> None:
         [mode] = db.execute("PRAGMA journal_mode = WAL").fetchone()
     db.execute("PRAGMA synchronous = OFF")
     db.execute("PRAGMA temp_store = MEMORY")
-    [application] = db.execute("PRAGMA application_id").fetchone()
-    [version] = db.execute("PRAGMA user_version").fetchone()
+    db.execute("BEGIN")
+    asked = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+    application, version, num_tables = (db.execute(query).fetchone()[0] for query in asked)
+    db.execute("COMMIT")
     if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            [num_tables] = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            [application] = db.execute("PRAGMA application_id").fetchone()
-            if num_tables and application != APPLICATION_ID:
-                raise sqlite3.DatabaseError("it is no index of this release")
-            if not num_tables:
-                for statement in _SCHEMA.split(";\n"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            db.execute("COMMIT")
-        except BaseException:
-            db.execute("ROLLBACK")
-            raise
+        if num_tables:
+            raise sqlite3.DatabaseError("it is no index of this release")
+        db.executescript(_SCHEMA)  # another process may be at it, too
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
 
@@ -739,12 +752,12 @@ def _boot() -> str:
     return "unknown"
 
 
-def _row_of(
+def _chunk(
     db: sqlite3.Connection, name: bytes, namespace: int, position: int
-) -> tuple[int, int, int | None, int]:
-    """A chunk's id, holders, parent and number of children; it is made if there is none."""
+) -> tuple[int, int, int | None, int, int]:
+    """A chunk's id, position, parent, holders and bytes; it is made if there is none."""
     row = db.execute(
-        "SELECT id, holders, parent, children FROM chunk WHERE name = ?", (name,)
+        "SELECT id, position, parent, holders, bytes FROM chunk WHERE name = ?", (name,)
     ).fetchone()
     if row is not None:
         return row  # type: ignore[no-any-return]
@@ -752,57 +765,24 @@ def _row_of(
         "INSERT INTO chunk (name, namespace, position) VALUES (?, ?, ?)",
         (name, namespace, position),
     )
-    return int(new.lastrowid or 0), 0, None, 0
+    return int(new.lastrowid or 0), position, None, 0, 0
 
 
-def _files_of(db: sqlite3.Connection, chunks: Iterable[int]) -> Iterator[EvictedCell]:
-    for chunk in chunks:
-        yield from map(
-            EvictedCell._make,
-            db.execute(
-                "SELECT n.name, cell.name, cell.bytes FROM cell "
-                "JOIN chunk AS c ON c.id = cell.chunk JOIN namespace AS n ON n.id = c.namespace "
-                "WHERE cell.chunk = ?",
-                (chunk,),
-            ).fetchall(),
-        )
+def _cells(db: sqlite3.Connection, which: str, *values: int) -> list[IndexedCell]:
+    return [IndexedCell(*row) for row in db.execute(_CELLS + which, values).fetchall()]
 
 
-def _add_cell(db: sqlite3.Connection, chunk: int, cell: CellRow) -> int:
-    """Charge a cell to its chunk, unless that has been done; how much that is."""
-    if not db.execute(
-        "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)", (chunk, cell.name, cell.nbytes)
-    ).rowcount:
-        return 0
-    db.execute("UPDATE chunk SET bytes = bytes + ? WHERE id = ?", (cell.nbytes, chunk))
-    return cell.nbytes
+def _remove(db: sqlite3.Connection, cells: Iterable[IndexedCell]) -> None:
+    db.executemany(
+        "DELETE FROM cell WHERE chunk = ? AND name = ?", [(cell.chunk, cell.name) for cell in cells]
+    )
 
 
-def _hold(db: sqlite3.Connection, writer: int, chunk: int) -> None:
-    """Hold a chunk, for the first time or once more."""
-    [(num_holds,)] = db.execute(
-        "INSERT INTO hold VALUES (?, ?, 1) "
-        "ON CONFLICT (writer, chunk) DO UPDATE SET count = count + 1 RETURNING count",
-        (writer, chunk),
-    ).fetchall()
-    if num_holds == 1:
-        db.execute("UPDATE chunk SET holders = holders + 1 WHERE id = ?", (chunk,))
-
-
-def _lose_child(db: sqlite3.Connection, parent: int | None) -> None:
-    if parent is not None:
-        db.execute("UPDATE chunk SET children = children - 1 WHERE id = ?", (parent,))
-        _drop_if_empty(db, parent)
-
-
-def _drop_if_empty(db: sqlite3.Connection, chunk: int | None) -> None:
-    """Forget a chunk without bytes, unless it holds the tree together or is being written."""
-    while chunk is not None:
-        gone = db.execute(
-            "DELETE FROM chunk WHERE id = ? AND bytes = 0 AND children = 0 AND holders = 0 "
-            "RETURNING parent",
-            (chunk,),
-        ).fetchall()
-        chunk = gone[0][0] if gone else None
-        if chunk is not None:
-            db.execute("UPDATE chunk SET children = children - 1 WHERE id = ?", (chunk,))
+def _sweep(db: sqlite3.Connection) -> None:
+    """Forget chunks without bytes that neither hold the tree together nor are being written."""
+    for _ in range(SWEEP_LEVELS):
+        if not db.execute(
+            f"DELETE FROM chunk WHERE id IN (SELECT id {_EMPTY} LIMIT ?)",
+            (MAX_ROWS // SWEEP_LEVELS,),
+        ).rowcount:
+            return

@@ -18,8 +18,8 @@ from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Sto
 from vllm_kvpool.store.eviction import EvictionPolicy
 from vllm_kvpool.store.file.format import PAGE_BYTES, file_bytes, is_of, read_footer
 from vllm_kvpool.store.file.paths import SymlinkGuard, is_there
-from vllm_kvpool.store.file.space import FORMAT_DIR
-from vllm_kvpool.store.file.store import CAPABILITIES, FileStore, claim_root, object_name
+from vllm_kvpool.store.file.space import FORMAT_DIR, object_name
+from vllm_kvpool.store.file.store import CAPABILITIES, FileStore, claim_root
 
 logger = logging.getLogger(__name__)
 

@@ -27,16 +27,22 @@ import stat
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import count
-from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.keys import group_of_key, namespace_of
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.eviction import EvictionPolicy
 from vllm_kvpool.store.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
-from vllm_kvpool.store.file.index import CellRow, EvictedCell, FileIndex, Held
+from vllm_kvpool.store.file.index import (
+    MAX_ROWS,
+    CellRow,
+    FileIndex,
+    Held,
+    IndexedCell,
+)
 from vllm_kvpool.store.file.paths import (
     HeldLock,
     SymlinkGuard,
@@ -56,6 +62,7 @@ from vllm_kvpool.store.file.paths import (
 logger = logging.getLogger(__name__)
 
 FORMAT_DIR = "v3"
+NAME_DIGEST_BYTES = 20
 OLD_FORMAT_DIRS = ("v1", "v2")
 FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
 RESERVE_ATTEMPTS = 3  # the directory, or its index, may be gone at the first
@@ -64,7 +71,7 @@ RECYCLED_SHARE = 1 / 64  # of the size, kept for the next put at most
 HITS_EVERY_S = 1.0  # so long a hit may be known to its own process alone
 LOOK_EVERY_S = 10.0  # for killed writers, and an index to be made anew
 OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
-FOUND_AT_A_TIME = 128  # files, in one transaction
+SHRINK_STEPS = 64  # of evictions that one reservation waits for
 END_S = 2.0
 
 _NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
@@ -174,22 +181,16 @@ def _remove_writer(writer: str) -> None:
 class SpaceReservation:
     """Cells that are charged, and the files that they are written to. Used by one thread."""
 
-    def __init__(
-        self,
-        cells: Sequence[CellRow],
-        held: Held,
-        writer: WriterDirectory,
-        recycled: RecycledFiles,
-    ) -> None:
+    def __init__(self, held: Held, writer: WriterDirectory, recycled: RecycledFiles) -> None:
         self.held = held
-        self.writer = writer
-        self._cells = cells
+        self.stored: set[int] = set()
+        """The numbers of the cells that have their file, whoever wrote it."""
+        self._writer = writer
         self._recycled = recycled
-        self._stored: set[int] = set()
 
     def is_refused(self, i: int) -> bool:
         """Whether a cell's chunk was just being evicted: it is not to be written."""
-        return i in self.held.refused
+        return self.held.chunks[i] is None
 
     def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
         """A file for an object's `nbytes`: a recycled or a new one; its fd and path."""
@@ -199,29 +200,16 @@ class SpaceReservation:
                 return fd, path
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-        path = self.writer.name_temp()
+        path = self._writer.name_temp()
         return create_file(path, flags), path
 
-    def stored(self, i: int) -> None:
-        """A cell has its file, whoever wrote it."""
-        self._stored.add(i)
-
-    def split(self) -> tuple[list[CellRow], list[CellRow]]:
-        """The cells that are stored, and the others."""
-        rows = list(enumerate(self._cells))
-        return (
-            [row for i, row in rows if i in self._stored],
-            [row for i, row in rows if i not in self._stored and not self.is_refused(i)],
-        )
-
-
-class _Unsettled(NamedTuple):
-    """The arguments of `FileIndex.settle`, but for what is recycled."""
-
-    writer: str
-    held: Held
-    stored: Sequence[CellRow]
-    unstored: Sequence[CellRow]
+    def absent(self) -> list[IndexedCell]:
+        """The cells that were begun with and not stored."""
+        return [
+            IndexedCell(chunk, row.namespace, row.name, row.nbytes)
+            for i, (chunk, row) in enumerate(zip(self.held.chunks, self.held.rows, strict=True))
+            if chunk is not None and i not in self.stored
+        ]
 
 
 class FileSpace:
@@ -243,10 +231,10 @@ class FileSpace:
         self._restore_lock = threading.Lock()
         # The last is in use. Reservations under way may still have files in those before it.
         self._own: list[WriterDirectory] = []
-        is_recycling = is_local(root)
-        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE) if is_recycling else -1)
-        self._is_recycling = is_recycling
-        self._unsettled: deque[_Unsettled] = deque()
+        is_local_disk = is_local(root)
+        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE) if is_local_disk else -1)
+        self._is_local = is_local_disk
+        self._unsettled: deque[SpaceReservation] = deque()
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._index: FileIndex | None = None
@@ -283,7 +271,7 @@ class FileSpace:
                 self._settle_all()
                 self._index.write_hits()
                 for writer in self._own:
-                    self._index.reclaim(writer.name, self._is_stored, self._delete)
+                    self._reclaim_writer(writer.name)
             self._index.close()
         for writer in self._own:
             writer.close()
@@ -349,19 +337,12 @@ class FileSpace:
                 self._recycled.trim(self.size_bytes, sizes)
                 kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
                 held = self.index.reserve(writer.name, cells, self.size_bytes, kept_bytes)
-                if held is None and not (attempt == 0 and self._reclaim()):
+                if held is not None:
+                    return self._make_room(held, writer, sizes)
+                if attempt > 0 or not self._reclaim():
                     if not self.index.is_complete:
                         self._woken.set()
                     return None
-                if held is not None:
-                    reservation = SpaceReservation(cells, held, writer, self._recycled)
-                    try:
-                        self._take_away(held.evicted, writer, Counter(sizes))
-                        self._recycled.trim(held.room_bytes, sizes)
-                    except BaseException:
-                        self.settle(reservation)
-                        raise
-                    return reservation
             except OSError as error:
                 if attempt + 1 == RESERVE_ATTEMPTS or error.errno not in (
                     errno.ENOENT,
@@ -372,17 +353,40 @@ class FileSpace:
                 self._woken.set()
         return None
 
+    def _make_room(
+        self, held: Held, writer: WriterDirectory, sizes: Sequence[int]
+    ) -> SpaceReservation | None:
+        """Delete what a reservation has evicted, and evict more if that was too little."""
+        reservation = SpaceReservation(held, writer, self._recycled)
+        has_room = False
+        try:
+            for _ in range(SHRINK_STEPS):
+                self._take_away(reservation.held.evicted, writer, Counter(sizes))
+                self._recycled.trim(reservation.held.room_bytes, sizes)
+                has_room = reservation.held.room_bytes >= 0
+                if has_room:
+                    return reservation
+                kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
+                more = self.index.make_room(reservation.held, self.size_bytes, kept_bytes)
+                if more is None:
+                    return None
+                reservation.held = more
+            return None
+        finally:
+            if not has_room:
+                self.settle(reservation)
+
     @contextlib.contextmanager
     def holding(self, chunks: Iterable[bytes]) -> Iterator[None]:
         """Keep chunks from being evicted while others are written that may come after them."""
-        name, held = self._own[-1].name, None
+        writer, held = self._own[-1], None
         with contextlib.suppress(OSError):  # then the put itself will say so
-            held = self.index.hold(name, chunks, self._recycled.nbytes)
+            held = self.index.hold(writer.name, chunks, self._recycled.nbytes)
         try:
             yield
         finally:
             if held is not None:
-                self._settle(_Unsettled(name, held, (), ()))
+                self.settle(SpaceReservation(held, writer, self._recycled))
 
     def publish(self, temp_path: str, path: str) -> bool:
         """Give a temp its name; False, and the temp deleted, if the name is taken."""
@@ -406,24 +410,36 @@ class FileSpace:
             os.unlink(temp_path)
 
     def settle(self, reservation: SpaceReservation) -> None:
-        """End a reservation whose temps are all published or discarded."""
-        stored, unstored = reservation.split()
-        self._settle(_Unsettled(reservation.writer.name, reservation.held, stored, unstored))
+        """End a reservation whose temps are all published or discarded.
 
-    def _settle(self, ended: "_Unsettled") -> None:
-        """Settle; what the index cannot take down now, as its disk is full, it is told later."""
-        self._unsettled.append(ended)
+        What the index cannot take down now, as its disk is full, it is told later.
+        """
+        self._unsettled.append(reservation)
         self._settle_all()
 
     def _settle_all(self) -> None:
         while self._unsettled:
             ended = self._unsettled.popleft()
             try:
-                self.index.settle(*ended, self._recycled.nbytes)
+                self._end_round(ended.held, ended.stored, ended.absent(), self._recycled.nbytes)
             except (OSError, StoreError) as error:
                 self._unsettled.append(ended)
                 logger.debug("file store %s: settled later: %s", self.root, error)
                 return
+
+    def _end_round(
+        self,
+        held: Held,
+        stored: Collection[int],
+        unstored: Iterable[IndexedCell],
+        recycled_bytes: int | None = None,
+    ) -> None:
+        """Settle; what another writer of a cell has stored meanwhile keeps its row, or goes."""
+        absent = [cell for cell in unstored if not self._is_stored(cell)]
+        self.index.settle(held, stored, absent, recycled_bytes)
+        for cell in absent:
+            if self._is_stored(cell):
+                self._delete(cell)
 
     def drop(self, cells: Iterable[tuple[bytes, bytes, str]]) -> int:
         """Delete published cells, by the names of their chunks and their own, and by path; how
@@ -468,18 +484,18 @@ class FileSpace:
             os.close(fd)
 
     def _take_away(
-        self, evicted: Iterable[EvictedCell], writer: WriterDirectory, wanted: Counter[int]
+        self, evicted: Iterable[IndexedCell], writer: WriterDirectory, wanted: Counter[int]
     ) -> None:
         """Delete the files of evicted cells, or keep them to be written over."""
         guard = self.guard()
-        for namespace, name, charge_bytes in evicted:
+        for _, namespace, name, charge_bytes in evicted:
             path = self.path_of(namespace, name)
             with contextlib.suppress(FileNotFoundError):
                 guard.check(path)
                 status = os.lstat(path)
                 if not stat.S_ISREG(status.st_mode):
                     take_away_foreign(path, status.st_mode)
-                elif self._is_recycling and status.st_size in wanted:
+                elif self._is_local and status.st_size in wanted:
                     temp_path = writer.name_temp()
                     os.rename(path, temp_path)
                     self._recycled.add(temp_path, status.st_size, charge_bytes)
@@ -488,10 +504,10 @@ class FileSpace:
 
     # What killed writers left
 
-    def _is_stored(self, cell: EvictedCell) -> bool:
+    def _is_stored(self, cell: IndexedCell) -> bool:
         return is_there(self.path_of(cell.namespace, cell.name))
 
-    def _delete(self, cell: EvictedCell) -> None:
+    def _delete(self, cell: IndexedCell) -> None:
         path = self.path_of(cell.namespace, cell.name)
         self.guard().check(path)
         self.discard(path)
@@ -503,11 +519,20 @@ class FileSpace:
             had_any = True
             try:
                 name = os.path.basename(writer).encode(errors="replace").decode()
-                self.index.reclaim(name, self._is_stored, self._delete)
+                self._reclaim_writer(name)
                 _remove_writer(writer)
             finally:
                 os.close(fd)
         return had_any
+
+    def _reclaim_writer(self, name: str) -> None:
+        """Delete what a writer was about to evict, and forget what it was about to write."""
+        while (left := self.index.left_by(name)) is not None:
+            held, begun = left
+            for cell in held.evicted:
+                self._delete(cell)
+            self._end_round(held, (), begun)
+        self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, int]]:
         """The directories of writers that were killed, each with its lock, to be closed."""
@@ -544,7 +569,8 @@ class FileSpace:
 
     def _look(self) -> None:
         self._reclaim()
-        self.index.check_after_power_loss()
+        if self._is_local:  # on a network others start anew too, and files are not lost with us
+            self.index.check_after_power_loss()
         if not self.index.is_complete and self._rebuild_lock.take():
             try:
                 self._rebuild()
@@ -567,7 +593,7 @@ class FileSpace:
                 raise Closing
             found.append(item)
             num_found += 1
-            if len(found) == FOUND_AT_A_TIME:
+            if len(found) == MAX_ROWS:
                 self.index.add_found(found)
                 found.clear()
         self.index.add_found(found)
@@ -593,6 +619,23 @@ class FileSpace:
                         nbytes = self.charge_of(status.st_size)
                         row = CellRow(chunk, namespace.name, name, nbytes)
                         yield row, status.st_mtime_ns
+
+
+def object_name(key: str) -> str:
+    """Where a key's object lies below the objects directory."""
+    name = name_digest(key).hex()
+    return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
+
+
+def name_digest(key: str) -> bytes:
+    """What the file of a key is called."""
+    return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
+
+
+def row_of(key: str, chunk: ChunkRef, nbytes: int) -> CellRow:
+    """A key's row; its chunk follows from the key, whatever a caller calls it."""
+    ref = ChunkRef(group_of_key(key), chunk.parent, chunk.position)
+    return CellRow(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 
 def read_file_footer(path: str) -> Footer | None:

@@ -16,7 +16,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import group_of_key, namespace_of
@@ -34,7 +33,6 @@ from vllm_kvpool.store.file.batch import (
     ROUND_BYTES,
     ROUND_CELLS,
     Cell,
-    CellPlace,
     FileStoreContext,
     ReadBatch,
     Tails,
@@ -50,11 +48,10 @@ from vllm_kvpool.store.file.paths import (
     is_there,
     make_directory,
 )
-from vllm_kvpool.store.file.space import FOREIGN, FileSpace, read_file_footer
+from vllm_kvpool.store.file.space import FileSpace, object_name, read_file_footer, row_of
 
 logger = logging.getLogger(__name__)
 
-NAME_DIGEST_BYTES = 20
 UNKNOWN_CHUNK = ChunkRef("")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PARTS_PER_SIZE = 8  # a put larger than this part of the size is made in several parts
@@ -95,17 +92,6 @@ def claim_root(path: str) -> None:
             f"file store {path} can be written by group or others "
             f"(mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 700 {path}"
         )
-
-
-def name_digest(key: str) -> bytes:
-    """What the file of a key is called."""
-    return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
-
-
-def object_name(key: str) -> str:
-    """Where a key's object lies below the objects directory."""
-    name = name_digest(key).hex()
-    return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
 
 
 class FileStore:
@@ -174,7 +160,7 @@ class FileStore:
                 twice.append(i)
             elif not is_there(self._path(key)):
                 first_of[key] = i
-                absent[i] = Cell.of(key, buffer, self._place(key, chunk))
+                absent[i] = Cell.of(key, buffer, chunk, self._space)
                 outcomes[i] = PutOutcome.FULL
         # What is charged but not published cannot be evicted: a small store takes it in parts.
         most_bytes = self._space.size_bytes // PARTS_PER_SIZE
@@ -199,13 +185,13 @@ class FileStore:
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
         assert len(keys) == len(buffers), (len(keys), len(buffers))
         cells = [
-            Cell.of(key, buffer, self._place(key))
+            Cell.of(key, buffer, UNKNOWN_CHUNK, self._space)
             for key, buffer in zip(keys, buffers, strict=True)
         ]
         batch = ReadBatch(self._context, cells)
         self._perform(batch)
         self._space.index.note_hits(
-            cell.place.chunk_name
+            cell.row.chunk_name
             for cell, outcome in zip(cells, batch.outcomes, strict=True)
             if outcome is GetOutcome.OK
         )
@@ -214,8 +200,10 @@ class FileStore:
         return batch.outcomes
 
     def remove(self, keys: Sequence[str]) -> int:
-        places = map(self._place, keys)
-        return self._drop((each.chunk_name, each.name, each.path) for each in places)
+        rows = (row_of(key, UNKNOWN_CHUNK, 0) for key in keys)
+        return self._drop(
+            (row.chunk_name, row.name, self._space.path_of(row.namespace, row.name)) for row in rows
+        )
 
     def remove_namespace(self, namespace: str) -> int:
         if namespace_of(f"{namespace}@") != namespace:
@@ -247,7 +235,7 @@ class FileStore:
             return []
         found: list[EvictionCandidate] = []
         for cells in index.coldest(max_keys):  # what is left of a chunk would be worth nothing
-            for namespace, name, nbytes in cells:
+            for _, namespace, name, nbytes in cells:
                 path = self._space.path_of(namespace, name)
                 footer = read_file_footer(path)
                 if footer is not None and footer.key is not None and self._path(footer.key) == path:
@@ -268,12 +256,6 @@ class FileStore:
 
     def _path(self, key: str) -> str:
         return f"{self._space.objects}/{object_name(key)}"
-
-    def _place(self, key: str, chunk: ChunkRef = UNKNOWN_CHUNK) -> CellPlace:
-        """Where a key's file lies; its chunk follows from the key, whatever a caller calls it."""
-        namespace, name = namespace_of(key) or FOREIGN, name_digest(key)
-        ref = ChunkRef(group_of_key(key), chunk.parent, chunk.position)
-        return CellPlace(namespace, name, self._space.path_of(namespace, name), ref)
 
     def _below(self, directory: str) -> Iterator[str]:
         """The paths of a namespace's objects; OSError if they may be outside of the store."""
@@ -304,7 +286,7 @@ class FileStore:
         nbytes = sum(cell.file_bytes for cell in cells)
         if num_parts < 2 and nbytes <= ROUND_BYTES and len(cells) <= ROUND_CELLS:
             return contextlib.nullcontext()
-        return self._space.holding(cell.place.parent_name for cell in cells)
+        return self._space.holding(cell.row.parent_name for cell in cells)
 
     def _perform(self, batch: ReadBatch | WriteBatch) -> None:
         with contextlib.closing(batch):
