@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op
-from vllm_kvpool.transfer.ops import HOST, CellOutcome, LaneName, NamedCell, OpKind, Report
+from vllm_kvpool.transfer.ops import (
+    HOST,
+    CellOutcome,
+    LaneName,
+    Lent,
+    LoanEnded,
+    NamedCell,
+    OpKind,
+    Report,
+)
 from vllm_kvpool.transfer.residency import Entry, Residency
 from vllm_kvpool.transfer.scheduler import Scheduler
 from vllm_kvpool.transfer.story import Stories
@@ -39,14 +48,16 @@ class Desk:
     slot_bytes: int
     breakers: list[Breaker] = field(default_factory=list)
     stories: Stories = field(default_factory=Stories)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
-    hits: list[int] = field(default_factory=list)  # loaded cells by their tier; `HOST` is the last
+    # Loaded cells by their tier; `REPLICA` and `HOST` are the last.
+    hits: list[int] = field(default_factory=list)
     now: float = 0.0
+    generation: int = 0  # of the last reset
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
-        self.hits = [0] * (len(self.tiers) + 1)
+        self.hits = [0] * (len(self.tiers) + 2)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
         return self.scheduler.lanes[LaneName(kind, tier)]
@@ -60,7 +71,7 @@ class Desk:
 
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
         """Run a failed op again after a pause, if that may help; in that lane, if one is named."""
-        if outcome not in PASSING or not self.tiers[tier].remote:
+        if outcome not in PASSING or tier < 0 or not self.tiers[tier].remote:
             return False
         if op.attempts + 1 >= MAX_TRIES or self.breakers[tier].is_open(self.now):
             return False
@@ -77,7 +88,7 @@ class Desk:
         for (name, labels), amount in self.counts.items():
             tally.add(name, amount, **dict(labels))
         self.counts.clear()
-        tier_names = [*(tier.name for tier in self.tiers), "host"]
+        tier_names = [*(tier.name for tier in self.tiers), "replica", "host"]
         for name, hits in zip(tier_names, self.hits, strict=True):
             if hits:
                 tally.add("kvpool_hit_cells", hits, tier=name)

@@ -23,13 +23,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges
 from vllm_kvpool.transfer.lane_thread import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
-    HOST,
     CancelRequest,
     CellName,
     CellOutcome,
@@ -40,8 +40,12 @@ from vllm_kvpool.transfer.ops import (
     HostChange,
     JobId,
     LaneName,
+    Lend,
+    Lent,
     LoadDone,
     LoadPlan,
+    LoanEnded,
+    LoanOver,
     OpKind,
     PrefetchPlan,
     Report,
@@ -100,7 +104,17 @@ class AskStory:
 
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth
+Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth | Lend | LoanOver
+
+
+class Lender(Protocol):
+    """What tells replicas on this host of the loans that they have asked for. It never blocks."""
+
+    def tell(self, message: Lent | LoanEnded) -> None:
+        """Engine thread."""
+
+    def close(self) -> None:
+        """Nothing is lent any more: the engine has failed."""
 
 
 class Executor:
@@ -118,7 +132,9 @@ class Executor:
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_stuck: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
+        lender: Lender | None = None,
     ) -> None:
+        self._lender = lender
         self._on_lane_start = on_lane_start
         self._call_timeout_s = call_timeout_s
         self._on_stuck = on_stuck
@@ -213,6 +229,8 @@ class Executor:
         except BaseException:
             logger.exception("kvpool: the transfer engine has failed; going on without the pool")
             self._tally.add("kvpool_failures", kind="engine")
+            if self._lender is not None:
+                self._lender.close()
             self._end_lanes()
             self._serve_without_engine()
         else:
@@ -318,6 +336,9 @@ class Executor:
             if isinstance(action, Work):
                 self._begun.append(action)
                 self._works[action.work_id] = action
+            elif isinstance(action, Lent | LoanEnded):
+                if self._lender is not None:
+                    self._lender.tell(action)
             else:
                 self._said.append(action)
                 self._note(action)
@@ -370,7 +391,7 @@ class Executor:
             known = [*self._lanes, *self._stuck.values()]
             for lane in [x for x in known if not x.ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
-            for lane in [x for x in self._lanes if x.lane.tier != HOST]:
+            for lane in [x for x in self._lanes if x.lane.tier >= 0]:
                 self._look_at(lane, now)
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S

@@ -9,6 +9,7 @@ Of a layered load, whose request runs already, each span of layers is told of as
 it is to come any more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,10 +58,16 @@ class _Load:
 
 
 class Loads:
-    """See the module docstring."""
+    """See the module docstring. `on_wanted` is told of each cell that this rank fetches itself."""
 
-    def __init__(self, desk: Desk, fetches: "Fetches") -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        fetches: "Fetches",
+        on_wanted: Callable[[CellTask, Entry, Graph], None] = lambda cell, entry, graph: None,
+    ) -> None:
         self._desk = desk
+        self._on_wanted = on_wanted
         self._fetches = fetches
         self._scatters = desk.lane(OpKind.SCATTER)
         self._loads: dict[JobId, _Load] = {}
@@ -91,6 +98,8 @@ class Loads:
             is_here = entry.op is None
             num_from_host += is_here
             residency.pin(entry)
+            if task.fetcher is None:
+                self._on_wanted(task, entry, graph)
             scatter = Scatter(task, entry, load, is_here and not entry.prefetched)
             after = () if entry.op is None else (entry.op,)
             scatter.op = desk.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)

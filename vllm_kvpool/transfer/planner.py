@@ -1,12 +1,12 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.keys import KeyMaker, around_hash
-from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell
+from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, Replica
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     CellName,
@@ -30,6 +30,7 @@ class _Named(NamedTuple):
     stem: str
     kind: int  # which of `_Names.kinds`
     nbytes: int
+    fetchers: tuple[int | None, ...]  # by chunk index modulo the length; None is this rank
 
 
 class _Names(NamedTuple):
@@ -49,7 +50,9 @@ class Planner:
 
     `block_sizes` are those of the KV cache groups on this rank, `chunk_tokens` the tokens of all
     context-parallel ranks together. With `keeps_all` this rank has a host tier, which holds its
-    cells of every chunk, not only of those that it is its turn to store.
+    cells of every chunk that it fetches, not only of those that it stores. `siblings` are the
+    replicas of this rank on its host, by their number in the set (`replicas.py`): each fetches
+    some chunks for all of them.
     """
 
     cells: tuple[LocalCell, ...]
@@ -59,6 +62,7 @@ class Planner:
     keeps_all: bool = False
     block_sizes: tuple[int, ...] = ()
     context: Context = NO_CONTEXT
+    siblings: Mapping[Replica, int] = field(default_factory=dict)
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By epoch, the last `EPOCHS_KEPT`; the engine thread's."""
 
@@ -86,8 +90,11 @@ class Planner:
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             tasks += [
-                CellTask(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages)
-                for cell, stem, kind, nbytes in names.cells
+                CellTask(
+                    *(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages, True),
+                    fetchers[chunk % len(fetchers)],
+                )
+                for cell, stem, kind, nbytes, fetchers in names.cells
                 # Mostly the first says it: there are thousands of cells, and `any` is slow.
                 if is_needed[cell.pieces[0].group]
                 or any(is_needed[piece.group] for piece in cell.pieces)
@@ -113,9 +120,10 @@ class Planner:
         for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
             chunk_hex = chunk_hash.hex()
             groups = names.groups(chunk_hex)
-            for cell, stem, kind, nbytes in names.cells:
+            for cell, stem, kind, nbytes, fetchers in names.cells:
                 stored = cell.writes_chunk(chunk)
-                if not (stored or self.keeps_all):
+                keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
+                if not (stored or keeps):
                     continue
                 if any(
                     has_gaps[group]
@@ -128,7 +136,7 @@ class Planner:
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
-        """All of this rank's cells of the plan's chunks, for no pages.
+        """This rank's cells of those of the plan's chunks that it fetches, for no pages.
 
         Of a kind that reads only the last tokens, those of the chunks that hold them: a load may
         end anywhere in the last chunk.
@@ -141,8 +149,9 @@ class Planner:
             groups = names.groups(chunk_hex)
             cells += [
                 CellName(stem + chunk_hex, groups[kind], nbytes)
-                for cell, stem, kind, nbytes in names.cells
+                for cell, stem, kind, nbytes, fetchers in names.cells
                 if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
+                and fetchers[chunk % len(fetchers)] is None
             ]
         return PrefetchJob(plan.request_id, tuple(cells))
 
@@ -160,12 +169,19 @@ class Planner:
                         keys.stem(cell.part, cell.span),
                         kinds.index(cell.span.kind),
                         self._cell_bytes(cell),
+                        self._fetchers_of(cell),
                     )
                     for cell in self.cells
                 ),
                 tuple(around_hash(keys.namespace, kind) for kind in kinds),
             )
         return names
+
+    def _fetchers_of(self, cell: LocalCell) -> tuple[int | None, ...]:
+        if not (cell.replicas and self.siblings):
+            return (None,)
+        here = {cell.replicas[cell.replica_index], *self.siblings}
+        return tuple(map(self.siblings.get, cell.fetchers(here))) or (None,)
 
     def _local(self, pages: Sequence[JobPages]) -> tuple[JobPages, ...]:
         """The same pages, counted in the tokens that are dealt to this rank."""
