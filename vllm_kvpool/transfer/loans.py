@@ -107,8 +107,8 @@ class Loans:
             entry = self._entry_of(cell, graph)
             if entry is None:
                 continue
+            desk.residency.pin(entry)  # first: it may be the last one that it is kept for
             self._keep(cell, entry, graph, event.borrower)
-            desk.residency.pin(entry)
             borrowed = Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
             borrowed.op = desk.scheduler.add(graph, None, borrowed, after=after)
@@ -264,7 +264,7 @@ class Loans:
         assert self._kept_slots <= self._kept.keys()
         for loan in self._loans.values():
             held = [each for each in loan.cells if not each.over]
-            assert all(each.entry.pins for each in held)
+            assert all(each.entry.pins and each.entry.state is not EntryState.GONE for each in held)
             assert loan.num_open == sum(loan.slots[each.place] is None for each in held)
         for kept in self._kept.values():
             assert kept.left or kept.until is None
