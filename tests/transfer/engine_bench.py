@@ -14,6 +14,7 @@ from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellName,
@@ -27,13 +28,16 @@ from vllm_kvpool.transfer.ops import (
     JobId,
     JobPages,
     LaneName,
+    Lent,
     LoadDone,
     LoadJob,
+    LoanEnded,
     OpKind,
     PrefetchJob,
     SaveDone,
     SaveGathered,
     SaveJob,
+    SavesDropped,
     SpanLoaded,
     Tick,
     TierHealth,
@@ -122,6 +126,12 @@ def in_words(action: Action) -> str:
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
         case HandedDown(job, moved):
             return f"handed down {job}: {moved}"
+        case Lent(loan, slots):
+            return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"
+        case LoanEnded(loan, held):
+            return f"loan {loan} was {'' if held else 'not '}held"
+        case SavesDropped(generation):
+            return f"dropped {generation}"
 
 
 class Bench:
@@ -141,8 +151,9 @@ class Bench:
         limits: LaneLimits = WIDE,
         write_back: bool = False,
         lanes: dict[OpKind, LaneLimits] | None = None,
+        replicas: ReplicaSet | None = None,
     ) -> None:
-        names = lane_names(len(tiers))
+        names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
         self.residency = Residency(
             SlotPool(slots, reserve), keep, POLICIES[policy](keep), {"": cells_per_chunk}
@@ -154,6 +165,7 @@ class Bench:
             write_back=write_back,
             chance=lambda: 0.0,
             slot_bytes=CELL_BYTES,
+            replicas=replicas,
         )
         self.clock = FakeClock()
         self.running: dict[int, Work] = {}
