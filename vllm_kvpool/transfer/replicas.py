@@ -417,7 +417,7 @@ class _Borrower:
         loans: dict[int, _Loan] = {}  # by file descriptor
         poll = select.poll()
         for number, places in places_of.items():
-            peer = self._connection(number, deadline)
+            peer = self._connection(number)
             if peer is None:
                 continue
             names = [(c.key, c.group, c.nbytes) for c in (cells[i].cell for i in places)]
@@ -456,16 +456,20 @@ class _Borrower:
     ) -> tuple[bool, bool]:
         """Read an answer: whether the loan goes on, and whether its lender has failed."""
         try:
-            data = loan.peer.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
-            message = _FROM_LENDER.decode(data) if data else None
+            message = self._receive(loan.number, loan.peer)
         except BlockingIOError:
             return True, False
-        except (OSError, msgspec.MsgspecError):
-            message = None
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("kvpool: replica %d on this host: %s", loan.number, error)
+            return False, True
+        if isinstance(message, _Welcome):
+            return True, False
         if isinstance(message, _Lent) and not loan.copied:
             if len(message.offsets) != len(loan.places):
                 return False, True
-            lies_in = self._arenas[loan.number]
+            lies_in = self._arenas.get(loan.number)
+            if lies_in is None:
+                return False, True
             for place, offset in zip(loan.places, message.offsets, strict=True):
                 outcomes[place] = CellOutcome.MISSING
                 nbytes = buffers[place].nbytes
@@ -484,7 +488,8 @@ class _Borrower:
             return False, False
         return False, True
 
-    def _connection(self, number: int, deadline: float) -> socket.socket | None:
+    def _connection(self, number: int) -> socket.socket | None:
+        """One that no other call has; a new one has said who we are. Waits for nothing."""
         with self._lock:
             if self._closed or self._breakers[number].is_open(time.monotonic()):
                 return None
@@ -493,14 +498,13 @@ class _Borrower:
                 self._busy.add(peer)
                 return peer
         peer = _new_socket()
+        peer.setblocking(False)
         try:
-            peer.settimeout(max(0.01, deadline - time.monotonic()))
             peer.connect(self._siblings[number].address)
             if not _is_own_user(peer):
-                raise OSError("another user listens where the replica did")
+                raise OSError("another user listens where it did")
             peer.send(_encode(_Hello(self._siblings[number].token, self._number)))
-            self._map(number, peer)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except OSError as error:
             peer.close()
             with self._lock:
                 self._breakers[number].tripped(time.monotonic())
@@ -510,27 +514,34 @@ class _Borrower:
             self._busy.add(peer)
         return peer
 
-    def _map(self, number: int, peer: socket.socket) -> None:
-        """Take the lender's arena, which comes with its greeting."""
+    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _Lent | _Ended:
+        """A message; with a greeting comes the lender's arena, which is mapped."""
         room = socket.CMSG_SPACE(array.array("i").itemsize)
-        data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, socket.MSG_CMSG_CLOEXEC)
+        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, flags)
         descriptors = array.array("i")
         for _, _, passed in ancillary:
             descriptors.frombytes(passed)
         try:
-            message = _FROM_LENDER.decode(data) if data else None
-            if not isinstance(message, _Welcome) or len(descriptors) != 1:
-                raise OSError("it has not lent its memory")
-            with self._lock:
-                if number not in self._arenas:
-                    seals = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS)
-                    if not seals & fcntl.F_SEAL_SHRINK:  # reading beyond the end would kill
-                        raise OSError("its memory may shrink")
-                    memory = mmap.mmap(descriptors[0], message.nbytes, prot=mmap.PROT_READ)
-                    self._arenas[number] = np.frombuffer(memory, np.uint8)
+            if not data:
+                raise OSError("it has ended the connection")
+            message: _Welcome | _Lent | _Ended = _FROM_LENDER.decode(data)
+            if isinstance(message, _Welcome):
+                self._map(number, descriptors[0] if descriptors else -1, message.nbytes)
+            return message
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _map(self, number: int, descriptor: int, nbytes: int) -> None:
+        with self._lock:
+            if number in self._arenas:
+                return
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:  # reading beyond the end would kill us
+                raise OSError("its memory may shrink")
+            memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+            self._arenas[number] = np.frombuffer(memory, np.uint8)
 
     @staticmethod
     def _send(peer: socket.socket, message: msgspec.Struct) -> bool:
