@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from vllm_kvpool.cells import HEADER_BYTES
@@ -23,6 +24,7 @@ from vllm_kvpool.pool.worker import StepResults
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
 from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.replicas import Card
 
 # Legend: L layers, H heads, T tokens, C content.
 LAYERS, SPAN, CONTENT, BLOCK, CHUNK, CHUNKS = 4, 2, 16, 16, 32, 6
@@ -155,9 +157,10 @@ class ReplicaRank:
 
 @dataclass
 class Meeting:
-    """`gather` for ranks in threads: each waits for all."""
+    """`gather` for ranks in threads: each waits for all. Ranks of one host follow each other."""
 
     size: int
+    per_host: int
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.size, timeout=LIMIT_S)
@@ -167,14 +170,25 @@ class Meeting:
         def gather(data: bytes) -> list[bytes]:
             self.said[rank] = data
             self.barrier.wait()
-            return [self.said[each] for each in range(self.size)]
+            cards = [Card.unpack(self.said[each]) for each in range(self.size)]
+            return [
+                (card if n // self.per_host == rank // self.per_host else elsewhere(card)).pack()
+                for n, card in enumerate(cards)
+            ]
 
         return gather
 
 
-def ranks_in_threads(size: int, store: object, **options: object) -> list[ReplicaRank]:
+def elsewhere(card: Card) -> Card:
+    """As if it were on another host."""
+    return msgspec.structs.replace(card, host=bytes(len(card.host)))
+
+
+def ranks_in_threads(
+    size: int, store: object, *, per_host: int = 0, **options: object
+) -> list[ReplicaRank]:
     """Ranks that have met; each has an engine of its own."""
-    meeting = Meeting(size)
+    meeting = Meeting(size, per_host or size)
     made: dict[int, ReplicaRank] = {}
 
     def make(rank: int) -> None:

@@ -52,6 +52,22 @@ def test_a_load_asks_the_store_once_for_each_cell(make: Maker, size: int, host: 
     assert max(rank.gets for rank in ranks) <= -(-CHUNKS // size) * NUM_CELLS / CHUNKS
 
 
+@pytest.mark.parametrize("host", ["", "host://1MiB"])
+def test_each_host_has_a_set_of_its_own(make: Maker, host: str) -> None:
+    """Each cell is written once in all, and fetched once for each host."""
+    writers = make(4, host=host, per_host=2)
+    for rank in writers:
+        rank.save(1)
+    for rank in writers:
+        rank.close()
+    assert sum(rank.count("kvpool_cells", direction="save") for rank in writers) == NUM_CELLS
+    ranks = make(4, host=host, per_host=2)
+    for rank in ranks:
+        rank.start_load(1)
+    assert have_loaded(ranks, 1)
+    assert [sum(rank.gets for rank in ranks[i : i + 2]) for i in (0, 2)] == [NUM_CELLS] * 2
+
+
 def test_a_replica_that_comes_much_later_still_asks_no_store(make: Maker) -> None:
     """Without a host tier cells stay for those who have not asked."""
     stored(make, 1)

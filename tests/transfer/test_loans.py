@@ -11,8 +11,12 @@ from tests.transfer.engine_bench import (
     CORRUPT,
     DISK,
     DONE,
+    FAILED,
     MISSING,
+    TIMED_OUT,
+    UNREACHABLE,
     Bench,
+    load_job,
     name_of,
 )
 from vllm_kvpool.transfer.loans import HOLD_S, ReplicaSet
@@ -120,6 +124,75 @@ def test_a_cell_of_another_length_is_not_lent() -> None:
     bench.run()
     assert bench.step(Lend(1, SECOND, 0, (CellName("a", "a", CELL_BYTES + 1),))) == ["lent 1: no"]
     over(bench, 1)
+
+
+# Cells that a replica fetches
+
+
+def borrow(bench: Bench, job: int, cells: str) -> list[str]:
+    """A load of cells that the second of the set fetches."""
+    plan = load_job(job, cells)
+    tasks = tuple(task._replace(fetcher=SECOND) for task in plan.tasks)
+    return bench.step(plan._replace(tasks=tasks))
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_what_a_replica_gives_needs_no_check_and_is_not_kept(keep: int) -> None:
+    """It was checked there, and that host tier keeps it."""
+    bench = replica_bench(keep=keep)
+    assert borrow(bench, 1, "a b") == ["0 get-replica a b"]
+    assert bench.ends(0) == ["1 scatter a b"]
+    assert bench.run() == ["loaded 1 to 2 done"]
+    assert bench.cells() == ""
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("outcome", [MISSING, FAILED, UNREACHABLE, TIMED_OUT])
+def test_what_a_replica_cannot_give_is_asked_of_the_tiers(outcome: CellOutcome, keep: int) -> None:
+    bench = replica_bench(keep=keep)
+    borrow(bench, 1, "a")
+    assert bench.ends(0, outcome) == ["1 get-0 a"]
+    assert bench.run() == ["check a", "scatter a", "loaded 1 to 1 done"]
+    assert bench.cells() == "", "nor is that kept"
+
+
+def test_what_nobody_can_give_is_missing() -> None:
+    bench = replica_bench()
+    borrow(bench, 1, "a")
+    bench.ends(0, UNREACHABLE)
+    assert bench.ends(1, MISSING) == ["loaded 1 to 0 missing"]
+
+
+def test_a_replica_gives_what_no_tier_has() -> None:
+    bench = Bench(replicas=PAIR, keep=2)
+    assert borrow(bench, 1, "a") == ["0 get-replica a"]
+    assert bench.run() == ["scatter a", "loaded 1 to 1 done"]
+    borrow(bench, 2, "b")
+    assert bench.run(lambda lane, key: MISSING) == ["loaded 2 to 0 missing"]
+
+
+def test_two_loads_share_what_comes_from_a_replica() -> None:
+    bench = replica_bench()
+    borrow(bench, 1, "a")
+    assert borrow(bench, 2, "a") == []
+    assert bench.run()[-2:] == ["loaded 1 to 1 done", "loaded 2 to 1 done"]
+
+
+def test_who_is_asked_does_not_ask() -> None:
+    """Or two would wait for each other."""
+    bench = replica_bench()
+    borrow(bench, 1, "a")
+    assert lend(bench, 1, "a") == ["lent 1: no"]
+    over(bench, 1)
+    bench.run()
+
+
+def test_what_comes_from_a_replica_after_a_reset_is_not_used() -> None:
+    bench = replica_bench()
+    borrow(bench, 1, "a")
+    bench.step(DropSaves(forget=True, generation=1))
+    assert bench.ends(0) == ["loaded 1 to 0 cancelled"]
+    assert bench.slots() == "4 0 0"
 
 
 # Kept until each has asked

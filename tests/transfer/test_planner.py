@@ -16,7 +16,7 @@ from vllm_kvpool.keys import (
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import Kind, Replica, Topology, cells_of_rank
 from vllm_kvpool.transfer.ops import (
     CellTask,
     JobId,
@@ -130,6 +130,30 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
             LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK)
         )
         assert tuple(task._replace(stored=True) for task in kept.tasks) == every.tasks
+
+
+def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
+    """All of a load's cells are named, with who fetches them; of the rest nothing is anybody's."""
+    replicas = [Replica(rank, 0) for rank in range(4)]
+    numbers = {replica: 10 + replica.tp_rank for replica in replicas[1:]}  # rank 0 is elsewhere
+    plan = save_plan(first=1)
+    kept, prefetched = [], []
+    for rank in range(1, 4):
+        siblings = {each: n for each, n in numbers.items() if each.tp_rank != rank}
+        mine = replace(planner(1, 4, rank, keeps_all=True), siblings=siblings)
+        load = mine.load(LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK))
+        # Chunks 1 to 3 are fetched by their writers, chunk 4 by the first who is here.
+        fetchers = dict(zip((1, 2, 3, 4), (11, 12, 13, 11), strict=True))
+        assert [task.fetcher for task in load.tasks] == [
+            None if fetchers[task.chunk] == 10 + rank else fetchers[task.chunk]
+            for task in load.tasks
+        ]
+        saves = mine.save(plan).tasks
+        assert [task.stored for task in saves] == [task.chunk == rank for task in saves]
+        kept += [task.key for task in saves]
+        prefetched += [cell.key for cell in mine.prefetch(PrefetchPlan("a", plan.hashes)).cells]
+    assert len(set(kept)) == len(kept) == len(plan.hashes) * 2
+    assert len(set(prefetched)) == len(prefetched) == len(plan.hashes) * 2
 
 
 def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:

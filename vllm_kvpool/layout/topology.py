@@ -17,7 +17,7 @@ counted from layer 0, and again at every pipeline boundary; the last span of a p
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
@@ -169,10 +169,8 @@ class LocalCell:
         here = [replica for replica in self.replicas if replica in on_this_host]
         if len(here) < 2:
             return ()
-        return tuple(
-            replica if replica in here else here[index % len(here)]
-            for index, replica in enumerate(self.replicas)
-        )
+        instead = cycle(here)
+        return tuple(each if each in here else next(instead) for each in self.replicas)
 
     def with_groups(self, groups: Sequence[int]) -> "LocalCell":
         """The same cell, cut where the block table changes; `groups` has one of each layer."""
