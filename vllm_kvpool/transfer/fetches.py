@@ -188,7 +188,7 @@ class Fetches:
 
     def _move_on(self, op: Op, outcome: CellOutcome) -> None:
         desk, fetch = self._desk, op.what
-        if fetch.trouble is CellOutcome.MISSING:
+        if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
         further = self._tiers_of(fetch.cell, max(0, fetch.tier + 1))
         if not further:
