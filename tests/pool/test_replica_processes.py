@@ -202,7 +202,8 @@ def test_a_lender_that_hangs_is_waited_for_a_while(start: Start, moment: str) ->
 
 
 def test_a_borrower_that_is_killed_holds_nothing(start: Start) -> None:
-    lender, other, victim = start()
+    """The end of its connection says so, long before its loan runs out."""
+    lender, other, victim = start(load_timeout_s=4 * LIMIT_S, call_timeout_s=4 * LIMIT_S)
     free = lender.ask("free slots")
     victim.tell("hang at", "copying")
     for rank in (lender, other, victim):
