@@ -229,6 +229,23 @@ def test_nothing_stays_for_ever_for_those_who_never_ask() -> None:
     assert (bench.slots(), bench.cells()) == ("4 0 0", "")
 
 
+def test_who_has_not_asked_in_time_holds_up_nobody() -> None:
+    """A rank whose pool has died; until it asks again."""
+    bench = replica_bench(slots=4)
+    bench.load(1, "a b c d")
+    bench.run()
+    bench.after(HOLD_S)
+    assert bench.run()[-1] == "loaded 1 to 4 done", "once, and no more"
+    bench.load(2, "e f g h")
+    assert bench.run()[-1] == "loaded 2 to 4 done"
+    lend(bench, 1, "a")
+    bench.run()
+    over(bench, 1)
+    bench.load(3, "e")
+    bench.run()
+    assert bench.cells() == "a e", "a for us, e for the one that asks again"
+
+
 def test_no_more_is_fetched_ahead_of_the_others_than_may_stay() -> None:
     """So that it is not dropped, and fetched again for them."""
     bench = replica_bench(slots=4)

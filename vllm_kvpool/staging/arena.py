@@ -82,10 +82,8 @@ class Arena:
         self._memory: mmap.mmap | memoryview
         if given is not None:
             self._memory = given
-        elif shared:
-            self._memory, self.descriptor = _allocate_file(nbytes + slack, self.num_kept > 0)
         else:
-            self._memory = _allocate(nbytes + slack, self.num_kept > 0)
+            self._memory, self.descriptor = _allocate(nbytes + slack, self.num_kept > 0, shared)
         self.file_bytes = len(self._memory)
         address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
         start = self._start = -address % alignment
@@ -157,7 +155,17 @@ def _madvise(address: int, nbytes: int, advice: int) -> bool:
     return bool(result == 0)
 
 
-def _allocate(nbytes: int, large: bool) -> mmap.mmap:
+def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | None]:
+    """Memory, and its descriptor if it is a file; not where the system has none to give."""
+    if shared:
+        try:
+            return _allocate_file(nbytes, large)
+        except OSError as error:
+            logger.warning("kvpool: memory cannot be shared with other ranks: %s", error)
+    return _allocate_private(nbytes, large), None
+
+
+def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if large:
         rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -178,7 +186,7 @@ def _allocate_file(nbytes: int, large: bool) -> tuple[mmap.mmap, int]:
     """Memory without a name, and its descriptor; it ends with the last process that maps it."""
     if large:
         rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        with contextlib.suppress(OSError):  # as in `_allocate`: none are set aside
+        with contextlib.suppress(OSError):  # none are set aside
             return _mapped_file(rounded, os.MFD_HUGETLB)
     memory, descriptor = _mapped_file(nbytes, 0)
     with contextlib.suppress(OSError):

@@ -8,11 +8,13 @@ never asked in turn, so no two wait for each other.
 Every member gets the same plans, but not at the same moment. Without a host tier a cell would be
 gone before the last member asks for it; so it is kept until each has asked once, for `HOLD_S` at
 most. What is kept takes `ReplicaSet.max_kept` slots at most, then the rank fetches nothing further
-for its set until something of it goes.
+for its set until something of it goes. For a member that did not ask in that time nothing is kept
+until it asks for something: who is gone must not hold up the others.
 """
 
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from vllm_kvpool.keys import kind_of_group
@@ -73,7 +75,7 @@ class Kept:
     """A cell that stays for those of the set who have not asked; what the marker is about."""
 
     entry: Entry
-    left: set[int]
+    left: AbstractSet[int]
     until: float | None = None  # set while it is pinned
 
 
@@ -88,6 +90,7 @@ class Loans:
         self._kept: dict[str, Kept] = {}  # by key; from the first who wants the cell
         self._kept_slots: set[str] = set()  # those of them that have a slot
         self._in_order: deque[Kept] = deque()  # in order of their deadlines; the dropped ones too
+        self._silent: set[int] = set()  # members for whom cells were kept in vain
 
     @property
     def num_open(self) -> int:
@@ -183,14 +186,19 @@ class Loans:
         members = replicas.members.get(kind_of_group(cell.group))
         if members is None or desk.residency.keep:
             return
+        self._silent.discard(member)
         kept = self._kept.get(cell.key)
         if kept is None or kept.entry is not entry:
             if kept is not None:
                 self._drop(kept)
-            kept = self._kept[cell.key] = Kept(entry, set(members))
+            left = members - self._silent - {member}
+            if not left:
+                return
+            kept = self._kept[cell.key] = Kept(entry, left)
             after = () if entry.op is None else (entry.op,)
             desk.scheduler.add(graph, None, kept, after=after)
-        kept.left.discard(member)
+            return
+        kept.left -= {member}
         if not kept.left and kept.until is not None:
             self._drop(kept)
 
@@ -243,6 +251,17 @@ class Loans:
         while self._in_order and ((until := self._in_order[0].until) is None or until <= now):
             kept = self._in_order.popleft()
             if kept.until is not None:
+                self._drop(kept)
+                self._give_up(kept.left)
+
+    def _give_up(self, members: AbstractSet[int]) -> None:
+        """Keep nothing any more for members that do not ask."""
+        if members <= self._silent:
+            return
+        self._silent |= members
+        for kept in list(self._kept.values()):
+            kept.left -= self._silent
+            if not kept.left and kept.until is not None:
                 self._drop(kept)
 
     def next_time(self) -> float | None:

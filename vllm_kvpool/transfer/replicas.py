@@ -214,6 +214,12 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
+def _shut(peer: socket.socket) -> None:
+    """End a connection that another thread may be using."""
+    with contextlib.suppress(OSError):  # it has ended
+        peer.shutdown(socket.SHUT_RDWR)
+
+
 def _is_own_user(peer: socket.socket) -> bool:
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
@@ -273,8 +279,8 @@ class _LenderThread:
                 reply = _Lent([-1 if slot is None else place_of(slot) for slot in message.slots])
             try:
                 link.peer.send(_encode(reply), socket.MSG_DONTWAIT)
-            except OSError:  # the thread sees its end
-                link.peer.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                _shut(link.peer)  # the thread sees its end
 
     def close(self) -> None:
         self._closing = True
@@ -568,7 +574,7 @@ class _Borrower:
         with self._lock:
             self._closed = True
             for peer in self._busy:
-                peer.shutdown(socket.SHUT_RDWR)
+                _shut(peer)
             for idle in self._idle.values():
                 for peer in idle:
                     peer.close()
