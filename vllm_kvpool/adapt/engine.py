@@ -305,8 +305,11 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
 def gather_in_stage(data: bytes) -> list[bytes]:
     """The bytes of every rank of this pipeline stage, in one order for all of them.
 
-    A collective of vLLM's CPU groups: every rank calls it, with as many bytes.
+    A collective of vLLM's CPU groups: every rank calls it, with as many bytes. Alone where there
+    are no groups, since then nobody else is there either.
     """
+    if not parallel_state.model_parallel_is_initialized():
+        return [data]
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for group in (parallel_state.get_tp_group(), parallel_state.get_pcp_group()):
         if group.world_size > 1:

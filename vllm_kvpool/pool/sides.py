@@ -365,10 +365,12 @@ def _exchange_of(
     if not any(cell.replicas for cell in cells):
         return None
     exchange = ReplicaExchange(Replica(place.tp_rank, place.pcp_rank), place.rank, shares=shares)
-    exchange.join(gather(exchange.card.pack()))
-    if any(set(cell.replicas) & exchange.siblings.keys() for cell in cells):
-        return exchange
-    exchange.close()
+    with contextlib.ExitStack() as undo:
+        undo.callback(exchange.close)
+        exchange.join(gather(exchange.card.pack()))
+        if any(set(cell.replicas) & exchange.siblings.keys() for cell in cells):
+            undo.pop_all()
+            return exchange
     return None
 
 
