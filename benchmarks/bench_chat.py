@@ -7,8 +7,6 @@ more than one of them; prompts that are never seen again come between. Every var
 requests: no pool, host memory (both policies), host memory and files, and those with Mooncake
 behind, each tier too small for all. Hit rate: prompt tokens that were not computed. The plot is
 written to `results/chat.svg`.
-
-A second part runs the policies of the host tier alone, over a longer trace of the same kind.
 """
 
 import json
@@ -23,18 +21,13 @@ from typing import Any
 
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster
-from vllm_kvpool.transfer.policy import POLICIES
-from vllm_kvpool.transfer.residency import Residency
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=768)
-CHUNK = 256
 TURN_TOKENS, TURNS, SYSTEM_TOKENS = 768, 3, 256
 CONVERSATIONS, QUICK_CONVERSATIONS = 11, 4
 ONE_OFFS = 0.3  # for each turn, so many prompts that are never seen again
-FLOOD = 3.0  # the same, where most prompts are
 LIMIT_S = 60.0
 PLOT = Path(__file__).parent / "results" / "chat.svg"
 
@@ -132,7 +125,6 @@ def measure(quick: bool) -> Result:
         for variant in variants:
             run(variant, asks, model, directory)
     result = report(asks, variants)
-    add_policies(result, 60 if quick else 400)
     if not quick:
         draw(variants, PLOT)
     return result
@@ -140,7 +132,6 @@ def measure(quick: bool) -> Result:
 
 def make_variants(directory: Path, master: str) -> list[Variant]:
     host = f"host://{HOST_MIB}MiB"
-    frequency = f"{host}?policy=frequency"
 
     def files(name: str) -> str:
         return f"file://{directory}/{name}?size={FILES_MIB}MiB"
@@ -148,7 +139,7 @@ def make_variants(directory: Path, master: str) -> list[Variant]:
     return [
         Variant("no pool", []),
         Variant("host", [host]),
-        Variant("host, by frequency", [frequency]),
+        Variant("host, least recently used", [f"{host}?policy=lru"]),
         Variant("host + SSD", [host, files("two")]),
         Variant(
             "host + SSD + Mooncake",
@@ -196,47 +187,6 @@ def report(asks: Sequence[Ask], variants: Sequence[Variant]) -> Result:
         ),
     ]
     return result
-
-
-def add_policies(result: Result, conversations: int) -> None:
-    """Chunks of a long trace found in a host tier of so many chunks, by policy."""
-    for one_offs in (ONE_OFFS, FLOOD):
-        asks = [tuple(_chunks(ask.ids)) for ask in trace(conversations, 2, one_offs)]
-        total = sum(map(len, asks))
-        every = len({chunk for chunks in asks for chunk in chunks})
-        for share in (0.05, 0.1, 0.2, 0.4):
-            rates = {name: _hits(asks, name, int(every * share)) / total for name in POLICIES}
-            kind = f"{one_offs:g} one-off prompts a turn, {share:.0%} of all chunks fit"
-            result.rows.append(
-                {"tiers": f"policies: {kind}"}
-                | {f"{name} hit rate": rate for name, rate in rates.items()}
-            )
-
-
-def _chunks(ids: Sequence[int]) -> Iterator[int]:
-    digest = 0
-    for start in range(0, len(ids) - CHUNK + 1, CHUNK):
-        digest = hash((digest, *ids[start : start + CHUNK]))
-        yield digest
-
-
-def _hits(asks: Sequence[Sequence[int]], name: str, capacity: int) -> int:
-    """Chunks found in a host tier of that size: the real one, without an engine around it."""
-    host = Residency(SlotPool(capacity + 2, 1), capacity, POLICIES[name](capacity), {"": 1})
-    hits = 0
-    for chunks in asks:
-        keys = [str(chunk) for chunk in chunks]
-        found = next((i for i, key in enumerate(keys) if host.get(key) is None), len(keys))
-        hits += found
-        for key in keys[found:]:
-            if host.get(key) is None:
-                entry = host.begin(key, key, 1)
-                assert host.give_slot(entry, SlotUse.SAVE)
-                host.arrived(entry)
-                host.unpin(entry)
-        for place, key in reversed(list(enumerate(keys))):
-            (host.used if place < found else host.refresh)(key)
-    return hits
 
 
 def draw(variants: Sequence[Variant], path: Path) -> None:

@@ -22,6 +22,7 @@ from vllm_kvpool.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.eviction import Lru
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor, Perform
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -38,7 +39,6 @@ from vllm_kvpool.transfer.ops import (
     Work,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.policy import Lru
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -98,7 +98,7 @@ def make(perform: Perform = done, tiers: int = 0, keep: int = KEEP) -> Bench:
     )
     lanes = dict.fromkeys(lane_names(tiers), 1)
     limits = dict.fromkeys(lanes, LaneLimits(2, 64, 1 << 30, 1 << 40))
-    residency = Residency(SlotPool(STAGING + keep, 16), keep, Lru(keep), {"": 1})
+    residency = Residency(SlotPool(STAGING + keep, 16), keep, Lru(), {"": 1})
     engine = Engine(residency, tuple(Tier(f"t{i}", True, False) for i in range(tiers)), limits)
     return Bench(Executor(engine, planner, perform, lanes, Tally()))
 

@@ -5,6 +5,9 @@
 `ratio` is two memcpys' time over that of a gather and a scatter. Repeats of the three are
 interleaved and medians taken. Pages hold twice the tokens that are moved, in blocks drawn at
 random; each call moves all heads of one chunk and span, as the lanes do.
+
+`us_a_move` is the processor time of a move of one head, layer and chunk whose block table is that
+of `table_tokens` tokens: it should not depend on them.
 """
 
 import argparse
@@ -27,6 +30,8 @@ from vllm_kvpool.staging.copy_cpu import LINE_BYTES, CpuCopier
 NUM_LAYERS, LAYER_SPAN = 32, 8
 NUM_HEADS, HEAD_DIM = 8, 128
 CHUNK_TOKENS = 256
+MOVES_A_CALL = 64
+TABLE_TOKENS = (MOVES_A_CALL * CHUNK_TOKENS, 131_072)
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,49 @@ def measure(case: Case, megabytes: int, repeats: int) -> dict[str, object]:
     }
 
 
+def measure_tables(repeats: int) -> list[dict[str, object]]:
+    """One call moves a cell of each of the last 64 chunks of a request, for each length of it."""
+    case = Case("LBHNC", "float16", 16)
+    num_blocks = max(TABLE_TOKENS) // case.block
+    pages = torch.ones((num_blocks, 1, case.block, 2 * HEAD_DIM), dtype=case.torch_dtype)
+    copier = CpuCopier([from_token_content(pages)])
+    cell_bytes = CHUNK_TOKENS * case.row_bytes
+    slots = torch.zeros(MOVES_A_CALL * cell_bytes, dtype=torch.uint8)
+
+    def moves(num_tokens: int) -> list[CellMove]:
+        table = tuple(range(num_tokens // case.block))
+        first = num_tokens - MOVES_A_CALL * CHUNK_TOKENS
+        return [
+            CellMove(
+                address=slots.data_ptr() + i * cell_bytes,
+                layer_start=0,
+                layer_stop=1,
+                head_start=0,
+                head_stop=1,
+                block_ids=table,
+                table_start=0,
+                chunk_start=start,
+                chunk_tokens=CHUNK_TOKENS,
+                token_start=start,
+                token_stop=start + CHUNK_TOKENS,
+            )
+            for i, start in enumerate(range(first, num_tokens, CHUNK_TOKENS))
+        ]
+
+    def cpu_us(batch: list[CellMove]) -> float:
+        start = time.thread_time()
+        copier.gather(batch)
+        return (time.thread_time() - start) * 1e6 / MOVES_A_CALL
+
+    batches = [moves(num_tokens) for num_tokens in TABLE_TOKENS]
+    times = [[cpu_us(batch) for batch in batches] for _ in range(5 * repeats)]
+    return [
+        {"layout": case.layout, "dtype": case.dtype, "block": case.block}
+        | {"table_tokens": num_tokens, "us_a_move": round(statistics.median(column), 1)}
+        for num_tokens, column in zip(TABLE_TOKENS, zip(*times, strict=True), strict=True)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=int, default=192, help="payload moved per repeat")
@@ -160,6 +208,9 @@ def main() -> None:
             print(*(f"{name:>11}" for name in result))
         print(*(f"{value!s:>11}" for value in result.values()), flush=True)
         results.append(result)
+    for row in measure_tables(args.repeats):
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        results.append(row)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

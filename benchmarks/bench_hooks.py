@@ -10,8 +10,14 @@ scheduler's own prefix cache is emptied after it), outputs of 64 to 319 tokens.
 Every hook of both connector objects is timed from outside and summed per step, in microseconds. On
 the scheduler's thread those are the lookup of an arriving request, the step's plan, the workers'
 report and so on; on the model's thread those that vLLM calls around the forward pass. Both sides
-use one kind of store: a Mooncake cluster of this process alone. The pool on CPU ends a step's
-gathers inside the step, which is what `wait_for_save` shows at p99 and no GPU has.
+use one kind of store: a Mooncake cluster of this process alone.
+
+The pool on CPU ends a step's gathers inside the step, which no GPU has: `waiting for its gather` is
+that part of the model's thread alone, `the rest` is all else. Each hook has a row of its own.
+
+The last rows are what single things cost that grew with their square, or waited, once: a step with
+64 pending lookups, one with 64 long requests that are due and no room for pins, a burst of
+evictions, counters of which few have changed.
 """
 
 import json
@@ -20,14 +26,28 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
+from vllm_kvpool.hashing import RequestIdentity
+from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.layout.topology import Group, Kind, Topology
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.lookup_service import LookupService
+from vllm_kvpool.pool.metadata import StepReport
+from vllm_kvpool.pool.request import PoolShape, Step
+from vllm_kvpool.pool.scheduler import PoolScheduler
+from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.testing.fakes import FakePins, FakeRequest
+from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 from vllm_kvpool.testing.mooncake_master import HOST, MooncakeMaster, free_port
+from vllm_kvpool.transfer.ops import HostChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)
 BLOCK, NUM_BLOCKS, NUM_RUNNING = 32, 3_500, 64
@@ -39,6 +59,13 @@ QUIET_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 120.0
 MAX_HOOKS_US = 100.0
 NOT_HOOKS = ("register_kv_caches", "shutdown", "role")
+GATHER = "waiting for its gather"  # beside the hooks of the model's thread, a part of one
+ANSWER_TIMEOUT_S = 10.0
+MANY = 64
+LONG_TOKENS, CHUNK = 131_072, 256
+NUM_CHANGES = (500, 2_000)
+NUM_SAMPLES = 924
+SINGLE_REPEATS = 50
 
 
 class HookClock:
@@ -71,6 +98,19 @@ class HookClock:
                 self._inside = False
 
         return timed
+
+    def time_gathers(self, executor: Any) -> None:
+        """Count apart what a hook waits for the gathers of its step."""
+        wait = executor.wait
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args)
+            finally:
+                self.by_hook[GATHER] += time.perf_counter() - start
+
+        executor.wait = timed
 
     def take(self) -> dict[str, float]:
         """Microseconds by hook since the last call."""
@@ -161,6 +201,8 @@ class FakeEngine:
         self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
         self.worker_clock = HookClock(worker)
         self.scheduler_clock = HookClock(self.scheduler.connector)
+        if connector == "KVPoolConnector":
+            self.worker_clock.time_gathers(worker._worker_side.worker._executor)
         self._count = self._loads = 0
 
     def _allocate(self, names: list[str]) -> dict[str, Any]:
@@ -305,9 +347,8 @@ def measure(quick: bool) -> Result:
                 steps = QUICK_STEPS if quick else STEPS
                 spent = measure_side(side, save_decode, model, steps)
                 for thread, per_step in spent.items():
-                    row = step_row(side, save_decode, thread, per_step)
-                    result.rows.append(row)
-                    result.notes.append(most_expensive(row, per_step))
+                    row, *parts = step_rows(side, save_decode, thread, per_step)
+                    result.rows += [row, *parts]
                     p50 = float(str(row["p50 us"]))
                     if side == "in-tree":
                         theirs[thread] = p50
@@ -315,32 +356,139 @@ def measure(quick: bool) -> Result:
                     row["in-tree p50 / p50"] = theirs[thread] / p50
                     what = f"{thread}'s thread, save_decode {save_decode}, p50"
                     result.targets.append(Target(what, p50, MAX_HOOKS_US, False, "us"))
+    result.rows += single_rows(SINGLE_REPEATS // 10 if quick else SINGLE_REPEATS)
     return result
 
 
-def step_row(side: str, save_decode: bool, thread: str, per_step: list[dict[str, float]]) -> Row:
+def step_rows(
+    side: str, save_decode: bool, thread: str, per_step: list[dict[str, float]]
+) -> list[Row]:
+    """All of a thread's steps, its parts, and each hook that takes a hundredth of it or more."""
+    about: Row = {"side": side, "save_decode": save_decode, "thread": thread}
+    waited = [step.pop(GATHER, 0.0) for step in per_step]
     totals = [sum(step.values()) for step in per_step]
+    rows = [{**about, "what": "all hooks", **in_numbers(totals)}]
+    if any(waited):
+        rest = [total - wait for total, wait in zip(totals, waited, strict=True)]
+        rows.append({**about, "what": GATHER, **in_numbers(waited)})
+        rows.append({**about, "what": "the rest", **in_numbers(rest)})
+    for name in sorted({name for step in per_step for name in step}):
+        values = [step.get(name, 0.0) for step in per_step]
+        if sum(values) >= sum(totals) / 100:
+            rows.append({**about, "what": name, **in_numbers(values)})
+    return rows
+
+
+def in_numbers(values: Sequence[float]) -> Row:
     return {
-        "side": side,
-        "save_decode": save_decode,
-        "thread": thread,
-        "p50 us": percentile(totals, 0.5),
-        "p99 us": percentile(totals, 0.99),
-        "mean us": sum(totals) / len(totals),
-        "max us": max(totals),
+        "mean us": sum(values) / len(values),
+        "p50 us": percentile(values, 0.5),
+        "p99 us": percentile(values, 0.99),
+        "max us": max(values),
     }
 
 
-def most_expensive(row: Row, per_step: list[dict[str, float]], count: int = 4) -> str:
-    """Which hooks the time goes to, by mean and median."""
-    names = {name for step in per_step for name in step}
-    values = {name: [step.get(name, 0.0) for step in per_step] for name in names}
-    ordered = sorted(names, key=lambda name: -sum(values[name]))[:count]
-    parts = ", ".join(
-        f"{name} {sum(values[name]) / len(per_step):.3g} (p50 {percentile(values[name], 0.5):.3g})"
-        for name in ordered
-    )
-    return f"{row['side']}, save_decode {row['save_decode']}, {row['thread']}: mean us of {parts}"
+# Single things
+
+
+def single_rows(repeats: int) -> list[Row]:
+    parts: list[tuple[str, str, list[float]]] = [
+        ("scheduler", f"a step with {MANY} pending lookups", pending_lookups(repeats)),
+        ("scheduler", f"plan of {MANY} long requests, no room for pins", no_room(repeats)),
+    ]
+    parts += [
+        ("model", f"{count} changes of host memory in a report", host_changes(count, repeats))
+        for count in NUM_CHANGES
+    ]
+    parts.append(("both", f"changes of counters, one of {NUM_SAMPLES}", few_changes(repeats)))
+    return [
+        {"side": "kvpool", "thread": thread, "what": what, **in_numbers(values)}
+        for thread, what, values in parts
+    ]
+
+
+class Bench:
+    """The scheduler side over a store in memory; `requests` long requests have arrived."""
+
+    def __init__(self, max_pinned: int) -> None:
+        kinds = [Kind(Topology(1, 1, ((0, 1),), 1), row_bytes=16)]
+        names = CellNames(make_namespace("bench", "0" * 12), kinds)
+        self.store = FaultyStore(MemoryStore("", 1 << 20))
+        self.lookups = LookupService((self.store,), names, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
+        config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
+        shape = PoolShape(CHUNK, (Group(BLOCK),), 1, max_pinned)
+        self.scheduler = PoolScheduler(config, Role.BOTH, shape, self.lookups, Tally())
+        self.scheduler.saves.ledger.pins = FakePins()
+        self.table = range(1, LONG_TOKENS // BLOCK + 1)
+        self.names = [f"r{number}" for number in range(MANY)]
+        self.views = [
+            FakeRequest(name, [3] * LONG_TOKENS, RequestOptions(), RequestIdentity())
+            for name in self.names
+        ]
+
+    def add(self) -> None:
+        for view in self.views:
+            self.scheduler.add(view)
+
+    def step(self, tokens: int) -> None:
+        scheduled = dict.fromkeys(self.names, tokens) if tokens else {}
+        self.scheduler.plan_step(Step(scheduled, lambda request_id: (self.table,)))
+
+
+def pending_lookups(repeats: int) -> list[float]:
+    """Microseconds that a busy engine's step spends on requests whose lookups are pending."""
+    bench, times = Bench(max_pinned=1), []
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for name in bench.names:
+            assert bench.scheduler.match(name, 0) == (None, False)
+        times.append(1e6 * (time.perf_counter() - start))
+    bench.store.heal()
+    bench.lookups.close()
+    return times
+
+
+def no_room(repeats: int) -> list[float]:
+    """Microseconds of a step's plan while all requests have chunks to save and none fits."""
+    bench, times = Bench(max_pinned=CHUNK // BLOCK), []
+    bench.add()
+    for view in bench.views:
+        while bench.scheduler.match(view.request_id, 0) == (None, False):
+            bench.lookups.wait(ANSWER_TIMEOUT_S)
+        bench.scheduler.allocated(view.request_id, (), 0)
+        view.num_computed_tokens = LONG_TOKENS - 1
+    bench.step(1)  # blocks of one chunk are pinned
+    for _ in range(repeats):
+        start = time.perf_counter()
+        bench.step(1)
+        times.append(1e6 * (time.perf_counter() - start))
+    bench.lookups.close()
+    return times
+
+
+def host_changes(count: int, repeats: int) -> list[float]:
+    changes = [StepReport(host={0: HostChange((f"a{i}",), (f"b{i}",))}) for i in range(count)]
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        StepReport.merge(changes)
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+def few_changes(repeats: int) -> list[float]:
+    tally, times = Tally(), []
+    for number in range(NUM_SAMPLES):
+        tally.add("kvpool_failures", kind=str(number))
+    tally.take_changes()
+    for _ in range(repeats):
+        tally.add("kvpool_hit_tokens")
+        start = time.perf_counter()
+        tally.take_changes()
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ stored. Times in milliseconds:
 
 * `answer`: from the request's arrival until its answer is there; it holds all of the following
   but `match`. The scheduler's thread sleeps meanwhile;
-* `chain`: hashing the prompt, on the probe thread; `asking`: the store calls of the probe thread;
+* `chain`: hashing the prompt, on the lookup thread; `asking`: the store calls of the tier's thread;
 * `add`, `match`: what the scheduler's thread spends when the request comes, and when it is matched.
+
+The rows of a slow far tier have a near tier in this process that holds all, or part, of a short
+prompt, and a far one that takes a second for each call: how many chunks are found, in what time.
 
 Every store call's thread is checked. The other way, beside it: one call that asks for all keys, of
 the pool's cells and of vLLM's (every 16-token block of every head).
@@ -19,7 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script
 from benchmarks.sides import native_client
@@ -29,10 +32,12 @@ from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.probe import Probe
+from vllm_kvpool.pool.lookup_core import Lookup
+from vllm_kvpool.pool.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.pool.request import PoolShape, Step
-from vllm_kvpool.pool.scheduler import PoolScheduler
+from vllm_kvpool.pool.scheduler import ANSWER_SHARE, PoolScheduler
 from vllm_kvpool.store.base import Store
+from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.fakes import FakeRequest
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -46,8 +51,12 @@ STORED_CHUNKS = (0, 1, 100, 317, 511, 512)
 CELL_BYTES = 64
 REPEATS, QUICK_REPEATS = 60, 10
 EXISTS_REPEATS = 10
+FAR_CALL_S = 1.0
+FAR_LOOKUPS = 8
+SHORT_CHUNKS = 64
 ANSWER_TIMEOUT_S = 10.0
 MAX_ANSWER_MS = 3.0
+MAX_NEAR_MS = 10.0
 
 
 def prompt(stored: int) -> list[int]:
@@ -88,7 +97,7 @@ class Filler:
 
 
 class TimedStore:
-    """The probe's store: what its `exists` calls cost, and who makes them."""
+    """The tier's store: what its `exists` calls cost, and who makes them."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -126,13 +135,13 @@ class Lookups:
 
     def __init__(self, url: str) -> None:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
-        probe: Any = Probe((self._store,), NAMES, CHUNK)
+        lookups: Any = LookupService((self._store,), NAMES, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (Group(BLOCK),), 1, 1 << 20)
-        self._scheduler = PoolScheduler(config, Role.BOTH, shape, probe, Tally())
+        self._scheduler = PoolScheduler(config, Role.BOTH, shape, lookups, Tally())
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))
-        self._probe = probe
+        self._lookups = lookups
         self._count = 0
 
     def one(self, tokens: list[int], stored: int, times: Times) -> tuple[int, int]:
@@ -143,7 +152,7 @@ class Lookups:
         start = time.perf_counter()
         self._scheduler.add(view)
         added = time.perf_counter()
-        self._probe.wait(ANSWER_TIMEOUT_S)
+        self._lookups.wait(ANSWER_TIMEOUT_S)
         answered = time.perf_counter()
         found, _ = self._scheduler.match(view.request_id, 0)
         matched = time.perf_counter()
@@ -171,6 +180,7 @@ class Lookups:
             calls, keys = cost[stored]
             row: Row = {"stored chunks": stored, "calls": calls, "keys": keys}
             for name, values in vars(spent).items():
+                row[f"{name} mean"] = sum(values) / len(values)
                 row[f"{name} p50"] = percentile(values, 0.5)
                 row[f"{name} p99"] = percentile(values, 0.99)
             rows.append(row)
@@ -200,6 +210,61 @@ class AllKeys:
         return rows
 
 
+class SlowStore:
+    """A tier far away."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        time.sleep(FAR_CALL_S)
+        return self._inner.exists(keys)
+
+
+def slow_far_rows() -> list[Row]:
+    """Lookups one after another while the far tier is as slow as it is."""
+    near, far = MemoryStore("", 1 << 24), MemoryStore("", 1 << 24)
+    tokens = prompt(NUM_CHUNKS)[: SHORT_CHUNKS * CHUNK]
+    hashes = chain_of(tokens).hashes
+    buffer = make_buffer(1)
+    for store, stored in ((near, SHORT_CHUNKS // 2), (far, SHORT_CHUNKS)):
+        for chunk in hashes[:stored]:
+            keys = NAMES.of_chunk(chunk)
+            store.put(keys, [buffer] * len(keys), [""] * len(keys))
+    whole = MemoryStore("", 1 << 24)
+    for chunk in hashes:
+        keys = NAMES.of_chunk(chunk)
+        whole.put(keys, [buffer] * len(keys), [""] * len(keys))
+    rows: list[Row] = []
+    for what, stores in (
+        ("far tier of 1 s a call, all near", (whole, SlowStore(far))),
+        ("far tier of 1 s a call, half near", (near, SlowStore(far))),
+    ):
+        lookups: Any = LookupService(cast("Any", stores), NAMES, CHUNK)
+        found, times = [], []
+        for number in range(FAR_LOOKUPS):
+            start = time.monotonic()
+            answer_by = start + ANSWER_SHARE * LOOKUP_TIMEOUT_S
+            lookups.submit(
+                Lookup(number, RequestIdentity, tokens, True, 0, start, answer_by=answer_by)
+            )
+            lookups.wait(ANSWER_TIMEOUT_S)
+            times.append(1e3 * (time.monotonic() - start))
+            (answer,) = lookups.take_results()
+            found.append(answer.found_chunks)
+        lookups.close()
+        rows.append(
+            {
+                "stored chunks": what,
+                "found": f"{min(found)} of {SHORT_CHUNKS}",
+                "answer mean": sum(times) / len(times),
+                "answer p50": percentile(times, 0.5),
+                "answer p99": percentile(times, 0.99),
+            }
+        )
+    return rows
+
+
 def measure(quick: bool) -> Result:
     result = Result()
     hashes = chain_of(prompt(NUM_CHUNKS)).hashes
@@ -218,6 +283,11 @@ def measure(quick: bool) -> Result:
         result.notes.append(f"{len(keys)} keys put in {time.perf_counter() - start:.1f} s")
         rows = lookups.call("rows", QUICK_REPEATS if quick else REPEATS)
         result.rows += rows + all_keys.call("rows", keys)
+    far = slow_far_rows()
+    result.rows += far
+    near_hit = float(str(far[0]["answer p99"]))
+    what = "hit in the near tier beside a far one of 1 s a call, p99"
+    result.targets.append(Target(what, near_hit, MAX_NEAR_MS, False, "ms"))
     for name, what in (
         ("answer", "from arrival to answer, hashing included"),
         ("asking", "asking the store"),

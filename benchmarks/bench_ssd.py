@@ -6,13 +6,17 @@ fio writes and reads one file per cell with `--ioengine=io_uring --direct=1`, ea
 request, as many requests in flight as the store has. The store puts and gets cells of the same
 count through the slots of a staging arena: in batches, as the put lane does, and in two lanes at a
 time; all at once, as fio does; and with its threads instead of a ring. Sides take turns, with
-fresh keys each and in another order in each round: about once a round some side has to look for
-what to evict next, and whoever comes after fio finds the file system's journal full. `ratio` is the
+fresh keys each and in another order in each round: whoever comes after fio finds the file system's
+journal full. `ratio` is the
 median over the rounds of ours over fio's.
 
-The store is full, as a cache is but for its first hours, so each put also evicts; fio makes its
-files before its clock starts. How fast the store was filled is a note: there each cell makes a
-file, which is slow on ext4 for minutes after files were deleted, as by a run right before.
+The store is full, as a cache is but for its first hours, so each put also evicts, and writes over
+the files of what it evicts; fio writes new files, which it makes before its clock starts, so for
+writes `ratio` compares recycled files with new ones, and says so. How fast the store was filled is
+a note: there each cell makes a file, which is slow on ext4 for minutes after files were deleted,
+as by a run right before.
+
+The last rows are what making room costs with few and with two million cells (store_room.py).
 """
 
 import argparse
@@ -30,13 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Result, Row, Target
+from benchmarks.store_room import measure_room
 from vllm_kvpool.pool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
-from vllm_kvpool.store.files_format import file_bytes
-from vllm_kvpool.store.uring import RING_DEPTH
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.format import file_bytes
+from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.store.file.uring import RING_DEPTH
 from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)
@@ -48,6 +53,8 @@ WANTED_RATIO = 0.9
 
 NUM_OPENED, QUICK_NUM_OPENED = 10_000, 1_000
 WANTED_OPEN_S = 2.0
+ROOM_CELLS, QUICK_ROOM_CELLS = (20_000, 2_000_000), (20_000,)
+WANTED_WAIT_S = 0.02
 
 NO_FIO = """
 *** fio is not installed, so there is nothing to compare with: only our own figures follow. ***
@@ -115,7 +122,7 @@ def run_store(store: FileStore, cells: Cells, side: Side) -> tuple[float, float]
 
     def put(part: slice) -> None:
         buffers = cells.buffers[part]
-        outcomes = store.put(keys[part], buffers, [""] * len(buffers))
+        outcomes = store.put(keys[part], buffers, [ChunkRef("")] * len(buffers))
         assert set(outcomes) == {PutOutcome.STORED}, outcomes
 
     def get(part: slice) -> None:
@@ -191,7 +198,8 @@ def report(result: Result, cell_bytes: int, sides: list[Side]) -> None:
             if fio and side is not fio:
                 row[f"{what}_ratio"] = ratio
             if side.io == "uring":
-                text = f"{what} of {label} cells, {side.name.split(', ')[1]}, over fio"
+                files = " (recycled files over new ones)" if what == "write" else ""
+                text = f"{what} of {label} cells, {side.name.split(', ')[1]}, over fio{files}"
                 result.targets.append(Target(text, ratio, WANTED_RATIO, at_least=True))
         result.rows.append(row)
 
@@ -205,7 +213,9 @@ def time_opening(root: Path, count: int) -> float:
     store = FileStore(str(root), STORE_BYTES)
     for i in range(0, count, 500):
         part = keys[i : i + 500]
-        assert set(store.put(part, [buffer] * len(part), [""] * len(part))) == {PutOutcome.STORED}
+        assert set(store.put(part, [buffer] * len(part), [ChunkRef("")] * len(part))) == {
+            PutOutcome.STORED
+        }
     store.close()
     start = time.perf_counter()
     store = FileStore(str(root), STORE_BYTES)
@@ -215,8 +225,31 @@ def time_opening(root: Path, count: int) -> float:
     return taken_s
 
 
+def report_room(result: Result, root: Path, quick: bool) -> None:
+    """Rows of what room for a prompt of 32 cells costs, and how long others wait for the index."""
+    for num_cells in QUICK_ROOM_CELLS if quick else ROOM_CELLS:
+        found = measure_room(root / f"room-{num_cells}", num_cells, 5 if quick else 60)
+        for what, name in (
+            ("wall", "room"),
+            ("cpu", "room, CPU"),
+            ("wait", "wait for the index"),
+        ):
+            times = sorted(found[what])
+            row: Row = {"cell": f"{num_cells} stored", "side": name}
+            row["p50_ms"] = 1000 * statistics.median(times)
+            row["mean_ms"] = 1000 * statistics.fmean(times)
+            row["p99_ms"] = 1000 * times[int(0.99 * len(times))]
+            row["max_ms"] = 1000 * times[-1]
+            result.rows.append(row)
+        waits = sorted(found["wait"])
+        text = f"99 of 100 waits of another process for the index, {num_cells} cells stored"
+        p99_s = waits[int(0.99 * len(waits))]
+        result.targets.append(Target(text, p99_s, WANTED_WAIT_S, at_least=False, unit="s"))
+
+
 def measure(directory: Path, quick: bool) -> Result:
     result = Result()
+    report_room(result, directory, quick)
     fio = shutil.which("fio") is not None
     if not fio:
         print(NO_FIO, file=sys.stderr, flush=True)

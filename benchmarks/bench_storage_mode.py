@@ -21,7 +21,8 @@ from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import Kind
 from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.probe import Lookup, Probe
+from vllm_kvpool.pool.lookup_core import Lookup
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.testing.mooncake_master import MooncakeMaster
@@ -48,7 +49,7 @@ class Asker:
         self._stored = len(chain) - 1
         keys = [key for chunk in chain.hashes[: self._stored] for key in names.of_chunk(chunk)]
         self._put([str(key) for key in keys])
-        self._probe = Probe((self._store,), names, GEOMETRY.chunk)
+        self._lookups = LookupService((self._store,), names, GEOMETRY.chunk)
 
     def _put(self, keys: Sequence[str]) -> None:
         buffer = make_buffer(CELL_BYTES)
@@ -59,15 +60,15 @@ class Asker:
     def lookup(self) -> list[float]:
         """Milliseconds from the question to the answer."""
         times = []
-        for ticket in range(LOOKUPS_PER_REPEAT):
+        for lookup_id in range(LOOKUPS_PER_REPEAT):
             deadline = time.monotonic() + LIMIT_S
             start = time.perf_counter()
-            self._probe.submit(
-                Lookup(ticket, RequestIdentity, self._tokens, True, 0, deadline=deadline)
+            self._lookups.submit(
+                Lookup(lookup_id, RequestIdentity, self._tokens, True, 0, deadline, deadline)
             )
-            self._probe.wait(LIMIT_S)
+            self._lookups.wait(LIMIT_S)
             times.append(1e3 * (time.perf_counter() - start))
-            (answer,) = self._probe.take_answers()
+            (answer,) = self._lookups.take_results()
             assert answer.found_chunks == self._stored, answer
         return times
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 Row = dict[str, object]
 
@@ -26,6 +28,7 @@ READY_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
+CPU_SECONDS = "cpu_seconds"  # what every child answers, whatever object it holds
 
 
 @dataclass
@@ -89,13 +92,18 @@ def cell_text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def run_script(doc: str | None, measure: Callable[[bool], Result]) -> None:
-    """The command line of every benchmark: `[--json FILE] [--quick]`."""
+def run_script(doc: str | None, measure: Callable[..., Result], **options: str) -> None:
+    """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
+
+    `options` has the help of each; `measure(quick, **options)` is given its text, "" without.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
+    for name, text in options.items():
+        parser.add_argument(f"--{name}", default="", help=text)
     args = parser.parse_args()
-    result = measure(args.quick)
+    result = measure(args.quick, **{name: getattr(args, name) for name in options})
     result.show()
     if args.json:
         args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")
@@ -104,9 +112,9 @@ def run_script(doc: str | None, measure: Callable[[bool], Result]) -> None:
     os._exit(0)
 
 
-def interleaved(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(actions: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """What each action returns (its seconds), one of each in turn, so that load hits all alike."""
-    results: dict[str, list[float]] = {name: [] for name in actions}
+    results: dict[str, list[T]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
             results[name].append(action())
@@ -119,13 +127,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def wait_until(done: Callable[[], bool], timeout_s: float) -> float:
+def wait_until(done: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> float:
     """Poll until `done`; the seconds that took. DidNotFinish after `timeout_s`."""
     start = time.perf_counter()
     while not done():
         if time.perf_counter() - start > timeout_s:
             raise late(timeout_s)
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return time.perf_counter() - start
 
 
@@ -166,7 +174,8 @@ def _serve(
 def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
     name, args = call
     try:
-        return "ok", getattr(target, name)(*args)
+        method = time.process_time if name == CPU_SECONDS else getattr(target, name)
+        return "ok", method(*args)
     except DidNotFinish as error:
         return "unfinished", str(error)
     except Exception:  # the top of a child process: it becomes the parent's report
@@ -204,6 +213,10 @@ class Child:
         """The method's result. DidNotFinish if it does not come in time; the child then ends."""
         self.begin(name, *args)
         return self.finish(timeout_s)
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all threads of the child so far, in seconds."""
+        return float(self.call(CPU_SECONDS))
 
     def begin(self, name: str, *args: Any) -> None:
         """Have a method called; `finish` comes next."""

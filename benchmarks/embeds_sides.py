@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.common import late, wait_until
@@ -87,7 +88,26 @@ class Sources:
         return item_digest([as_bytes(self.of(batch)[-1])])
 
 
-class _Engine:
+class Costed:
+    """A process whose own time can be asked for."""
+
+    def cpu_s(self) -> float:
+        """Of all its threads, since it was started."""
+        return time.process_time()
+
+    def plain_copy_cpu_s(self, nbytes: int, piece_bytes: int) -> float:
+        """What it takes to copy so many bytes in and out of a window of so many, and no more."""
+        source = np.ones(nbytes, np.uint8)
+        target, window = np.zeros(nbytes, np.uint8), np.zeros(piece_bytes, np.uint8)
+        began = time.process_time()
+        for start in range(0, nbytes, piece_bytes):
+            piece = window[: min(piece_bytes, nbytes - start)]
+            np.copyto(piece, source[start : start + piece.nbytes])
+            np.copyto(target[start : start + piece.nbytes], piece)
+        return time.process_time() - began
+
+
+class _Engine(Costed):
     """A worker and a scheduler's connection to it."""
 
     def __init__(self, role: Role, port: int, transport: str, options: dict[str, Any]) -> None:
@@ -240,7 +260,7 @@ def _intree_metadata(**fields: Any) -> Any:
     return ECMooncakeConnectorMetadata(**fields)
 
 
-class InTreeSender:
+class InTreeSender(Costed):
     """The worker of an encoder with vLLM's connector."""
 
     def __init__(self, port: int, pool_bytes: int, is_pooled: bool) -> None:
@@ -266,7 +286,7 @@ class InTreeSender:
         return start
 
 
-class InTreeReceiver:
+class InTreeReceiver(Costed):
     """The worker of a language engine with vLLM's connector, and its scheduler's inbox."""
 
     def __init__(self, port: int, pool_bytes: int, is_pooled: bool) -> None:

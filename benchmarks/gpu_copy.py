@@ -9,7 +9,7 @@ twice as many as are moved; cells are one head, eight layers and 256 tokens, 1 M
 * `kernel`: gather and scatter between pages and memory on the device, by device events around the
   kernels, against one device-to-device copy.
 * `to host`, `from host`: the whole path between pages and page-locked slots, against one copy of
-  page-locked memory; by each copier and route, in calls of as much as a lane's batch, and of all.
+  page-locked memory; by each copier, in calls of as much as a lane's batch, and of all.
 * `layers`: matrix products and attention in bfloat16, with and without a thread that saves what
   they would have computed, or that saves endlessly.
 """
@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -48,7 +47,7 @@ from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
-from vllm_kvpool.staging.copy_triton import DEFAULT_ROUTE, Route, TritonCopier
+from vllm_kvpool.staging.copy_triton import TritonCopier
 from vllm_kvpool.staging.pinned import CudaLocker, PageLock
 from vllm_kvpool.staging.streams import CudaStream, CudaStreams
 from vllm_kvpool.store.base import Buffer
@@ -198,16 +197,12 @@ class TimedStream(CudaStream):
 
 
 def kernel_alone(bench: Bench, layout: str, repeats: int) -> list[Row]:
-    """The payloads lie in memory of the device, which the direct route takes as well."""
+    """Only what the kernels take is counted, without the copies between host and device."""
     source, target = bench.on_device
     streams = TimedStreams(source.device)
-    copier = TritonCopier(bench.layers, streams, Route.DIRECT, buffer_bytes=bench.nbytes)
+    copier = TritonCopier(bench.layers, streams, buffer_bytes=bench.nbytes)
     copier.warm_up()
     copier.fence()
-    moves = [
-        replace(move, address=target.data_ptr() + i * CELL_BYTES)
-        for i, move in enumerate(bench.moves)
-    ]
 
     def kernel_s(action: Callable[[], object]) -> float:
         streams.take_seconds()
@@ -216,8 +211,8 @@ def kernel_alone(bench: Bench, layout: str, repeats: int) -> list[Row]:
 
     actions: dict[str, Callable[[], float]] = {
         "plain copy": lambda: device_s(lambda: target.copy_(source)),
-        "gather": lambda: kernel_s(lambda: copier.gather(moves)),
-        "scatter": lambda: kernel_s(lambda: copier.scatter(moves)),
+        "gather": lambda: kernel_s(lambda: copier.gather(bench.moves)),
+        "scatter": lambda: kernel_s(lambda: copier.scatter(bench.moves)),
     }
     seconds = medians(actions, repeats)
     return rows_of("kernel", layout, bench.nbytes, "plain copy", seconds)
@@ -225,11 +220,9 @@ def kernel_alone(bench: Bench, layout: str, repeats: int) -> list[Row]:
 
 def copiers(bench: Bench) -> dict[str, Copier]:
     device = bench.on_device.device
-    made: dict[str, Copier] = {"torch": TorchCopier(bench.layers, device)}
-    for route in Route:
-        copier = TritonCopier(bench.layers, CudaStreams(device), route)
-        copier.warm_up()
-        made[f"triton, {route.value}"] = copier
+    triton = TritonCopier(bench.layers, CudaStreams(device))
+    triton.warm_up()
+    made: dict[str, Copier] = {"torch": TorchCopier(bench.layers, device), "triton": triton}
     for copier in made.values():
         copier.fence()
     return made
@@ -354,17 +347,16 @@ def slowdown(bench: Bench, layout: str, repeats: int) -> list[Row]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    staged = f"triton, {DEFAULT_ROUTE.value}"
     found = []
     for row in rows:
         name = f"{row['what']}, {row['layout']}"
         if row["what"] == "kernel" and row["by"] != "plain copy":
             what = f"{row['by']} by the kernel, {row['layout']}, of a copy on the device"
             found.append(Target(what, _number(row["ratio"]), GATHER_WANTED, at_least=True))
-        elif str(row["what"]).startswith(("to host", "from host")) and row["by"] == staged:
+        elif str(row["what"]).startswith(("to host", "from host")) and row["by"] == "triton":
             what = f"{name}, of a plain copy"
             found.append(Target(what, _number(row["ratio"]), PATH_WANTED, at_least=True))
-        elif row["what"] == "layers" and str(row["by"]).startswith(staged):
+        elif row["what"] == "layers" and str(row["by"]).startswith("triton"):
             what = f"layers slowed, {row['layout']}, by {row['by']}"
             found.append(Target(what, _number(row["slower"]), SLOWDOWN_WANTED, at_least=False))
     return found

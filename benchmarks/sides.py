@@ -25,6 +25,7 @@ from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 
 LOCAL_BUFFER_BYTES = 16 << 20
 HASH_BYTES = 20
+STEP_S = 0.002  # between two looks at a save: an engine looks once a step
 REQUEST = "r"
 MODEL = "bench"
 
@@ -179,17 +180,21 @@ class OurSide(PageKeeper):
     def save(self, seed: int, limit_s: float) -> float:
         """Seconds until every cell is in the store."""
         self._jobs += 1
+        job_id = JobId(self._jobs)
         hashes = chunk_hashes(seed, self._num_chunks)
-        save = SavePlan(JobId(self._jobs), REQUEST, 0, hashes, self.all_pages())
+        plan = StepPlan(saves=(SavePlan(job_id, REQUEST, 0, hashes, self.all_pages()),))
+        worker = self._side.worker
+        worker.tells_stored = True
         ended = self._ended("save") + self.num_cells
-        plan = StepPlan(saves=(save,))
 
         def run() -> bool:
-            self._side.worker.start_saves(plan)
-            return self._ended("save") >= ended
+            worker.start_saves(plan)
+            worker.finish_step(None, set())
+            report = worker.take_report()
+            return report is not None and job_id in report.stored
 
-        seconds = wait_until(run, limit_s)
-        self._side.worker.finish_step(None, set())
+        seconds = wait_until(run, limit_s, STEP_S)
+        assert self._ended("save") == ended, "not every cell was stored"
         return seconds
 
     def load(self, seed: int, limit_s: float) -> float:

@@ -116,13 +116,7 @@ ROWS = (
         "float32, saved and not loaded",
         MLA,
         "CPU without AMX, whose kernels compute wrong values after a given prefix",
-        *2
-        * [
-            tensors(
-                "adapt/test_engine.py::"
-                "test_nothing_is_loaded_where_what_follows_a_given_prefix_is_computed_wrongly"
-            )
-        ],
+        *2 * [tensors("adapt/test_defects.py::test_what_an_engine_computes_wrongly_is_left_alone")],
     ),
     # Contents that CPU attention has no kernel for on every machine, on its pages all the same.
     *(
@@ -217,6 +211,18 @@ ROWS = (
         "Ascend NPU",
         stand_in("ascend/test_sharing.py::test_npus_write_hosts_read_and_back"),
     ),
+    Row(
+        "fp8 and float32",
+        "one group of unequal layers (kv_cache_dtype_skip_layers)",
+        "CPU, vec",
+        *2
+        * [
+            tensors(
+                "adapt/test_unequal_layers.py::"
+                "test_unequal_layers_pass_through_pages_of_another_block_size"
+            )
+        ],
+    ),
     # Refused.
     Row("NVFP4", FULL, "GPU", refused("NVFP4", "NVFP4 pages hold the data of all heads before")),
     Row("K and V planes", FULL, "GPU (B12X)", refused("B12X", "4 KV heads in 2 planes")),
@@ -232,7 +238,7 @@ ROWS = (
     ),
     Row(
         "rows of different sizes",
-        "one group of unequal layers",
+        "one group of unequal layers, not by kv_cache_dtype_skip_layers alone",
         "any",
         refused("unequal layers", "KV of different forms in a group"),
     ),
@@ -247,6 +253,12 @@ ROWS = (
         "layers that share KV, pipeline parallelism",
         "any",
         refused("KV sharing over stages", "without pipeline parallelism only"),
+    ),
+    Row(
+        "kv_cache_dtype_skip_layers",
+        "pipeline parallelism",
+        "any",
+        refused("skipped layers over stages", "names layers, whose KV is shared without pipeline"),
     ),
     Row(
         "layer by layer",
@@ -293,6 +305,10 @@ EVENTS = "test_what_is_stored_and_removed_is_told_with_vllms_own_hashes"
 COMPOSED = (
     ("speculative decoding, preemption, LoRA", engine(f"{DRAFTS}[lora]")),
     ("speculative decoding, preemption, chunked prefill", engine(f"{DRAFTS}[chunked]")),
+    (
+        "requests without an adapter beside LoRA on CPU, which are not saved",
+        engine("test_identity.py::test_values_of_an_adapter_are_not_handed_to_the_base_model"),
+    ),
     (
         "MultiConnector beside ExampleConnector: both orders, loads that fail "
         "under `recompute` and `fail`",

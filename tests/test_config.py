@@ -249,9 +249,21 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
             {"expect_tokens": 512, "expect_timeout_ms": 0},
             RequestOptions(expect_tokens=512, expect_timeout_ms=0),
         ),
-        ({"tokens": 512}, RequestOptions()),  # the answer of an earlier request, sent back
-        ({"tokens": 512, "expect_tokens": 512}, RequestOptions(expect_tokens=512)),
-        ({"tokens": 512, "cells": {"stems": [], "chunks": []}}, RequestOptions()),
+        # The answer of an earlier request, passed on.
+        ({"tokens": 512}, RequestOptions(expect_tokens=512)),
+        ({"tokens": 0}, RequestOptions()),
+        ({"tokens": None}, RequestOptions()),
+        ({"tokens": 512, "expect_tokens": 256}, RequestOptions(expect_tokens=256)),
+        ({"tokens": 512, "expect_tokens": 0}, RequestOptions()),
+        (
+            {"tokens": 512, "expect_timeout_ms": 5},
+            RequestOptions(expect_tokens=512, expect_timeout_ms=5),
+        ),
+        (
+            {"tokens": 512, "cells": {"stems": [], "chunks": []}},
+            RequestOptions(expect_tokens=512),
+        ),
+        ({"tokens": 512, "save": False}, RequestOptions(save=False, expect_tokens=512)),
         ({"name_cells": True}, RequestOptions(name_cells=True)),
     ],
 )
@@ -259,21 +271,39 @@ def test_a_requests_options_are_read(ours: dict[str, Any], options: RequestOptio
     assert read_request_options({"kvpool": ours}) == options
 
 
-@pytest.mark.parametrize(
-    ("ours", "message"),
-    [
-        ([], "expected an object"),
-        ("save", "expected an object"),
-        ({"sav": True}, "did you mean 'save'"),
-        ({"save": 1}, r"\.save"),
-        ({"load": "no"}, r"\.load"),
-        ({"expect_tokens": -1}, "expect_tokens"),
-        ({"expect_tokens": "512"}, "expect_tokens"),
-        ({"expect_tokens": 1.5}, "expect_tokens"),
-        ({"expect_timeout_ms": -1}, "expect_timeout_ms"),
-        ({"expect_timeout_ms": MAX_EXPECT_TIMEOUT_MS + 1}, "expect_timeout_ms"),
-    ],
-)
+def test_what_proxies_pass_on_beside_ours_does_not_matter() -> None:
+    passed_on = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [[1, 2]],
+        "remote_host": "10.0.0.1",
+        "kvpool": {"tokens": 512},
+    }
+    assert read_request_options(passed_on) == RequestOptions(expect_tokens=512)
+
+
+# A request's options that cannot be read, and what the error says of them.
+NOT_READ: list[tuple[object, str]] = [
+    ([], "expected an object"),
+    ("save", "expected an object"),
+    (False, "expected an object"),
+    ({"sav": True}, "did you mean 'save'"),
+    ({"save": 1}, r"\.save"),
+    ({"save": "no"}, r"\.save"),
+    ({"save": "false"}, r"\.save"),
+    ({"save": None}, r"\.save"),
+    ({"load": "no"}, r"\.load"),
+    ({"expect_tokens": -1}, "expect_tokens"),
+    ({"expect_tokens": "512"}, "expect_tokens"),
+    ({"expect_tokens": 1.5}, "expect_tokens"),
+    ({"expect_timeout_ms": -1}, "expect_timeout_ms"),
+    ({"expect_timeout_ms": MAX_EXPECT_TIMEOUT_MS + 1}, "expect_timeout_ms"),
+    ({"save": True, "expect_timeout_ms": "soon"}, "expect_timeout_ms"),
+    ({"tokens": "all"}, r"\.tokens"),
+    ({"tokens": -1}, "expect_tokens"),
+]
+
+
+@pytest.mark.parametrize(("ours", "message"), NOT_READ)
 def test_what_a_request_cannot_have_is_refused(ours: object, message: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_transfer_params.kvpool.*{message}"):
         read_request_options({"kvpool": ours})

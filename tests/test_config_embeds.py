@@ -21,6 +21,10 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
         ),
         ([], "", ()),
     ],
+    "allowed_peers": [
+        (["10.42.0.0/16", "a:1"], "10.42.0.0/16, a:1", ("10.42.0.0/16", "a:1")),
+        ([], "", ()),
+    ],
     "transport": [("local", "local", Transport.LOCAL)],
     "protocol": [("rdma", "rdma", "rdma")],
     "device": [("mlx5_0,mlx5_1", "mlx5_0,mlx5_1", "mlx5_0,mlx5_1")],
@@ -45,6 +49,7 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "listen": [("0.0.0.0:5000", "0.0.0.0:5000"), ("ipc:///x", "ipc:///x"), (1, None)],
     "advertise": [(1, None)],
     "peers": [("tcp://a:1", None), (["a:1"], "a:1"), ([1], "[1]"), (None, "[")],
+    "allowed_peers": [("10.0.0.0/8", None), ([1], "[1]"), (None, "[")],
     "transport": [("nixl", "nixl"), (1, None)],
     "protocol": [(1, None)],
     "device": [(1, None)],

@@ -2,18 +2,22 @@
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from vllm_kvpool import metrics
 from vllm_kvpool.metrics import (
     METRICS,
     SECONDS,
     Bucket,
     Kind,
     Sample,
+    StatsFile,
     Tally,
     adds_up,
     merge_samples,
@@ -24,6 +28,7 @@ from vllm_kvpool.metrics import (
 )
 
 THREADS, ADDS = 4, 500
+LIMIT_S = 30.0
 
 
 HISTOGRAMS = [name for name, metric in METRICS.items() if metric.kind is Kind.HISTOGRAM]
@@ -149,6 +154,24 @@ def test_changes_are_told_once() -> None:
     assert tally.snapshot() == first | {"kvpool_hit_tokens": 7, "kvpool_pinned_blocks": 0}
 
 
+def test_telling_changes_looks_at_nothing_else() -> None:
+    tally = Tally()
+    for number in range(1000):
+        tally.add("kvpool_failures", kind=str(number))
+    tally.take_changes()
+
+    class Untouchable(dict[str, float]):
+        def items(self) -> Any:
+            raise AssertionError("all samples are looked at")
+
+        __iter__ = keys = values = items
+
+    tally._values = Untouchable(tally._values)
+    tally.add("kvpool_failures", kind="7")
+    tally.set("kvpool_pinned_blocks", 2)
+    assert tally.take_changes() == {"kvpool_failures{kind=7}": 1, "kvpool_pinned_blocks": 2}
+
+
 def test_a_snapshot_is_a_copy() -> None:
     tally = Tally()
     tally.add("kvpool_hit_tokens")
@@ -244,3 +267,32 @@ def test_the_stats_file_has_buckets_from_the_fastest_to_the_slowest(tmp_path: Pa
     assert [value for _, value in sums] == [*values, *values]
     assert sums[0][0] == "kvpool_op_seconds{lane=get,tier=file,le=0.00005}.sum"
     assert sums[-1][0] == "kvpool_op_seconds{lane=put,tier=file,le=inf}.sum"
+
+
+def test_the_stats_file_has_the_last_values(tmp_path: Path) -> None:
+    tally = Tally()
+    stats = StatsFile(tmp_path / "stats", tally)
+    tally.add("kvpool_hit_tokens", 5)
+    stats.close()
+    assert msgspec.json.decode((tmp_path / "stats").read_bytes()) == {"kvpool_hit_tokens": 5}
+
+
+def test_a_disk_that_hangs_holds_up_neither_steps_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Opening a pipe that nobody reads blocks, as a disk does that is gone."""
+    os.mkfifo(tmp_path / "stats.tmp")
+    monkeypatch.setattr(metrics, "STATS_EVERY_S", 0.0)
+    monkeypatch.setattr(metrics, "STATS_CLOSE_S", 0.05)
+    stats = StatsFile(tmp_path / "stats", Tally())
+    stats.close()
+    assert "were not written within" in caplog.text
+    with (tmp_path / "stats.tmp").open("rb"):  # its thread may end
+        stats._thread.join(LIMIT_S)
+
+
+def test_a_stats_file_that_cannot_be_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StatsFile(tmp_path / "no directory" / "stats", Tally()).close()
+    assert len(caplog.records) == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from vllm_kvpool.weights import (
     PIECE_BYTES,
     PIECES_PER_OTHER_FILE,
     digest_adapter,
+    known_sample,
     sample_weights,
 )
 
@@ -212,3 +214,58 @@ def test_any_header_is_sampled(tmp_path_factory: pytest.TempPathFactory, header:
     path = directory / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     assert sample_weights(directory) is not None
+
+
+# Read once in a process
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Files with as many tensors as a model of experts has in a few layers."""
+    sizes = {f"layers.{i}.experts.weight": 96 for i in range(NUM_TENSORS)}
+    for seed in range(2):
+        write_safetensors(tmp_path, sizes, seed).rename(tmp_path / f"part-{seed}.safetensors")
+    return tmp_path
+
+
+NUM_TENSORS = 2_000
+
+
+def later() -> int:
+    """A clock by which the files were written long ago."""
+    return time.time_ns() + 60 * 10**9
+
+
+def reads() -> int:
+    """How often this process has read from files."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("syscr")).split()[1])
+
+
+def test_files_are_read_once_in_a_process(large: Path) -> None:
+    counts, sampled = [], []
+    for _ in range(3):
+        before = reads()
+        sampled.append(known_sample(large, later))
+        counts.append(reads() - before)
+    assert sampled == [sample_weights(large)] * 3
+    assert counts[0] >= 2 * 3 * NUM_TENSORS
+    assert max(counts[1:]) < 10
+
+
+def test_a_file_that_was_written_to_is_read_again(large: Path) -> None:
+    before = known_sample(large, later)
+    path = large / "part-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert known_sample(large, later) == sample_weights(large) != before
+    path.unlink()
+    assert known_sample(large, later) == sample_weights(large)
+
+
+def test_files_that_were_written_just_now_may_still_change_unseen(large: Path) -> None:
+    assert known_sample(large) == sample_weights(large)
+    before = reads()
+    known_sample(large)
+    assert reads() - before > NUM_TENSORS

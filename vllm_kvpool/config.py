@@ -130,7 +130,11 @@ class EmbedsConfig:
     advertise: str = ""
     """Host that peers are told to reach this one at, behind NAT or in a pod. Empty: of `listen`."""
     peers: tuple[str, ...] = ()
-    """Endpoints to connect to from the start; requests may name others."""
+    """Endpoints to connect to from the start."""
+    allowed_peers: tuple[str, ...] = ()
+    """Hosts that may be peers beside this machine and those of `peers`: addresses, blocks of them
+    (`10.42.0.0/16`) or names, with ports (`:14579`, `:14579-14586`) or without. Requests can name
+    no other endpoint, no other host is answered, and rows are written to no other."""
     transport: Transport = Transport.MOONCAKE
     """Mooncake's transfer engine, or (`local`) memory that processes of one host share."""
     protocol: str = "tcp"
@@ -328,7 +332,8 @@ def _from_env(name: str, text: str, kind: Any) -> Any:
 
 
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
-_LISTS = {"store": False, "peers": True}  # options that may be lists, and whether they always are
+# Options that may be lists, and whether they always are.
+_LISTS = {"store": False, "peers": True, "allowed_peers": True}
 
 
 def _check(config: KVPoolConfig) -> None:
@@ -409,14 +414,28 @@ class RequestOptions:
     save: bool = True
     load: bool = True
     expect_tokens: int = 0
-    """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool."""
+    """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool.
+
+    Where it is left out, the `tokens` of an earlier answer, passed on as they are, mean the same.
+    """
     expect_timeout_ms: int = 10_000
     name_cells: bool = False
     """Answer what the cells of the prompt are called, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a finished request answers, and proxies pass on to the next engine."""
+
+    tokens: int | None = None
+    cells: Any = None
+
+
 def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
-    """Read one request's options; ConfigError for what cannot be honoured."""
+    """Read one request's options; ConfigError for what cannot be honoured.
+
+    Who catches it goes on with `OPTIONS_NOT_READ`.
+    """
     ours = (params or {}).get("kvpool")
     if ours is None:
         return _DEFAULT_REQUEST
@@ -424,15 +443,17 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
         raise ConfigError(
             f"kv_transfer_params.kvpool: expected an object, got {type(ours).__name__}"
         )
-    known = {f.name for f in fields(RequestOptions)}
+    known, answered = ({f.name for f in fields(kind)} for kind in (RequestOptions, _Answer))
     for name in ours:
-        # What an earlier request answered may be sent back as it is.
-        if name not in known and name not in _ANSWERED:
+        if name not in known | answered:
             given = _short(name)
             raise ConfigError(
                 f"kv_transfer_params.kvpool: unknown option {given!r}; {nearest(given, known)}"
             )
-    asked = {name: value for name, value in ours.items() if name in known}
+    answer = {name: value for name, value in ours.items() if name in answered}
+    tokens = _convert(answer, _Answer, "kv_transfer_params.kvpool").tokens
+    asked = {"expect_tokens": tokens or 0}
+    asked |= {name: value for name, value in ours.items() if name in known}
     options = _convert(asked, RequestOptions, "kv_transfer_params.kvpool")
     if options.expect_tokens < 0 or not 0 <= options.expect_timeout_ms <= MAX_EXPECT_TIMEOUT_MS:
         raise ConfigError(
@@ -443,4 +464,5 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
 
 
 _DEFAULT_REQUEST = RequestOptions()
-_ANSWERED = ("tokens", "cells")
+OPTIONS_NOT_READ = RequestOptions(save=False)
+"""Of a request whose options cannot be read: it may have asked for privacy."""

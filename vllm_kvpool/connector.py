@@ -21,13 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvpool.adapt import ascend, epochs, events, releases
 from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
+from vllm_kvpool.adapt.requests import RequestReader
 from vllm_kvpool.adapt.sources import HitSources
 from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
 from vllm_kvpool.config import read_config
-from vllm_kvpool.keys import group_of, in_epoch
+from vllm_kvpool.keys import Namespace, group_of, in_epoch, manifest_key
+from vllm_kvpool.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.plugin import register
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.request import Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
@@ -48,21 +49,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KVPoolMetadata(KVConnectorMetadata):
-    """A step's plan on its way to the workers."""
+    """A step's plan on its way to the workers, and what its cells are called."""
 
     plan: StepPlan
+    namespace: Namespace
+    manifest: tuple[Namespace, bytes] | None = None
+    """What the stores are to say of a namespace, once for each."""
 
 
 @dataclass
 class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' report on its way to the scheduler."""
+    """The workers' reports on their way to the scheduler, which merges them once."""
 
-    report: StepReport
+    reports: tuple[StepReport, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVPoolWorkerMetadata":
-        """Merge another rank's report."""
+        """Add another rank's report."""
         assert isinstance(other, KVPoolWorkerMetadata)
-        return KVPoolWorkerMetadata(self.report.merged(other.report))
+        return KVPoolWorkerMetadata(self.reports + other.reports)
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -74,7 +78,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = read_config(adapt.extra_config(vllm_config))
         ascend.share_engine()
-        self._facts = adapt.read_engine(vllm_config, kv_cache_config, self._config)
+        # Ranks are told the namespace: only one process reads a sample of the weights.
+        self._facts = adapt.read_engine(
+            vllm_config,
+            kv_cache_config,
+            self._config,
+            with_namespace=role is KVConnectorRole.SCHEDULER,
+        )
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._invalid_blocks: frozenset[int] = frozenset()
@@ -82,7 +92,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             adapt.prefer_recompute(vllm_config, self._config)
             epochs.install()
-            self._adapters = AdapterDigests()
             self._block_tables = releases.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
@@ -92,15 +101,27 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 adapt.first_epoch(vllm_config),
                 adapt.scheduler_device(),
             )
+            self._requests = RequestReader(
+                self._scheduler_side.tally,
+                media_are_named=self._facts.media_are_named,
+                saves_base=self._facts.saves_base,
+            )
+            for defect in self._facts.defects:
+                logger.warning("kvpool: %s", defect.warning)
             epochs.watch(self._scheduler_side, vllm_config.model_config)
+            self._shown_values = fitted(self._facts.values)
+            self._first_manifest = self._manifest_of("")
+            self._told_epoch: str | None = None
             logger.info(
-                "kvpool: namespace %s, tiers %s, %d tokens a chunk, %d cells a chunk",
+                "kvpool: namespace %s (what it stands for: %s in every store), tiers %s, "
+                "%d tokens a chunk, %d cells a chunk",
                 self._facts.shape.namespace,
+                manifest_key(self._facts.shape.namespace),
                 ", ".join(self._scheduler_side.tier_names) or "none",
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
             )
-            self._mirror = HostMirror(self._scheduler_side.host_ranks)
+            self._mirror = HostCacheIndex(self._scheduler_side.host_ranks)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
@@ -121,7 +142,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             shape.num_ranks,
             side.tiers,
             self._mirror,
-            side.look,
+            side.check,
         )
 
     # What the engine asks before it starts
@@ -146,19 +167,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """The pages are allocated: open the store and start the lanes."""
         epochs.models.watch_callers()
-        assert self._kv_cache_config is not None
         device = adapt.device_of(kv_caches)
         self._worker_side = WorkerSide(
             self._config,
             self._facts.shape,
             adapt.rank_place(self._vllm_config),
-            adapt.layer_pages(
-                kv_caches, self._kv_cache_config, self._facts, self._vllm_config, device
-            ),
+            adapt.layer_pages(kv_caches, self._facts, self._vllm_config, device),
             partial(adapt.make_copier, device=device),
             finish_in_step=device.is_host,
             device=device,
-            layer_spans=adapt.layer_spans(self._kv_cache_config, self._facts, self._vllm_config)
+            layer_spans=adapt.layer_spans(self._facts, self._vllm_config)
             if self._config.layerwise
             else None,
             gather=adapt.gather_in_stage,
@@ -168,6 +186,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's plan is here: start its loads at once, beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KVPoolMetadata)
+        if self._worker_side is not None:
+            self._worker_side.use_namespace(connector_metadata.namespace)
+            if connector_metadata.manifest is not None:
+                self._worker_side.keep_manifest(*connector_metadata.manifest)
         self.start_load_kv(None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -209,7 +232,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._worker_side.worker.finish_step(plan, finished_req_ids)
         if results.invalid_blocks:
             self._invalid_blocks |= results.invalid_blocks
-        self._worker_side.stats.write()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -222,7 +244,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is None:
             return None
         report = self._worker_side.worker.take_report()
-        return None if report is None else KVPoolWorkerMetadata(report)
+        return None if report is None else KVPoolWorkerMetadata((report,))
 
     def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
@@ -249,7 +271,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has arrived."""
         if self._events is not None:
             self._events.add(request)
-        self._scheduler.add(VllmRequest(request, self._adapters, self._facts.media_are_named))
+        self._scheduler.add(self._requests.read(request))
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -268,24 +290,37 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's plan for the workers."""
         side = self._scheduler_side
         assert side is not None
-        side.stats.write()
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)
         plan = side.scheduler.plan_step(step)
         if self._events is not None:
             self._events.planned(plan, side.scheduler.epoch)
-        return KVPoolMetadata(plan)
+        return KVPoolMetadata(plan, self._facts.shape.namespace, self._new_manifest())
+
+    def _new_manifest(self) -> tuple[Namespace, bytes] | None:
+        """The manifest of the namespace of this epoch, once."""
+        epoch = self._scheduler.epoch
+        if epoch == self._told_epoch:
+            return None
+        self._told_epoch = epoch
+        return self._manifest_of(epoch) if epoch else self._first_manifest
+
+    def _manifest_of(self, epoch: str) -> tuple[Namespace, bytes]:
+        first = self._facts.shape.namespace
+        namespace = in_epoch(first, epoch)
+        return namespace, write_manifest(Manifest(namespace, first, epoch, self._shown_values))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVPoolWorkerMetadata):
-            self._scheduler.apply(meta.report)
-            for rank, change in meta.report.host.items():
+            report = StepReport.merge(meta.reports)
+            self._scheduler.apply(report)
+            for rank, change in report.host.items():
                 self._mirror.apply(rank, change)
             if self._events is not None:
-                self._events.apply(meta.report)
+                self._events.apply(report)
         self._scheduler.step_ended()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)

@@ -6,6 +6,7 @@
 `h` is the global KV head and `a-b` the half-open global layer range. One cell per rank, where
 `per_head_storage` is off, says `@rank:{r}of{n}` instead of `@head:{h}`; layers of a model with
 several kinds of attention are counted within one kind and say `@kind:{name}` after the layers.
+What a namespace stands for is kept beside its cells as `{namespace}@manifest` (`manifest.py`).
 Keys hold only the characters of `_SAFE` and `@:`, so that every store can take them as they are.
 """
 
@@ -53,6 +54,16 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
     namespace = f"{escaped}@fmt:{format_digest[:FORMAT_DIGEST_HEX]}"
     assert _NAMESPACE.fullmatch(namespace), namespace
     return Namespace(namespace)
+
+
+def manifest_key(namespace: Namespace) -> str:
+    """The key of what is known of a namespace."""
+    return f"{namespace}@manifest"
+
+
+def is_manifest_key(key: str) -> bool:
+    """Whether it is the key of what is known of some namespace."""
+    return key.endswith("@manifest")
 
 
 def in_epoch(namespace: Namespace, epoch: str) -> Namespace:

@@ -7,7 +7,8 @@ bucket that something fell into, `name{label=value,…,le=bound}.count` and `.su
 lay above the bound before and not above this one, and their sum. Not cumulative, so that samples
 of ranks and intervals add up like counters and an interval holds only the buckets it touched.
 
-A tally may be used from any thread; its lock guards numbers only.
+A tally may be used from any thread; its lock guards numbers only. `StatsFile` writes one to a file,
+on a thread of its own: a disk that hangs must hold up no step.
 """
 
 import logging
@@ -34,6 +35,8 @@ SECONDS = (
 )
 CACHED_NAMES = 4096  # more than all samples of a process; beyond it names are only built anew
 SUMMARY_QUANTILE = 0.9
+STATS_EVERY_S = 1.0
+STATS_CLOSE_S = 1.0
 _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
 
 
@@ -106,6 +109,20 @@ METRICS = {
             _G,
             ("tier",),
             "1, or 0 while the tier is left alone after failures.",
+            lowest=True,
+        ),
+        Metric(
+            "kvpool_lookup_tier_up",
+            _G,
+            ("tier",),
+            "1, or 0 while lookups go on without the tier because its answers come too late.",
+            lowest=True,
+        ),
+        Metric(
+            "kvpool_tier_writable",
+            _G,
+            ("tier",),
+            "1, or 0 while cells of the tier are read and nothing is saved there.",
             lowest=True,
         ),
         Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier by state."),
@@ -202,21 +219,22 @@ class Tally:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         self._reported: dict[str, float] = {}
-        self._changed = False  # since the last `take_changes`; read without the lock
+        # Since the last `take_changes`, in order; whether any, is looked at without the lock.
+        self._changed: dict[str, None] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Grow a counter."""
         sample = _sample_name(name, tuple(labels.items()))
         with self._lock:
             self._values[sample] = self._values.get(sample, 0) + amount
-            self._changed = True
+            self._changed[sample] = None
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
         sample = _sample_name(name, tuple(labels.items()))
         with self._lock:
             self._values[sample] = value
-            self._changed = True
+            self._changed[sample] = None
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Put a value, not negative, into its bucket of a histogram."""
@@ -234,7 +252,7 @@ class Tally:
         with self._lock:
             self._values[count] = self._values.get(count, 0) + 1
             self._values[total] = self._values.get(total, 0) + value
-            self._changed = True
+            self._changed[count] = self._changed[total] = None
 
     def snapshot(self) -> dict[str, float]:
         """All values since the start."""
@@ -242,19 +260,26 @@ class Tally:
             return dict(self._values)
 
     def take_changes(self) -> dict[str, float]:
-        """What changed since the last call: counters and buckets as growth, gauges as they are."""
+        """What changed since the last call: counters and buckets as growth, gauges as they are.
+
+        Called in every step: costs what has changed, however many samples there are.
+        """
         if not self._changed:
             return {}
         with self._lock:
-            self._changed = False
-            changed = {k: v for k, v in self._values.items() if self._reported.get(k) != v}
-            growth = {
-                k: v - self._reported.get(k, 0) if adds_up(k) else v for k, v in changed.items()
-            }
-            self._reported.update(changed)
-            return growth
+            changed, self._changed = self._changed, {}
+            values = {sample: self._values[sample] for sample in changed}
+        reported = self._reported  # one thread reports
+        growth = {
+            sample: value - reported.get(sample, 0) if adds_up(sample) else value
+            for sample, value in values.items()
+            if reported.get(sample) != value
+        }
+        reported.update(values)
+        return growth
 
 
+@lru_cache(maxsize=CACHED_NAMES)
 def adds_up(sample: str) -> bool:
     """Whether samples of this name are summed over ranks and intervals."""
     return METRICS[sample.partition("{")[0]].kind is not Kind.GAUGE
@@ -320,3 +345,39 @@ def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
         logger.warning("kvpool: stats_file %s: %s", path, error)
         return False
     return True
+
+
+class StatsFile:
+    """Keeps `stats_file` up to date: every `STATS_EVERY_S` while values change, and at the end.
+
+    Not only at the end, because a process may be killed before it. A thread of its own, a daemon,
+    writes what the values are by then; it gives up for good if it cannot.
+    """
+
+    def __init__(self, path: Path, tally: Tally) -> None:
+        self._path = path
+        self._tally = tally
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpool-stats", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write the last values; a disk that hangs is left behind after `STATS_CLOSE_S`."""
+        self._is_closing.set()
+        self._thread.join(STATS_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "kvpool: stats_file %s: the last values were not written within %g s",
+                self._path,
+                STATS_CLOSE_S,
+            )
+
+    def _run(self) -> None:
+        written: dict[str, float] | None = None
+        is_last = False
+        while not is_last:
+            is_last = self._is_closing.wait(STATS_EVERY_S)
+            samples = self._tally.snapshot()
+            if samples != written and not write_stats(self._path, samples):
+                return
+            written = samples

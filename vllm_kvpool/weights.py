@@ -7,7 +7,10 @@ adapters are small and are read whole.
 """
 
 import hashlib
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -18,6 +21,27 @@ PIECES_PER_TENSOR = 3
 PIECES_PER_OTHER_FILE = 256
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
+SETTLED_NS = 2_000_000_000  # times of files are this exact on the coarsest file systems
+
+
+class _FileState(NamedTuple):
+    """What tells a file that was written to from one that was not."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        s = path.stat()
+        return cls(path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+
+
+_samples: dict[Path, tuple[tuple[_FileState, ...], str]] = {}
+"""By directory: the state of its files, and what was read of them."""
 
 
 class _Tensor(msgspec.Struct):
@@ -48,6 +72,25 @@ def sample_weights(directory: Path) -> str | None:
                     file.seek(start + max(0, stop - start - PIECE_BYTES) * i // max(1, pieces - 1))
                     digest.update(file.read(min(PIECE_BYTES, stop - start)))
     return digest.hexdigest()
+
+
+def known_sample(directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
+    """As `sample_weights`, but files that have not changed since are read once in a process.
+
+    A file is taken as unchanged if its size, its times and its inode are the same, and if it was
+    not written to shortly before it was read: then a later change might not show.
+    """
+    began_ns = clock_ns()
+    paths = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    state = tuple(_FileState.of(path) for path in paths)
+    known = _samples.get(directory)
+    if known is not None and known[0] == state:
+        return known[1]
+    sampled = sample_weights(directory)
+    newest_ns = max((max(file.mtime_ns, file.ctime_ns) for file in state), default=0)
+    if sampled is not None and newest_ns + SETTLED_NS < began_ns:
+        _samples[directory] = state, sampled
+    return sampled
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
@@ -89,7 +132,7 @@ def _tensors(header: bytes) -> dict[str, _Tensor]:
 def digest_adapter(directory: Path) -> bytes:
     """A digest of everything in a LoRA adapter's directory that shapes its output."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    files = sorted(p for p in directory.iterdir() if p.suffix in ADAPTER_FILES and p.is_file())
+    files = _adapter_files(directory)
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         raise FileNotFoundError(f"no adapter weights in {directory}")
     for path in files:
@@ -97,3 +140,13 @@ def digest_adapter(directory: Path) -> bytes:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.digest()
+
+
+def adapter_stamp(directory: Path) -> tuple[tuple[object, ...], ...]:
+    """What changes when a file that `digest_adapter` reads is written or replaced."""
+    stats = ((path.name, path.stat()) for path in _adapter_files(directory))
+    return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
+
+
+def _adapter_files(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.iterdir() if p.suffix in ADAPTER_FILES and p.is_file())

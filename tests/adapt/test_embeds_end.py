@@ -2,9 +2,13 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.embeds.connector import KVPoolECConnector
+from vllm_kvpool.embeds.scheduler import StepMeta
 from vllm_kvpool.metrics import Tally
 
 
@@ -24,3 +28,23 @@ def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path)
     connector.shutdown()
     connector.shutdown()
     assert ends == ["scheduler"]
+
+
+@pytest.mark.parametrize(("engines", "rests"), [(1, True), (2, False)])
+def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> None:
+    """One that waits for embeddings in an idle step holds up all data-parallel engines."""
+    idle: list[bool] = []
+
+    def plan(freed: object, *, is_idle: bool, idle_wait_s: float) -> StepMeta:
+        idle.append(is_idle)
+        return StepMeta(0, ())
+
+    connector = object.__new__(KVPoolECConnector)
+    connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
+        parallel_config=SimpleNamespace(data_parallel_size=engines)
+    )
+    connector._scheduler_side = SimpleNamespace(plan=plan)  # type: ignore[assignment]
+    for tokens in (0, 1):
+        output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=())
+        connector.build_connector_meta(output)
+    assert idle == [rests, False]

@@ -1,15 +1,19 @@
 """What is read of vLLM's configuration, with real configuration objects and no engine."""
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from vllm.config import PoolerConfig, VllmConfig
+from safetensors.numpy import save_file
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -23,14 +27,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from vllm_kvpool import weights
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import epochs, releases
-from vllm_kvpool.adapt.kinds import LayerKind, local_layers
 from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group
-from vllm_kvpool.testing.latent_models import DeepseekShape, make_deepseek
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
@@ -46,6 +49,8 @@ if "tokens_per_state" in {field.name for field in fields(FullAttentionSpec)}:
 else:
     LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     PACKED = [(replace(LATENT, compress_ratio=4), "4 tokens")]
+
+NUM_TENSORS = 2_000
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -83,48 +88,13 @@ def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
     assert kind.topology.layer_span == 1
     assert read.shape.groups == (Group(32),)
     assert read.shape.loads
+    assert not read.shape.in_lockstep
 
 
-@pytest.mark.parametrize(
-    ("device", "chunks", "prefixes", "loads"),
-    [
-        ("cpu", False, False, False),
-        ("cpu", True, False, True),
-        ("cpu", False, True, True),
-        ("npu", False, False, True),
-    ],
-)
-def test_nothing_is_loaded_where_what_follows_a_given_prefix_is_computed_wrongly(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    chunks: bool,
-    prefixes: bool,
-    loads: bool,
-) -> None:
-    """MLA, where vLLM turns both off."""
-    model = make_deepseek(tmp_path, DeepseekShape())
-    arguments = EngineArgs(model=str(model), dtype="float32", skip_tokenizer_init=True)
-    config = arguments.create_engine_config()
-    config.scheduler_config.enable_chunked_prefill = chunks
-    config.cache_config.enable_prefix_caching = prefixes
-    monkeypatch.setattr(releases, "device_type", lambda: device)
-    row = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    assert facts(config, row).shape.loads == loads
-
-
-@pytest.mark.parametrize(("pooling", "loads"), [("LAST", True), ("MEAN", False), ("CLS", False)])
-def test_nothing_is_loaded_where_the_output_of_every_token_is_needed(
-    vllm_config: Callable[..., VllmConfig],
-    pooling: str,
-    loads: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A mean of what is computed behind a hit is none of the prompt; vLLM ends the engine."""
-    pooler = PoolerConfig(seq_pooling_type=pooling)
-    config = vllm_config(runner="pooling", pooler_config=pooler)
-    assert facts(config).shape.loads is loads
-    assert ("needs every token's output" in caplog.text) is not loads
+def test_data_parallel_engines_step_together(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    config.parallel_config.data_parallel_size = 2
+    assert facts(config).shape.in_lockstep
 
 
 def test_what_may_differ_between_engines_that_share(
@@ -291,21 +261,23 @@ def test_pipeline_stages_are_known_to_the_scheduler(
     assert read.shape.num_ranks == 2
 
 
-def test_draft_layers_are_left_out() -> None:
+def test_draft_layers_are_left_out(vllm_config: Callable[..., VllmConfig]) -> None:
     names = [f"model.layers.{i}.self_attn.attn" for i in (10, 2, 0, 1, 3)]
     group = KVCacheGroupSpec([*names, "draft_model.layers.0.self_attn.attn"], SPEC)
-    config = KVCacheConfig(
+    cache = KVCacheConfig(
         num_blocks=1, kv_cache_tensors=tensors_of(group.layer_names), kv_cache_groups=[group]
     )
-    [local] = local_layers([LayerKind("", SPEC, WHOLE, (0,))], config, total_layers=4)
-    assert local == [(f"model.layers.{i}.self_attn.attn", 0) for i in range(4)]
+    config = vllm_config()
+    config.speculative_config = cast("Any", SimpleNamespace(method="eagle"))
+    [kind] = adapt.read_engine(config, cache, read_config({}, env={})).kinds
+    assert kind.layers == tuple((f"model.layers.{i}.self_attn.attn", 0) for i in range(4))
 
 
 def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
     config = vllm_config()
     read = facts(config)
     caches = {f"model.layers.{i}.self_attn.attn": torch.zeros(10, 4, 32, 64) for i in (3, 1, 0, 2)}
-    pages = adapt.layer_pages(caches, cache_config(SPEC), read, config)
+    pages = adapt.layer_pages(caches, read, config)
     assert [p.owner[0] is caches[f"model.layers.{i}.self_attn.attn"] for i, p in enumerate(pages)]
     assert [len(p.runs) for p in pages] == [2] * 4  # transposed K, plain V
     assert {p.row_bytes for p in pages} == {256}
@@ -397,7 +369,7 @@ def test_a_layer_is_known_by_the_first_layer_of_its_cells(
     names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
     for options, first in (({}, [0, 1, 2, 3]), ({"layer_span": 3}, [0, 0, 0, 3])):
         read = facts(config, layerwise=True, **options)
-        spans = adapt.layer_spans(cache_config(SPEC), read, config)
+        spans = adapt.layer_spans(read, config)
         assert spans == dict(zip(names, first, strict=True))
 
 
@@ -417,6 +389,43 @@ def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
     expected = "" if load_format == "dummy" else epochs.epoch_of_files(config.model_config.model)
     assert adapt.first_epoch(config) == expected
     assert expected != adapt.first_epoch(vllm_config(replace(SHAPE, seed=1)))
+
+
+def reads() -> int:
+    """How often this process has read from files."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("syscr")).split()[1])
+
+
+class Watcher:
+    """Is told of nothing here."""
+
+    def weights_changed(self, epoch: str) -> None:
+        raise AssertionError(epoch)
+
+
+def test_an_engine_reads_its_weights_once_and_its_ranks_never(
+    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The namespace, the first epoch and whoever watches over weights: of one process."""
+    monkeypatch.setattr(weights, "SETTLED_NS", -(10**12))  # as if written long ago
+    config = vllm_config()
+    copy = shutil.copytree(config.model_config.model, tmp_path / "model")
+    tensors = {f"experts.{i}": np.zeros(96, np.uint8) for i in range(NUM_TENSORS)}
+    save_file(tensors, copy / "more.safetensors")
+    config.model_config.model = str(copy)
+    caches, options = cache_config(SPEC), read_config({}, env={})
+    before = reads()
+    on_rank = adapt.read_engine(config, caches, options, with_namespace=False)
+    assert reads() - before < 50
+    before = reads()
+    on_scheduler = adapt.read_engine(config, caches, options)
+    adapt.first_epoch(config)
+    epochs.watch(Watcher(), config.model_config)
+    assert 3 * NUM_TENSORS < reads() - before < 4 * NUM_TENSORS
+    assert on_rank == replace(
+        on_scheduler, shape=replace(on_scheduler.shape, namespace=""), values={}
+    )
 
 
 def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None:

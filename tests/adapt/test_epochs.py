@@ -19,7 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from vllm_kvpool.adapt import epochs
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.testing.models import LlamaShape, make_llama
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
@@ -509,7 +509,7 @@ class FakeSide(KVPoolConnector):
 
     def __init__(self) -> None:
         self.resets = Scheduler()
-        self._mirror, self._events = HostMirror(0), None
+        self._mirror, self._events = HostCacheIndex(0), None
 
     @property
     def _scheduler(self) -> Any:

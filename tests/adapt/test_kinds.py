@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.cache_tensors import tensors_of
 from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import releases
-from vllm_kvpool.adapt.kinds import context_of, layer_kinds, local_layers
+from vllm_kvpool.adapt.kinds import context_of, layer_kinds
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group, Reach
@@ -113,7 +113,7 @@ def test_windows_in_several_groups_are_one_kind(make_config: Callable[..., VllmC
         Group(16, WHOLE if isinstance(group.kv_cache_spec, FullAttentionSpec) else Reach(64))
         for group in groups
     )
-    local = local_layers(facts.kinds, cache, LAYERS)
+    local = [kind.layers for kind in facts.kinds]
     assert [[name for name, _ in layers] for layers in local] == [
         [name_of(i) for i in range(LAYERS) if GEMMA[i] is spec] for spec in (FULL, WINDOW)
     ]
@@ -151,7 +151,7 @@ def test_pages_know_their_groups(make_config: Callable[..., VllmConfig]) -> None
     cache = grouped(config, GEMMA)
     facts = read(config, cache)
     tensors = {name_of(i): torch.zeros(10, 4, 16, 64) for i in range(LAYERS)}
-    pages = adapt.layer_pages(tensors, cache, facts, config)
+    pages = adapt.layer_pages(tensors, facts, config)
     names = [name_of(i) for spec in (FULL, WINDOW) for i in range(LAYERS) if GEMMA[i] is spec]
     for layer, name in zip(pages, names, strict=True):
         assert layer.owner[0] is tensors[name]
@@ -214,9 +214,7 @@ def test_a_group_of_drafts_alone_is_left_out(make_config: Callable[..., VllmConf
     [kind] = facts.kinds
     assert (kind.name, kind.groups) == ("", (1,))
     assert facts.shape.groups == (Group(16, shared=False), Group(16))
-    assert local_layers(facts.kinds, by_hand((drafts, WINDOW), (own, FULL)), LAYERS) == [
-        [(name, 1) for name in own]
-    ]
+    assert kind.layers == tuple((name, 1) for name in own)
     with pytest.raises(ConfigError, match="no attention layers"):
         layer_kinds(config, by_hand((drafts, WINDOW)))
 
@@ -254,8 +252,10 @@ def test_several_attentions_of_a_layer_are_layers_of_their_own(
     cache = by_hand((sorted(names), FULL))
     facts = read(make_config(), cache)
     assert [kind.topology.stages for kind in facts.shape.kinds] == [((0, 22),)]
-    ((*here,),) = local_layers(facts.kinds, cache, 11)
-    assert [name for name, _ in here] == names
+    [kind] = facts.kinds
+    assert [name for name, _ in kind.layers] == names
+    [shared] = facts.shape.kinds
+    assert shared.layers == tuple((i, j) for i in range(11) for j in range(2))
 
 
 @pytest.mark.parametrize(

@@ -51,5 +51,6 @@ def test_layers_without_pages_are_not_counted(tmp_path: Path) -> None:
     facts = adapt.read_engine(config, on_worker, pool)
     assert facts == adapt.read_engine(config, on_scheduler, pool)
     assert facts.shape.kinds[0].topology.stages == ((0, len(OWNERS)),)
-    pages = adapt.layer_pages(caches, on_worker, facts, config)
+    assert facts.shape.kinds[0].layers == tuple((i,) for i in OWNERS)
+    pages = adapt.layer_pages(caches, facts, config)
     assert [p.owner[0].data_ptr() for p in pages] == [caches[name_of(i)].data_ptr() for i in OWNERS]

@@ -86,7 +86,14 @@ def sharing_over_stages(config: VllmConfig) -> None:
     plain = replace(SPEC, dtype=torch.float32)
     kv_cache_config = cache_config(plain, LAYERS[:1])
     facts = adapt.read_engine(config, kv_cache_config, read_config({}, env={}))
-    adapt.layer_pages({LAYERS[0]: torch.zeros(8, 4, 64, 128)}, kv_cache_config, facts, config)
+    adapt.layer_pages({LAYERS[0]: torch.zeros(8, 4, 64, 128)}, facts, config)
+
+
+def skipped_layers_over_stages(config: VllmConfig) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    config.cache_config.cache_dtype = "fp8"
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    start(SPEC)(config)
 
 
 def unequal_halves(config: VllmConfig) -> None:
@@ -157,6 +164,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     ),
     "scales at run time": scales_at_run_time,
     "KV sharing over stages": sharing_over_stages,
+    "skipped layers over stages": skipped_layers_over_stages,
     "layer by layer, window": layers_of_a_window,
     "layer by layer, asynchronous": layers_in_steps_planned_ahead,
     "layer by layer, stages": layers_over_stages,

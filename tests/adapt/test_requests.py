@@ -1,5 +1,7 @@
 """vLLM's own Request objects as the pool sees them: what keeps requests apart."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from vllm_kvpool.adapt.requests import AdapterDigests, VllmRequest
+from tests.test_config import NOT_READ
+from vllm_kvpool.adapt.requests import AdapterDigests, RequestReader, VllmRequest
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.hashing import ChunkChain
+from vllm_kvpool.metrics import Tally
 
 CHUNK = 16
 IDS = list(range(100, 148))
@@ -36,7 +40,11 @@ def request(params: dict[str, Any] | None = None, **arguments: Any) -> Request:
 def view(
     *, named: bool = True, params: dict[str, Any] | None = None, **arguments: Any
 ) -> VllmRequest:
-    return VllmRequest(request(params, **arguments), AdapterDigests(), media_are_named=named)
+    return read(request(params, **arguments), named=named)
+
+
+def read(asked: Request, *, named: bool = True, tally: Tally | None = None) -> VllmRequest:
+    return RequestReader(tally or Tally(), media_are_named=named).read(asked)
 
 
 def hashes(seen: VllmRequest) -> list[bytes]:
@@ -57,7 +65,7 @@ def adapter(directory: Path, content: bytes) -> str:
 @pytest.mark.parametrize("embeds", [None, torch.zeros(len(IDS), 4)])
 def test_the_tokens_are_the_prompt_and_what_has_come_since(embeds: torch.Tensor | None) -> None:
     live = request(prompt_embeds=embeds)
-    seen = VllmRequest(live, AdapterDigests(), media_are_named=True)
+    seen = read(live)
     assert list(seen.tokens()) == list(live.all_token_ids)
     assert (seen.tokens() is live.prompt_token_ids) == (embeds is None)
     live.append_output_token_ids([7, 8])
@@ -108,15 +116,33 @@ def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:
     assert hashes(a) == hashes(b)
 
 
-def test_an_adapter_is_what_it_was_when_first_met(tmp_path: Path) -> None:
-    """The engine keeps the weights it has loaded, whatever becomes of the files."""
+def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
+    tmp_path: Path,
+) -> None:
+    """The engine keeps the weights it has loaded, but reads the files again once it has let them
+    go: nobody knows which of them it has."""
     path = adapter(tmp_path / "one", b"1" * 64)
     digests = AdapterDigests()
     before = digests.of(1, path, reload=False)
-    adapter(tmp_path / "one", b"2" * 64)
     assert digests.of(1, path, reload=False) == before
-    assert digests.of(2, path, reload=False) != before
-    assert digests.of(1, path, reload=True) != before
+    adapter(tmp_path / "one", b"2" * 64)
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, reload=False)
+    new = digests.of(2, path, reload=False)
+    assert new != before
+    assert digests.of(1, path, reload=True) == new
+    assert digests.of(1, path, reload=False) == new
+
+
+def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "one", b"1" * 64)
+    digests = AdapterDigests()
+    before = digests.of(1, path, reload=False)
+    shutil.rmtree(path)
+    assert digests.of(1, path, reload=False) == before
+    adapter(tmp_path / "one", b"1" * 64)
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, reload=False)
 
 
 def test_an_adapter_that_cannot_be_read_is_an_os_error() -> None:
@@ -162,13 +188,32 @@ def test_what_stays_out_of_the_pool(
 
 def test_prompt_logprobs_read_no_cache() -> None:
     asked = Request("r", IDS, SamplingParams(prompt_logprobs=1), None)
-    assert not VllmRequest(asked, AdapterDigests(), media_are_named=True).reads_cache
+    assert not read(asked).reads_cache
     assert view().reads_cache
+
+
+def test_what_is_not_saved_of_an_engine_that_adapts_base_requests(tmp_path: Path) -> None:
+    reader = RequestReader(Tally(), media_are_named=True, saves_base=False)
+    base = reader.read(request()).options
+    assert (base.save, base.load) == (False, True)
+    lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
+    assert reader.read(request(lora_request=lora)).options.save
 
 
 def test_a_requests_wishes() -> None:
     assert view().options == RequestOptions()
     wishes = {"kvpool": {"save": False, "expect_tokens": 512, "tokens": 3}}
     assert view(params=wishes).options == RequestOptions(save=False, expect_tokens=512)
-    # A request must not be lost, nor an engine ended, for a wish that is not understood.
-    assert view(params={"kvpool": {"safe": False}}).options == RequestOptions()
+
+
+@pytest.mark.parametrize(("ours", "message"), NOT_READ)
+def test_a_request_whose_wishes_are_not_understood_is_not_saved(
+    caplog: pytest.LogCaptureFixture, ours: object, message: str
+) -> None:
+    """It goes on, and may load; but it may have asked for privacy."""
+    tally = Tally()
+    options = read(request({"kvpool": ours}), tally=tally).options
+    assert (options.save, options.load) == (False, True)
+    assert tally.snapshot() == {"kvpool_failures{kind=request_options}": 1}
+    [record] = caplog.records
+    assert re.search(rf"request r: .*{message}.* not saved", record.getMessage())

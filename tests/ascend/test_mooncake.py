@@ -11,7 +11,7 @@ import pytest
 
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.store import mooncake, mooncake_engine
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.store.mooncake import MooncakeOptions, MooncakeStore, bare_host
 from vllm_kvpool.store.mooncake_engine import SharedEngine
 from vllm_kvpool.store.open import FABRIC_ENV, parse_store_url, uses_device
@@ -124,7 +124,7 @@ def test_fabric_memory_has_no_engine_and_registers_nothing(
     arena = arena_of(npu, 1 << 20)
     store.register(arena.buffer)
     keys = [key_of(new_namespace(), 0)]
-    assert store.put(keys, [arena.take(4096)], ["g"]) == [PutOutcome.STORED]
+    assert store.put(keys, [arena.take(4096)], [ChunkRef("g")]) == [PutOutcome.STORED]
     store.unregister(arena.buffer)
     store.close()
     expected = {"name": OWN_HOST, "segment": GIB, "buffer": 0, "engine": None}
@@ -187,7 +187,7 @@ def test_the_real_wheel_on_a_shared_engine(over_tcp: MooncakeMaster) -> None:
     namespace = new_namespace()
     keys = [key_of(namespace, number) for number in range(4)]
     sources = [arena.holding(random_bytes(5000, number)) for number in range(4)]
-    assert worker.put(keys, sources, ["g"] * 4) == [PutOutcome.STORED] * 4
+    assert worker.put(keys, sources, [ChunkRef("g")] * 4) == [PutOutcome.STORED] * 4
     assert scheduler.exists([*keys, "absent"]) == [True] * 4 + [False]
     targets = [arena.take(5000) for _ in keys]
     assert worker.get(keys, targets) == [GetOutcome.OK] * 4

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
+from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.adapt import page_formats
 from vllm_kvpool.connector import KVPoolConnector, KVPoolMetadata
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
@@ -143,6 +144,8 @@ class AscendRank:
             registered["draft_model.layers.0.self_attn.attn"] = layout(7, self.block, heads)[0]
         self.parts = [parts for _, parts in made]
         self.connector = KVPoolConnector(config, KVConnectorRole.WORKER, caches)
+        read = adapt.read_engine(config, caches, self.connector._config)
+        self.namespace = read.shape.namespace
         self.runner = AscendRunner(npu, self.connector, registered)
         self._jobs = itertools.count(1)
 
@@ -172,12 +175,12 @@ class AscendRank:
         return read
 
     def save(self, kv: KV, prompt: int = 0) -> None:
-        plan = KVPoolMetadata(save_plan(next(self._jobs), self.block, prompt))
+        plan = KVPoolMetadata(save_plan(next(self._jobs), self.block, prompt), self.namespace)
         self.runner.step(plan, lambda: self.write(kv))
         side = self.connector._worker_side
         assert side is not None
-        while side.worker.num_ungathered:
-            self.runner.empty_step(KVPoolMetadata(StepPlan()))
+        while side.worker._saves:
+            self.runner.empty_step(KVPoolMetadata(StepPlan(), self.namespace))
         # The blocks are free from here on: what another request writes there is not saved.
         with self._npu.stream(self._npu.model_stream):
             self.write(kv_of(99))
@@ -186,7 +189,7 @@ class AscendRank:
         """What a load brings into pages that a step before is still writing to."""
         with self._npu.stream(self._npu.model_stream):
             self.write(kv_of(98))
-        plan = KVPoolMetadata(load_plan(next(self._jobs), self.block, prompt))
+        plan = KVPoolMetadata(load_plan(next(self._jobs), self.block, prompt), self.namespace)
         deadline = time.monotonic() + LIMIT_S
         while "r" not in self.runner.empty_step(plan):
             assert time.monotonic() < deadline, "the load did not end"
@@ -223,6 +226,9 @@ class HostRank:
             )
             self.connector._worker_side = side
         self.side = side
+        side.use_namespace(
+            adapt.read_engine(config, caches, self.connector._config).shape.namespace
+        )
         self._jobs = itertools.count(1)
 
     def views(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:

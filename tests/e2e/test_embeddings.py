@@ -188,6 +188,27 @@ def test_what_nobody_offers_is_encoded_here(
         assert consumer.images_encoded() == 1
 
 
+def test_an_encoder_that_computes_otherwise_is_no_peer(
+    alone: EngineSpec, engines: EngineShelf, ports: list[int]
+) -> None:
+    """The same model, of which one engine takes the rows of another layer."""
+    other = replace(alone, llm={"hf_overrides": {"vision_feature_layer": -2}})
+    image = Image(seed=52)
+    options = {"bootstrap_timeout_s": 2.0, "peers": [endpoint(ports[5])]}
+    spec = replace(starts(alone, "consumer", ports[6], **options), encoder_raises=False)
+    with (
+        Engine(starts(other, "producer", ports[5]), _log(engines, "other")) as producer,
+        Engine(spec, _log(engines, "own")) as consumer,
+    ):
+        (sent,) = producer.generate(about(image, max_tokens=1))
+        (actual,) = consumer.generate(
+            about(image, ec_transfer_params=sent.ec_transfer_params), timeout_s=TIMEOUT_S
+        )
+        assert consumer.images_encoded() == 1
+    (expected,) = engines.get(alone).generate(about(image))
+    same(actual, expected)
+
+
 def test_metadata_alone_and_variable_lengths(
     qwen2_vl: Qwen2VL, engines: EngineShelf, ports: list[int]
 ) -> None:

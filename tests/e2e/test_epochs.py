@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
-from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.testing.models import LlamaShape
 
 pytestmark = pytest.mark.e2e
@@ -41,10 +40,6 @@ class Models:
 
     def target(self, how: str) -> Path:
         return self.c if how in TO_C else self.b
-
-
-def objects(directory: Path) -> list[Path]:
-    return sorted(p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file())
 
 
 def with_other_norms(model: Path, copy: Path) -> Path:
@@ -179,12 +174,12 @@ def test_a_nap_keeps_the_pool(engine: Engine, directory: Path, level: int) -> No
     prompt = PROMPTS["awake"]
     engine.generate(prompt)
     old = fresh(engine, expecting(prompt, HIT))
-    before = objects(directory / "pool")
+    before = cell_files(directory / "pool")
     assert before
     engine.sleep(level)
-    assert objects(directory / "pool") == before
+    assert cell_files(directory / "pool") == before
     engine.wake_up(*["scheduling"] * (level == 0))
-    assert objects(directory / "pool") == before
+    assert cell_files(directory / "pool") == before
     again = fresh(engine, prompt)
     assert again.cached_tokens == HIT
     same(again, old)
@@ -223,10 +218,10 @@ def test_a_load_that_fails_ends_its_request_where_that_is_asked_for(
     assert engine.reset_prefix_cache()
     prompt = Prompt(ids=tokens(seed=950 + len(damage), count=600))
     other = Prompt(ids=tokens(seed=970 + len(damage), count=300))
-    known = set(objects(store))
+    known = set(cell_files(store))
     expected = engine.generate(prompt)[0]
     assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
-    cells = sorted(set(objects(store)) - known, key=lambda path: path.stat().st_mtime_ns)
+    cells = sorted(set(cell_files(store)) - known, key=lambda path: path.stat().st_mtime_ns)
     assert len(cells) == 2 * SHAPE.kv_heads * SHAPE.layers
     for path in cells if damage == "all" else cells[len(cells) // 2 :]:
         path.write_bytes(path.read_bytes()[:100])

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.testing.looped_models import LoopedShape, make_looped
-from vllm_kvpool.testing.models import HybridShape, make_hybrid
+from vllm_kvpool.testing.models import HybridShape, LlamaShape, make_hybrid
 from vllm_kvpool.testing.uneven_models import UnevenShape, make_uneven
 
 with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
@@ -127,6 +128,36 @@ def test_ranks_that_hold_one_head_of_each_kind(engines: EngineShelf, tmp_path: P
     read = fresh(with_pool, expecting(prompt, STORED))
     assert read.cached_tokens == found(STORED)
     same(read, expected)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="KV in fp8 on CPUs needs AVX-512")
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1)])
+def test_layers_of_several_types_in_one_group(
+    llama: Callable[[LlamaShape], Path],
+    engines: EngineShelf,
+    tmp_path: Path,
+    writer: int,
+    reader: int,
+) -> None:
+    """Those that `kv_cache_dtype_skip_layers` names keep KV in the model's type."""
+    model = llama(LlamaShape(kv_heads=2))
+    prompt = Prompt(ids=tokens(seed=62, count=PROMPT_TOKENS))
+
+    def get(tp: int, *skipped: int, **config: Any) -> Engine:
+        llm = {
+            "kv_cache_dtype": "fp8",
+            "kv_cache_dtype_skip_layers": [str(layer) for layer in skipped],
+        }
+        return engines.get(EngineSpec(model=model, tp=tp, block_size=32 * tp, llm=llm, **config))
+
+    shared = {"kv_transfer_config": pool(files(tmp_path / "pool"))}
+    (expected,) = get(1, 0, 1).generate(prompt)
+    same(get(writer, 0, 1, **shared).generate(prompt)[0], expected)
+    read = get(reader, 0, 1, **shared).generate(expecting(prompt, STORED))[0]
+    assert read.cached_tokens == STORED
+    same(read, expected)
+    # As many layers, but others: equal keys would be of other layers.
+    assert get(1, 2, 3, **shared).generate(prompt)[0].cached_tokens == 0
 
 
 def test_layers_that_are_run_through_twice(engines: EngineShelf, tmp_path: Path) -> None:

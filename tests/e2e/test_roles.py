@@ -64,6 +64,9 @@ def test_a_request_may_keep_out(start: Engines) -> None:
     unsaved = Prompt(ids=ids, kv_transfer_params={"kvpool": {"save": False}})
     assert fresh(engine, unsaved).kv_transfer_params is None
     assert fresh(engine, unsaved).cached_tokens == 0
+    misspelt = Prompt(ids=ids, kv_transfer_params={"kvpool": {"save": "no"}})
+    assert fresh(engine, misspelt).kv_transfer_params is None
+    assert fresh(engine, misspelt).cached_tokens == 0
     fresh(engine, Prompt(ids=ids))
     unloaded = Prompt(ids=ids, kv_transfer_params={"kvpool": {"load": False}})
     assert fresh(engine, unloaded).cached_tokens == 0
@@ -84,13 +87,39 @@ def test_a_consumer_without_save_decode_writes_nothing(
     assert not [p for p in (tmp_path / "pool").rglob("*@*") if p.is_file()]
 
 
-def test_a_decoder_waits_for_what_it_expects(start: Engines) -> None:
+# What vLLM's example of a proxy for disaggregated prefill asks of a prefill engine.
+OF_A_PROXY = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def test_a_proxy_passes_the_answer_on_as_it_is(start: Engines) -> None:
+    prefill, decode = start("kv_producer", 1), start("kv_both", 1)
+    ids = tokens(seed=61, count=1472)
+    (first,) = prefill.generate(Prompt(ids=ids, max_tokens=1, kv_transfer_params=OF_A_PROXY))
+    passed_on = first.kv_transfer_params
+    assert passed_on == {"kvpool": {"tokens": 1472}}
+    (answer,) = decode.generate(Prompt(ids=ids, kv_transfer_params=passed_on))
+    assert answer.cached_tokens == 1471
+    same(answer, start("", 1).generate(Prompt(ids=ids))[0])
+
+
+@pytest.mark.parametrize(
+    "wish", [{"expect_tokens": 300}, {"tokens": 256}], ids=["asked for", "an answer passed on"]
+)
+def test_a_decoder_waits_for_what_it_expects(start: Engines, wish: dict[str, int]) -> None:
     """No channel joins the two engines but the pool."""
     prefill, decode = start("kv_producer", 1), start("kv_both", 1)
-    ids = tokens(seed=60, count=300)
+    ids = tokens(seed=60 + sum(wish.values()), count=300)
+    params = OF_A_PROXY | {"kvpool": wish}
     answers: list[Completion] = []
     waiting = threading.Thread(
-        target=lambda: answers.extend(decode.generate(expecting(Prompt(ids=ids), 300)))
+        target=lambda: answers.extend(decode.generate(Prompt(ids=ids, kv_transfer_params=params)))
     )
     waiting.start()
     waiting.join(0.5)

@@ -7,8 +7,7 @@ import pytest
 
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
-from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from vllm_kvpool.testing.models import LlamaShape
 from vllm_kvpool.testing.object_server import ObjectServer
 
@@ -17,10 +16,6 @@ pytestmark = pytest.mark.e2e
 Llama = Callable[[LlamaShape], Path]
 SHAPE = LlamaShape(kv_heads=2)
 REPLICATED = LlamaShape(kv_heads=1)  # with TP=2 both ranks hold the one head
-
-
-def objects(directory: Path) -> list[Path]:
-    return [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
 
 
 @pytest.mark.parametrize(("shape", "tp"), [(SHAPE, 1), (REPLICATED, 2)])
@@ -48,9 +43,9 @@ def test_what_is_written_back_reaches_files_when_the_engine_ends(
     (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
     with Engine(EngineSpec(model=model, kv_transfer_config=config), tmp_path / "one.log") as writer:
         writer.generate(prompt)
-        assert objects(tmp_path / "pool") == []
+        assert cell_files(tmp_path / "pool") == []
         assert fresh(writer, prompt).cached_tokens == 1024
-    assert objects(tmp_path / "pool")
+    assert cell_files(tmp_path / "pool")
     spec = EngineSpec(
         model=model, tp=2, block_size=64, kv_transfer_config=pool(files(tmp_path / "pool"))
     )

@@ -10,7 +10,8 @@ from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView
+from vllm_kvpool.embeds.scheduler import ALONE_S, EmbedsScheduler, Feature, RequestView
+from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
 from vllm_kvpool.testing.server_process import free_ports
@@ -46,7 +47,12 @@ class Engine:
                 self.workers.append(EmbedsWorker(config, place))
                 undo.callback(self.workers[-1].close)
             self.scheduler = EmbedsScheduler(
-                WorkerLinks(endpoints, name, read_keys(configs[0].curve_dir)),
+                WorkerLinks(
+                    endpoints,
+                    name,
+                    read_keys(configs[0].curve_dir),
+                    Rhythm(configs[0].heartbeat_s, configs[0].heartbeat_max_failures),
+                ),
                 is_producer=role is not Role.CONSUMER,
                 is_consumer=role is not Role.PRODUCER,
                 has_peers=bool(configs[0].peers),
@@ -54,6 +60,7 @@ class Engine:
                 retain_bytes=configs[0].nbytes("retain_bytes"),
                 max_step_tokens=1 << 20,
                 own_endpoint=self.endpoint,
+                alone_s=min(ALONE_S, configs[0].bootstrap_timeout_s),
             )
             undo.pop_all()
         self.requests: dict[str, RequestView] = {}

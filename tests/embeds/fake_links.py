@@ -17,6 +17,7 @@ class FakeLinks:
     def __init__(self, num_ranks: int = 1) -> None:
         self.num_ranks = num_ranks
         self.are_up = True
+        self.lost_since: float | None = None
         self.heard: list[list[Message]] = [[] for _ in range(num_ranks)]
         self.words: deque[Said] = deque()
         self.waits: list[float] = []
@@ -50,6 +51,10 @@ class FakeLinks:
     def ready(self, mm_hash: str, *ranks: int, digest: str = "d", epoch: int = 0) -> None:
         """An item is there."""
         self.say(ItemNews(mm_hash, digest, 4, epoch=epoch), *ranks)
+
+    def coming(self, mm_hash: str, *ranks: int, digest: str) -> None:
+        """An item is on its way to these ranks, in this encoding."""
+        self.say(ItemNews(mm_hash, digest, 4, offered=True), *ranks)
 
     def failed(self, mm_hash: str, *ranks: int, code: Code = Code.GONE, epoch: int = 0) -> None:
         """An item cannot be had."""

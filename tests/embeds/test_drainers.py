@@ -1,5 +1,6 @@
 """Who drains what, and that all of it is reported."""
 
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.embeds.drainers import BUSY_BYTES, Drainers, Landed, Turns
 from vllm_kvpool.embeds.effects import Drain
+from vllm_kvpool.embeds.log_limit import LogLimit
 from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
 from vllm_kvpool.embeds.run_bytes import digest_of
 
@@ -57,7 +59,10 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
         if len(reported) == 40:
             all_there.set()
 
-    drainers = Drainers(window, 3, done)
+    def died(name: str, error: BaseException) -> None:
+        raise AssertionError(name) from error
+
+    drainers = Drainers(window, 3, done, died, LogLimit(logging.getLogger()))
     items = [np.zeros((8, 16), np.uint8) for _ in range(5)]
     for turn in range(8):
         pieces = []

@@ -508,6 +508,9 @@ class Reports:
     def written(self, results: Sequence[p.Wrote | p.WriteFailed]) -> None:
         self.results.extend(results)
 
+    def thread_died(self, name: str, error: BaseException) -> None:
+        raise AssertionError(name) from error
+
 
 class BrokenPlane(WriterPlane):
     """A plane with a bug."""

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,9 @@ from vllm_kvpool.embeds.protocol import (
     Envelope,
     Expect,
     Forget,
+    Goodbye,
     Heartbeat,
+    Held,
     Hello,
     Message,
     Push,
@@ -30,6 +33,7 @@ from vllm_kvpool.embeds.protocol import (
     encode,
     encode_body,
 )
+from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import KEY_NAME, Link, Sockets, read_keys
 from vllm_kvpool.errors import ConfigError
 
@@ -156,12 +160,12 @@ def test_what_is_no_frame_is_ignored() -> None:
         link = greeting(stranger, links, deadline)
         for data in (b"", b"garbage", b"\x94" * 9, encode(Envelope("s", "", 1, Heartbeat()))[:-1]):
             assert stranger.send(link, data)
-        last = encode(Envelope("s", "", 2, Heartbeat()))
+        last = encode(Envelope("s", "", 2, Held(1)))
         assert stranger.send(link, last)
         heard = []
         while not heard and time.monotonic() < deadline:
             heard = links.poll(0.01)
-        assert [said.body for said in heard] == [Heartbeat()]
+        assert [said.body for said in heard] == [Held(1)]
         assert not links.are_up
     finally:
         links.close()
@@ -180,7 +184,83 @@ def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
         heard = []
         while not heard and time.monotonic() < deadline:
             heard = links.poll(0.01)
-        assert [said.body for said in heard] == [Heartbeat(), Taken("a"), Taken("b")]
+        assert [said.body for said in heard] == [Taken("a"), Taken("b")]
     finally:
         links.close()
         stranger.close()
+
+
+# A worker that does not answer
+
+
+class Watched:
+    """Links in session with a worker that answers only when it is told to; time is given."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.worker = Sockets("tcp://127.0.0.1:*")
+        rhythm = Rhythm(heartbeat_s=4.0, max_failures=2)
+        endpoints = (self.worker.endpoint,)
+        self.links = WorkerLinks(endpoints, "engine", None, rhythm, lambda: self.now)
+        self.link = greeting(self.worker, self.links, time.monotonic() + PATIENCE_S)
+        hello = Hello((OLDEST_VERSION, VERSION), "w", "engine", Role.CONSUMER, "", 4.0, answer=True)
+        self.say(hello)
+        assert self.links.are_up
+
+    def say(self, body: Message) -> None:
+        """The worker says something, and it is there when this returns."""
+        assert self.worker.send(self.link, encode(Envelope("w", "", 1, body)))
+        self.links.poll(PATIENCE_S)
+
+    def pass_time(self, seconds: float, looks: int = 1) -> None:
+        """Time goes by, with so many looks, evenly."""
+        for _ in range(looks):
+            self.now += seconds / looks
+            self.links.poll()
+
+    def close(self) -> None:
+        self.links.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
+def test_a_worker_that_never_answers_is_lost_after_two_heartbeats(watched: Watched) -> None:
+    watched.pass_time(1.0)  # it is asked
+    watched.pass_time(7.9, looks=79)
+    assert watched.links.are_up
+    watched.pass_time(0.3, looks=3)
+    assert not watched.links.are_up
+    assert watched.links.lost_since == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_worker_that_answers_is_never_lost(watched: Watched) -> None:
+    for _ in range(20):
+        watched.pass_time(1.0)
+        watched.say(Heartbeat(answer=True))
+    assert watched.links.are_up
+    assert watched.links.lost_since is None
+
+
+def test_a_step_that_takes_an_hour_costs_no_worker(watched: Watched) -> None:
+    """Neither did the scheduler look, nor had the worker a turn."""
+    watched.pass_time(1.0)
+    watched.pass_time(3600.0)
+    assert watched.links.are_up
+    watched.say(Heartbeat(answer=True))
+    watched.pass_time(3600.0)
+    watched.pass_time(3600.0)
+    assert watched.links.are_up, "it was asked anew, and has half of the time left"
+    watched.pass_time(3600.0)
+    assert not watched.links.are_up, "it has had three turns"
+
+
+def test_a_worker_that_says_that_it_ends_is_lost_at_once(watched: Watched) -> None:
+    watched.say(Goodbye())
+    assert not watched.links.are_up
+    assert watched.links.lost_since == float("-inf")

@@ -256,19 +256,93 @@ def test_an_item_is_there_when_every_rank_has_it() -> None:
     assert desk.side.has("a")
 
 
+def chosen(desk: Desk, rank: int) -> list[str]:
+    """The encodings that a rank was told to have since the last look."""
+    told = desk.links.take(Expect, rank)
+    return [each.digest for each in told if isinstance(each, Expect) and each.digest]
+
+
+def test_ranks_that_are_brought_different_bytes_are_told_which_to_have() -> None:
+    desk = Desk(ranks=2)
+    one, other = (request(name, "a") for name in ("one", "other"))
+    desk.ensure(one)
+    desk.ensure(other)
+    desk.links.ready("a", 1, digest="y")
+    desk.links.ready("a", 0, digest="x")
+    assert not desk.ensure(one)
+    assert not desk.side.has("a"), "the engine would load what is not there"
+    assert [chosen(desk, rank) for rank in range(2)] == [["x", "x"]] * 2
+    desk.links.ready("a", 1, digest="y")  # said before it was told
+    assert not desk.ensure(one)
+    desk.links.ready("a", 1, digest="x")
+    assert desk.ensure(one)
+    assert desk.ensure(other)
+    assert desk.load("a") == (Load("a", "a"),)
+    assert desk.side.take_unavailable() == set()
+
+
+def test_what_a_rank_has_already_is_not_sent_again() -> None:
+    desk = Desk(ranks=3)
+    desk.ensure(request("r", "a"))
+    desk.links.coming("a", 0, digest="x")
+    desk.links.ready("a", 2, digest="z")
+    desk.ensure(request("r", "a"))
+    assert chosen(desk, 0) == ["z"]
+
+
+def test_an_encoding_that_cannot_be_had_any_more_gives_way_to_the_other() -> None:
+    desk = Desk(ranks=2)
+    view = request("r", "a")
+    desk.ensure(view)
+    desk.links.ready("a", 0, digest="x")
+    desk.links.coming("a", 1, digest="y")
+    desk.links.failed("a", 1)
+    assert not desk.ensure(view)
+    assert [chosen(desk, rank) for rank in range(2)] == [["x", "y"]] * 2
+    desk.links.ready("a", 0, digest="y")
+    desk.links.ready("a", 1, digest="y")
+    assert desk.ensure(view)
+
+
 @pytest.mark.parametrize("media", [True, False])
-def test_ranks_with_different_bytes_have_nothing(media: bool) -> None:
+def test_ranks_that_can_never_agree_have_nothing(media: bool) -> None:
     desk = Desk(ranks=2)
     one, other = (request(name, "a", media=media) for name in ("one", "other"))
     desk.ensure(one)
     desk.ensure(other)
     desk.links.ready("a", 0, digest="x")
     desk.links.ready("a", 1, digest="y")
+    desk.links.failed("a", 1)
+    desk.links.failed("a", 0)
     assert desk.ensure(one) == media
-    assert not desk.side.has("a"), "the engine would load what is not there"
+    assert not desk.side.has("a")
     assert desk.ensure(other) == media
     assert desk.side.take_unavailable() == (set() if media else {"one", "other"})
-    assert desk.links.expected() == []
+
+
+def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
+    desk = Desk(ranks=2)
+    view = request("r", "a")
+    desk.ensure(view)
+    for number in range(100):
+        desk.links.coming("a", 0, digest=f"x{number}")
+        desk.links.coming("a", 1, digest=f"y{number}")
+        desk.links.failed("a", 1)
+    assert not desk.ensure(view)
+    assert desk.side.take_unavailable() == {"r"}
+
+
+def test_a_rank_that_comes_back_is_told_which_encoding_to_have() -> None:
+    desk = Desk(ranks=2)
+    view = request("r", "a")
+    desk.ensure(view)
+    desk.links.ready("a", 0, digest="x")
+    desk.links.ready("a", 1, digest="y")
+    desk.ensure(view)
+    chosen(desk, 1)
+    desk.links.say(None, 1)
+    desk.ensure(view)
+    assert chosen(desk, 1) == ["x"]
 
 
 def test_what_a_rank_says_after_the_failure_changes_nothing() -> None:
@@ -483,6 +557,34 @@ def test_without_workers_for_long_requests_go_on_without_them() -> None:
     assert not desk.side.has("a")
     assert not desk.ensure(without)
     assert desk.side.take_unavailable() == {"w"}
+
+
+def test_workers_that_say_that_they_end_are_not_waited_for() -> None:
+    desk = Desk()
+    view = request("m", "a", media=True)
+    assert not desk.ensure(view)
+    desk.links.are_up, desk.links.lost_since = False, float("-inf")
+    assert desk.ensure(view)
+
+
+def test_the_time_that_workers_were_silent_counts() -> None:
+    desk = Desk()
+    view = request("m", "a", media=True)
+    assert not desk.ensure(view)
+    desk.clock.now += 0.9 * ALONE_S
+    desk.links.are_up, desk.links.lost_since = False, desk.clock.now - 0.5 * ALONE_S
+    assert not desk.ensure(view)
+    desk.clock.now += 0.6 * ALONE_S
+    assert desk.ensure(view)
+
+
+def test_what_lost_workers_hold_defers_no_encode() -> None:
+    desk = Desk(is_producer=True, is_consumer=False)
+    desk.links.say(Held(1001))
+    view = request("p", "a")
+    assert not desk.ensure(view)
+    desk.links.are_up, desk.links.lost_since = False, float("-inf")
+    assert desk.ensure(request("q", "b"))
 
 
 def test_how_long_workers_were_away_before_does_not_matter() -> None:

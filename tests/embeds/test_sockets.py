@@ -36,7 +36,7 @@ def heard(sockets: Sockets, frames: int) -> list[tuple[Link, bytes]]:
     found: list[tuple[Link, bytes]] = []
     while len(found) < frames:
         asked = time.monotonic()
-        found += sockets.poll(LOST_S)
+        found += [(frame.link, frame.data) for frame in sockets.poll(LOST_S)]
         assert time.monotonic() - asked < LOST_S / 2, f"{len(found)} of {frames} were heard"
     return found
 

@@ -21,8 +21,8 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
     _check_requests(rig)
     for rank in rig.ranks:
         worker, executor = rank.side.worker, rank.executor
-        assert worker.num_loads == 0, f"open loads\n{rig.describe()}"
-        assert worker.num_ungathered == 0, f"saves not gathered\n{rig.describe()}"
+        assert not worker._loads, f"open loads\n{rig.describe()}"
+        assert not worker._saves, f"saves not gathered\n{rig.describe()}"
         if executor is None:
             continue
         assert not executor.unreported, f"never reported: {executor.unreported}\n{rig.describe()}"
@@ -60,7 +60,7 @@ def _check_requests(rig: Rig) -> None:
     assert not scheduler.failed_recving_kv_req_ids
     pool.check()
     assert not pool._requests
-    assert not pool._tickets
+    assert not pool._asked
     assert not pool._loads
     assert not pool._prefetches
     assert not pool.saves._late

@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.faults.model import Pages
 from tests.faults.runners import RUNNERS, with_own_metadata
+from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.pool import sides
 from vllm_kvpool.testing.fakes import FaultyPerform
@@ -64,7 +65,7 @@ class WatchedExecutor(Executor):
     def idle(self) -> bool:
         """Whether nothing is under way. What was posted before has been taken, as the question goes
         through the same inbox; later only a post can start something."""
-        self.story("")
+        has_taken_all(self)
         return self.engine.idle
 
 

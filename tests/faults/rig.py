@@ -313,9 +313,10 @@ class Rig:
         }
         told = [f"step {self.num_steps}", f"requests {requests}"]
         if self.ranks:
-            told.append(f"pins {self.pool.saves.ledger.num_blocks}, tickets {self.pool._tickets}")
-        for executor in self.executors:
-            told.append(f"owed {executor.unreported}, running {list(executor._works.values())}")
-            told += [f"{id_}: {executor.story(id_)}" for id_ in requests]
+            told.append(f"pins {self.pool.saves.ledger.num_blocks}, lookups {self.pool._asked}")
+        told += [
+            f"owed {executor.unreported}, running {list(executor._works.values())}"
+            for executor in self.executors
+        ]
         told.append(f"threads {sorted(t.name for t in threading.enumerate())}")
         return "\n".join(told)

@@ -19,7 +19,7 @@ from tests.faults.model import VOCAB
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.store.base import Buffer, Store
+from vllm_kvpool.store.base import Buffer, ChunkRef, Store
 from vllm_kvpool.store.memory import MemoryStore
 
 STORED_CHUNKS = 4
@@ -137,7 +137,7 @@ class Scene:
         view = memoryview(memory)[: len(data)]
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         self.store.remove([key])
-        self.store.put([key], [Buffer(address, view)], [key])
+        self.store.put([key], [Buffer(address, view)], [ChunkRef(key)])
 
     def bad_keys(self) -> Sequence[str]:
         """The cells that a fault of some cells befalls: of one head only, so of one rank."""

@@ -81,7 +81,7 @@ def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], se
     """The blocks that are whole in the store, and in host memory."""
     connector: Any = rig.scheduler.connector
     connector._events._announcer.check()
-    names = connector._scheduler_side._probe._names
+    names = connector._scheduler_side._lookups.core._names
     stored, in_host = set(), set()
     for name, (parent, _) in listener.known.items():
         path = listener.tokens_to(name)
@@ -156,7 +156,7 @@ def test_what_a_store_evicts_is_taken_back(
     assert known
     others = tuple(listener.known)[-1]
     chunk = chunk_hash(listener.tokens_to(others)[: 2 * CHUNK])
-    names = rig.scheduler.connector._scheduler_side._probe._names
+    names = rig.scheduler.connector._scheduler_side._lookups.core._names
     assert store.remove(names.of_chunk(chunk)[-1:]) == 1
     assert step_until(rig, listener, store)
     assert len(listener.blocks[STORE]) < len(known)

@@ -17,7 +17,7 @@ from tests.faults.audit import check_nothing_leaked, check_threads
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.workshop import Workshop
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.store.base import Buffer, ChunkRef
 from vllm_kvpool.store.memory import MemoryStore, Shelf
 from vllm_kvpool.testing.faults import Fault
 from vllm_kvpool.transfer import executor
@@ -166,7 +166,7 @@ class Driver:
             at = self.rng.randrange(len(data))
             bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             self.store.remove([key])
-            self.store.put([key], [Buffer(0, memoryview(bytearray(bad)))], [key])
+            self.store.put([key], [Buffer(0, memoryview(bytearray(bad)))], [ChunkRef(key)])
 
     def forget(self) -> None:
         self.rig.reset()

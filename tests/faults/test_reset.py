@@ -31,3 +31,31 @@ def test_what_was_being_saved_does_not_come_back(
     assert isinstance(scene.store, MemoryStore)
     assert scene.store._shelf.list_keys() == []
     scene.close(exact=True)
+
+
+def test_a_reset_of_running_requests_while_one_loads_is_refused_and_the_engine_goes_on(
+    workshop: Workshop, library: Library
+) -> None:
+    """vLLM frees no blocks that something is still coming into, whatever connector brings it.
+
+    Nothing of it is lost or left, the connector's own cache is not reset, and once the request runs
+    the same call succeeds.
+    """
+    scene = Scene(workshop, library, RigSpec(), nothing, nothing)
+    rig = scene.start_engine()
+    for executor in rig.executors:
+        executor.perform.hold("get-0")
+    ids = [rig.add(BYSTANDER), rig.add(READER)]
+    rig.run(SLACK_S, until=lambda: any(each.perform.entered.is_set() for each in rig.executors))
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        rig.reset(connector=True, running=True)
+    assert not rig.pool._reset.pending
+    rig.step()
+    for executor in rig.executors:
+        executor.perform.release()
+    running = rig.scheduler.running
+    scene.wait(lambda: rig.step() or len(running) == len(rig.scheduler.requests) > 0)
+    assert rig.reset(connector=True, running=True)
+    rig.run(SLACK_S)
+    rig.expect(ids)
+    scene.close(exact=True)

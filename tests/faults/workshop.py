@@ -109,11 +109,11 @@ class Workshop:
 
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
-        now, probe = time.monotonic(), rig.pool._probe
+        now, lookups = time.monotonic(), rig.pool._lookups
         engines = [executor.engine for executor in rig.executors]
         return (
-            probe.stuck_for(now) == 0
-            and all(store._is_up for store in probe._stores)
+            lookups.core.is_at_rest
+            and all(store._is_up for store in lookups._stores)
             and not any(b.is_open(now) for engine in engines for b in engine.desk.breakers)
         )
 

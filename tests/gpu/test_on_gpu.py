@@ -82,29 +82,6 @@ def test_memory_that_cannot_be_locked_costs_a_warning(
     np.testing.assert_array_equal(cell.payload, cell.part_of(rows))
 
 
-def test_the_kernel_reads_and_writes_page_locked_slots(gpu: Gpu) -> None:
-    from vllm_kvpool.staging.copy_triton import Route
-
-    pages = Pages(num_layers=4, num_heads=4, key_dim=128, value_dim=128, device=gpu.device)
-    cell = whole(pages, block_table(pages, CHUNK))
-    buffer, memory = host_memory(cell.slot.nbytes)
-    cell.slot = memory.numpy()
-    cell.slot[:] = 0
-    rows, image = filled(pages, cell.ids)
-    pages.write(image)
-    page_lock = PageLock(CudaLocker(0))
-    page_lock.lock(buffer)
-    copier = gpu.copier(pages.layers, route=Route.DIRECT)
-    copier.fence()
-    copier.gather([cell.move()])
-    np.testing.assert_array_equal(cell.payload, cell.part_of(rows))
-    pages.poison()
-    copier.fence()
-    copier.scatter([cell.move()])
-    np.testing.assert_array_equal(pages.read(), image)
-    page_lock.close()
-
-
 def test_a_gather_waits_for_what_the_model_computes(gpu: Gpu) -> None:
     pages = Pages(device=gpu.device)
     cell = whole(pages, block_table(pages, CHUNK))

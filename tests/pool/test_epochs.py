@@ -1,7 +1,8 @@
 """Weights that change while requests run: what is found, loaded and saved, and as what.
 
-"" is the epoch of the weights that an engine starts with. Everything runs over a real probe and a
-memory store; `Engine` further down computes tags in place of KV and so knows what a cell is of.
+"" is the epoch of the weights that an engine starts with. Everything runs over a real lookup
+service and a memory store; `Engine` further down computes tags in place of KV and so knows what a
+cell is of.
 """
 
 import logging
@@ -21,6 +22,7 @@ from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.metadata import StepReport
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.testing.faults import Fault
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange, JobId, SavePlan
@@ -40,7 +42,7 @@ def make() -> Iterator[Make]:
     yield make
     for bench in made:
         bench.store.heal()
-        assert bench.probe.close()
+        assert bench.lookups.close()
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def hold(bench: Bench, chunks: range, epoch: str, tokens: Sequence[int] = range(
     names, buffer = NAMES.in_epoch(epoch), make_buffer(1)
     for chunk in chunks:
         keys = names.of_chunk(hashes_of(tokens)[chunk])
-        bench.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+        bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
 
 def num_cells(bench: Bench, epoch: str) -> int:
@@ -109,7 +111,7 @@ def test_an_answer_of_before_is_not_used(bench: Bench) -> None:
 def test_an_answer_that_has_not_been_taken_is_not_used(bench: Bench) -> None:
     hold(bench, range(3), FIRST)
     bench.add()
-    bench.probe.wait(LIMIT_S)
+    bench.lookups.wait(LIMIT_S)
     begin(bench, NEW)
     assert bench.match() == NOTHING
 
@@ -151,7 +153,7 @@ def test_changes_one_after_the_other_leave_the_last(bench: Bench) -> None:
     assert bench.match() == NOTHING
     begin(bench, NEW)
     assert bench.match() == (96, True)
-    assert len(bench.scheduler._tickets) == 0
+    assert len(bench.scheduler._asked) == 0
 
 
 def test_a_change_there_and_back_finds_what_was_found_before(bench: Bench) -> None:
@@ -171,7 +173,7 @@ def test_a_prefetch_of_before_is_dropped(make: Make, is_taken: bool) -> None:
     bench = make(host_tier=True)
     hold(bench, range(3), FIRST)
     bench.add()
-    bench.take_answers() if is_taken else bench.probe.wait(LIMIT_S)
+    bench.take_answers() if is_taken else bench.lookups.wait(LIMIT_S)
     begin(bench, NEW)
     assert bench.step().prefetches == ()
 
@@ -215,12 +217,13 @@ def test_a_store_that_hangs_across_the_change_tells_nothing_of_before(bench: Ben
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add()
     assert bench.store.entered.wait(LIMIT_S)
-    bench.clock.advance(10)
     begin(bench, NEW)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(10)
     assert bench.scheduler.match("a", 0) == NOTHING
     bench.allocate("a", 0, 0)
     bench.store.release()
-    bench.settle()
+    bench.take_answers()
     saves = bench.step(a=100).saves
     assert what(saves) in ([], [("a", range(3), NEW)])
     assert bench.counts("kvpool_lookups")["{outcome=timed_out}"] == 1

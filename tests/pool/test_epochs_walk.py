@@ -2,8 +2,8 @@
 
 In place of KV every token has the set of epochs that it and all tokens before it were computed in:
 attention mixes them. The walk plays vLLM's scheduler, its own prefix cache, the workers and the
-store; the scheduler side and the probe are the package's own. All prompts begin alike, so that
-requests of all epochs want the same chunks.
+store; the scheduler side and the lookup service are the package's own. All prompts begin
+alike, so that requests of all epochs want the same chunks.
 """
 
 import random
@@ -16,6 +16,7 @@ from tests.pool.test_scheduler import CHUNK, NAMES, Bench, View, hashes_of
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.pool.metadata import StepReport
 from vllm_kvpool.pool.tables import all_blocks
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostChange, LoadPlan, SavePlan
 
@@ -199,7 +200,7 @@ class Walk:
             for tags in content:
                 assert tags == {plan.epoch}, f"{set(tags)} saved as {plan.epoch!r}"
             keys = names.of_chunk(chunk_hash)
-            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [""] * len(keys))
+            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
             self.cells |= dict.fromkeys(keys, content)
             self.seen[f"saved as {plan.epoch}"] += 1
             if self.host_tier:
@@ -293,7 +294,7 @@ def walk(seed: int) -> Counter[str]:
         error.add_note(f"seed {seed}")
         raise
     finally:
-        it.bench.probe.close()
+        it.bench.lookups.close()
     return it.seen
 
 

@@ -29,7 +29,7 @@ from vllm_kvpool.pool.lookup import (
     CellNames,
     ChunkQuestion,
     HitSearch,
-    HostMirror,
+    HostCacheIndex,
     PrefixSearch,
     Question,
 )
@@ -406,7 +406,7 @@ def change(added: str = "", removed: str = "") -> HostChange:
 
 
 def test_a_chunk_is_here_once_every_rank_has_it() -> None:
-    mirror = HostMirror(3)
+    mirror = HostCacheIndex(3)
     for rank in (0, 1, 1, 2):
         assert not mirror.has(CHUNKS[1])
         mirror.apply(rank, change("1"))
@@ -421,7 +421,7 @@ def test_a_chunk_is_here_once_every_rank_has_it() -> None:
 
 
 def test_removing_what_is_not_there_is_nothing() -> None:
-    mirror = HostMirror(2)
+    mirror = HostCacheIndex(2)
     mirror.apply(0, change("1"))
     mirror.apply(1, change(removed="1"))
     mirror.apply(0, change(removed="2"))
@@ -430,7 +430,7 @@ def test_removing_what_is_not_there_is_nothing() -> None:
 
 
 def test_a_chunk_that_nobody_has_leaves_nothing_behind() -> None:
-    mirror = HostMirror(2)
+    mirror = HostCacheIndex(2)
     for rank in (0, 1):
         mirror.apply(rank, change("01234"))
         mirror.apply(rank, change(removed="01234"))
@@ -438,4 +438,4 @@ def test_a_chunk_that_nobody_has_leaves_nothing_behind() -> None:
 
 
 def test_without_host_memory_nothing_is_here() -> None:
-    assert not HostMirror(0).has(CHUNKS[1])
+    assert not HostCacheIndex(0).has(CHUNKS[1])

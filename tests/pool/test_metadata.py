@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
 from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
 from vllm_kvpool.transfer.ops import HostChange, JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 
@@ -37,10 +37,14 @@ reports = st.builds(
 )
 
 
+def merged(*reports: StepReport) -> StepReport:
+    return StepReport.merge(reports)
+
+
 def test_a_save_has_missed_what_any_rank_has_missed() -> None:
     one = StepReport(stored={JobId(1): Stored(1, frozenset({0}), frozenset({5}))})
     other = StepReport(stored={JobId(1): Stored(1, frozenset({1})), JobId(2): Stored()})
-    assert one.merged(other).stored == {
+    assert merged(one, other).stored == {
         JobId(1): Stored(2, frozenset({0, 1}), frozenset({5})),
         JobId(2): Stored(),
     }
@@ -50,7 +54,7 @@ def test_a_save_has_missed_what_any_rank_has_missed() -> None:
 def test_ranks_add_up_and_the_shortest_load_counts() -> None:
     one = StepReport({JobId(1): 1, JobId(2): 1}, {"a": 512, "b": 256}, 100, 2, {1: 1})
     other = StepReport({JobId(2): 1, JobId(3): 2}, {"a": 256, "c": 0}, 50, 1, {1: 1, 2: 1})
-    assert one.merged(other) == StepReport(
+    assert merged(one, other) == StepReport(
         {JobId(1): 1, JobId(2): 2, JobId(3): 2}, {"a": 256, "b": 256, "c": 0}, 150, 3, {1: 2, 2: 1}
     )
     assert one.gathered == {JobId(1): 1, JobId(2): 1}  # a report never changes
@@ -58,14 +62,14 @@ def test_ranks_add_up_and_the_shortest_load_counts() -> None:
 
 @given(reports, reports, reports)
 def test_the_order_of_ranks_does_not_matter(a: StepReport, b: StepReport, c: StepReport) -> None:
-    assert a.merged(b) == b.merged(a)
-    assert a.merged(b).merged(c) == a.merged(b.merged(c))
-    assert a.merged(StepReport()) == a
+    assert merged(a, b) == merged(b, a)
+    assert merged(merged(a, b), c) == merged(a, merged(b, c))
+    assert merged(a, StepReport()) == a
 
 
 def state(reports: list[StepReport]) -> dict[tuple[int, str], bool]:
     """Which rank has which chunk, after the reports in this order."""
-    mirrors = {rank: HostMirror(1) for rank in RANKS}
+    mirrors = {rank: HostCacheIndex(1) for rank in RANKS}
     for report in reports:
         for rank, change in report.host.items():
             mirrors[rank].apply(0, change)
@@ -77,24 +81,41 @@ def test_merged_over_steps_host_memory_is_as_told_one_by_one(
     hosts: list[dict[int, HostChange]],
 ) -> None:
     single = [StepReport(host=host) for host in hosts]
-    merged = StepReport()
+    whole = merged(*single)
+    pairwise = StepReport()
     for report in single:
-        merged = merged.merged(report)
-    assert state([merged]) == state(single)
-    for change in merged.host.values():  # each chunk has come or left
+        pairwise = merged(pairwise, report)
+    assert state([whole]) == state([pairwise]) == state(single)
+    for change in whole.host.values():  # each chunk has come or left
         assert len(set(change.added + change.removed)) == len(change.added + change.removed)
 
 
 @given(st.lists(changes, min_size=3, max_size=3))
 def test_the_order_of_ranks_host_changes_does_not_matter(three: list[HostChange]) -> None:
     a, b, c = (StepReport(host={rank: change}) for rank, change in enumerate(three))
-    assert a.merged(b).merged(c) == c.merged(a).merged(b)
-    assert a.merged(b).merged(c) == a.merged(b.merged(c))
+    assert merged(merged(a, b), c) == merged(merged(c, a), b)
+    assert merged(merged(a, b), c) == merged(a, merged(b, c))
+
+
+def test_merging_costs_what_there_is_to_merge() -> None:
+    """Not its square: a burst of evictions is reported on the model's thread."""
+
+    class Counted(str):
+        hashes = 0
+
+        def __hash__(self) -> int:
+            Counted.hashes += 1
+            return super().__hash__()
+
+    changes = [HostChange((Counted(f"a{i}"),), (Counted(f"r{i}"),)) for i in range(2000)]
+    whole = merged(*(StepReport(host={0: change}) for change in changes))
+    assert whole.host[0].added == tuple(change.added[0] for change in changes)
+    assert Counted.hashes <= 4 * 2 * len(changes)
 
 
 def test_what_came_and_left_within_a_report_has_left() -> None:
     first, second = HostChange(("a", "b"), ("c",)), HostChange(("c",), ("a",))
-    report = StepReport(host={0: first}).merged(StepReport(host={0: second, 1: first}))
+    report = merged(StepReport(host={0: first}), StepReport(host={0: second, 1: first}))
     assert report.host == {0: HostChange(("b", "c"), ("a",)), 1: first}
 
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -21,12 +21,14 @@ from vllm_kvpool.metrics import Tally
 from vllm_kvpool.names import ChunkNames
 from vllm_kvpool.pool import scheduler as scheduler_module
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.lookup_core import Lookup
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import IDLE_WAIT_MAX_S
-from vllm_kvpool.pool.probe import Lookup, Probe
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.pool.tables import all_blocks
+from vllm_kvpool.pool.tables import GroupTables, all_blocks
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakePins, FakeRequest
 from vllm_kvpool.testing.faults import Fault, FaultyStore
@@ -55,8 +57,15 @@ def hashes_of(tokens: Sequence[int]) -> list[bytes]:
     return chain.hashes
 
 
+class PatientLookups(LookupService):
+    """Answers when the stores do: the scheduler's clock stands still, this one's does not."""
+
+    def submit(self, lookup: Lookup) -> None:
+        super().submit(replace(lookup, answer_by=time.monotonic() + LIMIT_S))
+
+
 class Bench:
-    """A scheduler over a real probe and a store of the test's. Time stands still."""
+    """A scheduler over a real lookup service and a store of the test's. Time stands still."""
 
     def __init__(
         self,
@@ -67,11 +76,12 @@ class Bench:
         config: KVPoolConfig | None = None,
         host_tier: bool = False,
         stops_at_first: bool = False,
+        in_lockstep: bool = False,
     ) -> None:
         self.block = block
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
-        self.probe = Probe((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
+        self.lookups = PatientLookups((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
         self.clock = FakeClock(time.monotonic())
         self.tally = Tally()
         self.pins = FakePins()
@@ -85,9 +95,10 @@ class Bench:
                 max_pinned,
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
+                in_lockstep=in_lockstep,
                 stems=NAMES.stems(CHUNK),
             ),
-            self.probe,
+            self.lookups,
             self.tally,
             self.clock,
         )
@@ -102,7 +113,7 @@ class Bench:
         buffer = make_buffer(1)
         for chunk in chunks:
             keys = NAMES.of_chunk(hashes_of(tokens)[chunk])
-            self.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+            self.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
     # The engine
 
@@ -130,9 +141,9 @@ class Bench:
     def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
         """The answer to come; the lookup is waited for."""
         while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
-            answered = len(self.probe._answers)
-            self.probe.wait(LIMIT_S)
-            assert self.probe._answers or answered, "no answer"
+            answered = len(self.lookups._results)
+            self.lookups.wait(LIMIT_S)
+            assert self.lookups._results or answered, "no answer"
         self.scheduler.check()
         return offer
 
@@ -182,22 +193,22 @@ class Bench:
         return answer
 
     def settle(self) -> StepPlan:
-        """Let the probe answer what it has been asked, and take it."""
-        self.probe.wait(LIMIT_S)
-        assert self.probe._answers, "no answer"
+        """Let the lookup service answer what it has been asked, and take it."""
+        self.lookups.wait(LIMIT_S)
+        assert self.lookups._results, "no answer"
         return self.step()
 
     def take_answers(self) -> None:
         """Have every lookup answered without a step: another request's `match` takes them."""
-        while self.scheduler._tickets:
-            self.probe.wait(LIMIT_S)
-            assert self.probe._answers, "no answer"
-            self.scheduler._take_answers()
+        while self.scheduler._asked:
+            self.lookups.wait(LIMIT_S)
+            assert self.lookups._results, "no answer"
+            self.scheduler._take_results()
 
     def end_reset(self) -> None:
-        """A rank says that it knows, and the probe does what follows."""
+        """A rank says that it knows, and the namespace is removed once more."""
         self.scheduler.apply(StepReport(dropped={self.scheduler._reset.generation: 1}))
-        self.probe.submit(Lookup(-1, RequestIdentity, (), False, 0, 0.0))
+        self.lookups.submit(Lookup(-1, RequestIdentity, range(CHUNK), True, 0, 0.0, 0.0))
         self.settle()
 
     def counts(self, name: str) -> dict[str, float]:
@@ -208,11 +219,12 @@ class Bench:
     def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
         """The save of those chunks, as it should be planned."""
         start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
+        hashes = hashes_of(self.views[request_id].tokens())
         return SavePlan(
             JobId(job),
             request_id,
             chunks.start,
-            tuple(hashes_of(self.views[request_id].tokens())[chunks.start : chunks.stop]),
+            tuple(hashes[chunks.start : chunks.stop]),
             (
                 JobPages(
                     tuple(self.tables[request_id][start:stop]),
@@ -221,6 +233,7 @@ class Bench:
                     chunks.stop * CHUNK,
                 ),
             ),
+            parent=hashes[chunks.start - 1] if chunks.start else b"",
         )
 
 
@@ -230,7 +243,7 @@ def benches() -> Iterator[list[Bench]]:
     yield made
     for bench in made:
         bench.store.heal()
-        assert bench.probe.close()
+        assert bench.lookups.close()
 
 
 class Maker:
@@ -269,20 +282,78 @@ def test_a_lookup_is_pending_until_the_store_answers(bench: Bench) -> None:
     assert bench.store.calls["exists"] <= 4
 
 
-def test_a_busy_engine_does_not_wait_for_the_probe(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class Waits:
+    """How often the scheduler's thread waits for lookups, and for how long at most."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def wait(self, timeout_s: float) -> None:
+        self.seconds.append(timeout_s)
+
+
+@pytest.fixture
+def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    made = Waits()
+    monkeypatch.setattr(bench.lookups, "wait", made.wait)
+    return made
+
+
+def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
+    bench: Bench, waits: Waits
 ) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(bench.probe, "wait", waits.append)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        bench.add(name)
+    for number in range(1, 4):
+        for name in names:
+            assert bench.scheduler.match(name, 0) == PENDING
+        assert len(waits.seconds) == number - 1  # nobody waits in `match`
+        bench.step()
+    assert all(0 < seconds <= IDLE_WAIT_MAX_S for seconds in waits.seconds)
+    bench.clock.advance(1)
+    assert all(bench.scheduler.match(name, 0) == NOTHING for name in names)
+    bench.step()
+    assert len(waits.seconds) == 3
+
+
+def test_a_busy_engine_does_not_wait_for_lookups(bench: Bench, waits: Waits) -> None:
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add("b")
-    assert bench.store.entered.wait(LIMIT_S)
-    bench.scheduler.match("b", 0)
-    assert [0 < wait_s <= IDLE_WAIT_MAX_S for wait_s in waits] == [True]
     bench.add("a", options=RequestOptions(load=False, save=False))
     bench.step(a=1)
-    bench.scheduler.match("b", 0)
-    assert len(waits) == 1
+    bench.step()  # what it computes may still be under way
+    assert waits.seconds == []
+    bench.step()
+    assert len(waits.seconds) == 1
+
+
+def test_while_a_request_loads_the_workers_wait_alone(bench: Bench, waits: Waits) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add("a")
+    while bench.scheduler.match("a", 0) == PENDING:
+        LookupService.wait(bench.lookups, LIMIT_S)
+    bench.allocate("a", 0, 64)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    for _ in range(3):
+        assert bench.step().idle
+    assert waits.seconds == []
+
+
+def test_an_engine_that_steps_with_others_never_waits(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data-parallel engines step together: one that waits, on either side, holds up all."""
+    bench, waits = make(in_lockstep=True), Waits()
+    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    for _ in range(3):
+        assert bench.scheduler.match("a", 0) == PENDING
+        assert not bench.step().idle
+    assert waits.seconds == []
 
 
 @pytest.mark.parametrize(
@@ -335,6 +406,7 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
             pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
             token_start=48,
             token_stop=96,
+            parent=hashes_of(view.tokens())[0],
         ),
     )
     assert plan.idle
@@ -443,11 +515,7 @@ def test_a_lookup_that_takes_too_long_is_a_miss(bench: Bench) -> None:
     assert bench.scheduler.match("a", 0) == PENDING
     bench.clock.advance(0.01)
     assert bench.scheduler.match("a", 0) == NOTHING
-    # While the store hangs, others do not wait at all.
-    bench.clock.advance(10)
-    bench.add("b")
-    assert bench.scheduler.match("b", 0) == NOTHING
-    assert bench.counts("kvpool_lookups") == {"{outcome=timed_out}": 2}
+    assert bench.counts("kvpool_lookups") == {"{outcome=timed_out}": 1}
 
 
 def test_an_answer_that_is_just_too_late_says_what_to_save(bench: Bench) -> None:
@@ -481,7 +549,7 @@ def test_a_store_that_fails_is_a_miss_and_the_request_is_saved(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.store.inject(Fault.UNREACHABLE, "exists", times=1)
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
         bench.add()
         assert bench.admit() == NOTHING
     assert bench.step(a=100).saves == (bench.save(2, range(3)),)
@@ -499,7 +567,7 @@ def test_a_lookup_waits_for_the_tokens_it_expects(bench: Bench) -> None:
 
 def test_what_has_come_by_the_deadline_is_loaded(bench: Bench) -> None:
     bench.hold(range(1000), range(1))
-    # The probe ends the expectation, by its own clock; the scheduler would wait for longer.
+    # The lookup service ends it, by its own clock; the scheduler would wait for longer.
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK, expect_timeout_ms=30))
     assert bench.match() == (32, True)
 
@@ -780,6 +848,41 @@ def test_the_last_sampled_token_is_not_saved(make: Maker) -> None:
     assert bench.step().saves == ()
 
 
+def test_steps_without_room_look_at_nobody_and_then_at_whom_there_is_room_for(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one chunk may be pinned; 64 requests of 512 chunks each are due."""
+    bench = make(max_pinned=CHUNK // 16)
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        bench.add(name, num_tokens=512 * CHUNK)
+    for name in names:
+        bench.admit(name)
+    bench.step(**dict.fromkeys(names, 511 * CHUNK))
+    [(job, pinned)] = bench.scheduler.saves.ledger._pinned.items()
+    looks: list[int] = []
+    num_blocks = GroupTables.num_blocks
+
+    def counted(tables: GroupTables, start: int, stop: int) -> int:
+        looks.append(stop)
+        return num_blocks(tables, start, stop)
+
+    monkeypatch.setattr(GroupTables, "num_blocks", counted)
+    for _ in range(3):
+        assert bench.step(**dict.fromkeys(names, 1)).saves == ()
+    assert len(looks) <= 2 * len(names)  # each of them once
+    saved = []
+    for _ in range(len(names)):
+        bench.scheduler.apply(StepReport(gathered={job: 1}))
+        looks.clear()
+        [save] = bench.step(**dict.fromkeys(names, 0)).saves
+        assert len(looks) < 30
+        job = save.job_id
+        saved.append(save.request_id)
+    assert sorted(saved) == sorted(names)  # in turn
+    assert pinned.ranks_left == 0
+
+
 def test_the_pinned_blocks_are_bounded_and_the_rest_waits(make: Maker) -> None:
     bench = make(max_pinned=3)
     view = bench.add(num_tokens=128)
@@ -854,7 +957,7 @@ def test_a_lookup_that_another_has_replaced_is_not_remembered(bench: Bench) -> N
     view.preempt()
     assert bench.scheduler.match("a", 0) == PENDING
     bench.finish()
-    assert bench.scheduler._tickets == {}
+    assert bench.scheduler._asked == {}
 
 
 def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench) -> None:
@@ -864,8 +967,9 @@ def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench)
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add("b")
     assert bench.store.entered.wait(LIMIT_S)
-    bench.clock.advance(1)
     view.preempt()
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(1)
     assert bench.scheduler.match("a", 0) == NOTHING
 
 
@@ -876,7 +980,7 @@ def test_a_request_that_ends_before_its_answer_leaves_nothing(bench: Bench) -> N
     assert bench.scheduler.match("a", 0) == PENDING
     assert bench.finish() == {"kvpool": {"tokens": 0}}
     bench.store.release()
-    bench.settle()
+    bench.step()
     assert not bench.scheduler.saves.has_pending
 
 
@@ -959,7 +1063,7 @@ def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
     bench = make(host_tier=True)
     bench.hold(range(1000), range(3))
     bench.add()
-    bench.probe.wait(LIMIT_S)
+    bench.lookups.wait(LIMIT_S)
     assert bench.scheduler.reset()
     assert bench.step().prefetches == ()
 
@@ -1042,7 +1146,7 @@ def test_a_reset_that_the_store_does_not_confirm_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.store.inject(Fault.ERROR, "remove_namespace", times=1)
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
         assert not bench.scheduler.reset()
     monkeypatch.setattr(scheduler_module, "RESET_WAIT_S", 0.01)
     bench.store.inject(Fault.BLOCKED, "remove_namespace")
@@ -1065,7 +1169,7 @@ def test_a_reset_drops_the_saves_of_requests_that_have_ended(make: Maker) -> Non
 def test_an_answer_of_before_a_reset_is_not_used(bench: Bench) -> None:
     bench.hold(range(1000), range(3))
     bench.add()
-    bench.probe.wait(LIMIT_S)
+    bench.lookups.wait(LIMIT_S)
     assert bench.scheduler.reset()
     assert bench.match() == NOTHING
 
@@ -1126,7 +1230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         view = self.bench.add(request_id, length, options, reads_cache=reads_cache)
         self.live[request_id] = Live(view)
         if (load and reads_cache) or (save and self.saves_at_all):
-            self.bench.probe.wait(LIMIT_S)
+            self.bench.lookups.wait(LIMIT_S)
             self.plan()  # takes the answer, so that a run can be repeated
 
     @precondition(lambda self: self.with_state("waiting"))
@@ -1244,7 +1348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.saves[job] = (save, left - ranks)
         elif is_stored:
             keys = [key for h in save.hashes for key in NAMES.of_chunk(h)]
-            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [""] * len(keys))
+            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
     @precondition(lambda self: self.with_state("running"))
     @rule(data=st.data())
@@ -1313,7 +1417,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.bench.pins.references == {}
         assert not self.bench.scheduler.saves.has_pending
         assert self.bench.scheduler.saves._until_due == self.bench.scheduler._requests == {}
-        assert self.bench.probe.close()
+        assert self.bench.lookups.close()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -26,7 +26,7 @@ from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.metadata import StepPlan
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.store.base import Store
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.store.guard import Patience
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.open import StoreSpec, open_store, parse_store_url

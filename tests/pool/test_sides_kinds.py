@@ -25,7 +25,7 @@ from vllm_kvpool.pool.pins import Place
 from vllm_kvpool.pool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import StepResults
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.copiers import warm_copier
 from vllm_kvpool.testing.fakes import FakePins
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan

@@ -21,12 +21,13 @@ from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import WHOLE, Group, Kind, Reach, Topology
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pins import HELD_SHARE
-from vllm_kvpool.pool.probe import Probe
 from vllm_kvpool.pool.request import PoolShape, Step
 from vllm_kvpool.pool.scheduler import PoolScheduler
 from vllm_kvpool.pool.tables import all_blocks
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock, FakeRequest
 from vllm_kvpool.testing.memory import make_buffer
@@ -83,7 +84,7 @@ class Gathering:
 
 
 class Engine:
-    """vLLM's scheduler and all ranks, over a real probe and store."""
+    """vLLM's scheduler and all ranks, over a real lookup service and store."""
 
     def __init__(
         self,
@@ -110,12 +111,12 @@ class Engine:
         block = 1
         while any(block % group.block_size for group in self.groups):
             block += 1
-        self.probe = Probe((self.memory,), self.names, CHUNK, block=block)
+        self.lookups = LookupService((self.memory,), self.names, CHUNK, block=block)
         self.scheduler = PoolScheduler(
             KVPoolConfig(save_decode=save_decode),
             Role.BOTH,
             shape,
-            self.probe,
+            self.lookups,
             Tally(),
             self.clock,
         )
@@ -140,9 +141,9 @@ class Engine:
 
     def answers(self) -> None:
         """Every lookup is answered."""
-        while self.scheduler._tickets:
-            self.probe.wait(LIMIT_S)
-            self.scheduler._take_answers()
+        while self.scheduler._asked:
+            self.lookups.wait(LIMIT_S)
+            self.scheduler._take_results()
 
     def admit(self, request_id: str) -> int | None:
         """How many tokens are to be loaded; None if there are no blocks for them."""
@@ -330,7 +331,7 @@ class Engine:
                 stop = -(-((number + 1) * CHUNK - pages.table_start) // size)
                 if NULL_BLOCK not in pages.block_ids[first:stop]:
                     keys = self.names.of_chunk(chunk_hash, i)
-                    self.memory.put(keys, [make_buffer(1)] * len(keys), [""] * len(keys))
+                    self.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
 
     def _first_missing(self, load: LoadPlan) -> int | None:
         for number, chunk_hash in enumerate(load.hashes, load.first_chunk):
@@ -369,7 +370,7 @@ class Engine:
         assert not self.scheduler.saves.has_pending
         assert self.scheduler.saves.ledger._held == {}
         assert not any(self.pool.references.values())
-        assert self.probe.close()
+        assert self.lookups.close()
 
 
 def hashes_of(tokens: Sequence[int]) -> list[bytes]:

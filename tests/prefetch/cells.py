@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from vllm_kvpool.cells import HEADER_BYTES, seal
 from vllm_kvpool.keys import group_of_key, key_digest, key_of_stem
 from vllm_kvpool.names import CellStem, ChunkNames
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.testing.contract import new_namespace
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -38,7 +38,7 @@ def sealed(key: str, nbytes: int) -> Buffer:
 def put(store: Store, cells: Iterable[tuple[str, Buffer]]) -> None:
     for key, buffer in cells:
         store.register(buffer)
-        assert store.put([key], [buffer], [group_of_key(key)]) == [PutOutcome.STORED]
+        assert store.put([key], [buffer], [ChunkRef(group_of_key(key))]) == [PutOutcome.STORED]
         store.unregister(buffer)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.store.base import PutOutcome
-from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore, object_name
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -32,9 +32,9 @@ def path_of(root: Path, key: str) -> Path:
 def make_outside(directory: Path) -> Path:
     """Files that look like parts of a store, at every depth, and are older than its objects."""
     shard = f"{NAMESPACE}/ab"
-    for place in ("", "ab", shard, f"objects/{shard}", "objects", "writers/dead", "spares"):
+    for place in ("", "ab", shard, f"objects/{shard}", "objects", "writers/dead"):
         (directory / place).mkdir(parents=True, exist_ok=True)
-        for name in ("lock", "usage", f"{FILE}.spare", "c" * 38):
+        for name in ("lock", "index", f"{FILE}", "c" * 38):
             (directory / place / name).write_bytes(b"precious" * (FILE // 8))
             os.utime(directory / place / name, ns=(OLD_NS, OLD_NS))
     return directory

@@ -4,19 +4,18 @@ Only the order of eviction follows the wall clock. Where the clock has jumped, t
 for a while; which cells are whole, what is charged and who holds a lock never depend on it.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
-from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
-from vllm_kvpool.store.files_lock import LockTimeout, Writer, dead_writers, locked
-from vllm_kvpool.store.files_order import Policy
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from tests.security.planted import CELL, FILE, MIB, NAMESPACE
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.store.file.paths import HeldLock
+from vllm_kvpool.store.file.space import FORMAT_DIR, WriterDirectory
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -40,16 +39,16 @@ class WallClock:
 class Bench:
     """A store of one process with a clock of its own."""
 
-    def __init__(self, root: Path, policy: Policy) -> None:
+    def __init__(self, root: Path, policy: str) -> None:
         self.root = root
         self.clock = WallClock()
-        self.store = FileStore(str(root), MIB, policy=policy, clock_ns=self.clock)
+        self.store = FileStore(str(root), MIB, policy=POLICIES[policy], clock_ns=self.clock)
         self._buffer = make_buffer(CELL)
 
     def put(self, start: int, stop: int) -> None:
         """One batch for each, as lanes do."""
         for number in range(start, stop):
-            outcomes = self.store.put([key_of(NAMESPACE, number)], [self._buffer], ["g"])
+            outcomes = self.store.put([key_of(NAMESPACE, number)], [self._buffer], [ChunkRef("g")])
             assert outcomes == [PutOutcome.STORED], number
 
     def get(self, *numbers: int) -> None:
@@ -63,7 +62,7 @@ class Bench:
         }
 
 
-@pytest.fixture(params=[*Policy])
+@pytest.fixture(params=[*POLICIES])
 def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(tmp_path / "pool", request.param)
     yield bench
@@ -95,51 +94,6 @@ def test_a_clock_that_jumps_there_and_back_does_no_lasting_harm(bench: Bench, ju
     assert len(bench.present(9000 + FITS, 9000 + 2 * FITS)) >= FITS - 4
 
 
-@pytest.mark.parametrize("ahead_s", [DAY, 3650 * DAY, 150 * 365 * DAY])
-def test_files_of_a_clock_that_was_ahead_do_not_stay_for_ever(bench: Bench, ahead_s: int) -> None:
-    """They would be the newest until the clock has caught up, and leave a tenth of the room."""
-    bench.put(0, FITS)
-    for number in range(FITS):
-        at_ns = (bench.clock.now_s + ahead_s) * S
-        os.utime(path_of(bench.root, key_of(NAMESPACE, number)), ns=(at_ns, at_ns))
-    bench.put(100, 100 + 3 * FITS)
-    assert bench.present(0, FITS) == set()
-    assert len(bench.present(100 + 2 * FITS, 100 + 3 * FITS)) >= FITS - 4
-
-
-def test_what_was_hit_last_survives_among_files_of_the_future(bench: Bench) -> None:
-    bench.put(0, FITS)
-    future_ns = (bench.clock.now_s + 3650 * DAY) * S
-    for number in range(FITS):
-        os.utime(path_of(bench.root, key_of(NAMESPACE, number)), ns=(future_ns, future_ns))
-    bench.put(100, 102)  # the scan that sets them right
-    kept = sorted(bench.present(0, FITS))[:2]
-    for number in range(200, 200 + FITS):
-        bench.get(*kept)
-        bench.put(number, number + 1)
-    assert bench.present(0, FITS) == set(kept)
-
-
-def test_times_before_1970_go_first(bench: Bench) -> None:
-    bench.put(0, FITS)
-    os.utime(path_of(bench.root, key_of(NAMESPACE, 7)), ns=(-DAY * S, -DAY * S))
-    bench.put(100, 101)
-    assert 7 not in bench.present(0, FITS)
-    assert len(bench.present(0, FITS)) >= FITS - 3
-
-
-@pytest.mark.parametrize("jump_s", JUMPS)
-def test_a_scan_for_hand_down_is_due_again_after_a_jump(tmp_path: Path, jump_s: int) -> None:
-    bench = Bench(tmp_path / "pool", Policy.LRU)
-    bench.put(0, FITS)
-    assert bench.store.surplus(8)
-    bench.store.surplus_done()
-    bench.get(*range(FITS))  # all were used since, so only another scan can name any
-    bench.clock.now_s += jump_s
-    assert bench.store.surplus(8)
-    bench.store.close()
-
-
 @pytest.mark.parametrize("jump_s", JUMPS)
 def test_locks_and_writers_do_not_depend_on_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: int
@@ -151,15 +105,16 @@ def test_locks_and_writers_do_not_depend_on_the_clock(
     real_ns, real_s = time.time_ns, time.time
     monkeypatch.setattr(time, "time_ns", lambda: real_ns() + jump_s * S)
     monkeypatch.setattr(time, "time", lambda: real_s() + jump_s)
-    path = str(root / FORMAT_DIR / "usage")
-    with locked(path, 1), pytest.raises(LockTimeout), locked(path, 0.02):
-        pass
-    with locked(path, 1):
-        pass
-    assert list(dead_writers(writers)) == []
-    Writer(writers).close()
+    lock = HeldLock(str(root / FORMAT_DIR / "hand_down.lock"))
+    assert lock.take()
+    assert not HeldLock(str(root / FORMAT_DIR / "hand_down.lock")).take()
+    lock.release()
+    assert list(store._space._dead_writers()) == []
+    WriterDirectory(writers).close()
     again = FileStore(str(root), MIB)
-    assert again.put([key_of(NAMESPACE, 0)], [make_buffer(CELL)], ["g"]) == [PutOutcome.STORED]
+    assert again.put([key_of(NAMESPACE, 0)], [make_buffer(CELL)], [ChunkRef("g")]) == [
+        PutOutcome.STORED
+    ]
     assert get_one(store, key_of(NAMESPACE, 0), make_buffer(CELL)) is GetOutcome.OK
     again.close()
     store.close()

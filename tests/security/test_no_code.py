@@ -106,7 +106,7 @@ def test_no_data_becomes_code_and_one_file_binds_a_socket() -> None:
         ("pool/sides.py", "import subprocess"),
         ("pool/sides.py", "import os\nos.system('ls')"),
         ("store/mooncake.py", "import socket\nserver = socket.create_server(('', 0))"),
-        ("pool/probe.py", "import socket"),
+        ("pool/lookup_service.py", "import socket"),
         ("store/mooncake.py", "connection.bind(('', 0))"),
         ("adapt/engine.py", "import yaml\nyaml.load(text)"),
     ],
@@ -134,8 +134,8 @@ from vllm_kvpool.hashing import RequestIdentity
 from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
-from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.store.open import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.weights import sample_weights
@@ -148,7 +148,7 @@ side = SchedulerSide(config, Role.BOTH, shape)
 store = open_store(parse_store_url(config.store), segment=True)
 keys = [f"{shape.namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]
 buffers = [make_buffer(100_000) for _ in keys]
-assert PutOutcome.STORED in store.put(keys, buffers, ["g"] * 80)
+assert PutOutcome.STORED in store.put(keys, buffers, [ChunkRef("g")] * 80)
 assert GetOutcome.OK in store.get(keys, buffers)
 store.remove_namespace(shape.namespace)
 (Path(sys.argv[1]) / "model.safetensors").write_bytes(bytes(1000))

@@ -26,9 +26,9 @@ from tests.security.planted import (
     within_limit,
 )
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -36,8 +36,8 @@ MEMORY = "/dev/shm"
 KEY = key_of(NAMESPACE, 0)
 SHARD = os.path.relpath(path_of(Path("/"), KEY).parent, f"/{FORMAT_DIR}")
 PLACES = (
-    *("", "objects", "writers", "spares", f"objects/{NAMESPACE}", SHARD, "writers/other"),
-    *("usage", "evict.lock", "hand_down.lock", "spares/65536.x", f"{SHARD}/{'c' * 38}"),
+    *("", "objects", "writers", f"objects/{NAMESPACE}", SHARD, "writers/other"),
+    *("index", "index-wal", "rebuild.lock", "hand_down.lock", f"{SHARD}/{'c' * 38}"),
 )
 
 
@@ -111,7 +111,7 @@ def test_a_root_that_becomes_a_link_is_refused(store: FileStore, root: Path, out
         FileStore(str(root), MIB)
 
 
-@pytest.mark.parametrize("place", ["objects", "writers", "spares", "usage"])
+@pytest.mark.parametrize("place", ["objects", "writers"])
 def test_opening_a_store_whose_parts_are_links_is_refused_by_name(
     root: Path, outside: Path, place: str
 ) -> None:
@@ -219,7 +219,7 @@ def test_what_is_not_ours_does_not_stop_the_store(root: Path, outside: Path, kin
     plants |= {"file": Path.touch, "link out": lambda path: path.symlink_to(outside)}
     store = FileStore(str(root), MIB)
     fill(store, 4)
-    for place in ("", "objects", f"objects/{NAMESPACE}", "writers", "spares", own_writer(root)):
+    for place in ("", "objects", f"objects/{NAMESPACE}", "writers", own_writer(root)):
         for name in NAMES:
             path = root / FORMAT_DIR / place / os.fsdecode(name)
             if not (kind == "socket" and len(name) == 255):
@@ -268,13 +268,13 @@ def test_a_file_with_a_second_name_is_not_written_over(root: Path, tmp_path: Pat
     buffer = make_buffer(CELL)
     buffer.view[:] = random_bytes(CELL, 1)
     keys = [key_of(NAMESPACE, number) for number in range(100, 160)]
-    assert set(store.put(keys, [buffer] * 60, ["g"] * 60)) == {PutOutcome.STORED}
+    assert set(store.put(keys, [buffer] * 60, [ChunkRef("g")] * 60)) == {PutOutcome.STORED}
     store.close()
     assert {path: path.read_bytes() for path in held} == held
 
 
-@pytest.mark.parametrize("place", ["usage", "evict.lock", "hand_down.lock", "spares/65536.x"])
-def test_a_lock_or_spare_that_is_another_name_of_a_file_outside(
+@pytest.mark.parametrize("place", ["index", "index-wal", "rebuild.lock", "hand_down.lock"])
+def test_a_lock_or_index_that_is_another_name_of_a_file_outside(
     store: FileStore, root: Path, outside: Path, place: str
 ) -> None:
     file = outside / ("c" * 38)
@@ -286,9 +286,9 @@ def test_a_lock_or_spare_that_is_another_name_of_a_file_outside(
 
 
 def test_files_and_directories_are_the_owners_alone(store: FileStore, root: Path) -> None:
-    """Locks, counts, spares and unpublished files too."""
+    """Locks and the index too."""
     store.remove([key_of(NAMESPACE, number) for number in range(20)])
-    assert list((root / FORMAT_DIR / "spares").iterdir())
+    assert list((root / FORMAT_DIR).glob("index-*"))
     modes = {True: set[int](), False: set[int]()}
     for path in [root, *root.rglob("*")]:
         modes[path.is_dir()].add(stat.S_IMODE(path.lstat().st_mode))

@@ -32,9 +32,9 @@ from vllm_kvpool.keys import (
 from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.pool.lookup import CellNames
 from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
-from vllm_kvpool.store.base import GetOutcome, PutOutcome
-from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_format import MAX_KEY_BYTES
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.format import MAX_KEY_BYTES
+from vllm_kvpool.store.file.store import FileStore, object_name
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.store.s3_answers import object_name as s3_object_name
 from vllm_kvpool.testing.fakes import FakeRequest
@@ -96,7 +96,7 @@ class Tenant:
 
 def fill(store: MemoryStore, namespace: Namespace, salt: str) -> None:
     keys = keys_of(namespace, salt)
-    outcomes = store.put(keys, [make_buffer(CELL)] * len(keys), ["g"] * len(keys))
+    outcomes = store.put(keys, [make_buffer(CELL)] * len(keys), [ChunkRef("g")] * len(keys))
     assert set(outcomes) == {PutOutcome.STORED}
 
 
@@ -145,7 +145,7 @@ def test_a_key_that_another_tenant_computes_is_refused_by_the_cell_itself() -> N
     mine, theirs = (keys_of(make_namespace("m", d * 12), "")[0] for d in "01")
     cell = make_buffer(CELL)
     seal(cell.view, key_digest(theirs))
-    store.put([mine], [cell], ["g"])  # as if it had swapped two objects
+    store.put([mine], [cell], [ChunkRef("g")])  # as if it had swapped two objects
     assert store.get([mine], [cell]) == [GetOutcome.OK]
     assert verify(cell.view, key_digest(mine), checksum=True) is CellFault.KEY
     assert verify(cell.view, key_digest(mine), checksum=False) is CellFault.KEY
@@ -159,7 +159,7 @@ def test_removing_ones_namespace_leaves_that_of_others(
     namespaces = [make_namespace(name, DIGEST) for name in ("m", "m2", "m@fmt:0123456789ab", "..")]
     buffer = make_buffer(CELL)
     keys = [keys_of(namespace, "")[0] for namespace in namespaces]
-    store.put(keys, [buffer] * 4, ["g"] * 4)
+    store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)
     for hostile in ("..", ".", "", "../..", "m", "*", "/", "m@fmt:0123456789ab/../x", "foreign/.."):
         assert store.remove_namespace(hostile) == 0
     assert store.remove_namespace(namespaces[0]) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.security.planted import CELL, MIB, NAMESPACE
 from vllm_kvpool.store.base import GetOutcome
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -16,7 +16,8 @@ CHILD_LIMIT_S = 60
 
 WRITER = f"""
 import sys
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of
 from vllm_kvpool.testing.memory import make_buffer
 store = FileStore(sys.argv[1], {4 * MIB})
@@ -26,7 +27,8 @@ print("ready", flush=True)
 for _ in range({ROUNDS}):
     number = int(sys.stdin.readline())
     keys = [key_of({NAMESPACE!r}, number + i) for i in range(4)]
-    print(*(outcome.value for outcome in store.put(keys, [buffer] * 4, ["g"] * 4)), flush=True)
+    outcomes = store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)
+    print(*(outcome.value for outcome in outcomes), flush=True)
 store.close()
 """
 

@@ -6,9 +6,11 @@ keys say, every lock can be had, what lies there is charged, and the charge is w
 """
 
 import os
+import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -20,17 +22,11 @@ from tests.soak.crew import Trouble
 from vllm_kvpool.cells import HEADER_BYTES, verify
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.keys import HeadPart, ParsedKey, key_digest
-from vllm_kvpool.store.files import FileStore, object_name
-from vllm_kvpool.store.files_entries import entries
-from vllm_kvpool.store.files_format import PAGE_BYTES, read_footer
-from vllm_kvpool.store.files_lock import (
-    LockTimeout,
-    Usage,
-    dead_writers,
-    locked,
-    read_usage,
-)
-from vllm_kvpool.store.files_space import FORMAT_DIR
+from vllm_kvpool.store.file.format import PAGE_BYTES, read_footer
+from vllm_kvpool.store.file.index import SOFT_SHARE
+from vllm_kvpool.store.file.paths import entries, open_lock, try_flock
+from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.store.file.store import FileStore, object_name
 
 LOCK_LIMIT_S = 5.0
 SETTLE_LIMIT_S = 15.0
@@ -91,8 +87,8 @@ class Directory:
 
     def num_half_written(self) -> int:
         """Files that killed processes were writing."""
-        dead = dead_writers(str(self._base / "writers"))
-        return sum(file.name != "lock" for writer in dead for file in entries(writer))
+        dead = dead_writers(self._base / "writers")
+        return sum(file.name != "lock" for writer in dead for file in entries(str(writer)))
 
     def check(self, num_stores: int, num_prompts: int) -> Found:
         """Look at everything; Trouble for what must not be. Nobody shall be putting much.
@@ -101,7 +97,7 @@ class Directory:
         be in it.
         """
         self._learn(num_prompts)
-        self._check_locks("usage", "evict.lock")
+        self._check_index()
         self._wait_for_writers(num_stores)
         objects, rotten = self._check_objects()
         charged, disk = self._check_bytes()
@@ -109,19 +105,18 @@ class Directory:
 
     def check_after_all(self) -> Found:
         """Once every user has ended: the next opener finds, or makes, everything in order."""
-        # The last of these may be held for as long as somebody hands down.
-        self._check_locks("usage", "evict.lock", "hand_down.lock")
         store = FileStore(str(self.path), self.size_bytes)
         try:
-            store._space.wait_counted(SETTLE_LIMIT_S)
-            store._space.coldest(scan=True)  # counts anew
-            charged = store._space.used_bytes()
+            if not store._space.wait_complete(SETTLE_LIMIT_S):
+                raise Trouble("the index is not made anew")
             self._wait_for_writers(1)
-            disk = self._disk_bytes("objects", "spares", "writers")
+            self._check_index()
+            charged = self._charged_bytes()
+            disk = self._disk_bytes("objects", "writers")
             objects, rotten = self._check_objects()
         finally:
             store.close()
-        if charged is None or not 0 <= charged - disk <= PAGE_BYTES:  # the opener's lock file
+        if charged < disk:
             raise Trouble(f"counted {charged} bytes where {disk} lie")
         left = [entry.path for entry in entries(str(self._base / "writers"))]
         if [path for path in left if not os.path.basename(path).startswith(".")]:
@@ -140,20 +135,31 @@ class Directory:
                 self._places.setdefault(chunk_hash, (number, chunk))
         self._num_prompts = max(self._num_prompts, num_prompts)
 
-    def _check_locks(self, *names: str) -> None:
-        for name in names:
-            try:
-                with locked(str(self._base / name), LOCK_LIMIT_S):
-                    pass
-            except LockTimeout as error:
-                raise Trouble(str(error)) from error
+    def _check_index(self) -> None:
+        """Nobody holds it for long, and what it sums up is the sum."""
+        with closing(sqlite3.connect(self._base / "index", timeout=LOCK_LIMIT_S)) as db:
+            db.isolation_level = None
+            db.execute("BEGIN IMMEDIATE")
+            [sums] = db.execute(
+                "SELECT used_bytes - (SELECT ifnull(sum(recycled), 0) FROM writer), "
+                "(SELECT ifnull(sum(bytes), 0) FROM chunk WHERE holders >= 0), "
+                "(SELECT count(*) FROM chunk AS c WHERE children != "
+                "(SELECT count(*) FROM chunk AS d WHERE d.parent = c.id)) FROM store"
+            )
+            db.execute("ROLLBACK")
+        if sums[0] != sums[1] or sums[2]:
+            raise Trouble(f"the index has {sums}")
+
+    def _charged_bytes(self) -> int:
+        with closing(sqlite3.connect(self._base / "index", timeout=LOCK_LIMIT_S)) as db:
+            return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
     def _wait_for_writers(self, num_stores: int) -> None:
         """What killed processes left has gone: whoever opened last removes it."""
-        writers = str(self._base / "writers")
+        writers = self._base / "writers"
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
-            named = [w.name for w in entries(writers) if not w.name.startswith(".")]
+            named = [w.name for w in entries(str(writers)) if not w.name.startswith(".")]
             if len(named) <= num_stores and not list(dead_writers(writers)):
                 return
             if time.monotonic() > deadline:
@@ -213,11 +219,10 @@ class Directory:
         """Charge and what lies there; files move while they are counted, so look again."""
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
-            disk = self._disk_bytes("objects", "spares", "writers")
-            with locked(str(self._base / "usage"), LOCK_LIMIT_S) as fd:
-                usage = read_usage(fd)
-            charged = usage.used_bytes if isinstance(usage, Usage) else 0
-            if 0 <= charged <= self.size_bytes and disk <= self.size_bytes:
+            disk = self._disk_bytes("objects", "writers")
+            charged = self._charged_bytes()
+            most = self.size_bytes * (1 + SOFT_SHARE)
+            if 0 <= charged <= most and disk <= most:
                 return charged, disk
             if time.monotonic() > deadline:
                 raise Trouble(f"{disk} bytes lie there, {charged} charged, of {self.size_bytes}")
@@ -234,3 +239,17 @@ class Directory:
                         continue
                     total += status.st_blocks * BLOCK_BYTES if file != "lock" else 0
         return total
+
+
+def dead_writers(writers: Path) -> list[Path]:
+    """The directories of stores whose process was killed."""
+    found = []
+    for writer in entries(str(writers)):
+        try:
+            fd = open_lock(os.path.join(writer.path, "lock"))
+        except OSError:
+            continue
+        if try_flock(fd):
+            found.append(Path(writer.path))
+        os.close(fd)
+    return found

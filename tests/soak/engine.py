@@ -270,7 +270,7 @@ class Engine:
 
     def _after_forward(self, plan: StepPlan, requests: Sequence[_Running]) -> None:
         """Save, collect what has ended in each rank, tell the scheduler's side."""
-        merged = StepReport()
+        reports = []
         for rank in self._ranks:
             rank.side.worker.start_saves(plan)
             results = rank.side.worker.finish_step(plan, set())
@@ -278,8 +278,9 @@ class Engine:
                 request.loaded_ranks += request.id in results.loaded
                 request.invalid_blocks |= results.invalid_blocks & set(request.block_ids)
             report = rank.side.worker.take_report()
-            merged = merged if report is None else merged.merged(report)
-        self._scheduler.apply(merged)
+            if report is not None:
+                reports.append(report)
+        self._scheduler.apply(StepReport.merge(reports))
         for request in requests:
             if request.loaded is None and request.loaded_ranks == len(self._ranks):
                 self._load_ended(request)

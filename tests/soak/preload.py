@@ -8,7 +8,7 @@ import gc
 
 import torch
 
-import vllm_kvpool.store.files
+import vllm_kvpool.store.file.store
 import vllm_kvpool.store.mooncake  # noqa: F401 - imports the wheel only when a store is opened
 from tests.soak import child  # noqa: F401
 from vllm_kvpool.layout.formats import from_token_content

@@ -2,6 +2,9 @@
 
 import random
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
 
 import numpy as np
 import pytest
@@ -154,6 +157,38 @@ def test_many_moves_in_one_call(page_format: str, make: MakeCopier) -> None:
     skipped = pages.indices(ids, CHUNK, CHUNK + CHUNK // 16)
     written[skipped] = POISON
     np.testing.assert_array_equal(pages.read(), written)
+
+
+class CountingTable(Sequence[int]):
+    """A block table that counts how many of its entries are read."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        self.reads += len(self._ids[index]) if isinstance(index, slice) else 1
+        return self._ids[index]
+
+
+@pytest.mark.parametrize("make", COPIERS)
+def test_a_move_reads_its_own_blocks_of_a_table_however_long(make: MakeCopier) -> None:
+    pages = Pages(block=16, num_ids=40)
+    ids = block_table(pages, 2 * CHUNK)
+    reads = []
+    for blocks_behind in (0, 8192):
+        table = CountingTable([*ids, *[0] * blocks_behind])
+        cell = Cell(pages, ids, CHUNK, (CHUNK, 2 * CHUNK), (0, 2), (0, 2))
+        make(pages.layers).gather([replace(cell.move(), block_ids=table)])
+        reads.append(table.reads)
+    assert reads[0] == reads[1] > 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.store.base import Buffer, ChunkRef, EvictionCandidate
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.fakes import FakeClock
@@ -54,9 +54,9 @@ class Inner(MemoryStore):
 class SheddingStore(FaultyStore):
     """Names cells that it would evict."""
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
         self._begin("surplus", [""])
-        return [("cell", 100)][:max_keys]
+        return [EvictionCandidate("cell", ChunkRef("cell"), 100)][:max_keys]
 
     def surplus_done(self) -> None:
         self._begin("surplus_done", [""])
@@ -141,7 +141,7 @@ class Stage:
                 self.put()
 
     def put(self) -> None:
-        self.guard.put(["key"], [BUFFERS[0]], [""])
+        self.guard.put(["key"], [BUFFERS[0]], [ChunkRef("")])
 
     def is_away(self) -> bool:
         """Whether calls fail at once, and the store is not bothered with any."""

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError
-from vllm_kvpool.store import disk as disk_module
-from vllm_kvpool.store import uring
-from vllm_kvpool.store.disk import (
+from vllm_kvpool.store.file import io as disk_module
+from vllm_kvpool.store.file import uring
+from vllm_kvpool.store.file.io import (
     MAX_REPEATS,
     THREAD_COUNT,
     DiskIO,
@@ -22,11 +22,10 @@ from vllm_kvpool.store.disk import (
     GaveUp,
     ThreadDisk,
     Transfer,
-    choose_disk,
-    probe,
     pump,
 )
-from vllm_kvpool.store.uring import GIVE_UP_S, MAX_WAIT_ERRORS, RING_DEPTH, Ring, UringDisk
+from vllm_kvpool.store.file.io_choice import choose_disk, probe
+from vllm_kvpool.store.file.uring import GIVE_UP_S, MAX_WAIT_ERRORS, RING_DEPTH, Ring, UringDisk
 from vllm_kvpool.testing.memory import make_buffer, random_bytes, slice_buffer
 
 PAGE = 4096

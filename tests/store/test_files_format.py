@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.store.files_format import (
+from vllm_kvpool.store.file.format import (
     MAX_KEY_BYTES,
     MAX_TAIL_BYTES,
     PAGE_BYTES,
+    PARENT_BYTES,
     Footer,
     body_bytes,
     file_bytes,
@@ -58,7 +59,7 @@ def test_another_size_is_told_though_the_file_be_as_long(nbytes: int, key: str, 
 @given(around_pages, st.text(min_size=1, max_size=300), st.data())
 def test_a_changed_footer_is_none(nbytes: int, key: str, data: st.DataObject) -> None:
     page = bytearray(file_of(random_bytes(nbytes, 1), key)[-PAGE_BYTES:])
-    footer_bytes = len(key.encode("utf-8", "surrogatepass")) + 28
+    footer_bytes = len(key.encode("utf-8", "surrogatepass")) + 160
     at = data.draw(st.integers(1, footer_bytes))
     page[-at] ^= data.draw(st.integers(1, 255))
     assert read_footer(page) is None
@@ -72,10 +73,19 @@ def test_what_is_not_ours_is_none(page: bytes) -> None:
 
 def test_the_tail_grows_by_a_page_where_the_rest_leaves_no_room() -> None:
     key = "k" * 100
-    room = PAGE_BYTES - 128
+    room = PAGE_BYTES - 260
     assert [tail_bytes(n, key) for n in (0, room, room + 1, PAGE_BYTES)] == [
         *(PAGE_BYTES, PAGE_BYTES, MAX_TAIL_BYTES, PAGE_BYTES)
     ]
+
+
+@given(st.text(max_size=40), st.integers(0, (1 << 32) - 1))
+def test_where_a_chunk_stands_comes_back(parent: str, position: int) -> None:
+    parent = parent.rstrip("\0")
+    tail = bytearray(PAGE_BYTES)
+    write_tail(memoryview(tail), memoryview(b"x"), "key", parent, position)
+    kept = parent if len(parent.encode("utf-8", "surrogatepass")) <= PARENT_BYTES else ""
+    assert read_footer(tail) == Footer("key", 1, kept, position)
 
 
 def test_another_key_is_told() -> None:

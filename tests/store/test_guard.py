@@ -20,6 +20,7 @@ from tests.store.guard_bench import (
 )
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store import guard
+from vllm_kvpool.store.base import GetOutcome
 from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.store.calls import MAX_LEFT_BEHIND
 from vllm_kvpool.store.guard import CHECK_KEY, SLOW_FAILURE_S
@@ -133,6 +134,35 @@ def test_the_oldest_of_the_calls_under_way_counts(up: Stage) -> None:
             assert up.is_away()
 
 
+@pytest.mark.parametrize("is_reported", [False, True])
+@pytest.mark.parametrize("method", ["put", "remove"])
+def test_gets_go_on_whatever_writes_do(up: Stage, method: str, is_reported: bool) -> None:
+    writes: dict[str, Callable[[], object]] = {
+        "put": up.put,
+        "remove": lambda: up.guard.remove(["key"]),
+    }
+
+    def get() -> object:
+        return up.guard.get(["key"], [BUFFERS[0]])
+
+    up.put()
+    up.store.inject(Fault.BLOCKED, method)
+    with up.hanging(writes[method]):
+        up.clock.advance(CALL_S + 1.0)
+        if is_reported:
+            up.guard.report_stuck(writes=True)
+        for _ in range(3):
+            assert get() == [GetOutcome.OK]
+            assert up.guard.exists(["key"]) == [True]
+            for write in writes.values():
+                with pytest.raises(StoreUnreachable, match="takes no writes for now"):
+                    write()
+    up.clock.advance(LONG_S)
+    up.put()
+    assert get() == [GetOutcome.OK]
+    assert up.heard == [True]
+
+
 @pytest.mark.parametrize("method", ["surplus", "surplus_done", "remove_namespace"])
 def test_a_call_that_may_take_long_says_nothing(up: Stage, method: str) -> None:
     calls: dict[str, Callable[[], object]] = {
@@ -151,7 +181,7 @@ def test_a_call_that_may_take_long_says_nothing(up: Stage, method: str) -> None:
 
 
 def test_calls_of_those_who_shed_pass_through(up: Stage) -> None:
-    assert up.guard.surplus(3) == [("cell", 100)]
+    assert [each.key for each in up.guard.surplus(3)] == ["cell"]
     up.guard.surplus_done()
     assert up.store.calls["surplus_done"] == 1
 

@@ -11,6 +11,7 @@ from tests.store import guard_bench
 from tests.store.guard_bench import BOUND_S, LIMIT_S, LONG_S, Stage
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.store import breaker, guard
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.breaker import FAILURES_TO_OPEN
 from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
@@ -94,7 +95,7 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
             try:
                 match chance.randrange(6):
                     case 0:
-                        guarded.put(keys, [buffer], [""])
+                        guarded.put(keys, [buffer], [ChunkRef("")])
                     case 1:
                         guarded.get(keys, [buffer])
                     case 2:

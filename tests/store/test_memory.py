@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.memory import MemoryStore, Shelf
 from vllm_kvpool.testing.contract import StoreContract, get_one, put_one
 from vllm_kvpool.testing.memory import make_buffer
@@ -40,9 +40,9 @@ def test_a_name_has_one_size() -> None:
 def test_the_least_recently_used_goes_first() -> None:
     shelf = Shelf(300)
     for key in "abc":
-        assert shelf.add(key, bytes(100)) is PutOutcome.STORED
+        assert shelf.add([(key, bytes(100), ChunkRef(key))]) == [PutOutcome.STORED]
     assert shelf.take("a") is not None
-    assert shelf.add("d", bytes(150)) is PutOutcome.STORED
+    assert shelf.add([("d", bytes(150), ChunkRef("d"))]) == [PutOutcome.STORED]
     assert shelf.list_keys() == ["a", "d"]
     shelf.check()
 
@@ -57,7 +57,7 @@ def test_what_cannot_fit_is_full_and_evicts_nothing() -> None:
 
 def test_of_two_writers_of_one_key_the_first_wins() -> None:
     shelf = Shelf(300)
-    assert shelf.add("a", b"first") is PutOutcome.STORED
-    assert shelf.add("a", b"other bytes") is PutOutcome.EXISTED
+    assert shelf.add([("a", b"first", ChunkRef("a"))]) == [PutOutcome.STORED]
+    assert shelf.add([("a", b"other bytes", ChunkRef("a"))]) == [PutOutcome.EXISTED]
     assert shelf.take("a") == b"first"
     shelf.check()

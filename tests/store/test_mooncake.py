@@ -9,7 +9,7 @@ import pytest
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.store import mooncake
-from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.mooncake import MooncakeOptions, MooncakeStore, cut_batches
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import Arena, make_buffer, random_bytes
@@ -77,7 +77,7 @@ arena = Arena(64 << 20)
 store.register(arena.buffer)
 keys = [key_of(sys.argv[2], number) for number in range(40)]
 sources = [arena.holding(random_bytes(1 << 20, number)) for number in range(40)]
-assert store.put(keys, sources, ["chunk"] * 40) == [PutOutcome.STORED] * 40
+assert store.put(keys, sources, [ChunkRef("chunk")] * 40) == [PutOutcome.STORED] * 40
 print("ready", flush=True)
 sys.stdin.read()
 store.close()  # without unregister, which close must make up for
@@ -155,7 +155,7 @@ def test_a_master_that_dies_is_unreachable_and_one_that_comes_back_is_empty() ->
         with pytest.raises(StoreUnreachable, match=f"{master.address} does not answer"):
             store.exists([key])
         with pytest.raises(StoreUnreachable, match="does not answer"):
-            store.put([key], [buffer], ["g"])
+            store.put([key], [buffer], [ChunkRef("g")])
         with pytest.raises(StoreUnreachable, match="does not answer"):
             store.get([key], [buffer])
         with pytest.raises(StoreUnreachable):
@@ -174,7 +174,7 @@ def test_a_call_after_close_is_an_error_not_a_crash(master: MooncakeMaster) -> N
     store.close()
     for call in (
         lambda: store.exists(["k"]),
-        lambda: store.put(["k"], [buffer], ["g"]),
+        lambda: store.put(["k"], [buffer], [ChunkRef("g")]),
         lambda: store.get(["k"], [buffer]),
         lambda: store.remove(["k"]),
     ):

@@ -10,7 +10,7 @@ import pytest
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.keys import make_namespace
 from vllm_kvpool.store import s3, s3_call
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.open import S3Options
 from vllm_kvpool.store.s3 import CALL_TIMEOUT_S, MAX_TRANSFERS, S3Store
 from vllm_kvpool.store.s3_answers import folder_of, object_name
@@ -155,7 +155,7 @@ def test_a_body_that_stalls_is_asked_for_again_from_the_byte_reached(
 def test_a_body_that_is_always_cut_is_never_ok(behind: Store, front: FaultyFront) -> None:
     keys = [key_of(new_namespace(), number) for number in range(2)]
     source = holding(random_bytes(1000, 1))
-    behind.put(keys, [source, source], ["g", "g"])
+    behind.put(keys, [source, source], [ChunkRef("g")] * 2)
     bad = object_name("team/kv/v1", keys[0])
     front.reset(lambda seen: Cut(0) if bad in seen.path else None)
     targets = [make_buffer(1000), make_buffer(1000)]
@@ -253,7 +253,7 @@ def test_503_forever_is_unreachable_within_bounds(behind: Store, front: FaultyFr
     for call in (
         lambda: behind.exists(keys),
         lambda: behind.get(keys, buffers),
-        lambda: behind.put(keys, buffers, [""] * len(keys)),
+        lambda: behind.put(keys, buffers, [ChunkRef("")] * len(keys)),
         lambda: behind.remove(keys),
         lambda: behind.remove_namespace(new_namespace()),
     ):
@@ -295,7 +295,7 @@ def test_what_was_done_in_time_counts(
     monkeypatch.setattr(s3, "CALL_TIMEOUT_S", 1.0)
     keys = [key_of(new_namespace(), number) for number in range(3)]
     source = holding(random_bytes(1000, 1))
-    behind.put(keys, [source] * 3, ["g"] * 3)
+    behind.put(keys, [source] * 3, [ChunkRef("g")] * 3)
     hung = object_name("team/kv/v1", keys[1])
     front.reset(lambda seen: Hang() if hung in seen.path else None)
     targets = [make_buffer(1000) for _ in keys]
@@ -327,7 +327,10 @@ def test_a_bucket_over_its_quota_is_full(behind: Store, front: FaultyFront) -> N
     keys = [key_of(new_namespace(), number) for number in range(2)]
     source = holding(b"x" * 1000)
     front.reset(in_turn("PUT", Answer(403, "QuotaExceeded"), Answer(400, "EntityTooLarge")))
-    assert sorted(o.value for o in behind.put(keys, [source] * 2, ["g"] * 2)) == ["failed", "full"]
+    assert sorted(o.value for o in behind.put(keys, [source] * 2, [ChunkRef("g")] * 2)) == [
+        "failed",
+        "full",
+    ]
 
 
 def test_denied_is_an_error_and_never_absent(behind: Store, front: FaultyFront) -> None:
@@ -422,12 +425,12 @@ def test_more_than_a_thousand_objects_are_removed(
     namespace = new_namespace()
     keys = [key_of(namespace, number) for number in range(25)]
     source = holding(b"x")
-    behind.put(keys, [source] * 25, ["g"] * 25)
+    behind.put(keys, [source] * 25, [ChunkRef("g")] * 25)
     front.reset()
     assert behind.remove_namespace(namespace) == 25
     assert front.count("POST") == 3
     assert behind.exists(keys) == [False] * 25
-    behind.put(keys, [source] * 25, ["g"] * 25)
+    behind.put(keys, [source] * 25, [ChunkRef("g")] * 25)
     front.reset()
     assert behind.remove([*keys, *keys, "absent"]) == 25
     assert front.count("POST") == 3
@@ -439,12 +442,12 @@ def test_a_server_that_was_killed_is_unreachable_and_works_again_when_back() -> 
         store = S3Store(options_for(server.endpoint))
         keys = [key_of(new_namespace(), number) for number in range(100)]
         buffers = [holding(b"x" * 1000)] * len(keys)
-        assert set(store.put(keys, buffers, [""] * len(keys))) == {STORED}
+        assert set(store.put(keys, buffers, [ChunkRef("")] * len(keys))) == {STORED}
         server.kill()
         for call in (
             lambda: store.exists(keys),
             lambda: store.get(keys, buffers),
-            lambda: store.put(keys, buffers, [""] * len(keys)),
+            lambda: store.put(keys, buffers, [ChunkRef("")] * len(keys)),
             lambda: store.remove(keys),
             lambda: store.remove_namespace(new_namespace()),
             lambda: S3Store(options_for(server.endpoint)),
@@ -558,7 +561,7 @@ def test_a_call_after_close_is_an_error(server: ObjectServer) -> None:
     store.close()
     for call in (
         lambda: store.exists(["k"]),
-        lambda: store.put(["k"], [make_buffer(1)], ["g"]),
+        lambda: store.put(["k"], [make_buffer(1)], [ChunkRef("g")]),
         lambda: store.get(["k"], [make_buffer(1)]),
         lambda: store.remove(["k"]),
     ):

@@ -11,6 +11,8 @@ from vllm_kvpool.keys import HeadPart, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import Tally, sample_name
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -46,7 +48,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -70,7 +71,7 @@ FAR = Tier("far", durable=True, remote=True)
 
 
 def name_of(key: str) -> CellName:
-    return CellName(key, key[0], CELL_BYTES)
+    return CellName(key, ChunkRef(key[0]), CELL_BYTES)
 
 
 def tasks_of(
@@ -79,10 +80,13 @@ def tasks_of(
     """The job's number is its only page."""
     keys = cells.split()
     pages = (JobPages((job,), 0, 0, 0),)
-    chunks = {group: first_chunk + i for i, group in enumerate(dict.fromkeys(k[0] for k in keys))}
-    return tuple(
-        CellTask(key, key[0], CELL_BYTES, chunks[key[0]], PLACE, pages, stored) for key in keys
-    )
+    chunks: dict[str, ChunkRef] = {}
+    before = ""
+    for i, chunk_id in enumerate(dict.fromkeys(key[0] for key in keys)):
+        parent = before if before < chunk_id else ""  # so that none comes before itself
+        chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
+        before = chunk_id
+    return tuple(CellTask(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
 
 
 def load_job(
@@ -94,7 +98,7 @@ def load_job(
 ) -> LoadJob:
     tasks = tasks_of(job, cells, first_chunk)
     if stop is None:
-        stop = max((task.chunk + 1 for task in tasks), default=first_chunk)
+        stop = max((task.chunk.position + 1 for task in tasks), default=first_chunk)
     return LoadJob(JobId(job), f"r{job}", first_chunk, stop, tasks, timeout_s)
 
 
@@ -156,7 +160,7 @@ class Bench:
         names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
         self.residency = Residency(
-            SlotPool(slots, reserve), keep, POLICIES[policy](keep), {"": cells_per_chunk}
+            SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
         )
         self.engine = Engine(
             self.residency,
@@ -183,7 +187,8 @@ class Bench:
         return self.step(save_job(job, cells, stored=stored))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        return self.step(PrefetchJob(f"r{job}", tuple(map(name_of, cells.split()))))
+        named = (CellName(task.key, task.chunk, task.nbytes) for task in tasks_of(job, cells))
+        return self.step(PrefetchJob(f"r{job}", tuple(named)))
 
     def ends(self, work: int, *outcomes: CellOutcome) -> list[str]:
         """A work ends; one outcome stands for all its cells, none for DONE."""

@@ -318,21 +318,3 @@ def test_a_deadline_or_a_retry_makes_a_tick_due() -> None:
     assert bench.save(3, "c") == []
     bench.ends(1)
     assert bench.engine.next_deadline() == SAVE_STALL_S
-
-
-def test_the_story_of_a_request_says_what_became_of_its_cells() -> None:
-    bench = Bench(DISK)
-    bench.load(1, "a b")
-    bench.clock.advance(1.0)
-    bench.ends(0, DONE, MISSING)
-    bench.run()
-    assert [(line.at, line.text) for line in bench.engine.story("r1")] == [
-        (0.0, "load of 2 cells, chunks 0 to 2; 0 in host memory"),
-        (1.0, "get disk: 1 done"),
-        (1.0, "get disk: 1 missing"),
-        (1.0, "load stops at chunk 1: missing"),
-        (1.0, "check: 1 done"),
-        (1.0, "scatter: 1 done"),
-        (1.0, "load done: chunks before 1"),
-    ]
-    assert bench.engine.story("r2") == ()

@@ -22,6 +22,7 @@ from tests.transfer.engine_bench import (
 )
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -45,7 +46,6 @@ from vllm_kvpool.transfer.ops import (
     WorkDone,
     WorkStuck,
 )
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.residency import EntryState, Residency
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 from vllm_kvpool.transfer.tiers import Tier
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits: LaneLimits,
     ) -> None:
         slots = SlotPool(keep + staging, min(reserve, staging - 1))
-        self.residency = Residency(slots, keep, POLICIES[policy](keep), {"": cells})
+        self.residency = Residency(slots, keep, POLICIES[policy], {"": cells})
         named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
         lanes = dict.fromkeys(lane_names(len(tiers)), limits)
         self.engine = Engine(
@@ -319,7 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
         told.is_reported = True
         assert told.job.first_chunk <= report.ok_stop_chunk <= told.job.stop_chunk
         assert not self.in_flight(report.job_id, SCATTER)
-        before = {t.key for t in told.job.tasks if t.chunk < report.ok_stop_chunk}
+        before = {t.key for t in told.job.tasks if t.chunk.position < report.ok_stop_chunk}
         assert before <= told.in_pages
         assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.stop_chunk)
 
@@ -372,7 +372,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def whole_groups(self) -> set[str]:
         """Chunks all of whose cells are in host memory."""
-        groups = [e.group for e in self.residency if e.state is EntryState.PRESENT]
+        groups = [e.chunk.id for e in self.residency if e.state is EntryState.PRESENT]
         kept = self.residency.keep > 0
         return {group for group in groups if kept and groups.count(group) == self.cells}
 

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.keys import ContextRank, KeyMaker, group_of, make_namespace
 from vllm_kvpool.layout.formats import from_token_content
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
@@ -18,9 +19,11 @@ from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.store.eviction import Lru
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.fakes import FakeCopier, FakeTrace, FaultyPerform
 from vllm_kvpool.testing.faults import Fault, FaultyStore
+from vllm_kvpool.transfer import executor as executor_module
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import (
     CALL_TIMEOUT_S,
@@ -53,7 +56,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.policy import Lru
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -112,7 +114,7 @@ class Rank:
         )
         work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.tally)
         self.engine = Engine(
-            Residency(SlotPool(arena.num_slots, 4), keep, Lru(keep), {"": len(self.planner.cells)}),
+            Residency(SlotPool(arena.num_slots, 4), keep, Lru(), {"": len(self.planner.cells)}),
             (Tier("memory", durable=True, remote=False),),
             dict.fromkeys(lane_names(1), LIMITS),
             write_back=write_back,
@@ -317,28 +319,6 @@ def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) ->
 # What is told beside reports
 
 
-def test_a_story_tells_what_happened_to_a_request(rank: Rank) -> None:
-    assert rank.executor.story("r1") == ()
-    rank.save(1)
-    assert [line.text for line in rank.executor.story("r1")] == [
-        "save of 4 cells; 0 are known",
-        "gather: 4 done",
-        "seal: 4 done",
-        "put memory: 4 done",
-        "save done: 4 done",
-    ]
-    assert rank.executor.story("r2") == ()
-
-
-def test_a_story_of_an_engine_that_has_ended_is_empty(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank(store)
-    assert rank.close()
-    monkeypatch.setattr("vllm_kvpool.transfer.executor.STORY_WAIT_S", 0.01)
-    assert rank.executor.story("r1") == ()
-
-
 def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
     rank = Rank(store, keep=8)
     rank.trace.dropped = 3
@@ -430,7 +410,7 @@ def test_closing_copies_down_what_is_in_host_memory_alone(store: FaultyStore, wa
         assert rank.executor.wait(lambda reports: SaveDone in map(type, reports), LIMIT_S)
     assert store.calls["put"] == 0
     rank.executor.post(Close(time.monotonic() + LIMIT_S))
-    assert waits or rank.executor.story("r1")  # an answer: the engine has taken what came before
+    assert waits or has_taken_all(rank.executor)
     assert rank.close()
     keys = [cell.key for cell in rank.planner.prefetch(PrefetchPlan("", HASHES)).cells]
     assert store.exists(keys) == [True] * 12
@@ -475,6 +455,32 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
     assert rank.reports(1) == [SaveGathered(JobId(4), "r4")]
     assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
     store.release()
+    assert rank.close(1.0)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_copy_that_hangs_while_the_engine_fails_keeps_its_own_blocks_alone(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "COPY_JOIN_S", 0.05)
+    rank = Rank(store)
+    rank.save(1)
+    rank.perform.hold("scatter")
+    rank.executor.post(load_plan(2, (1, 2), 0, CHUNK))
+    assert rank.perform.entered.wait(LIMIT_S)
+
+    def broken(event: object, now: float) -> list[object]:
+        raise AssertionError("the engine is broken")
+
+    rank.engine.step = broken
+    rank.executor.post(load_plan(3, (3, 4), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, FAILED)]
+    rank.executor.post(load_plan(4, (5, 2), 0, CHUNK))
+    rank.executor.post(load_plan(5, (5, 6), 0, CHUNK))
+    assert rank.reports(1) == [LoadDone(JobId(5), "r5", 0, FAILED)]
+    rank.perform.release()
+    ended = rank.reports(2)
+    assert {report.job_id for report in ended if isinstance(report, LoadDone)} == {2, 4}
     assert rank.close(1.0)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.transfer.engine_bench import DISK, FAILED, FAR, MISSING, Bench
 from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.store.base import ChunkRef, EvictionCandidate
 from vllm_kvpool.transfer import handdown
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.ops import CellName, CellOutcome, LaneName, OpKind
@@ -98,13 +99,13 @@ def test_a_load_of_a_cell_on_its_way_shares_the_fetch() -> None:
 class Store:
     """Names cells until they are said to have moved."""
 
-    def __init__(self, *answers: list[tuple[str, int]]) -> None:
+    def __init__(self, *answers: list[EvictionCandidate]) -> None:
         self.answers = list(answers)
         self.turns_ended = 0
         self.fails: StoreError | None = None
         self.failures: SimpleQueue[None] = SimpleQueue()
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
         if self.fails:
             self.failures.put(None)
             raise self.fails
@@ -122,13 +123,19 @@ def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) 
         posted.put((tier, cells))
         answer.put(len(cells))
 
-    store = Store([("n@x@aa", 10), ("n@x@bb", 20)], [("n@x@cc", 30)])
+    store = Store(
+        [
+            EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10),
+            EvictionCandidate("n@x@bb", ChunkRef("n@x@bb"), 20),
+        ],
+        [EvictionCandidate("n@x@cc", ChunkRef("n@x@cc"), 30)],
+    )
     custodian = Custodian({3: store}, post)
     assert posted.get(timeout=LIMIT_S) == (
         3,
-        (CellName("n@x@aa", "n@x@aa", 10), CellName("n@x@bb", "n@x@bb", 20)),
+        (CellName("n@x@aa", ChunkRef("n@x@aa"), 10), CellName("n@x@bb", ChunkRef("n@x@bb"), 20)),
     )
-    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", "n@x@cc", 30),))
+    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", ChunkRef("n@x@cc"), 30),))
     custodian.close()
     assert store.turns_ended == 2
     with pytest.raises(Empty):
@@ -142,7 +149,10 @@ def test_a_hand_down_without_an_end_does_not_keep_others_from_their_turn(
     monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(handdown, "WAIT_S", 0.05)
     asked: SimpleQueue[int] = SimpleQueue()
-    store = Store([("n@x@aa", 10)], [("n@x@aa", 10)])
+    store = Store(
+        [EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)],
+        [EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)],
+    )
     custodian = Custodian({0: store}, lambda tier, cells, answer: asked.put(tier))
     for _ in range(2):
         asked.get(timeout=LIMIT_S)
@@ -154,7 +164,7 @@ def test_closing_waits_for_no_hand_down(monkeypatch: pytest.MonkeyPatch) -> None
     """The engine may end before it; the thread lived on for a minute, and then asked the store."""
     monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
     asked: SimpleQueue[int] = SimpleQueue()
-    store = Store([("n@x@aa", 10)])
+    store = Store([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
     custodian = Custodian({0: store}, lambda tier, cells, answer: asked.put(tier))
     assert asked.get(timeout=LIMIT_S) == 0
     assert custodian.close()
@@ -169,12 +179,12 @@ def test_a_hand_down_that_begins_while_closing_is_not_waited_for(
     asked, go_on = threading.Event(), threading.Event()
 
     class SlowStore(Store):
-        def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+        def surplus(self, max_keys: int) -> list[EvictionCandidate]:
             asked.set()
             assert go_on.wait(LIMIT_S)
             return super().surplus(max_keys)
 
-    store = SlowStore([("n@x@aa", 10)])
+    store = SlowStore([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
     custodian = Custodian({0: store}, lambda tier, cells, answer: None)
     assert asked.wait(LIMIT_S)
     monkeypatch.setattr(handdown, "JOIN_S", 0.01)
@@ -192,7 +202,7 @@ def test_a_store_that_fails_is_asked_again(
     """Who watches over one that is away has said so; a line for each question would bury it."""
     monkeypatch.setattr(handdown, "ASK_EVERY_S", 0.01)
     asked: SimpleQueue[int] = SimpleQueue()
-    store = Store([("n@x@aa", 10)])
+    store = Store([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
     store.fails = fails
 
     def post(tier: int, cells: tuple[CellName, ...], answer: "SimpleQueue[int]") -> None:

@@ -12,7 +12,7 @@ from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 from vllm_kvpool.testing.fakes import FakeClock, FakeCopier, FakeTrace
@@ -90,7 +90,7 @@ class Bench:
         buffer = make_buffer(HEADER_BYTES + len(payload))
         buffer.view[HEADER_BYTES:] = payload
         seal(buffer.view, key_digest(sealed_as or key))
-        assert self.memories[tier].put([key], [buffer], [""]) == [PutOutcome.STORED]
+        assert self.memories[tier].put([key], [buffer], [ChunkRef("")]) == [PutOutcome.STORED]
 
     def get(self, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:
         """GET, then CHECK of what came: as a load does."""
@@ -122,9 +122,9 @@ def work(
         LaneName(kind, tier if kind in TIERS else HOST),
         tuple(
             WorkCell(
-                CellTask(key, "group", CELL_BYTES, chunk, cell, where)
+                CellTask(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
                 if moves
-                else CellName(key, "group", CELL_BYTES),
+                else CellName(key, ChunkRef("chunk"), CELL_BYTES),
                 None if kind is OpKind.REMOVE else Slot(i),
             )
             for i, key in enumerate(keys)

@@ -153,6 +153,7 @@ def test_the_coldest_cells_leave_for_what_comes_in() -> None:
     for job, key in enumerate("abc"):
         bench.load(job, key)
         bench.run()
+        bench.after(1.0)
     bench.load(3, "a")
     bench.run()
     bench.load(4, "d e")
@@ -291,7 +292,7 @@ def test_a_prefetch_brings_cells_into_host_memory() -> None:
 def test_only_the_second_load_of_a_prefetched_cell_counts_as_another_use(
     num_loads: int, leaves: str
 ) -> None:
-    bench = Bench(DISK, slots=8, keep=3, policy="frequency")
+    bench = Bench(DISK, slots=8, keep=3, policy="lrfu")
     bench.prefetch(1, "a")
     bench.run()
     for job in range(num_loads):
@@ -319,6 +320,7 @@ def test_a_prefetched_cell_that_leaves_unread_was_of_no_use() -> None:
     bench = hosted(keep=2)
     bench.prefetch(1, "a")
     bench.run()
+    bench.after(1.0)
     bench.load(2, "x y")
     bench.run()
     assert (prefetched(bench, "used"), prefetched(bench, "unused")) == (0, 1)

@@ -19,6 +19,7 @@ from tests.transfer.engine_bench import (
     load_job,
     name_of,
 )
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.loans import HOLD_S, ReplicaSet
 from vllm_kvpool.transfer.ops import CellName, CellOutcome, DropSaves, Lend, LoanOver
 
@@ -122,7 +123,8 @@ def test_a_cell_of_another_length_is_not_lent() -> None:
     bench = replica_bench(keep=2)
     bench.save(1, "a")
     bench.run()
-    assert bench.step(Lend(1, SECOND, 0, (CellName("a", "a", CELL_BYTES + 1),))) == ["lent 1: no"]
+    longer = CellName("a", ChunkRef("a"), CELL_BYTES + 1)
+    assert bench.step(Lend(1, SECOND, 0, (longer,))) == ["lent 1: no"]
     over(bench, 1)
 
 

@@ -12,11 +12,13 @@ from vllm_kvpool.keys import (
     LayerSpan,
     group_of,
     group_of_key,
+    hash_of_group,
     in_epoch,
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Kind, Replica, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import Kind, Reach, Replica, Topology, cells_of_rank
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     CellTask,
     JobId,
@@ -29,6 +31,7 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
 
 CHUNK, ROW_BYTES, BLOCK = 32, 16, 16
+PARENT = b"\0" * 8
 HASHES = tuple(bytes([i]) * 8 for i in range(1, 7))
 KEYS = KeyMaker(make_namespace("model", "0" * 12), ContextRank())
 
@@ -57,7 +60,7 @@ def save_plan(first: int = 0, count: int = 4) -> SavePlan:
 
 
 def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
-    job = planner().load(load_plan(first=3))
+    job = planner().load(replace(load_plan(first=3), parent=PARENT))
     assert (job.job_id, job.request_id, job.timeout_s) == (JobId(1), "a", 5.0)
     assert (job.first_chunk, job.stop_chunk) == (3, 5)
     cells = planner().cells
@@ -65,9 +68,12 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
     assert job.tasks == tuple(
         CellTask(
             KEYS.key(cell.part, cell.span, HASHES[i]),
-            group_of(KEYS.namespace, HASHES[i].hex()),
+            ChunkRef(
+                group_of(KEYS.namespace, HASHES[i].hex()),
+                group_of(KEYS.namespace, (HASHES[0] if i else PARENT).hex()),
+                3 + i,
+            ),
             HEADER_BYTES + len(cell.span) * CHUNK * ROW_BYTES,
-            3 + i,
             cell,
             (JobPages((7, 8, 9), 112, 116, 160),),
         )
@@ -85,7 +91,7 @@ def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int)
     early, late = (JobPages((7, 8, 9, 6), 0, start, 64) for start in (0, CHUNK))
     pages = (early, late) if first == 0 else (late, early)
     job = two.load(LoadPlan(JobId(1), "a", 0, HASHES[:2], pages, 0, 64))
-    assert [task.chunk for task in job.tasks] == [0, 1]
+    assert [task.chunk.position for task in job.tasks] == [0, 1]
 
 
 def test_a_rank_names_its_own_heads() -> None:
@@ -103,7 +109,7 @@ def test_a_save_has_the_pages_of_its_whole_chunks() -> None:
     job = planner().save(save_plan(first=2, count=3))
     assert (job.job_id, job.request_id) == (JobId(2), "b")
     assert {task.pages for task in job.tasks} == {(JobPages(tuple(range(7, 13)), 64, 64, 160),)}
-    assert [task.chunk for task in job.tasks] == [2] * 4 + [3] * 4 + [4] * 4
+    assert [task.chunk.position for task in job.tasks] == [2] * 4 + [3] * 4 + [4] * 4
     assert all(task.stored for task in job.tasks)
 
 
@@ -163,8 +169,8 @@ def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:
         job = mine.prefetch(PrefetchPlan("a", HASHES[:2]))
         assert isinstance(job, PrefetchJob)
         assert job.request_id == "a"
-        assert [(c.key, c.group, c.nbytes) for c in job.cells] == [
-            (task.key, task.group, task.nbytes) for task in tasks
+        assert [(c.key, c.chunk, c.nbytes) for c in job.cells] == [
+            (task.key, task.chunk, task.nbytes) for task in tasks
         ]
 
 
@@ -200,7 +206,11 @@ def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(epoch: str) -> None:
             assert len(cells) == len(before)
             for cell, old in zip(cells, before, strict=True):
                 name = keys.namespace + old.key.removeprefix(KEYS.namespace)
-                assert cell == old._replace(key=name, group=group_of_key(name))
+                parent = old.chunk.parent and group_of(
+                    keys.namespace, hash_of_group(old.chunk.parent)
+                )
+                chunk = old.chunk._replace(id=group_of_key(name), parent=parent)
+                assert cell == old._replace(key=name, chunk=chunk)
         assert (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells) == first
 
 
@@ -226,6 +236,17 @@ def test_a_layered_load_is_the_same_cells_in_the_order_in_which_layers_run() -> 
     )
     assert layered.layered
     assert set(layered.tasks) == set(plain.tasks)
-    order = [(task.cell.layer_start, task.chunk) for task in layered.tasks]
+    order = [(task.cell.layer_start, task.chunk.position) for task in layered.tasks]
     assert order == sorted(order)
-    assert order != [(task.cell.layer_start, task.chunk) for task in plain.tasks]
+    assert order != [(task.cell.layer_start, task.chunk.position) for task in plain.tasks]
+
+
+def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() -> None:
+    topology = Topology(1, 1, ((0, 2),), layer_span=2)
+    sliding = replace(topology, kind="sliding")
+    kinds = [Kind(topology, ROW_BYTES), Kind(sliding, ROW_BYTES, Reach(window=CHUNK))]
+    two = replace(planner(), cells=cells_of_rank(kinds, 0, 0))
+    chunks = [task.chunk for task in two.save(replace(save_plan(1), parent=PARENT)).tasks]
+    assert {chunk.parent for chunk in chunks if chunk.id.endswith("-sliding")} == {""}
+    parents = [chunk.parent for chunk in chunks if not chunk.id.endswith("-sliding")]
+    assert parents == [group_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]

@@ -1,36 +1,56 @@
 """What host memory holds: pins, slots, the two lines of cells that may leave, and whole chunks."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
+from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.testing.fakes import FakeClock
 from vllm_kvpool.transfer.ops import HostChange
-from vllm_kvpool.transfer.policy import Frequency, Lru
 from vllm_kvpool.transfer.residency import STALE_PLACES, Entry, EntryState, Residency
 
 LOAD, SAVE = SlotUse.LOAD, SlotUse.SAVE
+SECOND = 10**9
+
+clock = FakeClock()
+
+
+def now_ns() -> int:
+    """Each time a second later."""
+    clock.advance(1.0)
+    return int(clock() * SECOND)
 
 
 def host(
-    keep: int = 2,
-    slots: int = 4,
-    reserve: int = 0,
-    cells_per_chunk: int = 1,
-    policy: type[Lru | Frequency] = Lru,
+    keep: int = 2, slots: int = 4, reserve: int = 0, cells_per_chunk: int = 1, policy: str = "lru"
 ) -> Residency:
-    return Residency(SlotPool(slots, reserve), keep, policy(keep), {"": cells_per_chunk})
+    return Residency(SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk})
 
 
 def bring(residency: Residency, keys: str, *, dirty: bool = False, hold: bool = False) -> None:
-    """Cells come in one after the other, their group is the first letter."""
+    """Cells come in one after the other, each of the chunk that its first letter names."""
     for key in keys.split():
-        entry = residency.begin(key, key[0], 100)
-        assert residency.give_slot(entry, LOAD)
-        residency.arrived(entry, dirty=dirty)
-        if not hold:
-            residency.unpin(entry)
-        residency.check()
+        come(residency, key, ChunkRef(key[0]), dirty=dirty, hold=hold)
+
+
+def come(
+    residency: Residency, key: str, chunk: ChunkRef, *, dirty: bool = False, hold: bool = False
+) -> None:
+    entry = residency.begin(key, chunk, 100)
+    assert residency.give_slot(entry, LOAD)
+    residency.arrived(entry, now_ns(), dirty=dirty)
+    if not hold:
+        residency.unpin(entry)
+    residency.check()
+
+
+def prompt(chunks: str) -> list[ChunkRef]:
+    """The chunks "a", "ab", "abc" of a prompt "abc"."""
+    ids = [chunks[: i + 1] for i in range(len(chunks))]
+    return [ChunkRef(each, each[:-1], i) for i, each in enumerate(ids)]
 
 
 def keys(residency: Residency) -> str:
@@ -68,37 +88,76 @@ def test_without_a_host_tier_a_cell_stays_while_it_is_held() -> None:
 def test_a_cell_that_was_read_leaves_later() -> None:
     residency = host()
     bring(residency, "a b")
-    residency.used(entry(residency, "a"))
+    residency.hit("a", now_ns())
     bring(residency, "c")
     assert keys(residency) == "a c"
 
 
-def test_a_cell_that_was_read_counts_for_more_than_one_that_was_written_again() -> None:
-    residency = host(keep=3, slots=8, policy=Frequency)
+def test_a_chunk_that_was_used_twice_stays_longer_than_those_used_once() -> None:
+    residency = host(keep=3, slots=8, policy="lrfu")
     bring(residency, "a b c")
-    residency.used(entry(residency, "a"))
-    residency.refresh(entry(residency, "b"))
+    residency.hit("a", now_ns())
     bring(residency, "d e f")
     assert keys(residency) == "a e f"
 
 
-def test_a_cell_whose_turn_another_one_changed_has_its_new_place() -> None:
-    residency = host(keep=4, slots=8, policy=Frequency)
-    bring(residency, "a b c d")
-    for key in "abcd":  # all but one of them are protected: a is not any more
-        residency.used(entry(residency, key))
-    bring(residency, "e")
-    assert keys(residency) == "b c d e"
+def test_a_chunk_that_comes_back_soon_after_it_left_was_used_twice() -> None:
+    residency = host(keep=2, slots=8, policy="lrfu")
+    bring(residency, "a b c a d e")
+    assert keys(residency) == "a e"
+    bring(residency, "v w x y z")
+    assert keys(residency) == "a z"
 
 
-def test_a_cell_that_others_put_back_on_probation_leaves_earlier() -> None:
-    residency = host(keep=4, slots=8, policy=Frequency)
-    bring(residency, "a b c d e")
-    bring(residency, "a")  # remembered: protected, until three others are
-    for key in "cde":
-        residency.used(entry(residency, key))
-    bring(residency, "f")
-    assert keys(residency) == "c d e f"
+def test_what_left_long_ago_is_not_remembered() -> None:
+    residency = host(keep=2, slots=8, policy="lrfu")
+    bring(residency, "a b c d e f g h i j k a y z")
+    assert keys(residency) == "y z"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("order", ["abc", "cba", "bac"])
+def test_a_prompts_end_leaves_before_its_beginning(policy: str, order: str) -> None:
+    """In whatever order its chunks came."""
+    residency = host(keep=3, slots=8, policy=policy)
+    chunks = dict(zip("abc", prompt("abc"), strict=True))
+    for each in order:
+        come(residency, chunks[each].id, chunks[each])
+    left = []
+    for each in "xyz":
+        before = set(keys(residency).split())
+        bring(residency, each)
+        left += sorted(before - set(keys(residency).split()))
+    assert left == ["abc", "ab", "a"]
+
+
+def test_a_prompt_that_goes_on_keeps_its_beginning() -> None:
+    """Whoever saves what comes after a chunk has used the chunk, wherever it was read from."""
+    residency = host(keep=4, slots=8)
+    for chunk in prompt("ab"):
+        come(residency, chunk.id, chunk)
+    bring(residency, "x y")
+    come(residency, "abc", prompt("abc")[2])
+    bring(residency, "z")
+    assert keys(residency) == "a ab abc z"
+
+
+def test_a_chunk_is_known_to_come_after_one_that_is_not_there_yet() -> None:
+    residency = host(keep=3, slots=8)
+    a, ab, abc = prompt("abc")
+    come(residency, "abc", abc)
+    come(residency, "a", a)
+    come(residency, "ab", ab)
+    bring(residency, "x")
+    assert keys(residency) == "a ab x"
+
+
+def test_nothing_is_left_of_chunks_that_are_forgotten() -> None:
+    residency = host(keep=2, slots=8)
+    come(residency, "abc", prompt("abc")[2])
+    residency.clear()
+    residency.check()
+    assert not residency._chunks
 
 
 def test_a_cell_that_was_held_keeps_its_place() -> None:
@@ -114,20 +173,19 @@ def test_a_cell_that_was_read_while_it_was_held_has_its_new_place() -> None:
     residency = host()
     bring(residency, "a b")
     residency.pin(entry(residency, "a"))
-    residency.used(entry(residency, "a"))
+    residency.hit("a", now_ns())
     residency.unpin(entry(residency, "a"))
     bring(residency, "c")
     assert keys(residency) == "a c"
 
 
-def test_a_use_of_a_cell_that_was_forgotten_says_nothing_of_its_successor() -> None:
+def test_a_hit_of_what_is_not_here_says_nothing() -> None:
     residency = host()
     bring(residency, "a", hold=True)
     old = entry(residency, "a")
     residency.forget(old)
-    bring(residency, "a b")
-    residency.used(old)
-    bring(residency, "c")
+    residency.hit("a", now_ns())
+    bring(residency, "a b c")
     assert keys(residency) == "b c"
 
 
@@ -157,7 +215,7 @@ def test_the_coldest_dirty_cells_come_in_order_and_no_more_than_asked() -> None:
     residency = host(keep=8, slots=8)
     bring(residency, "a b c d", dirty=True)
     bring(residency, "e")
-    residency.used(entry(residency, "a"))
+    residency.hit("a", now_ns())
     residency.pin(entry(residency, "b"))
     assert [each.key for each in residency.coldest_dirty(2)] == ["c", "d"]
 
@@ -172,7 +230,7 @@ def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
 def test_no_slot_is_given_when_all_are_held() -> None:
     residency = host(keep=2, slots=2)
     bring(residency, "a b", hold=True)
-    assert not residency.give_slot(residency.begin("c", "c", 100), LOAD)
+    assert not residency.give_slot(residency.begin("c", ChunkRef("c"), 100), LOAD)
 
 
 def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
@@ -180,7 +238,7 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
     bring(residency, "a b", hold=True)
     bring(residency, "c d")
     assert not residency.has_room(SAVE)
-    assert not residency.give_slot(residency.begin("e", "e", 100), SAVE)
+    assert not residency.give_slot(residency.begin("e", ChunkRef("e"), 100), SAVE)
     assert keys(residency) == "a b c d e"
     residency.unpin(entry(residency, "a"))
     assert residency.give_slot(entry(residency, "e"), SAVE)
@@ -189,7 +247,7 @@ def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
 
 def test_a_slot_once_given_is_kept() -> None:
     residency = host()
-    arriving = residency.begin("a", "a", 100)
+    arriving = residency.begin("a", ChunkRef("a"), 100)
     assert residency.give_slot(arriving, LOAD)
     slot = arriving.slot
     assert residency.give_slot(arriving, SAVE)
@@ -198,13 +256,13 @@ def test_a_slot_once_given_is_kept() -> None:
 
 def test_an_abandoned_cell_is_nobodys_and_its_slot_is_out_of_use() -> None:
     residency = host()
-    late = residency.begin("a", "a", 100)
+    late = residency.begin("a", ChunkRef("a"), 100)
     residency.give_slot(late, LOAD)
     residency.abandon(late)
     assert residency.get("a") is None
     assert residency.slots.num_quarantined == 1
     bring(residency, "a")
-    residency.arrived(late)
+    residency.arrived(late, now_ns())
     residency.unpin(late)
     assert residency.slots.num_quarantined == 0
     assert keys(residency) == "a"
@@ -249,7 +307,7 @@ def test_the_lines_do_not_grow_with_use() -> None:
     bring(residency, "c d")
     for number in range(10_000):
         key = "abcd"[number % 4]
-        residency.used(entry(residency, key))
+        residency.hit(key, now_ns())
         residency.pin(entry(residency, key))
         residency.unpin(entry(residency, key))
     residency.check()
@@ -271,7 +329,7 @@ def test_the_lines_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    """Against a list of keys in order of leaving."""
+    """LRU of single chunks, against a list of keys in order of leaving."""
 
     @initialize(keep=st.integers(1, 5))
     def begin(self, keep: int) -> None:
@@ -301,18 +359,17 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.order.remove(clean[0])
         key = f"k{self.next}"
         self.next += 1
-        bring(self.residency, key, dirty=dirty)
+        come(self.residency, key, ChunkRef(key), dirty=dirty)
         self.order.append(key)
         if dirty:
             self.dirty.add(key)
         self.overflow()
 
     @precondition(lambda self: self.order)
-    @rule(data=st.data(), refresh=st.booleans())
-    def use(self, data: st.DataObject, refresh: bool) -> None:
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.order))
-        use = self.residency.refresh if refresh else self.residency.used
-        use(entry(self.residency, key))
+        self.residency.hit(key, now_ns())
         self.order.remove(key)
         self.order.append(key)
 
@@ -355,3 +412,71 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 TestResidencyMachine = ResidencyMachine.TestCase
 TestResidencyMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class PromptMachine(RuleBasedStateMachine):
+    """Prompts with common beginnings, put and hit in any order, held and let go."""
+
+    @initialize(
+        keep=st.integers(1, 6),
+        policy=st.sampled_from(sorted(POLICIES)),
+        cells_per_chunk=st.integers(1, 2),
+    )
+    def begin(self, keep: int, policy: str, cells_per_chunk: int) -> None:
+        self.cells = range(cells_per_chunk)
+        self.residency = host(keep, 24, cells_per_chunk=cells_per_chunk, policy=policy)
+        self.before: set[str] = set()
+
+    def all_of(self, chunk_id: str) -> list[Entry]:
+        found = (self.residency.get(f"{chunk_id}.{i}") for i in self.cells)
+        return [each for each in found if each is not None]
+
+    def may_leave(self, chunk_id: str) -> bool:
+        return any(not (each.pins or each.dirty) for each in self.all_of(chunk_id))
+
+    prompts = st.text("abc", min_size=1, max_size=5)
+
+    @rule(chunks=prompts, data=st.data(), dirty=st.booleans(), hold=st.booleans())
+    def put(self, chunks: str, data: st.DataObject, dirty: bool, hold: bool) -> None:
+        refs = prompt(chunks)
+        for ref in refs[data.draw(st.integers(0, len(refs) - 1)) :]:
+            self.residency.hit(ref.id, now_ns())
+            for i in self.cells:
+                key = f"{ref.id}.{i}"
+                if self.residency.get(key) is None and self.residency.has_room(LOAD):
+                    come(self.residency, key, ref, dirty=dirty, hold=hold)
+                    self.nothing_left_before_what_comes_after_it()
+
+    @rule(chunks=prompts)
+    def hit(self, chunks: str) -> None:
+        for ref in prompt(chunks):
+            self.residency.hit(ref.id, now_ns())
+
+    @rule(chunks=prompts)
+    def hit_the_end_alone(self, chunks: str) -> None:
+        self.residency.hit(chunks, now_ns())
+
+    @rule(minutes=st.integers(1, 120))
+    def wait(self, minutes: int) -> None:
+        clock.advance(60.0 * minutes)
+
+    @rule()
+    def let_go(self) -> None:
+        for each in list(self.residency):
+            if each.pins:
+                self.residency.cleaned(each)
+                self.residency.unpin(each)
+
+    @invariant()
+    def nothing_left_before_what_comes_after_it(self) -> None:
+        """But where that was held, or in no lower tier yet."""
+        self.residency.check()
+        now = {each.chunk.id for each in self.residency}
+        for gone in self.before - now:
+            after = [each for each in now if each[:-1] == gone]
+            assert not any(self.may_leave(each) for each in after), (gone, after)
+        self.before = now
+
+
+TestPromptMachine = PromptMachine.TestCase
+TestPromptMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

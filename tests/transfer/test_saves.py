@@ -246,7 +246,7 @@ def test_copies_into_nearer_tiers_do_not_take_the_slots_of_loads() -> None:
         assert f"loaded {job} to 1 done" in bench.run_but("put-0")
 
 
-@pytest.mark.parametrize("policy", ["lru", "frequency"])
+@pytest.mark.parametrize("policy", ["lru", "lrfu"])
 def test_cells_that_puts_hold_do_not_keep_others_from_leaving(policy: str) -> None:
     """However many they are, and however cold."""
     count = 1000

@@ -80,6 +80,7 @@ def test_the_coldest_cells_are_copied_down_and_stay_the_coldest() -> None:
     bench.run()
     bench.load(3, "x")
     bench.run()
+    bench.after(1.0)
     bench.save(4, "c")
     assert bench.run()[-2:] == ["seal a b c", "put-0 a b c"]
     bench.load(5, "y z")
@@ -204,7 +205,7 @@ def test_a_flush_with_no_tier_up_loses_what_is_dirty() -> None:
 def test_many_dirty_cells_do_not_keep_clean_ones_from_leaving() -> None:
     """However many cells that may not leave are colder than one that may."""
     count = 1000
-    bench = Bench(DISK, slots=4 * count, keep=3 * count, write_back=True, policy="frequency")
+    bench = Bench(DISK, slots=4 * count, keep=3 * count, write_back=True, policy="lrfu")
     bench.save(1, " ".join(f"a{i}" for i in range(count)))
     bench.run()
     for job, group in enumerate("bcd", 2):

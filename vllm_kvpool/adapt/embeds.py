@@ -1,9 +1,8 @@
 """vLLM's objects as the embedding connector's values: places, requests, encoders' identity."""
 
 import hashlib
-import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
@@ -17,9 +16,13 @@ except ImportError as error:
         "embeddings are not to be had, nor when the model is loaded; KVPoolConnector works"
     ) from error
 
-from vllm_kvpool.adapt.namespace import configuration_files, weights_identity
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_kvpool.adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
+from vllm_kvpool.adapt.namespace import model_values
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.manifest import shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,30 +101,44 @@ def is_first_stage(vllm_config: "VllmConfig") -> bool:
 
 
 def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
-    """Digest of what decides an encoder's output for given media, but for later updates."""
-    model = vllm_config.model_config
-    hf = model.hf_config
-    parts = {
-        name: _plain(value)
-        for name in ("vision_config", "audio_config", "text_config", "thinker_config")
-        if (value := getattr(hf, name, None)) is not None
-    }
-    multimodal = model.multimodal_config
+    """Digest of what decides an encoder's output for given media, but for later updates.
+
+    Reads the model's files, a sample of its weights among them. Raises OSError.
+    """
+    hf = vllm_config.model_config.hf_config
+    lora = vllm_config.lora_config
+    left_out = LEFT_OUT_OF_EMBEDDINGS
+    if lora is None or not lora.enable_tower_connector_lora:
+        left_out = {**left_out, "VllmConfig.lora_config": "adapters of the language model alone"}
     values = {
         "model_type": hf.model_type,
-        "hidden_size": model.hf_text_config.hidden_size,
-        "parts": parts,
-        "configuration": {} if config.weights_id else configuration_files(model),
-        "weights": config.weights_id or weights_identity(vllm_config),
-        "namespace": config.namespace,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization or "",
-        "processor": getattr(multimodal, "mm_processor_kwargs", None) or {},
-        "media": getattr(multimodal, "media_io_kwargs", None) or {},
+        "parts": {
+            name: canonical(_plain(value))
+            for name in ("vision_config", "audio_config", "text_config", "thinker_config")
+            if (value := getattr(hf, name, None)) is not None
+        },
+        **model_values(vllm_config, config.weights_id, config.namespace, left_out),
     }
-    encoded = json.dumps(values, sort_keys=True, default=str).encode()
-    logger.debug("kvpool: embeddings' fingerprint of %s", encoded.decode())
-    return hashlib.blake2b(encoded, digest_size=FINGERPRINT_BYTES).hexdigest()
+    logger.debug("kvpool: embeddings' fingerprint of %s", shown(values))
+    return hashlib.blake2b(encoded(values), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def told_by_first_rank(make: Callable[[], str]) -> str:
+    """What `make` gives in the first rank of this tensor-parallel group; every rank calls this.
+
+    Raises what `make` raises, in every rank.
+    """
+    group = get_tp_group()
+    made: Any = None
+    if group.rank_in_group == 0:
+        try:
+            made = make()
+        except Exception as error:
+            made = error
+    told = group.broadcast_object(made, src=0)
+    if isinstance(told, Exception):
+        raise told
+    return str(told)
 
 
 _SHAPES = (

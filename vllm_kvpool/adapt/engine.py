@@ -7,7 +7,7 @@ What cannot be shared correctly is refused here, by name, before the engine star
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +16,15 @@ from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvpool.adapt import cpu_pages, epochs, page_formats, releases
+from vllm_kvpool.adapt.defects import Defect, known_defects
 from vllm_kvpool.adapt.kinds import (
     LayerKind,
     groups_of,
     layer_kinds,
-    local_layers,
-    num_own_layers,
+    place_of,
     shared_kinds,
 )
-from vllm_kvpool.adapt.namespace import engine_namespace
+from vllm_kvpool.adapt.namespace import UNNAMED, engine_namespace
 from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import formats
@@ -45,11 +45,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the pool needs to know of an engine; the same on its scheduler's side and its ranks'."""
+    """What the pool needs to know of an engine.
+
+    The same on its scheduler's side and its ranks', but for the namespace and its values: ranks are
+    told the one, and need not know the others. `defects`: what the engine is known to compute
+    wrongly, and the pool leaves alone.
+    """
 
     shape: ModelShape
     kinds: tuple[LayerKind, ...]
     media_are_named: bool
+    values: Mapping[str, Any] = field(default_factory=dict)
+    defects: tuple[Defect, ...] = ()
+
+    @property
+    def saves_base(self) -> bool:
+        """Whether what is computed for requests without an adapter may be saved."""
+        return all(defect.saves_base for defect in self.defects)
 
     @property
     def told_kind(self) -> LayerKind:
@@ -68,7 +80,7 @@ def first_epoch(vllm_config: "VllmConfig") -> str:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
-    return epochs.epoch_of_files(str(model.model), model.revision)
+    return epochs.first_epoch(str(model.model), model.revision)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
@@ -78,22 +90,30 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
 
 
 def read_engine(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: KVPoolConfig
+    vllm_config: "VllmConfig",
+    kv_cache_config: KVCacheConfig,
+    config: KVPoolConfig,
+    *,
+    with_namespace: bool = True,
 ) -> EngineFacts:
-    """Check that this engine can share, and gather what the pool must know of it."""
+    """Check that this engine can share, and gather what the pool must know of it.
+
+    The namespace is read from the model's files, a sample of its weights among them. Raises
+    ConfigError, and OSError if those cannot be read.
+    """
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
             "a checkpoint with static scales or another kv_cache_dtype"
         )
     kinds = layer_kinds(vllm_config, kv_cache_config)
-    shared = shared_kinds(vllm_config, kv_cache_config, kinds, config)
+    shared = shared_kinds(vllm_config, kinds, config)
     context = shared[0].topology.context
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
     groups = groups_of(kv_cache_config, kinds, context)
     if config.layerwise:
-        refuse_layerwise(vllm_config, groups)
+        refuse_layerwise(vllm_config, kinds, groups)
     loads = GroupTables(groups).resumes or releases.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
@@ -101,45 +121,33 @@ def read_engine(
             "window or chunked local attention, or with several KV cache groups, so nothing is "
             "loaded; what is computed is saved for others"
         )
-    if not _computes_after_a_prefix(vllm_config):
-        loads = False
-        logger.warning(
-            "kvpool: vLLM's CPU backend for MLA computes wrong values after a prefix that it is "
-            "given, and turns its own prefix caching off, so nothing is loaded; what is computed "
-            "is saved for others"
-        )
-    if not vllm_config.model_config.is_prefix_caching_supported:
-        loads = False
-        logger.warning(
-            "kvpool: vLLM caches no prefixes for this model (pooling by mean, for example, needs "
-            "every token's output), so nothing is loaded; what is computed is saved for others"
-        )
+    defects = known_defects(vllm_config)
+    identity = UNNAMED
+    if with_namespace:
+        identity = engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared)
     shape = ModelShape(
-        namespace=engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared),
+        namespace=identity.namespace,
         kinds=shared,
         groups=groups,
         num_blocks=kv_cache_config.num_blocks,
         num_ranks=ranks,
-        loads=loads,
+        loads=loads and all(defect.loads for defect in defects),
         stops_at_first=releases.stops_at_first(),
+        in_lockstep=parallel.data_parallel_size > 1,
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
-    return EngineFacts(shape, kinds, media_are_named)
+    return EngineFacts(shape, kinds, media_are_named, identity.values, defects)
 
 
-def _computes_after_a_prefix(vllm_config: "VllmConfig") -> bool:
-    """False for MLA on a CPU without AMX, for which the platform turns both of these off."""
-    of_cpu = releases.device_type() == "cpu" and vllm_config.model_config.use_mla
-    chunks = vllm_config.scheduler_config.enable_chunked_prefill
-    return not of_cpu or bool(chunks or vllm_config.cache_config.enable_prefix_caching)
-
-
-def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None:
+def refuse_layerwise(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], groups: Sequence[Group]
+) -> None:
     """ConfigError where a layer's load that fails in the middle of a step would do harm."""
-    if not GroupTables(groups).resumes:
+    if len(kinds) > 1 or not GroupTables(groups).resumes:
         raise ConfigError(
-            "layerwise needs a model whose layers are all in one KV cache group and all attend to "
-            "the whole prompt, for vLLM cannot take a step back in others; leave layerwise out"
+            "layerwise needs a model whose layers are all in one KV cache group, of one form, and "
+            "all attend to the whole prompt, for vLLM cannot take a step back in others; leave "
+            "layerwise out"
         )
     # In both a request's next step is planned before it is known that its load has failed.
     if vllm_config.scheduler_config.async_scheduling:
@@ -169,12 +177,9 @@ def refuse_layerwise(vllm_config: "VllmConfig", groups: Sequence[Group]) -> None
         )
 
 
-def layer_spans(
-    kv_cache_config: KVCacheConfig, facts: EngineFacts, vllm_config: "VllmConfig"
-) -> Mapping[str, int]:
+def layer_spans(facts: EngineFacts, vllm_config: "VllmConfig") -> Mapping[str, int]:
     """The layers of this rank by name -> the first layer of their cells, for layered loads."""
-    total = num_own_layers(vllm_config)
-    names = [name for name, _ in local_layers(facts.kinds, kv_cache_config, total)[0]]
+    names = [name for name, _ in facts.kinds[0].layers]
     place = rank_place(vllm_config)
     cells = facts.shape.kinds[0].topology.local_cells(place.tp_rank, place.pp_rank)
     return {
@@ -194,24 +199,22 @@ def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
 
 def layer_pages(
     kv_caches: Mapping[str, Any],
-    kv_cache_config: KVCacheConfig,
     facts: EngineFacts,
     vllm_config: "VllmConfig",
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
     """The page format of every local layer, kind by kind, in model order."""
-    total = num_own_layers(vllm_config)
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
     page_formats.refuse_options(vllm_config.additional_config)
     pages = []
-    layers_of_kind = local_layers(facts.kinds, kv_cache_config, total)
-    for kind, shared, layers in zip(facts.kinds, facts.shape.kinds, layers_of_kind, strict=True):
+    for kind, shared in zip(facts.kinds, facts.shape.kinds, strict=True):
         start, stop = shared.topology.stages[stage]
-        if len(layers) != stop - start:
+        if tuple(place_of(name) for name, _ in kind.layers) != shared.layers[start:stop]:
             raise ConfigError(
-                f"{len(layers)} of {stop - start} layers of this pipeline stage have KV of their "
-                "own; such a model can be shared without pipeline parallelism only"
+                f"{len(kind.layers)} of {stop - start} layers of this pipeline stage have KV of "
+                "their own, or other layers than expected; such a model can be shared without "
+                "pipeline parallelism only"
             )
         expected = page_formats.Expected(
             num_blocks=facts.shape.num_blocks,
@@ -222,8 +225,9 @@ def layer_pages(
             is_latent=kind.is_latent,
         )
         for each in kind.groups:  # layers of several groups lie in the same memory
-            page_formats.refuse_repeated([n for n, group in layers if group == each], kv_caches)
-        for name, group in layers:
+            names = [name for name, group in kind.layers if group == each]
+            page_formats.refuse_repeated(names, kv_caches)
+        for name, group in kind.layers:
             layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
             pages.append(replace(layer, group=group))
     return tuple(pages)

@@ -14,12 +14,13 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from vllm_kvpool.adapt.models import Models
 from vllm_kvpool.adapt.namespace import local_directory
-from vllm_kvpool.weights import sample_weights, tensor_names
+from vllm_kvpool.weights import known_sample, sample_weights, tensor_names
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def watch(watcher: Watcher, config: Any) -> None:
     `config` is vLLM's of the model: a process may have several engines.
     """
     files = Files(str(config.model), config.revision)
-    _watchers[watcher] = Model(config, epoch_of_files(*files), _tensors_of(files))
+    _watchers[watcher] = Model(config, first_epoch(*files), _tensors_of(files))
 
 
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
@@ -112,10 +113,19 @@ def is_pausing() -> bool:
 
 
 def epoch_of_files(model: str, revision: str | None = None) -> str:
-    """The epoch of weights that were read from files; drawn by chance if those are not at hand."""
+    """The epoch of weights read from files now; drawn by chance if those are not at hand."""
+    return _epoch(sample_weights, model, revision)
+
+
+def first_epoch(model: str, revision: str | None = None) -> str:
+    """The same of an engine that starts, whose files are read once in a process."""
+    return _epoch(known_sample, model, revision)
+
+
+def _epoch(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
     try:
         directory = local_directory(model, revision)
-        sampled = sample_weights(directory) if directory is not None else None
+        sampled = sample(directory) if directory is not None else None
     except OSError:
         sampled = None
     return f"sample:{sampled}" if sampled else _drawn()

@@ -42,9 +42,9 @@ from vllm_kvpool.pool.announcer import (
     Cleared,
     Medium,
 )
-from vllm_kvpool.pool.lookup import HostMirror
+from vllm_kvpool.pool.lookup import HostCacheIndex
+from vllm_kvpool.pool.lookup_core import PresenceCheck
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
-from vllm_kvpool.pool.probe import Look
 from vllm_kvpool.store.base import Capabilities
 from vllm_kvpool.transfer.ops import LoadPlan, PrefetchPlan, SavePlan
 
@@ -108,8 +108,8 @@ class KVEvents:
         chunk_tokens: int,
         num_ranks: int,
         tiers: Sequence[Capabilities],
-        mirror: HostMirror,
-        look: Callable[[Look], None],
+        mirror: HostCacheIndex,
+        check: Callable[[PresenceCheck], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
@@ -139,7 +139,7 @@ class KVEvents:
                 self._looks[medium] = number
             else:
                 self._looks.pop(medium, None)
-        self._look = look
+        self._check = check
         self._looked: SimpleQueue[tuple[Medium, list[str]]] = SimpleQueue()
         self._num_looks = 0
         self._is_looking = False
@@ -193,8 +193,8 @@ class KVEvents:
         chunks = self._announcer.to_look_at(medium, MOST_LOOKED_AT)
         if chunks:
             self._is_looking = True
-            self._look(
-                Look(
+            self._check(
+                PresenceCheck(
                     self._looks[medium],
                     chunks,
                     random.randrange(MAX_CELLS),

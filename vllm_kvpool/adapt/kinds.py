@@ -1,25 +1,30 @@
 """vLLM's KV cache groups -> kinds of layers, and what of them can be shared.
 
 vLLM splits layers over groups by its own needs: the same model has other groups in another release
-or pipeline. What is alike in all of them is the kind of a layer: how far it looks back and how
-large its rows are. Layers are counted within their kind.
+or pipeline, and a group may hold layers of several forms. What is alike in all of them is the kind
+of a layer: how far it looks back and what its rows are. Layers are counted within their kind.
 """
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
 )
 
 from vllm_kvpool.adapt import page_formats, page_specs, releases
@@ -59,12 +64,16 @@ _NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """A kind of layers as vLLM has it. `spec` is one rank's; `groups` hold its layers."""
+    """A kind of layers as vLLM has it. `spec` is one rank's; `groups` may hold its layers.
+
+    `layers` are this rank's: names and their groups, in model order.
+    """
 
     name: str
     spec: Any
     reach: Reach
     groups: tuple[int, ...]
+    layers: tuple[tuple[str, int], ...]
 
     @property
     def is_latent(self) -> bool:
@@ -84,25 +93,121 @@ class LayerKind:
 
 
 def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tuple[LayerKind, ...]:
-    """The kinds of this model's layers; ConfigError for what cannot be shared."""
+    """The kinds of this model's layers; ConfigError for what cannot be shared.
+
+    Layers of a draft model are left out: their KV belongs to no position of the target. So are
+    layers that attend to the KV of another layer: they have no pages of their own, and whether
+    vLLM has added them to the group depends on the moment.
+    """
     total = num_own_layers(vllm_config)
-    by_name: dict[str, LayerKind] = {}
+    _check_skipped_layers(vllm_config)
+    found: dict[tuple[object, ...], LayerKind] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         if _is_drafts(group.layer_names, total):
             continue
-        spec = group.kv_cache_spec
-        _check_spec(spec)
-        reach = _reach(spec)
-        name = _kind_name(spec, reach, _num_heads(vllm_config, spec))
-        known = by_name.get(name)
-        groups = (*(known.groups if known is not None else ()), i)
-        by_name[name] = LayerKind(name, spec, reach, groups)
-    if not by_name:
+        for spec, names in _by_form(vllm_config, kv_cache_config, i):
+            own = tuple((name, i) for name in names if _is_own(name, total))
+            form = _form(spec)
+            known = found.get(form)
+            if known is None:
+                name = _kind_name(spec, _reach(spec), _num_heads(vllm_config, spec))
+                known = LayerKind(name, spec, _reach(spec), (), ())
+            groups = tuple(dict.fromkeys((*known.groups, i)))
+            layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
+            found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
+    if not found:
         raise ConfigError("this model has no attention layers whose KV could be shared")
-    if len(by_name) == 1:
-        [kind] = by_name.values()
-        return (LayerKind("", kind.spec, kind.reach, kind.groups),)
-    return tuple(by_name[name] for name in sorted(by_name))
+    if len(found) == 1:
+        [kind] = found.values()
+        return (replace(kind, name=""),)
+    return tuple(sorted(_told_apart(list(found.values())), key=lambda kind: kind.name))
+
+
+def _told_apart(kinds: Sequence[LayerKind]) -> Iterator[LayerKind]:
+    """The same kinds, where rows of equal size and different form have different names."""
+    names = Counter(kind.name for kind in kinds)
+    for kind in kinds:
+        spec = kind.spec
+        form = f"{spec.head_size}x{spec.dtype}-{spec.kv_quant_mode.name}".replace("torch.", "")
+        yield kind if names[kind.name] == 1 else replace(kind, name=f"{kind.name}-{form.lower()}")
+
+
+def _form(spec: Any) -> tuple[object, ...]:
+    """What layers of one kind have in common."""
+    return (
+        type(spec),
+        _reach(spec),
+        releases.row_bytes(spec),
+        spec.num_kv_heads,
+        (spec.head_size, releases.value_head_size(spec)),
+        (spec.dtype, spec.kv_quant_mode),
+        releases.has_own_content(spec),
+    )
+
+
+def _by_form(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int
+) -> list[tuple[Any, list[str]]]:
+    """The layers of a KV cache group that have pages, by spec; ConfigError where it is not known.
+
+    vLLM puts layers that need equally many blocks into one group, whatever their rows. It tells
+    its workers the spec of each, and its scheduler that of the first alone: so what the scheduler's
+    side can make of that must be what the workers know.
+    """
+    group = kv_cache_config.kv_cache_groups[index]
+    pages = releases.forms_of_layers(kv_cache_config)
+    names = [name for name in group.layer_names if name in pages]
+    told: Any = group.kv_cache_spec
+    each = told.kv_cache_specs if isinstance(told, UniformTypeKVCacheSpecs) else None
+    first = told if each is None else next(iter(each.values()), told)
+    _check_spec(first)
+    if each is None and len({pages[name] for name in names}) <= 1:
+        return [(told, names)]
+    specs = {name: _derived(vllm_config, first, group.layer_names[0], name) for name in names}
+    if each is not None:
+        is_known = all(_same_form(each[name], specs[name]) for name in names)
+    else:  # as many forms as there are, and those of the same layers
+        forms = {name: _form(specs[name]) for name in names}
+        pairs = {(pages[name], forms[name]) for name in names}
+        is_known = len(pairs) == len(set(forms.values())) == len({pages[name] for name in names})
+    if not is_known:
+        raise ConfigError(
+            f"layers of this model keep KV of different forms in a group ({names[0]} and others), "
+            "and not by kv_cache_dtype_skip_layers alone, which cannot be shared yet; run this "
+            "model without kvpool"
+        )
+    found: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
+    for name, spec in specs.items():
+        _check_spec(spec)
+        found.setdefault(_form(spec), (spec, []))[1].append(name)
+    return list(found.values())
+
+
+def _same_form(spec: Any, other: Any) -> bool:
+    return isinstance(spec, AttentionSpec) and _form(spec) == _form(other)
+
+
+def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str) -> Any:
+    """The spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rule: layers that
+    `kv_cache_dtype_skip_layers` names keep KV in the model's type."""
+    cache = vllm_config.cache_config
+    skipped = [str(place_of(each)[0]) in cache.kv_cache_dtype_skip_layers for each in (of, name)]
+    if skipped[0] == skipped[1]:
+        return spec
+    kept = "auto" if skipped[1] else cache.cache_dtype
+    dtype = kv_cache_dtype_str_to_dtype(kept, vllm_config.model_config)
+    return replace(spec, dtype=dtype, kv_quant_mode=get_kv_quant_mode(kept))
+
+
+def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
+    """The scheduler's side sees one pipeline stage, and cannot tell the layers of others apart."""
+    cache, stages = vllm_config.cache_config, vllm_config.parallel_config.pipeline_parallel_size
+    named = [name for name in cache.kv_cache_dtype_skip_layers if name.isdecimal()]
+    if stages > 1 and named and cache.cache_dtype != "auto":
+        raise ConfigError(
+            "kv_cache_dtype_skip_layers names layers, whose KV is shared without pipeline "
+            "parallelism only; set pipeline_parallel_size to 1"
+        )
 
 
 def _kind_name(spec: Any, reach: Reach, num_heads: int) -> str:
@@ -156,10 +261,10 @@ def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
 
 def _is_own(name: str, total_layers: int) -> bool:
     """Whether a layer is one of the model's, not a draft model's."""
-    return _place(name)[0] < total_layers and not name.startswith("draft_model.")
+    return place_of(name)[0] < total_layers and not name.startswith("draft_model.")
 
 
-def _place(name: str) -> tuple[int, ...]:
+def place_of(name: str) -> tuple[int, ...]:
     """Where a layer stands in its model: its number, and the attention's where it has several."""
     place = tuple(int(part) for part in name.split(".") if part.isdecimal())
     if not place:
@@ -167,48 +272,22 @@ def _place(name: str) -> tuple[int, ...]:
     return place
 
 
-def local_layers(
-    kinds: Sequence[LayerKind], kv_cache_config: KVCacheConfig, total_layers: int
-) -> list[list[tuple[str, int]]]:
-    """This rank's layers and their groups, kind by kind, in model order.
-
-    Layers of a draft model are left out: their KV belongs to no position of the target. So are
-    layers that attend to the KV of another layer: they have no pages of their own, and whether
-    vLLM has added them to the group depends on the moment.
-    """
-    owners = releases.layers_with_pages(kv_cache_config)
-    return [
-        sorted(
-            (
-                (name, group)
-                for group in kind.groups
-                for name in kv_cache_config.kv_cache_groups[group].layer_names
-                if name in owners and _is_own(name, total_layers)
-            ),
-            key=lambda layer: _place(layer[0]),
-        )
-        for kind in kinds
-    ]
-
-
 def shared_kinds(
     vllm_config: "VllmConfig",
-    kv_cache_config: KVCacheConfig,
     kinds: Sequence[LayerKind],
     config: KVPoolConfig,
 ) -> tuple[Kind, ...]:
     """How the layers of each kind are cut into cells."""
     context = context_of(vllm_config, kinds, config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    stages = _stages(vllm_config, kv_cache_config, kinds)
     shared = []
-    for kind, layers in zip(kinds, stages, strict=True):
+    for kind, (layers, stages) in zip(kinds, _layers_and_stages(vllm_config, kinds), strict=True):
         topology = Topology(
             num_heads=_num_heads(vllm_config, kind.spec),
             tp_size=tp_size,
-            stages=layers,
+            stages=stages,
             layer_span=config.layer_span
-            or default_layer_span(layers[-1][1], kind.row_bytes, config.chunk_tokens),
+            or default_layer_span(len(layers), kind.row_bytes, config.chunk_tokens),
             per_head=config.per_head_storage,
             kind=kind.name,
             context=context,
@@ -218,7 +297,7 @@ def shared_kinds(
                 f"a rank holds {kind.spec.num_kv_heads} KV heads where {topology.heads_per_rank} "
                 "were expected; this model's heads cannot be shared"
             )
-        shared.append(Kind(topology, kind.row_bytes, kind.reach))
+        shared.append(Kind(topology, kind.row_bytes, kind.reach, layers))
     return tuple(shared)
 
 
@@ -267,33 +346,36 @@ def _named_heads(values: Mapping[str, Any], num_query_heads: int) -> Iterator[in
                 yield num_query_heads // each
 
 
-def _stages(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, kinds: Sequence[LayerKind]
-) -> list[tuple[tuple[int, int], ...]]:
-    """The layer range of each kind in each pipeline rank.
+_Layers = tuple[tuple[int, ...], ...]
+_Stages = tuple[tuple[int, int], ...]
 
-    The scheduler sees one stage's layer names only, so those of others are derived.
+
+def _layers_and_stages(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind]
+) -> list[tuple[_Layers, _Stages]]:
+    """Of each kind, the model's layers of all pipeline ranks, and which of them each rank has.
+
+    The scheduler sees one stage's layer names only, so those of others are derived; every rank
+    checks its own (`engine.layer_pages`).
     """
     total = vllm_config.model_config.get_total_num_hidden_layers()
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    here = local_layers(kinds, kv_cache_config, num_own_layers(vllm_config))
+    here = [tuple(place_of(name) for name, _ in kind.layers) for kind in kinds]
     if pp_size == 1:
-        return [((0, len(layers)),) for layers in here]
-    places = [_place(name) for layers in here for name, _ in layers]
-    if any(len(place) > 1 or place[0] >= total for place in places):
+        return [(layers, ((0, len(layers)),)) for layers in here]
+    if any(len(place) > 1 or place[0] >= total for layers in here for place in layers):
         raise ConfigError(
             "layers of this model have KV several times, which is shared without pipeline "
             "parallelism only; set pipeline_parallel_size to 1"
         )
-    pieces = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
-    if len(kinds) == 1:
-        return [tuple(pieces)]
-    of_layer = _kind_of_each_layer(vllm_config, kinds)
-    stages = []
+    bounds = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
+    of_layer = [0] * total if len(kinds) == 1 else _kind_of_each_layer(vllm_config, kinds)
+    found: list[tuple[_Layers, _Stages]] = []
     for i in range(len(kinds)):
-        counts = [of_layer[start:stop].count(i) for start, stop in pieces]
-        stages.append(tuple(pairwise(accumulate(counts, initial=0))))
-    return stages
+        layers = tuple((layer,) for layer in range(total) if of_layer[layer] == i)
+        counts = [of_layer[start:stop].count(i) for start, stop in bounds]
+        found.append((layers, tuple(pairwise(accumulate(counts, initial=0)))))
+    return found
 
 
 def _kind_of_each_layer(vllm_config: "VllmConfig", kinds: Sequence[LayerKind]) -> list[int]:

@@ -1,26 +1,36 @@
-"""What makes two engines' KV bytes the same: the digest behind a namespace.
+"""What makes two engines' KV bytes the same: the values behind a namespace.
 
-A whitelist of values, everything else being the weights' identity. Two engines that differ in any
-of them have different namespaces, and a mismatch is a miss.
+Weights, the model's files, vLLM's configuration (`factors.py`) and what lies in pages. Everything
+counts but for what a table leaves out with a reason. Engines that differ in any value have
+different namespaces, and a mismatch is a miss.
 """
 
 import hashlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_kvpool.adapt import releases
+from vllm_kvpool.adapt.factors import (
+    LEFT_OUT_OF_KV,
+    Table,
+    UnstableValueError,
+    canonical,
+    digest_of,
+    encoded,
+    factors,
+)
 from vllm_kvpool.cells import FORMAT_VERSION
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.hashing import SCHEME
 from vllm_kvpool.keys import Namespace, make_namespace
 from vllm_kvpool.layout.topology import Kind
-from vllm_kvpool.weights import sample_weights
+from vllm_kvpool.weights import known_sample
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT_DIGEST_BYTES = 16
 
-# Values of a model's configuration that change its KV. Not `to_dict()`: that carries the version
-# of the library that wrote it, which differs between environments.
+# Values of a model's configuration that are compared also where `weights_id` stands for its files,
+# with the defaults that files leave out.
 _ARCHITECTURE_FIELDS = (
     "model_type",
     "hidden_size",
@@ -79,20 +89,50 @@ _ARCHITECTURE_FIELDS = (
     "original_max_position_embeddings",
 )
 
-# Those are as vLLM has them, with defaults that a file leaves out. What else a file says may change
-# KV too, in ways that only the model's code knows; these say nothing of it.
-_CONFIG_FILES = ("config.json", "params.json")
-_NOT_OF_KV = (
-    "transformers_version",
-    "_name_or_path",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+# The files that a model's configuration is read from; `weights_id` stands for them, too.
+_CONFIG_FILES = frozenset(("config.json", "params.json"))
+
+# What they say, but for these, may change KV, in ways that only the model's code knows.
+_NAMES_LEFT_OUT = {
+    "transformers_version": "of the library that wrote the file",
+    "_name_or_path": "a name or path",
+    "dtype": "the engine's own counts",
+    "torch_dtype": "the engine's own counts",
+    "use_cache": "of another library's engine",
+    "initializer_range": "of weights before training",
+    "bos_token_id": "prompts are compared by their tokens",
+    "eos_token_id": "prompts are compared by their tokens",
+    "pad_token_id": "prompts are compared by their tokens",
+}
+
+# Files beside them that change no KV. Any other JSON file of a model counts: processors of media,
+# scales and options of quantisation, and what nobody has thought of.
+FILES_LEFT_OUT = {
+    "generation_config.json": "says how tokens are chosen",
+    "tokenizer.json": "prompts are compared by their tokens",
+    "tokenizer_config.json": "prompts are compared by their tokens",
+    "special_tokens_map.json": "prompts are compared by their tokens",
+    "added_tokens.json": "prompts are compared by their tokens",
+    "vocab.json": "prompts are compared by their tokens",
+    "tekken.json": "prompts are compared by their tokens",
+    "chat_template.json": "prompts are compared by their tokens",
+    "model.safetensors.index.json": "says which file holds which weights, which are sampled",
+    "pytorch_model.bin.index.json": "says which file holds which weights, which are sampled",
+    "consolidated.safetensors.index.json": "the same",
+}
+
+_MOST_SHOWN_BYTES = 1 << 20  # of a file; a longer one counts by a digest
+
+
+class Identity(NamedTuple):
+    """A namespace, and the values whose digest is in its name."""
+
+    namespace: Namespace
+    values: Mapping[str, Any]
+
+
+UNNAMED = Identity(Namespace(""), {})
+"""What a rank knows before it is told."""
 
 
 def engine_namespace(
@@ -100,34 +140,60 @@ def engine_namespace(
     config: KVPoolConfig,
     specs: Sequence[Any],
     kinds: Sequence[Kind],
-) -> Namespace:
-    """The namespace of an engine's cells. `specs` are vLLM's, of each kind of layers."""
+) -> Identity:
+    """The namespace of an engine's cells. `specs` are vLLM's, of each kind of layers.
+
+    Reads the model's files; raises OSError.
+    """
     model = vllm_config.model_config
-    text = model.hf_text_config
-    values = {
+    values: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "scheme": SCHEME.decode(),
         "chunk_tokens": config.chunk_tokens,
-        "namespace": config.namespace,
-        "weights": config.weights_id or weights_identity(vllm_config),
-        "architecture": {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)},
-        "configuration": {} if config.weights_id else configuration_files(model),
-        "rope": _rope(text, model.max_model_len),
-        "overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else "",
         "kinds": [_kind_values(*each) for each in zip(specs, kinds, strict=True)],
-        "kv_dtype": vllm_config.cache_config.cache_dtype,
         # Numbers are stored as this machine has them.
         "byte_order": sys.byteorder,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization or "",
+        "rope": _rope(model.hf_text_config, model.max_model_len),
+        **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_KV),
     }
     if not config.per_head_storage:
         values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
-    encoded = json.dumps(values, sort_keys=True, default=str).encode()
-    digest = hashlib.blake2b(encoded, digest_size=FORMAT_DIGEST_BYTES).hexdigest()
+    digest = hashlib.blake2b(encoded(values), digest_size=FORMAT_DIGEST_BYTES).hexdigest()
     name = str(model.served_model_name or model.model)
-    logger.debug("kvpool: format of %s: %s", name, encoded.decode())
-    return make_namespace(Path(str(model.model)).name or name, digest)
+    return Identity(make_namespace(Path(str(model.model)).name or name, digest), values)
+
+
+def model_values(
+    vllm_config: "VllmConfig", weights_id: str, namespace: str, left_out: Table
+) -> dict[str, Any]:
+    """What decides the values that a model computes: weights, files, vLLM's configuration.
+
+    A configuration that nobody could compare with another is shared with nobody, and a warning
+    says so. Raises OSError.
+    """
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    values: dict[str, Any] = {
+        "namespace": namespace,
+        "weights": weights_id or weights_identity(vllm_config),
+        "architecture": canonical(
+            {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)}
+        ),
+        "files": configuration_files(model, with_config=not weights_id),
+    }
+    try:
+        values["engine"] = factors(vllm_config, left_out)
+        if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
+            values["configuration"] = _what_may_change_kv(canonical(model.hf_config.to_dict()))
+    except UnstableValueError as error:
+        logger.warning(
+            "kvpool: %s, so this engine shares nothing with others; leave the option out, or write "
+            "it as plain values",
+            error,
+        )
+        transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
+        values["alone"] = [vllm_config.instance_id, transfer.engine_id if transfer else ""]
+    return values
 
 
 def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
@@ -135,7 +201,8 @@ def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
     return {
         "kind": kind.name,
         "heads": topology.num_heads,
-        "layers": topology.stages[-1][1],
+        # Keys count layers within their kind.
+        "layers": kind.layers,
         "row_bytes": kind.row_bytes,
         "head_sizes": (spec.head_size, releases.value_head_size(spec)),
         "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
@@ -145,24 +212,49 @@ def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
     }
 
 
-def configuration_files(model: Any) -> dict[str, Any]:
-    """What the files that a model's configuration was read from say, as far as they are here."""
-    directory = local_directory(model.hf_config_path or str(model.model), model.revision)
-    said: dict[str, Any] = {}
-    for path in () if directory is None else map(directory.joinpath, _CONFIG_FILES):
-        if path.is_file():
-            said[path.name] = _what_may_change_kv(path.read_bytes())
-    return said
+def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, Any]:
+    """What a model's files say, as far as they are here, but for weights; raises OSError.
+
+    Its own code counts where it may run.
+    """
+    revision = model.revision
+    paths = _files_of(local_directory(str(model.model), revision), model.trust_remote_code)
+    if model.hf_config_path:
+        elsewhere = _files_of(local_directory(model.hf_config_path, revision), False)
+        paths = {name: path for name, path in paths.items() if name not in _CONFIG_FILES}
+        paths |= {name: path for name, path in elsewhere.items() if name in _CONFIG_FILES}
+    return {
+        name: _content_of(path)
+        for name, path in sorted(paths.items())
+        if with_config or name not in _CONFIG_FILES
+    }
 
 
-def _what_may_change_kv(content: bytes) -> Any:
-    try:
-        values = json.loads(content)
-    except ValueError:
-        return content.hex()
+def _files_of(directory: Path | None, may_run: bool) -> dict[str, Path]:
+    suffixes = (".json", ".py") if may_run else (".json",)
+    return {
+        path.name: path
+        for path in (() if directory is None else directory.iterdir())
+        if path.suffix in suffixes and path.name not in FILES_LEFT_OUT and path.is_file()
+    }
+
+
+def _content_of(path: Path) -> Any:
+    content = path.read_bytes()
+    if path.suffix == ".json" and len(content) <= _MOST_SHOWN_BYTES:
+        try:
+            values = json.loads(content)
+        except ValueError:
+            pass
+        else:
+            return _what_may_change_kv(values) if path.name in _CONFIG_FILES else values
+    return {"digest": digest_of(content)}
+
+
+def _what_may_change_kv(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
-    return {name: value for name, value in values.items() if name not in _NOT_OF_KV}
+    return {name: value for name, value in values.items() if name not in _NAMES_LEFT_OUT}
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
@@ -186,7 +278,7 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         tp = vllm_config.parallel_config.tensor_parallel_size
         return f"dummy:{model.seed}:tp{tp}"
     directory = local_directory(str(model.model), model.revision)
-    sampled = sample_weights(directory) if directory is not None else None
+    sampled = known_sample(directory) if directory is not None else None
     if sampled is not None:
         return f"sample:{sampled}"
     logger.warning(
@@ -194,7 +286,7 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         "weights if name and revision are the same; set weights_id to say what they are",
         model.model,
     )
-    return f"name:{model.model}@{model.revision}"
+    return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
 
 
 def local_directory(name: str, revision: str | None) -> Path | None:

@@ -85,13 +85,17 @@ def has_loads_within_steps() -> bool:
     return "has_sync_kv_loads" in {field.name for field in fields(SchedulerOutput)}
 
 
-def layers_with_pages(kv_cache_config: Any) -> frozenset[str]:
-    """The layers that pages are allocated for, on this rank."""
-    return frozenset(
-        name
-        for tensor in kv_cache_config.kv_cache_tensors
+def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
+    """The layers that pages are allocated for, on this rank; of a KV cache group those with equal
+    values have equal specs.
+
+    Newer releases describe such layers together, older ones give each layer a tensor of its size.
+    """
+    return {
+        name: number if hasattr(tensor, "layers") else tensor.size
+        for number, tensor in enumerate(kv_cache_config.kv_cache_tensors)
         for name in (tensor.layers if hasattr(tensor, "layers") else tensor.shared_by)
-    )
+    }
 
 
 def hit_source(kinds: Sequence[str]) -> Any:

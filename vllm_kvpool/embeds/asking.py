@@ -48,15 +48,15 @@ class Asking:
         if item is None or item.state is not State.BOOTSTRAPPING or not told.gone:
             return
         item.gone.add(peer)
-        if self._is_gone(item):
+        if self.is_gone(item):
             text = "nobody keeps it any more; send the request to an encoder again"
             self._desk.fail(item, Code.GONE, text, now)
 
-    def _is_gone(self, item: Item) -> bool:
+    def is_gone(self, item: Item) -> bool:
         """Whether all who may have it have said so; who is named may not be there yet."""
         gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
         if item.peers:
-            return item.peers <= frozenset().union(*gone)
+            return item.peers <= item.refused.union(*gone)
         return len(gone) == len(self.peers)
 
     def _asked_of(self, item: Item) -> list[str]:

@@ -23,13 +23,15 @@ from vllm_kvpool.adapt import ascend, epochs
 from vllm_kvpool.adapt import embeds as adapt
 from vllm_kvpool.adapt.embeds_stats import EmbedsProm, EmbedsStats
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
+from vllm_kvpool.embeds.allowed import AllowedPeers
 from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView, StepMeta
+from vllm_kvpool.embeds.scheduler import ALONE_S, EmbedsScheduler, Feature, RequestView, StepMeta
+from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
-from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import register
 
 if TYPE_CHECKING:
@@ -57,13 +59,14 @@ class KVPoolECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
         ascend.share_engine()
+        AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
-        self._base = adapt.base_fingerprint(vllm_config, self._config)
         self._scheduler_side: EmbedsScheduler | None = None
         self._worker_side: EmbedsWorker | None = None
         self._views: dict[str, RequestView] = {}
         self._closed = False
         if role is ECConnectorRole.SCHEDULER:
+            self._base = adapt.base_fingerprint(vllm_config, self._config)
             self._scheduler_side = self._make_scheduler()
             epochs.install()
             epochs.watch(self._scheduler_side, vllm_config.model_config)
@@ -74,9 +77,11 @@ class KVPoolECConnector(ECConnectorBase):
     def _make_scheduler(self) -> EmbedsScheduler:
         # An encoder's output is the same on all of its ranks: one sends.
         local = self._endpoints.local if self.is_consumer else self._endpoints.local[:1]
-        keys = read_keys(self._config.curve_dir)
+        config = self._config
+        keys = read_keys(config.curve_dir)
+        rhythm = Rhythm(config.heartbeat_s, config.heartbeat_max_failures)
         return EmbedsScheduler(
-            WorkerLinks(local, self._engine_id, keys),
+            WorkerLinks(local, self._engine_id, keys, rhythm),
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(self._config.peers),
@@ -84,6 +89,7 @@ class KVPoolECConnector(ECConnectorBase):
             retain_bytes=self._config.nbytes("retain_bytes"),
             max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             own_endpoint=self._endpoints.advertised[0],
+            alone_s=min(ALONE_S, config.bootstrap_timeout_s),
         )
 
     @property
@@ -97,19 +103,22 @@ class KVPoolECConnector(ECConnectorBase):
     def start_worker_services(self) -> None:
         """The model is loaded: open the window and the sockets."""
         assert self.role is ECConnectorRole.WORKER
+        if not adapt.is_first_stage(self._vllm_config) or self._worker_side is not None:
+            return
         role = _ROLES[self.is_producer, self.is_consumer]
         place = Place(
             role,
             self._engine_id,
-            self._base,
+            adapt.told_by_first_rank(
+                lambda: adapt.base_fingerprint(self._vllm_config, self._config)
+            ),
             adapt.tp_rank(self._vllm_config),
             self._endpoints.listen,
             self._endpoints.advertised,
             self._endpoints.host,
             self._vllm_config.parallel_config.data_parallel_index,
         )
-        takes_part = place.sends or place.receives
-        if adapt.is_first_stage(self._vllm_config) and takes_part and self._worker_side is None:
+        if place.sends or place.receives:
             self._worker_side = EmbedsWorker(self._config, place)
 
     def start_save_caches(self, **kwargs: Any) -> None:
@@ -156,7 +165,9 @@ class KVPoolECConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
         """The step's word for the workers."""
-        is_idle = not scheduler_output.total_num_scheduled_tokens
+        # Data-parallel engines step together: one that waits holds up all.
+        is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
+        is_idle = is_alone and not scheduler_output.total_num_scheduled_tokens
         freed = scheduler_output.free_encoder_mm_hashes
         return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
 
@@ -227,7 +238,7 @@ class KVPoolECConnector(ECConnectorBase):
             if self._config.stats_file:
                 rank = self._vllm_config.parallel_config.data_parallel_index
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                write_stats(path, self._scheduler_side.tally.snapshot())
+                StatsFile(path, self._scheduler_side.tally).close()
 
 
 _ROLES = {

@@ -17,11 +17,12 @@ from vllm_kvpool.embeds.effects import Connect, Effect, Tell
 from vllm_kvpool.embeds.grants import Grants
 from vllm_kvpool.embeds.items import Item, Peer
 from vllm_kvpool.embeds.limits import ConsumerLimits
-from vllm_kvpool.embeds.offers import Offers
+from vllm_kvpool.embeds.offers import OTHER_ENCODING, Offers
 from vllm_kvpool.embeds.protocol import (
     CancelAck,
     Code,
     Expect,
+    ItemNews,
     NeedGrant,
     Offer,
     RevokeAck,
@@ -66,9 +67,15 @@ class Consumer:
     def expect(self, told: Expect, now: float) -> None:
         """A request waits for an item."""
         item = self.desk.items.get(told.mm_hash)
+        if item is not None and told.digest and item.digest not in ("", told.digest):
+            self.desk.end(item, ItemEvent.CANCEL, Code.CONFLICT, OTHER_ENCODING, now)
+            item = None
         if item is None:
             item = self.desk.items[told.mm_hash] = Item(told.mm_hash, now)
         was_asked = item.asked
+        if told.digest:
+            item.wanted_digest = told.digest
+            self._offers.keep_only(item, told.digest)
         item.order = min(item.order, told.order) if was_asked else told.order
         self.desk.admission.reorder(item, was_asked)
         item.patience_s = max(item.patience_s, self._asking.patience_s(told.patience_s))
@@ -84,7 +91,9 @@ class Consumer:
         if item.state is State.SUCCESS:
             self.desk.tell_ready(item)
             return
-        if told.is_pushed and not told.peers:
+        if item.sources and not was_asked:
+            self.desk.tell_encoding(item)
+        if told.is_pushed and not told.peers and not told.digest:
             item.wanted_at = now
         self._asking.want(item, now)
         self.desk.pump_at = now
@@ -119,6 +128,24 @@ class Consumer:
             text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
             self.desk.fail(item, Code.TOO_LARGE, text, now)
             self.desk.pump_at = now
+
+    def not_ready(self, mm_hash: str, text: str, now: float) -> None:
+        """An item whose rows are all here cannot be handed over."""
+        item = self.desk.items.get(mm_hash)
+        if item is not None and item.state is State.SUCCESS:
+            self.desk.effects.append(Tell(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
+            self.desk.drop(item)
+            self.desk.pump_at = now
+
+    def refused(self, endpoint: str, text: str, now: float) -> None:
+        """A request has named an endpoint that is not connected to."""
+        for item in list(self.desk.items.values()):
+            if endpoint not in item.peers or item.state is not State.BOOTSTRAPPING:
+                continue
+            item.refused |= {endpoint}
+            if item.refused >= item.peers:
+                self.desk.fail(item, Code.UNREACHABLE, text, now)
+                self.desk.pump_at = now
 
     def begin_epoch(self, now: float) -> None:
         """Nothing that was encoded before is used."""

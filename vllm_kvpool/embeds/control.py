@@ -1,18 +1,22 @@
 """The control thread's loop: what arrives, both machines, and what their effects ask for.
 
 Owner of all sockets, of `Consumer`, `Producer` and `Peers`. Inbox: frames, and calls that other
-threads post. It decides nothing that a machine can decide and moves no rows: hands do that.
+threads post. It decides nothing that a machine can decide and moves no rows: hands do that. A bug
+costs the message or the effect that shows it (`guard.py`); what ends the loop is told to the
+engine's scheduler.
 """
 
 import logging
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
+from vllm_kvpool.embeds.allowed import AllowedPeers
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.effects import (
     Allocate,
@@ -27,11 +31,14 @@ from vllm_kvpool.embeds.effects import (
     Tell,
     Write,
 )
+from vllm_kvpool.embeds.guard import BEGIN, PERFORM, TICK, CannotGoOn, Guard
+from vllm_kvpool.embeds.log_limit import LogLimit
 from vllm_kvpool.embeds.peers import Peers
 from vllm_kvpool.embeds.producer import Producer
 from vllm_kvpool.embeds.protocol import (
     Cancel,
     CancelAck,
+    Code,
     Complete,
     Envelope,
     Epoch,
@@ -39,6 +46,7 @@ from vllm_kvpool.embeds.protocol import (
     Forget,
     Goodbye,
     Grant,
+    Heartbeat,
     Held,
     Hello,
     ItemNews,
@@ -60,10 +68,11 @@ from vllm_kvpool.embeds.protocol import (
     decode,
     decode_body,
 )
+from vllm_kvpool.embeds.resolver import Resolver
 from vllm_kvpool.embeds.rows import ItemShape
 from vllm_kvpool.embeds.session import Rhythm, Session, SessionState
-from vllm_kvpool.embeds.sockets import Frame, Link, Sockets
-from vllm_kvpool.embeds.states import IllegalEvent
+from vllm_kvpool.embeds.sockets import Frame, Sockets
+from vllm_kvpool.embeds.threads import CONTROL
 from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.metrics import Tally
 
@@ -108,6 +117,8 @@ class Control:
         consumer: Consumer | None,
         producer: Producer | None,
         peers: Iterable[str] = (),
+        allowed: AllowedPeers | None = None,
+        log: LogLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sockets = sockets
@@ -128,8 +139,23 @@ class Control:
         self._early: list[tuple[int, Call]] = []  # of epochs that have not begun here yet
         self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
+        self._guard = Guard(self.counts, log or LogLimit(logger, clock))
+        self._resolver = Resolver(
+            lambda answer: self.post(lambda now: self._peers.resolved(*answer, now)),
+            self.thread_died,
+        )
         self._peers = Peers(
-            hello, sockets, rhythm, consumer, producer, self.counts, self._tell_all, clock
+            hello,
+            sockets,
+            rhythm,
+            consumer,
+            producer,
+            self.counts,
+            self._tell_all,
+            clock,
+            self._guard,
+            allowed or AllowedPeers(),
+            self._resolver.look_up,
         )
         self.tally = Tally()
         self.missing: frozenset[str] = frozenset()
@@ -146,6 +172,20 @@ class Control:
         if self._is_asleep:
             self._is_asleep = False  # one is enough
             self._sockets.wake()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has ended, in order or not. Read by any thread."""
+        return self._is_over
+
+    def thread_died(self, name: str, error: BaseException) -> None:
+        """Note the death of a thread. Any thread."""
+        text = "kvpool: the thread %s has died; what it was about counts as failed"
+        self._guard.log.log(logging.ERROR, "death", name, text, name, error=error)
+        self.post(lambda now: self._count("dead_threads"))
+
+    def _count(self, event: str) -> None:
+        self.counts[event] += 1
 
     def stop(self) -> None:
         """End the loop."""
@@ -172,18 +212,39 @@ class Control:
     # The loop
 
     def run(self) -> None:
-        """Until `stop`. Nothing that a peer sends ends it."""
+        """Until `stop`. Nothing that a peer sends ends it; where something does, that is logged and
+        told to the own scheduler."""
         try:
             now = self._clock()
+            self._peers.look_up_names(now)
             for endpoint in self._endpoints:
-                self._peers.connect(endpoint, now, is_configured=True)
+                self._peers.connect_configured(endpoint, now)
             while not self._stopping:
                 self.turn(self._timeout())
             self._finish()
+        except BaseException as error:
+            self._die(error)
         finally:
             self._is_over = True
+            self.missing = frozenset()
             self._inbox = queue.SimpleQueue()
             self._early.clear()
+            self._resolver.close()
+
+    def _die(self, error: BaseException) -> None:
+        """Say so while that works: whoever does not hear of it finds out by its own clock."""
+        logger.critical(
+            "kvpool: the thread %s has died: this rank sends and takes no embeddings until the "
+            "engine is restarted; requests are encoded here where their media are, or fail",
+            CONTROL,
+            exc_info=error,
+        )
+        with suppress(BaseException):
+            self._count("dead_threads")
+            now = self._clock()
+            self._tell_numbers(now)
+            self._peers.tell(Goodbye(), now)
+            self._peers.flush(float("inf"))
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something, and do all that is due."""
@@ -194,37 +255,21 @@ class Control:
         now = self._clock()
         # What threads have posted happened before what peers have heard of it and answer.
         for _ in range(self._inbox.qsize()):
-            self._guarded(self._inbox.get_nowait(), now)
+            self._guard("call", self._inbox.get_nowait(), now)
         for frame in frames:
             self._receive(frame, now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
-            self._guarded(self._tick, now)
+            self._guard(TICK, self._tick, now)
         self._perform(now)
-        self._hands.begin()
+        self._guard(BEGIN, self._hands.begin)
         self._peers.flush(now)
         if now >= self._next_look:
-            self._look(now)
+            self._guard("look", self._look, now)
 
     def _timeout(self) -> float:
         next_at = min(self._next_tick, self._next_look, self._peers.outbox.next_at())
         return max(0.001, next_at - self._clock())
-
-    def _guarded(self, call: Callable[..., None], *args: object) -> bool:
-        """A bug that one message shows costs that message; whether there was none."""
-        try:
-            call(*args)
-            return True
-        except ProtocolError as error:
-            self._note_bad(error)
-        except (IllegalEvent, AssertionError, LookupError):
-            self.counts["internal_errors"] += 1
-            logger.exception("kvpool: an embedding message could not be handled")
-        return False
-
-    def _note_bad(self, error: ProtocolError) -> None:
-        self.counts["bad_messages"] += 1
-        logger.warning("kvpool: a peer has sent what cannot be: %s", error)
 
     def _tick(self, now: float) -> None:
         self._peers.tick(now)
@@ -244,19 +289,43 @@ class Control:
 
     def _perform(self, now: float) -> None:
         if self._consumer is not None:
-            self._do_all(self._consumer.take_effects(), now)
+            self._guard(PERFORM, self._do_all, self._consumer.take_effects, now)
         if self._producer is not None:
-            effects = self._producer.take_effects()
-            self._do_all(effects, now)
-            if effects:
-                self._next_look = self._last_look + LOOK_EVERY_S
+            self._guard(PERFORM, self._do_all, self._producer.take_effects, now)
 
-    def _do_all(self, effects: Sequence[Effect], now: float) -> None:
+    def _do_all(self, take: Callable[[], list[Effect]], now: float) -> None:
+        effects = take()
+        lost: set[str] = set()  # items that are not ready after all
         for effect in effects:
             if type(effect) is Send:  # every other one
-                self._peers.send_to(effect.peer, effect.body, now)
-            else:
-                self._do(effect, now)
+                self._guard("send", self._peers.send_to, effect.peer, effect.body, now)
+            elif lost and isinstance(effect, Tell) and effect.news.mm_hash in lost:
+                pass
+            elif not self._guard("effect", self._do, effect, now):
+                if isinstance(effect, Ready):
+                    lost.add(effect.mm_hash)
+                self._guard("effect", self._do_without, effect, now)
+        if effects and self._producer is not None:
+            self._next_look = min(self._next_look, self._last_look + LOOK_EVERY_S)
+
+    def _do_without(self, effect: Effect, now: float) -> None:
+        """An effect has failed: say so to whoever waits for what it was to begin."""
+        consumer, producer, text = self._consumer, self._producer, "a bug in this engine"
+        match effect:
+            case Tell():
+                raise CannotGoOn("the own scheduler cannot be told what became of an item")
+            case Drain(gid) if consumer is not None:
+                consumer.drained(gid, False, now)
+            case Allocate(mm_hash) if consumer is not None:
+                consumer.no_memory(mm_hash, text, now)
+            case Ready(mm_hash) if consumer is not None:
+                consumer.not_ready(mm_hash, text, now)
+            case Prepare(sid) if producer is not None:
+                producer.prepared(sid, "", now)
+            case Write(tid, gid) if producer is not None:
+                producer.written(tid, gid, WriteFailed(tid, gid, False, text), now)
+            case _:
+                pass
 
     def _look(self, now: float) -> None:
         """What is missing at the producer, and how much it holds."""
@@ -329,31 +398,33 @@ class Control:
 
     def _receive(self, frame: Frame, now: float) -> None:
         """What is in a frame, each message on its own."""
+        self._guard.peer = frame.link.endpoint or frame.address
         try:
             envelope = decode(frame.data)
         except ProtocolError as error:
-            self._note_bad(error)
+            self._guard.bad_message(error)
             return
-        self._guarded(self._hear, frame.link, envelope, envelope.body, now)
+        self._guard("message", self._hear, frame, envelope, envelope.body, now)
         more = iter(envelope.more)
-        while not self._guarded(self._hear_further, frame.link, envelope, more, now):
-            pass  # with the message behind the bad one
+        for _ in envelope.more:  # each bad one ends a call, and the next goes on behind it
+            if self._guard("message", self._hear_further, frame, envelope, more, now):
+                return
 
     def _hear_further(
-        self, link: Link, envelope: Envelope, more: Iterator[msgspec.Raw], now: float
+        self, frame: Frame, envelope: Envelope, more: Iterator[msgspec.Raw], now: float
     ) -> None:
-        is_told = self._peers.is_told_by_peer(link, envelope)
+        is_told = self._peers.is_told_by_peer(frame.link, envelope)
         for raw in more:
             body = decode_body(raw)
             handler = self._handlers.get(type(body))
             if handler is not None and is_told:
                 handler(envelope.source, body, now)  # the first message was a sign of life
             else:
-                self._hear(link, envelope, body, now)
-                is_told = self._peers.is_told_by_peer(link, envelope)
+                self._hear(frame, envelope, body, now)
+                is_told = self._peers.is_told_by_peer(frame.link, envelope)
 
-    def _hear(self, link: Link, envelope: Envelope, body: Message, now: float) -> None:
-        session = self._peers.hear(link, envelope, body, now)
+    def _hear(self, frame: Frame, envelope: Envelope, body: Message, now: float) -> None:
+        session = self._peers.hear(frame, envelope, body, now)
         if session is None:
             pass
         elif session.is_of_scheduler:
@@ -361,7 +432,7 @@ class Control:
         else:
             session.heard(now)
             self._from_peer(envelope.source, session, body, now)
-        self._peers.act(link, now)
+        self._peers.act(frame.link, now)
 
     def _from_peer(self, source: str, session: Session, body: Message, now: float) -> None:
         if isinstance(body, Unknown):
@@ -377,14 +448,21 @@ class Control:
 
     def _from_scheduler(self, body: Message, now: float) -> None:
         match body:
-            case Expect() if self._consumer is not None:
-                self._consumer.expect(body, now)
+            case Expect(mm_hash) if self._consumer is not None:
+                if not self._guard("expect", self._consumer.expect, body, now):
+                    news = ItemNews(mm_hash, code=Code.CLOSED, text="a bug in this engine")
+                    self._do(Tell(news), now)
             case Forget(mm_hash) if self._consumer is not None:
                 self._consumer.forget(mm_hash, now)
             case Push() if self._producer is not None:
                 self._producer.push(body, now)
             case Epoch(number, fingerprint):
-                self.begin_epoch(number, fingerprint, now)
+                try:
+                    self.begin_epoch(number, fingerprint, now)
+                except Exception as error:  # it may still send what was encoded before
+                    raise CannotGoOn("a change of the weights was not taken in") from error
+            case Heartbeat(answer=False):
+                self._peers.tell(Heartbeat(answer=True), now)
             case _:
                 pass
 
@@ -416,8 +494,6 @@ class Control:
     def epoch(self) -> int:
         """Of the weights; read by the control thread."""
         return self._peers.hello.epoch
-
-    # What sessions want
 
 
 Handler = Callable[..., None]

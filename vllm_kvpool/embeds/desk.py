@@ -53,6 +53,13 @@ class Desk:
         assert item.shape is not None
         self.effects.append(Tell(ItemNews(item.mm_hash, item.digest, item.shape.rows)))
 
+    def tell_encoding(self, item: Item) -> None:
+        """The own scheduler hears which encoding comes here, where other ranks may get another."""
+        if self.limits.num_ranks > 1 and item.asked:
+            assert item.shape is not None
+            news = ItemNews(item.mm_hash, item.digest, item.shape.rows, offered=True)
+            self.effects.append(Tell(news))
+
     def tell_grant(self, granted: Granted, now: float) -> None:
         """Its producer may write."""
         granted.told_at = now

@@ -15,10 +15,10 @@ import msgspec
 
 from vllm_kvpool.embeds.batches import batches_of
 from vllm_kvpool.embeds.effects import Drain
+from vllm_kvpool.embeds.log_limit import LogLimit
 from vllm_kvpool.embeds.rows import ItemShape
 from vllm_kvpool.embeds.run_bytes import Bytes, drain
-
-logger = logging.getLogger(__name__)
+from vllm_kvpool.embeds.threads import DRAINER, Died, WorkThread
 
 JOIN_S = 0.5
 BUSY_BYTES = 4 << 20  # what a thread has before the next one is woken: under a millisecond's work
@@ -71,20 +71,26 @@ class Drainers:
         window: Bytes,
         threads: int,
         done: Callable[[Sequence[tuple[int, bool]]], None],
+        died: Died,
+        log: LogLimit,
     ) -> None:
+        self._log = log
         self._window = window
         self._done = done
         self._lock = threading.Lock()  # guards `_turns`
         self._turns = Turns(threads)
         self._queues = [queue.SimpleQueue[list[Landed] | None]() for _ in range(threads)]
         self._threads = [
-            threading.Thread(
-                target=self._run, args=(inbox,), name=f"kvpool-ec-drain-{n}", daemon=True
+            WorkThread(
+                f"{DRAINER}-{n}",
+                take=inbox.get,
+                perform=self._drain_all,
+                failed=_none_of,
+                report=self._report,
+                died=died,
             )
             for n, inbox in enumerate(self._queues)
         ]
-        for thread in self._threads:
-            thread.start()
 
     def put(self, pieces: Iterable[Landed]) -> None:
         """Drain these, as soon as what came before is done."""
@@ -104,17 +110,15 @@ class Drainers:
         for thread in self._threads:
             thread.join(JOIN_S)
 
-    def _run(self, inbox: "queue.SimpleQueue[list[Landed] | None]") -> None:
-        while (batch := inbox.get()) is not None:
-            self._drain_all(batch)
-            del batch  # it has items, which would be kept until the next ones come
+    def _drain_all(self, batch: list[Landed]) -> "_Drained":
+        return batch, [self._drain(piece) for piece in batch]
 
-    def _drain_all(self, batch: list[Landed]) -> None:
-        said = [(piece.work.gid, self._drain(piece)) for piece in batch]
+    def _report(self, drained: "_Drained") -> None:
+        batch, same = drained
         with self._lock:
             for piece in batch:
                 self._turns.end(piece.work.mm_hash, piece.nbytes)
-        self._done(said)
+        self._done([(piece.work.gid, each) for piece, each in zip(batch, same, strict=True)])
 
     def _drain(self, piece: Landed) -> bool:
         """Whether what has arrived is what was sent."""
@@ -122,6 +126,14 @@ class Drainers:
         try:
             found = drain(self._window, piece.planes, piece.shape, work.runs, work.gid)
             return found == work.digests
-        except Exception:  # a lane reports whatever happens
-            logger.exception("kvpool: rows could not be copied out of the window")
+        except Exception as error:  # costs these rows alone
+            text = "kvpool: rows of %s could not be copied out of the window"
+            self._log.log(logging.ERROR, "drain", "", text, work.mm_hash, error=error)
             return False
+
+
+_Drained = tuple[list[Landed], list[bool]]  # pieces, and whether each is what was sent
+
+
+def _none_of(batch: list[Landed]) -> _Drained:
+    return batch, [False] * len(batch)

@@ -20,10 +20,12 @@ from vllm_kvpool.embeds.dataplane import LandingMemory, RowWrite, WriterPlane
 from vllm_kvpool.embeds.drainers import Drainers, Landed
 from vllm_kvpool.embeds.effects import Drain, Write
 from vllm_kvpool.embeds.kept_memory import KeptMemory
+from vllm_kvpool.embeds.log_limit import LogLimit
 from vllm_kvpool.embeds.protocol import Window, WriteFailed, Wrote
 from vllm_kvpool.embeds.rows import ItemShape
 from vllm_kvpool.embeds.run_bytes import Bytes, check_planes, item_name, sampled_bytes
 from vllm_kvpool.embeds.tensors import HostCopy, Tensor, allocate, as_bytes, tensors_of
+from vllm_kvpool.embeds.threads import WRITER, WorkThread
 from vllm_kvpool.embeds.two_lines import TwoLines
 from vllm_kvpool.embeds.writes import WriteError
 
@@ -35,8 +37,6 @@ WRITE_BATCH_BYTES = 4 << 20
 
 SOURCES, WRITES = 0, 1  # lines of work
 
-Work = Callable[[], None]
-
 
 class Reports(Protocol):
     """Where ends are told; any thread."""
@@ -44,6 +44,7 @@ class Reports(Protocol):
     def drained(self, grants: Sequence[tuple[int, bool]]) -> None: ...
     def prepared(self, sources: Sequence[tuple[int, str]]) -> None: ...
     def written(self, results: Sequence[Wrote | WriteFailed]) -> None: ...
+    def thread_died(self, name: str, error: BaseException) -> None: ...
 
 
 @dataclass(slots=True)
@@ -63,6 +64,26 @@ class Source:
     planes: list[Bytes] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Preparing:
+    """Sources that one writer brings into host memory."""
+
+    sources: list[tuple[int, Source]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """Writes to one window that go together."""
+
+    window: Window
+    writes: list[tuple[Write, Source]]
+
+
+_Work = _Preparing | _Writing
+_Told = Callable[[], None]
+"""Tells what came of work."""
+
+
 class MovingHands:
     """See the module docstring. `landing` is a consumer's, `plane` a producer's; else None."""
 
@@ -75,8 +96,10 @@ class MovingHands:
         writers: int,
         drainers: int,
         kept_bytes: int = 0,
+        log: LogLimit | None = None,
     ) -> None:
         self._reports = reports
+        self._log = log or LogLimit(logger)
         self._landing = landing
         self._plane = plane
         self._memory = KeptMemory(kept_bytes)  # the control thread's, as
@@ -87,21 +110,24 @@ class MovingHands:
         self._landed: list[Landed] = []  # this turn's
         self._to_prepare: list[tuple[int, Source]] = []
         self._to_write: dict[Window, list[tuple[Write, Source]]] = {}
-        self._work: TwoLines[Work] = TwoLines()
-        self._drainers = Drainers(landing.array, drainers, reports.drained) if landing else None
+        self._work: TwoLines[_Work] = TwoLines()
+        died = reports.thread_died
+        self._drainers = (
+            Drainers(landing.array, drainers, reports.drained, died, self._log) if landing else None
+        )
         # One brings sources to the host while others write; else a thousand outputs of one step
         # would all have to be there before the first row leaves.
         self._writers = [
-            threading.Thread(
-                target=self._work_loop,
-                args=(WRITES if n else SOURCES,),
-                name=f"kvpool-ec-write-{n}",
-                daemon=True,
+            WorkThread(
+                f"{WRITER}-{n}",
+                take=partial(self._work.get, WRITES if n else SOURCES),
+                perform=self._perform,
+                failed=self._failed,
+                report=_tell,
+                died=died,
             )
             for n in range(writers if plane else 0)
         ]
-        for thread in self._writers:
-            thread.start()
 
     # Consumer
 
@@ -166,61 +192,70 @@ class MovingHands:
         if self._to_prepare:
             sources, self._to_prepare = self._to_prepare, []
             for batch in batches_of(sources, lambda each: sampled_bytes(each[1].shape)):
-                self._work.put(SOURCES, partial(self._prepare_all, batch))
+                self._work.put(SOURCES, _Preparing(batch))
         if self._to_write:
             windows, self._to_write = self._to_write, {}
             for window, writes in windows.items():
                 for part in batches_of(writes, _written_bytes, WRITE_BATCH_BYTES):
-                    self._work.put(WRITES, partial(self._write_all, window, part))
+                    self._work.put(WRITES, _Writing(window, part))
 
     # Writers' threads
 
-    def _prepare_all(self, sources: list[tuple[int, Source]]) -> None:
-        self._reports.prepared([(sid, self._prepare(source)) for sid, source in sources])
+    def _perform(self, work: _Work) -> _Told:
+        if isinstance(work, _Preparing):
+            named = [(sid, self._prepare(source)) for sid, source in work.sources]
+            return partial(self._reports.prepared, named)
+        return partial(self._reports.written, self._write_all(work))
+
+    def _failed(self, work: _Work) -> _Told:
+        """What is told of work that its thread died of."""
+        if isinstance(work, _Preparing):
+            return partial(self._reports.prepared, [(sid, "") for sid, _ in work.sources])
+        error = WriteError("the thread that wrote it has died", quiesced=False)
+        return partial(self._reports.written, [_result(each, error) for each, _ in work.writes])
 
     def _prepare(self, source: Source) -> str:
         try:
             planes = [as_bytes(copy.wait()) for copy in source.copies]
             check_planes(planes, source.shape)
             digest = item_name(planes)
-        except Exception:  # a thread reports whatever happens
-            logger.exception("kvpool: an encoder's output could not be read")
+        except Exception as error:  # costs this source alone
+            text = "kvpool: an encoder's output could not be read"
+            self._log.log(logging.ERROR, "prepare", "", text, error=error)
             return ""
         source.planes = planes
         return digest
 
-    def _write_all(self, window: Window, writes: list[tuple[Write, Source]]) -> None:
+    def _write_all(self, work: _Writing) -> list[Wrote | WriteFailed]:
         assert self._plane is not None
         given = []
-        for work, source in writes:
+        for write, source in work.writes:
             assert source.planes is not None
-            given.append(RowWrite(source.planes, source.shape, work.runs, work.gid))
+            given.append(RowWrite(source.planes, source.shape, write.runs, write.gid))
+        results: Sequence[tuple[int, ...] | WriteError]
         try:
-            results = self._plane.write_all(window, given)
+            results = self._plane.write_all(work.window, given)
         except Exception as error:
-            logger.exception("kvpool: rows could not be written")
-            results = [WriteError(repr(error), quiesced=False) for _ in writes]
-        self._reports.written(
-            [_result(work, result) for (work, _), result in zip(writes, results, strict=True)]
-        )
-
-    def _work_loop(self, first: int) -> None:
-        while (work := self._work.get(first)) is not None:
-            work()
-            del work  # it has items, which would be kept until the next ones come
+            text = "kvpool: rows could not be written"
+            self._log.log(logging.ERROR, "write", "", text, error=error)
+            results = [WriteError(repr(error), quiesced=False)] * len(given)
+        pairs = zip(work.writes, results, strict=True)
+        return [_result(write, result) for (write, _), result in pairs]
 
     def close(self) -> None:
         """End all threads, as far as they can be; then the window and the writers' memory."""
         if self._drainers is not None:
             self._drainers.close()
         self._work.close(len(self._writers))
-        for thread in self._writers:
-            thread.join(JOIN_S)
-        is_stuck = any(thread.is_alive() for thread in self._writers)
-        if self._plane is not None and not is_stuck:
+        have_ended = [thread.join(JOIN_S) for thread in self._writers]
+        if self._plane is not None and all(have_ended):
             self._plane.close()
         if self._landing is not None:
             self._landing.close()
+
+
+def _tell(told: _Told) -> None:
+    told()
 
 
 def _rows_of(work: Drain | Write) -> int:

@@ -22,9 +22,11 @@ class Item:
     order: int = credit.NOT_ASKED
     patience_s: float = 0.0  # of the requests, as far as they say
     peers: frozenset[str] = frozenset()  # endpoints that may have it; empty: any
+    refused: frozenset[str] = frozenset()  # of those, the ones that are not connected to
     expected_rows: int = 0
     shape: ItemShape | None = None
     digest: str = ""
+    wanted_digest: str = ""  # the encoding that all ranks are to have; empty: any
     aux: bytes = b""
     generation: int = 0  # of its memory
     received: Intervals = field(default_factory=Intervals)

@@ -16,6 +16,8 @@ MAX_RESULTS = 64  # grants of a transfer whose result is kept, to be said again
 class ConsumerLimits:
     """What a consumer allows."""
 
+    num_ranks: int = 1
+    """Of the engine, which all need the same encoding of an item."""
     max_landing_bytes: int = 4 << 30
     """Memory for items that the engine has not taken yet, but for what the oldest request needs."""
     max_item_bytes: int = 16 << 30

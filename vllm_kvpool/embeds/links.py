@@ -3,12 +3,17 @@
 The same sockets, sessions and messages as between peers; without a thread, since the scheduler
 looks often enough while it waits for something, and has nothing to say while it does not. What a
 step's requests need is said at its end, in one frame.
+
+While it looks it asks each worker for a sign of life. A worker that has not answered for
+`heartbeat_s * heartbeat_max_failures` counts as lost, whatever has become of its threads: the time
+is this clock's.
 """
 
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_kvpool.embeds.outbox import Outbox
@@ -16,6 +21,8 @@ from vllm_kvpool.embeds.protocol import (
     OLDEST_VERSION,
     VERSION,
     Expect,
+    Goodbye,
+    Heartbeat,
     Hello,
     HelloReject,
     Message,
@@ -24,7 +31,7 @@ from vllm_kvpool.embeds.protocol import (
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.session import Rhythm, Say, Session, Up
+from vllm_kvpool.embeds.session import HEARTBEATS, Lost, Rhythm, Say, Session, Up
 from vllm_kvpool.embeds.sockets import Keys, Link, Sockets
 from vllm_kvpool.errors import ConfigError, ProtocolError
 
@@ -34,11 +41,26 @@ OF_A_STEP: frozenset[type] = frozenset((Expect, Push))
 """What waits for the end of the step; where none comes, for the first look after a while."""
 
 
+USUAL = Rhythm()
+
+
 class Said(NamedTuple):
     """What a rank has said; None: it is there, maybe again, and knows of nothing."""
 
     rank: int
     body: Message | None
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A rank, and how long it has not answered."""
+
+    rank: int
+    session: Session
+    asked_at: float = float("-inf")
+    is_asked: bool = False  # and has not answered
+    silent_s: float = 0.0
+    lost_since: float | None = None  # of one that was there
 
 
 class WorkerLinks:
@@ -49,9 +71,12 @@ class WorkerLinks:
         endpoints: Sequence[str],
         engine_id: str,
         keys: Keys | None = None,
+        rhythm: Rhythm = USUAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._ask_every_s = rhythm.heartbeat_s / HEARTBEATS
+        self._longest_silence_s = rhythm.heartbeat_s * rhythm.max_failures
         self._sockets = Sockets(None, keys)
         self._hello = Hello(
             versions=(OLDEST_VERSION, VERSION),
@@ -61,16 +86,16 @@ class WorkerLinks:
             fingerprint="",
             heartbeat_s=1.0,
         )
-        now = clock()
-        self._ranks: dict[Link, tuple[int, Session]] = {}
+        now = self._looked_at = clock()
+        self._ranks: dict[Link, _Worker] = {}
         for rank, endpoint in enumerate(endpoints):
-            session = Session(self._hello, Rhythm(), active=True, now=now)
+            session = Session(self._hello, rhythm, active=True, now=now)
             try:
                 link = self._sockets.connect(endpoint)
             except ConfigError:
                 self.close()
                 raise
-            self._ranks[link] = (rank, session)
+            self._ranks[link] = _Worker(rank, session)
         self._outbox = Outbox(self._hello.incarnation, OF_A_STEP)
         self.poll()  # greet: they will have answered when somebody asks
 
@@ -80,17 +105,26 @@ class WorkerLinks:
 
     @property
     def are_up(self) -> bool:
-        """Whether what is said now reaches all ranks."""
-        return all(session.is_up for _, session in self._ranks.values())
+        """Whether what is said now reaches all ranks; one that was lost has to answer first."""
+        return all(
+            worker.session.is_up and worker.lost_since is None for worker in self._ranks.values()
+        )
+
+    @property
+    def lost_since(self) -> float | None:
+        """Since when a rank that was there has not answered, by the clock; -inf where it has said
+        that it ends, None where none is lost."""
+        lost = (each.lost_since for each in self._ranks.values() if each.lost_since is not None)
+        return min(lost, default=None)
 
     def send(self, body: Message, rank: int | None = None) -> None:
         """To all ranks that are there, or to one; what is lost is said again when they are.
 
         What is for a step's requests waits for `flush`, or for what does not wait.
         """
-        for link, (number, session) in self._ranks.items():
-            if session.is_up and rank in (None, number):
-                self._add(link, session, body)
+        for link, worker in self._ranks.items():
+            if worker.session.is_up and rank in (None, worker.rank):
+                self._add(link, worker.session, body)
         self._say_due(self._clock())
 
     def _add(self, link: Link, session: Session, body: Message) -> None:
@@ -103,9 +137,8 @@ class WorkerLinks:
 
     def _say_due(self, until: float) -> None:
         for link, said in self._outbox.take(until):
-            _, session = self._ranks[link]
             if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(said)):
-                session.lost()
+                self._ranks[link].session.lost()
 
     def poll(self, timeout_s: float = 0.0) -> list[Said]:
         """What the workers have said; waits for the first word at most so long."""
@@ -115,28 +148,60 @@ class WorkerLinks:
         frames = self._sockets.poll(timeout_s)
         now = self._clock()
         for frame in frames:
-            rank, session = self._ranks[frame.link]
+            worker = self._ranks[frame.link]
             for body in _bodies(frame.data):
-                if isinstance(body, Hello):
-                    session.hello(body, now)
-                elif isinstance(body, HelloReject):
-                    session.rejected(body, now)
-                else:
-                    said.append(Said(rank, body))
-                said += self._act(frame.link, rank, session)
-        for link, (rank, session) in self._ranks.items():
-            session.tick(now)
-            said += self._act(link, rank, session)
+                said += self._heard(worker, body, now)
+                said += self._act(frame.link, worker, now)
+        # Who has not looked for long has not let a worker answer either.
+        looked_s = min(now - self._looked_at, self._longest_silence_s / 2)
+        self._looked_at = now
+        for link, worker in self._ranks.items():
+            if worker.session.is_up:
+                self._watch(link, worker, looked_s, now)
+            worker.session.tick(now)
+            said += self._act(link, worker, now)
         return said
 
-    def _act(self, link: Link, rank: int, session: Session) -> list[Said]:
+    def _heard(self, worker: _Worker, body: Message, now: float) -> list[Said]:
+        match body:
+            case Hello():
+                worker.session.hello(body, now)
+            case HelloReject():
+                worker.session.rejected(body, now)
+            case Goodbye():
+                worker.session.goodbye()
+                worker.lost_since = float("-inf")
+            case _:
+                worker.is_asked, worker.lost_since = False, None
+                return [] if isinstance(body, Heartbeat) else [Said(worker.rank, body)]
+        return []
+
+    def _watch(self, link: Link, worker: _Worker, looked_s: float, now: float) -> None:
+        """Ask a worker whether it is there; it is lost where it does not answer for long."""
+        if not worker.is_asked:
+            worker.silent_s = 0.0
+            if now - worker.asked_at >= self._ask_every_s:
+                worker.asked_at, worker.is_asked = now, True
+                self._add(link, worker.session, Heartbeat())
+                self._say_due(now)
+            return
+        worker.silent_s += looked_s
+        if worker.silent_s > self._longest_silence_s:
+            worker.session.lost()
+
+    def _act(self, link: Link, worker: _Worker, now: float) -> list[Said]:
         said = []
-        for action in session.take_actions():
-            if isinstance(action, Say):
-                self._add(link, session, action.body)
-                self._say_due(self._clock())
-            elif isinstance(action, Up):
-                said.append(Said(rank, None))
+        for action in worker.session.take_actions():
+            match action:
+                case Say(body):
+                    self._add(link, worker.session, body)
+                    self._say_due(now)
+                case Up():
+                    worker.is_asked = False
+                    worker.asked_at = now if worker.lost_since is None else float("-inf")
+                    said.append(Said(worker.rank, None))
+                case Lost() if worker.lost_since is None:
+                    worker.lost_since = now - worker.silent_s
         return said
 
     def close(self) -> None:

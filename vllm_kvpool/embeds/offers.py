@@ -22,6 +22,8 @@ from vllm_kvpool.embeds.protocol import (
 from vllm_kvpool.embeds.rows import Intervals, ItemShape, checked_shape, runs_of
 from vllm_kvpool.embeds.states import CONSUMER_TABLE, GrantEvent, GrantState, ItemEvent, State
 
+OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
+
 
 class Offers:
     """See the module docstring."""
@@ -38,6 +40,9 @@ class Offers:
         if self._repeated(source):
             return
         item = self._desk.items.get(told.mm_hash)
+        if item is not None and item.wanted_digest not in ("", told.digest):
+            self._other_encoding(item, source, now)
+            return
         refusal = self._refusal(shape, item)
         if refusal is not None:
             self._refuse(source, *refusal)
@@ -101,6 +106,7 @@ class Offers:
         self._sources.add(item, source, told)
         if not item.asked:
             self._desk.effects.append(Tell(ItemNews(item.mm_hash, rows=shape.rows, offered=True)))
+        self._desk.tell_encoding(item)
         if item.admitted:
             self._desk.admission.activate(item)
         else:
@@ -147,6 +153,21 @@ class Offers:
         for item in self._desk.admission.let_in(now):
             assert item.shape is not None
             self._desk.effects.append(Allocate(item.mm_hash, item.shape))
+
+    def keep_only(self, item: Item, digest: str) -> None:
+        """Nobody who stands by with another encoding of an item is to send it."""
+        for source in [each for each in item.sources[1:] if item.offers[each].digest != digest]:
+            item.sources.remove(source)
+            del item.offers[source]
+            self._refuse(source, Code.CONFLICT, OTHER_ENCODING)
+
+    def _other_encoding(self, item: Item, source: Source, now: float) -> None:
+        """An offer of other bytes than the engine's other ranks have: of no use here."""
+        self._refuse(source, Code.CONFLICT, OTHER_ENCODING)
+        item.gone.add(source[0])
+        if item.state in NOBODY_SENDS and self._asking.is_gone(item):
+            text = "no encoder that is there has the encoding that the other ranks have"
+            self._desk.fail(item, Code.GONE, text, now)
 
     def _refuse(self, source: Source, code: Code, text: str) -> None:
         self._desk.counts["refused"] += 1
@@ -238,6 +259,7 @@ class Offers:
         if told.digest != item.digest:
             item.received = Intervals()
             item.digest = told.digest
+            self._desk.tell_encoding(item)
         item.aux = told.aux
         self._desk.counts["resumed_rows"] += len(item.received)
         verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED

@@ -110,6 +110,15 @@ class Producer:
                 until = now + self.transfers.limits.waiting_timeout_s
                 self._pushes.setdefault(told.mm_hash, {})[endpoint] = until
 
+    def refused(self, endpoint: str, now: float) -> None:
+        """An endpoint that a request or a peer has named is not connected to."""
+        for targets in self._pushes.values():
+            targets.pop(endpoint, None)
+        for transfer in list(self.transfers.by_tid.values()):
+            is_begun = transfer.peer or transfer.state in ENDED
+            if transfer.endpoint == endpoint and not is_begun:
+                self.transfers.end(transfer, SendEvent.CANCEL, now)
+
     def missing(self) -> set[str]:
         """Items that somebody waits for and that are not here: the engine may have them."""
         waited_for = self._wants.items | self._pushes.keys()

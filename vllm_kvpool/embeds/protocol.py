@@ -309,6 +309,8 @@ class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     patience_s: float = 0.0
     is_pushed: bool = False
     """Somebody has been told to send it: nobody is asked before `repeat_s` has gone by."""
+    digest: str = ""
+    """Of the encoding that all ranks are to have; empty: any, as long as nobody has another."""
 
 
 class Forget(msgspec.Struct, frozen=True, gc=False, tag="forget"):
@@ -328,7 +330,8 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     epoch: int = 0
     """Of the weights under which it was encoded."""
     offered: bool = False
-    """It is on its way, and no request has asked for it yet."""
+    """It is on its way: no request has asked for it yet, or (`digest`) other ranks may have been
+    offered another encoding."""
 
 
 class Taken(msgspec.Struct, frozen=True, gc=False, tag="taken"):

@@ -2,7 +2,8 @@
 
 For each item a request is PENDING, READY or FAILED; windows, rounds and rows stay with the workers.
 An item is ready when every rank has said so, of the same bytes; it is pinned from then on until it
-is loaded or no request waits for it, since the engine is not asked twice.
+is loaded or no request waits for it, since the engine is not asked twice. Where ranks are brought
+different encodings of an item, by different encoders, all are told which one to have.
 
 Everything runs on the scheduler's thread. Requests come as `RequestView`s, workers as `Links`.
 """
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol import (
@@ -33,7 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_OFFERED = 1 << 16
 ASK_ONLY_S = 0.25
 LOADING_S = 30.0  # a step that has not been run by then will not be
-ALONE_S = 30.0  # the workers of one machine answer within milliseconds
+MAX_CHOICES = 4  # of an encoding of one item
+ALONE_S = 30.0  # the workers of one machine answer within milliseconds of their start
 
 
 class Feature(NamedTuple):
@@ -88,6 +92,8 @@ class Links(Protocol):
     def num_ranks(self) -> int: ...
     @property
     def are_up(self) -> bool: ...
+    @property
+    def lost_since(self) -> float | None: ...
     def send(self, body: Message, rank: int | None = None) -> None: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> Sequence[Said]: ...
@@ -102,6 +108,10 @@ class Wanted:
     name: str
     requests: dict[str, Expect] = field(default_factory=dict)  # and what was said for each
     ready: dict[int, str] = field(default_factory=dict)  # rank -> digest
+    coming: dict[int, str] = field(default_factory=dict)  # the same, also of what is on its way
+    digest: str = ""  # of the encoding that was chosen for all ranks; empty: none had to be
+    others: dict[str, None] = field(default_factory=dict)  # encodings that could be chosen yet
+    choices: int = 0
     failure: tuple[Code, str] | None = None
 
 
@@ -119,9 +129,11 @@ class EmbedsScheduler:
         retain_bytes: int,
         max_step_tokens: int,
         own_endpoint: str = "",
+        alone_s: float = ALONE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._links = links
+        self._alone_s = alone_s
         self._is_producer = is_producer
         self._is_consumer = is_consumer
         self._has_peers = has_peers
@@ -158,7 +170,7 @@ class EmbedsScheduler:
         """Whether the request may be scheduled, as far as its items go."""
         self._hear()
         if self._links.are_up:
-            self._alone_since = None
+            self._alone_since, self._is_told = None, False
         elif not self._is_alone():
             return False  # what is said now would be lost
         ahead = [
@@ -177,16 +189,23 @@ class EmbedsScheduler:
         return may_go
 
     def _is_alone(self) -> bool:
-        """Whether the workers have not answered for so long that requests go on without them."""
+        """Whether the workers have not answered for so long that requests go on without them.
+
+        Decided by the clock alone: no thread of a worker need be alive.
+        """
         now = self._clock()
         if self._alone_since is None:
             self._alone_since = now
-        is_alone = now - self._alone_since > ALONE_S
+        lost_since = self._links.lost_since
+        since = self._alone_since if lost_since is None else min(self._alone_since, lost_since)
+        is_alone = now - since > self._alone_s
         if is_alone and not self._is_told:
             self._is_told = True
+            self._count("workers_lost")
             logger.error(
                 "kvpool: the engine's workers do not answer at their control ports: embeddings are "
-                "encoded here; check that nothing else listens there"
+                "encoded here, and requests without their media fail; look for an error of "
+                "kvpool-ec-control in the workers' logs, and for what else listens there"
             )
         return is_alone
 
@@ -214,7 +233,7 @@ class EmbedsScheduler:
                 )
             self._local.setdefault(request_id, set()).add(mm_hash)
             return True
-        if self._is_loading(request.delivery.name_of(mm_hash)):
+        if self._links.are_up and self._is_loading(request.delivery.name_of(mm_hash)):
             return False  # asked for now, it would be promised once more and be gone
         if wanted is None or request_id not in wanted.requests:
             name = wanted.name if wanted is not None else self._name_for(request, feature)
@@ -268,8 +287,14 @@ class EmbedsScheduler:
             self._offered.pop(name, None)
         wanted.requests[request.request_id] = expect
         if wanted.failure is None:
-            self._links.send(expect)
+            self._send_expect(wanted, expect)
         return wanted
+
+    def _send_expect(self, wanted: Wanted, expect: Expect, rank: int | None = None) -> None:
+        """Tell a rank, or all, that a request waits for an item."""
+        if wanted.digest:
+            expect = msgspec.structs.replace(expect, digest=wanted.digest)
+        self._links.send(expect, rank)
 
     def _without(self, request_id: str, feature: Feature, wanted: Wanted) -> bool:
         """An item cannot be had: encode it here, or give the request up."""
@@ -315,7 +340,8 @@ class EmbedsScheduler:
             if feature.mm_hash not in pushed and request.delivery.consumers:
                 push = pushed[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
                 self._links.send(push)
-        is_full = encodes and self._held > self._retain_bytes
+        # What lost workers hold will not be taken: nothing waits for that.
+        is_full = encodes and self._links.are_up and self._held > self._retain_bytes
         if is_full and not self._is_holding:
             self._count("deferred_encodes")
         self._is_holding = is_full
@@ -387,7 +413,9 @@ class EmbedsScheduler:
         self._offered.clear()
         for wanted in self._wanted.values():
             wanted.ready.clear()
-            wanted.failure = None
+            wanted.coming.clear()
+            wanted.others.clear()
+            wanted.failure, wanted.digest, wanted.choices = None, "", 0
             for expect in wanted.requests.values():
                 self._links.send(expect)
 
@@ -439,9 +467,10 @@ class EmbedsScheduler:
             self._unsaid.clear()
         for wanted in self._wanted.values():
             wanted.ready.pop(rank, None)
+            wanted.coming.pop(rank, None)
             if wanted.failure is None:  # of a failed item the workers were told to forget it
                 for expect in wanted.requests.values():
-                    self._links.send(expect, rank)
+                    self._send_expect(wanted, expect, rank)
         for pushes in self._pushed.values():
             for push in pushes.values():
                 self._links.send(push, rank)
@@ -457,13 +486,41 @@ class EmbedsScheduler:
         elif mm_hash is None:
             self._offered.pop(news.mm_hash, None)
         elif news.code is not None:
-            self._fail(self._wanted[mm_hash], news.code, news.text)
-        elif not news.offered:
-            wanted = self._wanted[mm_hash]
+            self._without_encoding(self._wanted[mm_hash], news.code, news.text)
+        elif news.digest:
+            self._note_encoding(self._wanted[mm_hash], rank, news)
+
+    def _note_encoding(self, wanted: Wanted, rank: int, news: ItemNews) -> None:
+        """A rank has an encoding of an item, or is being sent one."""
+        if wanted.failure is not None or wanted.digest not in ("", news.digest):
+            return  # said before the rank was told which one to have
+        wanted.coming[rank] = news.digest
+        if not news.offered:
             wanted.ready[rank] = news.digest
-            if len(set(wanted.ready.values())) > 1:
-                text = "the ranks of this engine have got different bytes"
-                self._fail(wanted, Code.CONFLICT, text)
+        if len(set(wanted.coming.values())) > 1:
+            # What a rank has already is not sent again; else the lowest rank decides.
+            of_ranks = wanted.ready or wanted.coming
+            wanted.others |= dict.fromkeys(wanted.coming.values())
+            self._choose(wanted, of_ranks[min(of_ranks)])
+
+    def _choose(self, wanted: Wanted, digest: str) -> None:
+        """All ranks are to have this encoding: whoever is brought another one begins anew."""
+        self._count("chosen_encodings")
+        wanted.choices += 1
+        wanted.digest = digest
+        wanted.others.pop(digest, None)
+        for known in (wanted.ready, wanted.coming):
+            for rank in [rank for rank, each in known.items() if each != digest]:
+                del known[rank]
+        for expect in wanted.requests.values():
+            self._send_expect(wanted, expect)
+
+    def _without_encoding(self, wanted: Wanted, code: Code, text: str) -> None:
+        """A rank cannot have an item, or not in the encoding that was chosen: the next one."""
+        if wanted.failure is None and wanted.others and wanted.choices < MAX_CHOICES:
+            self._choose(wanted, next(iter(wanted.others)))
+        else:
+            self._fail(wanted, code, text)
 
     def _fail(self, wanted: Wanted, code: Code, text: str) -> None:
         wanted.failure = (code, text)

@@ -127,7 +127,7 @@ class Session:
 
     @property
     def is_watched(self) -> bool:
-        """A scheduler is in the same machine and lives and dies with its workers."""
+        """Silence between a scheduler and its workers is for the scheduler to judge: `links.py`."""
         return self.peer is not None and Role.SCHEDULER not in (self._own.role, self.peer.role)
 
     def introduce(self, hello: Hello) -> None:

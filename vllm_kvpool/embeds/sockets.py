@@ -52,6 +52,8 @@ class Frame(NamedTuple):
 
     link: Link
     data: bytes
+    address: str = ""
+    """Of who has connected to us, as the kernel knows it; '' over a connection of ours."""
 
 
 class Keys(NamedTuple):
@@ -156,15 +158,16 @@ class Sockets:
         if "[" in endpoint:
             socket.set(zmq.IPV6, 1)
 
-    def connect(self, endpoint: str) -> Link:
-        """A link to an endpoint; the same if there is one.
+    def connect(self, endpoint: str, at: str = "") -> Link:
+        """A link to an endpoint, which is reached `at` another one where its name was looked up;
+        the same if there is one.
 
         ConfigError if it is no endpoint, or if there is no file descriptor for it.
         """
         if endpoint not in self._by_endpoint:
-            dealer = self._new_dealer(endpoint)
+            dealer = self._new_dealer(at or endpoint)
             try:
-                dealer.connect(endpoint)
+                dealer.connect(at or endpoint)
             except zmq.ZMQError as error:
                 dealer.close(linger=0)
                 raise ConfigError(f"{endpoint!r} cannot be connected to: {error}") from None
@@ -232,7 +235,8 @@ class Sockets:
                 identity = b"" if endpoint else socket.recv(NOBLOCK)
                 part = socket.recv(NOBLOCK, copy=False)
                 if not part.more:
-                    frames.append(Frame(Link(endpoint, identity), part.bytes))
+                    address = "" if endpoint else _address_of(part)
+                    frames.append(Frame(Link(endpoint, identity), part.bytes, address))
                 while part.more:  # none of ours has several
                     part = socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
@@ -257,3 +261,11 @@ class Sockets:
         with self._wakeup_lock:
             self._is_closed = True
             os.close(self._wakeup)
+
+
+def _address_of(part: zmq.Frame) -> str:
+    """Where a frame has come from."""
+    try:
+        return str(part.get("Peer-Address"))
+    except zmq.ZMQError:  # a transport without addresses
+        return ""

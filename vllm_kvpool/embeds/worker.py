@@ -5,25 +5,27 @@ The model's thread calls `produced`, `cached` and `take`; none of them waits for
 
 import logging
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.embeds.allowed import AllowedPeers
 from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane import LandingMemory, WriterPlane, open_landing
 from vllm_kvpool.embeds.hands import MovingHands
 from vllm_kvpool.embeds.limits import QUARANTINE_S, ConsumerLimits, ProducerLimits
+from vllm_kvpool.embeds.log_limit import LogLimit
 from vllm_kvpool.embeds.producer import Producer
 from vllm_kvpool.embeds.protocol import OLDEST_VERSION, VERSION, Hello, Role, WriteFailed, Wrote
 from vllm_kvpool.embeds.session import Rhythm
 from vllm_kvpool.embeds.sockets import Sockets, read_keys
 from vllm_kvpool.embeds.tensors import Tensor, shape_of, to_host
+from vllm_kvpool.embeds.threads import start_control
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.metrics import StatsFile
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class EmbedsWorker:
         self._place = place
         self._closed = False
         keys = read_keys(config.curve_dir)
+        allowed = AllowedPeers(config.allowed_peers, config.peers)
+        log = LogLimit(logger)
         landing, plane = _open_planes(config, place)
         self._hands = MovingHands(
             self,
@@ -80,13 +84,14 @@ class EmbedsWorker:
             writers=config.writer_threads,
             drainers=config.queue_shards,
             kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS,
+            log=log,
         )
         try:
             sockets = Sockets(place.listen[place.rank], keys)
         except Exception:
             self._hands.close()
             raise
-        self._consumer = _consumer(config, landing)
+        self._consumer = _consumer(config, landing, len(place.endpoints))
         self._producer = _producer(config, plane)
         hello = Hello(
             versions=(OLDEST_VERSION, VERSION),
@@ -108,9 +113,10 @@ class EmbedsWorker:
             consumer=self._consumer,
             producer=self._producer,
             peers=config.peers,
+            allowed=allowed,
+            log=log,
         )
-        self._thread = threading.Thread(target=self._run, name="kvpool-ec-control", daemon=True)
-        self._thread.start()
+        self._thread = start_control(self._run)
         logger.info("kvpool: embeddings: rank %d at %s", place.rank, sockets.endpoint)
 
     def _run(self) -> None:
@@ -130,7 +136,7 @@ class EmbedsWorker:
         What cannot be sent costs whoever waits for it, and not the engine.
         """
         producer = self._producer
-        if producer is None:
+        if producer is None or self._control.is_over:
             return
         try:
             shape = shape_of(tensor, aux)
@@ -193,6 +199,10 @@ class EmbedsWorker:
         for each in results:
             self._control.post(partial(producer.written, each.tid, each.gid, each))
 
+    def thread_died(self, name: str, error: BaseException) -> None:
+        """Any thread."""
+        self._control.thread_died(name, error)
+
     def close(self) -> None:
         """Say goodbye and end, within a bounded time; again does nothing."""
         if self._closed:
@@ -203,7 +213,7 @@ class EmbedsWorker:
         self._hands.close()
         if self._config.stats_file:
             path = Path(f"{self._config.stats_file}.ec.worker.{self._place.number}")
-            write_stats(path, self._control.tally.snapshot())
+            StatsFile(path, self._control.tally).close()
 
 
 def _count(producer: Producer, event: str) -> None:
@@ -235,10 +245,13 @@ def _open_planes(
     return landing, plane
 
 
-def _consumer(config: EmbedsConfig, landing: LandingMemory | None) -> Consumer | None:
+def _consumer(
+    config: EmbedsConfig, landing: LandingMemory | None, num_ranks: int
+) -> Consumer | None:
     if landing is None:
         return None
     limits = ConsumerLimits(
+        num_ranks=num_ranks,
         max_landing_bytes=config.nbytes("max_landing_bytes"),
         max_item_bytes=config.nbytes("max_item_bytes"),
         default_allocate_tokens=config.default_allocate_tokens,

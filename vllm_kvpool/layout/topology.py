@@ -311,11 +311,20 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers that are alike: how they are cut, how long their rows are, how far they look back."""
+    """Layers that are alike: how they are cut, how long their rows are, how far they look back.
+
+    `layers` says which layers of the model these are, in order, of all pipeline stages: each by its
+    number, and its attention's where a layer has several. Keys count layers within a kind, so these
+    are part of the namespace. Empty where there is no model.
+    """
 
     topology: Topology
     row_bytes: int
     reach: Reach = WHOLE
+    layers: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) in (0, self.topology.stages[-1][1]), self
 
     @property
     def name(self) -> str:

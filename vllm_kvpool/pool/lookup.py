@@ -188,7 +188,7 @@ class HitSearch:
         return [question for question in self._wanted() if question not in self._known]
 
 
-class HostMirror:
+class HostCacheIndex:
     """Which chunks each rank has in host memory, as far as the ranks have told."""
 
     def __init__(self, num_ranks: int) -> None:

@@ -1,7 +1,9 @@
 """What the two sides of the connector tell each other once a step. Frozen, small, picklable."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
 
@@ -31,14 +33,15 @@ class StepPlan:
     saves: tuple[SavePlan, ...] = ()
     prefetches: tuple[PrefetchPlan, ...] = ()
     idle: bool = False
-    """No tokens are scheduled: the step may wait a moment for a load to end."""
+    """No tokens are scheduled, and no other engine steps along: the step may wait a moment for a
+    load to end."""
     generation: int = 0
     """Grows with every reset; saves of an older generation are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Workers -> scheduler, merged over ranks by `merged`."""
+    """Workers -> scheduler, over ranks and steps by `merge`."""
 
     gathered: Mapping[JobId, int] = field(default_factory=dict)
     """How many ranks have gathered a save since their last report."""
@@ -53,32 +56,30 @@ class StepReport:
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
     """Saves that have ended in the stores; only where somebody wants to know."""
 
-    def merged(self, other: "StepReport") -> "StepReport":
-        """The report of both ranks together."""
-        gathered = dict(self.gathered)
-        for job, count in other.gathered.items():
-            gathered[job] = gathered.get(job, 0) + count
-        stops = dict(self.load_stops)
-        for request_id, tokens in other.load_stops.items():
-            stops[request_id] = min(tokens, stops.get(request_id, tokens))
-        dropped = dict(self.dropped)
-        for generation, ranks in other.dropped.items():
-            dropped[generation] = dropped.get(generation, 0) + ranks
-        host = dict(self.host)
-        for rank, change in other.host.items():
-            host[rank] = host[rank].then(change) if rank in host else change
-        stored = dict(self.stored)
-        for job, how in other.stored.items():
-            stored[job] = stored[job].merged(how) if job in stored else how
-        return StepReport(
-            gathered,
-            stops,
-            self.load_tokens + other.load_tokens,
-            self.load_seconds + other.load_seconds,
-            dropped,
-            host,
-            stored,
-        )
+    @classmethod
+    def merge(cls, reports: Iterable["StepReport"]) -> Self:
+        """One report of several ranks or steps, each rank's in order; linear in their size."""
+        gathered: dict[JobId, int] = {}
+        dropped: dict[int, int] = {}
+        stops: dict[str, int] = {}
+        hosts: defaultdict[int, list[HostChange]] = defaultdict(list)
+        stored: dict[JobId, Stored] = {}
+        load_tokens = load_seconds = 0.0
+        for report in reports:
+            for job, ranks in report.gathered.items():
+                gathered[job] = gathered.get(job, 0) + ranks
+            for generation, ranks in report.dropped.items():
+                dropped[generation] = dropped.get(generation, 0) + ranks
+            for request_id, tokens in report.load_stops.items():
+                stops[request_id] = min(tokens, stops.get(request_id, tokens))
+            for rank, change in report.host.items():
+                hosts[rank].append(change)
+            for job, how in report.stored.items():
+                stored[job] = stored[job].merged(how) if job in stored else how
+            load_tokens += report.load_tokens
+            load_seconds += report.load_seconds
+        host = {rank: HostChange.merge(changes) for rank, changes in hosts.items()}
+        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored)
 
     @property
     def empty(self) -> bool:

@@ -17,7 +17,7 @@ IDLE_WAIT_SHARE = 0.1
 
 
 def idle_wait_s(waited_s: float) -> float:
-    """How long an engine with nothing to compute may block on what it has waited for so long.
+    """How long an engine with nothing to compute may block, once a step, on what it has waited for.
 
     What is waited for ends the wait at once; a request that arrives meanwhile is held up by it.
     """

@@ -8,7 +8,7 @@ from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.hashing import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import Group
 from vllm_kvpool.names import CellStem
-from vllm_kvpool.pool.probe import LookupOutcome
+from vllm_kvpool.pool.lookup_core import LookupOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class PoolShape:
     prefetches: bool = False  # workers have host memory to bring cells into beforehand
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # engines step together: one that waits holds up all
     stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
 
 
@@ -56,7 +57,7 @@ class RequestView(Protocol):
         """All known tokens; the sequence may grow later but does not change."""
 
     def identity(self) -> RequestIdentity | None:
-        """What shapes the KV besides the tokens. Runs on the probe thread; may read files."""
+        """What shapes the KV besides the tokens. Runs on the lookup thread; may read files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class RequestState:
     view: RequestView
     may_load: bool
     may_save: bool
-    ticket: int = -1  # the newest lookup
+    lookup_id: int = -1  # the newest lookup
     asked_at: float = 0.0
     deadline: float = 0.0
     preemptions: int = 0  # of the request, when the newest lookup was asked

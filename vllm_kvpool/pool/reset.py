@@ -1,4 +1,4 @@
-"""A reset of the own namespace under way (pure but for one field).
+"""A reset of the own namespace under way (pure).
 
 Saves that were under way may put cells after the namespace has been removed. So the workers are
 told to drop theirs, and when all of them have, the namespace is removed once more; until then
@@ -13,12 +13,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Reset:
-    """Owned by the scheduler's thread; `pending` is cleared by the probe thread."""
+    """Owned by the scheduler's thread; the lookup thread calls `end`."""
 
     num_ranks: int
     generation: int = 0
     acks: int = 0
-    pending: bool = False
+    ended: int = 0
+    """The newest generation whose reset has ended. A newer one is another reset's."""
     epochs: set[str] = field(default_factory=set)
     """Whose cells have been removed, and are to be once more."""
 
@@ -27,7 +28,11 @@ class Reset:
         self.epochs.add(epoch)
         self.generation += 1
         self.acks = 0
-        self.pending = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether what was put before the newest reset may still be in the stores."""
+        return self.ended < self.generation
 
     def acked(self, ranks: int) -> bool:
         """So many more ranks have dropped their saves; whether that makes it all of them."""
@@ -39,8 +44,8 @@ class Reset:
         epochs, self.epochs = tuple(self.epochs), set()
         return epochs
 
-    def end(self, removed: bool) -> None:
-        """What was put meanwhile has been removed, or could not be. Probe thread."""
+    def end(self, generation: int, removed: bool) -> None:
+        """What was put until that generation has been removed, or could not be. Lookup thread."""
         if not removed:
             logger.warning("kvpool: a reset could not remove what was put while it ran")
-        self.pending = False
+        self.ended = generation

@@ -1,7 +1,8 @@
 """Scheduler side of saves: which chunks of which request are due, and the blocks they need.
 
 * Blocks of a save are pinned from the plan of its step until every rank has gathered them; a save
-  that would pin too many waits for a later step.
+  that there is no room for waits until there is, in line: a step looks at no more requests than
+  there is room for.
 * Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
   the engine lets them go before it is.
 * What a request leaves to be saved when it ends goes with the next step's plan.
@@ -9,8 +10,11 @@
 Owned by the scheduler's thread.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.layered import LayeredLoad, LayeredLoads
@@ -43,7 +47,9 @@ class Saves:
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next one may be due.
         # Counting them here spares a look at every running request in every step.
-        self._until_due: dict[str, int] = {}
+        self._until_due: dict[str, float] = {}
+        # Requests that wait for room -> blocks of their next chunk; first who has waited longest.
+        self._in_line: dict[str, int] = {}
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
 
     def look(self, state: RequestState) -> None:
@@ -63,6 +69,7 @@ class Saves:
     def forget(self, request_id: str) -> None:
         """Nothing of it is to be saved."""
         self._until_due.pop(request_id, None)
+        self._in_line.pop(request_id, None)
         self.ledger.let_go_all(request_id)
 
     def of_step(
@@ -74,6 +81,7 @@ class Saves:
     ) -> tuple[SavePlan, ...]:
         """The saves that are due with the step, and those left from before; pins their blocks."""
         saves, self._late = self._late, []
+        self._let_in()
         until_due = self._until_due
         for request_id, count in step.scheduled.items():
             left = until_due.get(request_id)
@@ -91,6 +99,16 @@ class Saves:
         for request_id in step.preempted:
             self.ledger.let_go_all(request_id)
         return tuple(saves)
+
+    def _let_in(self) -> None:
+        """Look again at as many of those that wait for room as there is room for now."""
+        room = self.ledger.room
+        for request_id, num_blocks in list(islice(self._in_line.items(), max(0, room))):
+            room -= num_blocks
+            if room < 0:
+                break
+            del self._in_line[request_id]
+            self._until_due[request_id] = 0
 
     def _if_due(
         self,
@@ -112,9 +130,23 @@ class Saves:
         elif self._tables.forgets:
             self._hold(state, block_tables(request_id), before, computed)
             self._until_due[request_id] = 1
+        elif save is None and self._has_no_room(state, final // chunk):
+            start = state.next_save * chunk
+            self._in_line[request_id] = self._tables.num_blocks(start, start + chunk)
+            self._until_due[request_id] = math.inf
         else:
+            self._in_line.pop(request_id, None)
             self._until_due[request_id] = max(1, (state.next_save + 1) * chunk - computed)
         return save
+
+    def _has_no_room(self, state: RequestState, stop: int) -> bool:
+        """Whether chunks up to `stop` are due, and not even the first of them can be pinned."""
+        start = state.next_save * self._shape.chunk_tokens
+        return (
+            stop > state.next_save
+            and not self._reset.pending
+            and self._tables.num_blocks(start, start + self._shape.chunk_tokens) > self.ledger.room
+        )
 
     def _hold(
         self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
@@ -161,12 +193,15 @@ class Saves:
         """
         chunk = self._shape.chunk_tokens
         first, stop = state.next_save, final // chunk
-        # As many chunks as the pinned blocks have room for.
-        while stop > first and self._tables.num_blocks(first * chunk, stop * chunk) > (
-            self.ledger.room
-        ):
-            stop -= 1
         if stop <= first or state.stale or self._reset.pending:
+            return None
+        # As many chunks as the pinned blocks have room for.
+        stop = first + bisect_right(
+            range(first + 1, stop + 1),
+            self.ledger.room,
+            key=lambda end: self._tables.num_blocks(first * chunk, end * chunk),
+        )
+        if stop == first:
             return None
         assert state.chain is not None
         if len(state.chain) < stop:
@@ -181,8 +216,9 @@ class Saves:
         state.next_save = stop
         self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
-        hashes = tuple(state.chain.hashes[first:stop])
-        return SavePlan(job_id, request_id, first, hashes, pages, epoch)
+        hashes = state.chain.hashes
+        parent = hashes[first - 1] if first else b""
+        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, parent)
 
     def finish(
         self,
@@ -243,3 +279,4 @@ class Saves:
         for request_id in self._until_due:
             assert requests[request_id].may_save
             assert requests[request_id].chain is not None
+        assert self._in_line.keys() <= self._until_due.keys()

@@ -1,6 +1,6 @@
 """The scheduler side: per request, what is known of the pool, what is loaded, what is saved.
 
-Owned by the scheduler's thread; the probe thread answers lookups. A request's life:
+Owned by the scheduler's thread; the lookup service answers. A request's life:
 
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 
@@ -15,6 +15,7 @@ Owned by the scheduler's thread; the probe thread answers lookups. A request's l
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,9 +25,10 @@ from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.pool.layered import LayeredLoads
+from vllm_kvpool.pool.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.pool.lookup_service import LookupService
 from vllm_kvpool.pool.metadata import StepPlan, StepReport
 from vllm_kvpool.pool.pace import Pace, idle_wait_s
-from vllm_kvpool.pool.probe import Answer, Lookup, LookupOutcome, Probe
 from vllm_kvpool.pool.request import PoolShape, RequestState, RequestView, Step
 from vllm_kvpool.pool.reset import Reset
 from vllm_kvpool.pool.saves import Saves
@@ -34,6 +36,7 @@ from vllm_kvpool.pool.tables import BlockTable, GroupTables
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0
+ANSWER_SHARE = 0.9  # of the timeout: the answer is to be here before nobody waits for it any more
 
 
 class PoolScheduler:
@@ -44,13 +47,13 @@ class PoolScheduler:
         config: KVPoolConfig,
         role: Role,
         shape: PoolShape,
-        probe: Probe,
+        lookups: LookupService,
         tally: Tally,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._shape = shape
-        self._probe = probe
+        self._lookups = lookups
         self._tally = tally
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
@@ -60,7 +63,7 @@ class PoolScheduler:
             shape, self._tables, self._reset, tally, self._take_id, save_decode=config.save_decode
         )
         self._requests: dict[str, RequestState] = {}
-        self._tickets: dict[int, str] = {}  # lookups not yet answered
+        self._asked: dict[int, str] = {}  # lookups not yet answered -> their requests
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
@@ -75,7 +78,7 @@ class PoolScheduler:
     # Arrival and lookup
 
     def add(self, view: RequestView) -> None:
-        """A request has arrived: hash its prompt and look it up, on the probe thread."""
+        """A request has arrived: hash its prompt and look it up, on the lookup thread."""
         options = view.options
         state = RequestState(
             view,
@@ -96,25 +99,21 @@ class PoolScheduler:
         state.epoch = self._epoch
         state.found_chunks = 0
         self.saves.let_go(state.view.request_id)
-        if self._probe.stuck_for(now) > timeout:
-            # The store does not answer. Neither this request nor the probe's inbox shall wait.
-            self._time_out(state)
-            return
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
-        self._tickets.pop(state.ticket, None)
-        state.ticket = self._take_id()
-        # The probe answers at the end of an expectation with what there is by then.
+        self._asked.pop(state.lookup_id, None)
+        state.lookup_id = self._take_id()
         state.asked_at, state.deadline = now, now + expect + timeout
         state.answer = None
-        self._tickets[state.ticket] = state.view.request_id
-        self._probe.submit(
+        self._asked[state.lookup_id] = state.view.request_id
+        self._lookups.submit(
             Lookup(
-                ticket=state.ticket,
+                lookup_id=state.lookup_id,
                 identify=state.view.identity,
                 tokens=state.view.tokens(),
                 search=state.may_load,
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
-                deadline=now + expect,
+                expect_until=now + expect,
+                answer_by=now + expect + timeout * ANSWER_SHARE,
                 epoch=self._epoch,
             )
         )
@@ -123,14 +122,14 @@ class PoolScheduler:
         self._next_id += 1
         return self._next_id
 
-    def _take_answers(self) -> None:
-        for answer in self._probe.take_answers():
-            request_id = self._tickets.pop(answer.ticket, None)
+    def _take_results(self) -> None:
+        for answer in self._lookups.take_results():
+            request_id = self._asked.pop(answer.lookup_id, None)
             state = self._requests.get(request_id) if request_id is not None else None
-            if state is not None and state.ticket == answer.ticket:
+            if state is not None and state.lookup_id == answer.lookup_id:
                 self._answered(state, answer)
 
-    def _answered(self, state: RequestState, answer: Answer) -> None:
+    def _answered(self, state: RequestState, answer: LookupResult) -> None:
         self._tally.add("kvpool_lookups", outcome=answer.outcome.value)
         self._tally.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
         is_over = self._reset.pending or answer.epoch != self._epoch
@@ -174,9 +173,11 @@ class PoolScheduler:
         # Nothing of it is computed but what the engine has found in its own cache.
         state.stale = num_computed > 0 and self._has_old_blocks
         self.saves.look(state)
-        self._take_answers()
-        if state.answer is None and not self._wait_for_answer(state):
-            return None, False
+        self._take_results()
+        if state.answer is None:
+            if self._clock() < state.deadline:
+                return None, False
+            self._time_out(state)  # the answer may still come: its hashes are needed to save
         self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
         state.tried = True
         stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
@@ -201,19 +202,6 @@ class PoolScheduler:
             return False
         self._has_given_way |= state.tried
         return self._has_given_way
-
-    def _wait_for_answer(self, state: RequestState) -> bool:
-        """Whether the pending lookup has come to an end."""
-        waited = self._clock() - state.asked_at
-        if self._idle and self._clock() < state.deadline:
-            # Nothing is running: without a pause the engine and its ranks would spin on the cores
-            # that the answer needs. The longer it has taken, the less a little more matters.
-            self._probe.wait(idle_wait_s(waited))
-            self._take_answers()
-        if state.answer is None and self._clock() >= state.deadline:
-            # The answer may still come: the hashes in it are needed to save.
-            self._time_out(state)
-        return state.answer is not None
 
     def _time_out(self, state: RequestState) -> None:
         state.answer = LookupOutcome.TIMED_OUT
@@ -261,6 +249,7 @@ class PoolScheduler:
                 token_stop=stop,
                 epoch=state.epoch,
                 layered=self._config.layerwise,
+                parent=state.chain.hashes[first - 1] if first else b"",
             )
         )
 
@@ -292,9 +281,12 @@ class PoolScheduler:
     # Steps
 
     def plan_step(self, step: Step) -> StepPlan:
-        """The loads that are allocated and the saves that are due; pins the saves' blocks."""
-        self._take_answers()
-        self._idle = not step.scheduled
+        """The loads that are allocated and the saves that are due; pins the saves' blocks.
+
+        Waits a moment for lookups where nothing else is left to do (`_rest`).
+        """
+        self._take_results()
+        was_idle, self._idle = self._idle, not step.scheduled
         self._loaded.difference_update(step.scheduled)
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
@@ -304,7 +296,24 @@ class PoolScheduler:
         saves = self.saves.of_step(step, self._requests, self._layered, self._epoch)
         prefetches = tuple(self._prefetches.values())
         self._prefetches.clear()
-        return StepPlan(loads, saves, prefetches, self._idle, self._reset.generation)
+        if was_idle and self._idle and not (loads or saves or prefetches):
+            self._rest()
+        may_wait = self._idle and not self._shape.in_lockstep
+        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
+
+    def _rest(self) -> None:
+        """Wait a moment for lookups, where neither this step nor the one before has any work.
+
+        Without a pause an engine in this process would spin on the cores that the answer needs.
+        The longer it has taken, the less a little more matters. While something is loaded the
+        workers wait for that, once a step.
+        """
+        asked = [self._requests[request_id] for request_id in self._asked.values()]
+        pending = [state.asked_at for state in asked if state.answer is None]
+        if self._shape.in_lockstep or not pending:
+            return
+        if not any(state.load for state in self._requests.values()):
+            self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
@@ -320,10 +329,11 @@ class PoolScheduler:
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
                 self.saves.look(state)
         for rank, change in report.host.items():
-            self._probe.host_changed(rank, change)
+            self._lookups.host_changed(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
-            self._probe.remove_all(self._reset.end, self._reset.take_epochs())
+            end = partial(self._reset.end, self._reset.generation)
+            self._lookups.remove_all(end, self._reset.take_epochs())
 
     # The end
 
@@ -339,8 +349,8 @@ class PoolScheduler:
         self._prefetches.pop(request_id, None)
         if state is None:
             return None
-        if self._tickets.pop(state.ticket, None) is not None:
-            self._probe.forget(state.ticket)
+        if self._asked.pop(state.lookup_id, None) is not None:
+            self._lookups.forget(state.lookup_id)
         if not state.may_save:
             return None
         self.saves.finish(state, tables, self._layered.get(request_id), self._epoch)
@@ -368,7 +378,7 @@ class PoolScheduler:
         self.saves.drop_late()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._probe.remove_all(confirmed.put, (self._epoch,))
+        self._lookups.remove_all(confirmed.put, (self._epoch,))
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
@@ -411,7 +421,7 @@ class PoolScheduler:
     def check(self) -> None:
         """What must hold between calls; tests call it after each."""
         self.saves.check(self._requests)
-        for request_id in self._tickets.values():
+        for request_id in self._asked.values():
             assert request_id in self._requests
         assert self._loaded <= self._requests.keys()
         for state in self._requests.values():

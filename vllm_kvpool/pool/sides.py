@@ -1,6 +1,6 @@
 """Puts the two sides together and takes them apart: what is opened, started, closed, in order.
 
-`SchedulerSide` owns metadata-only stores, the probe thread and the scheduler's bookkeeping;
+`SchedulerSide` owns metadata-only stores, the lookup service and the scheduler's bookkeeping;
 `WorkerSide` stores, the staging arena, the engine and its lanes. Both are made, used and closed by
 one thread.
 """
@@ -26,15 +26,17 @@ from vllm_kvpool.layout.topology import (
     Topology,
     cells_of_rank,
 )
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.manifest import MANIFEST_BYTES
+from vllm_kvpool.metrics import StatsFile, Tally
 from vllm_kvpool.pool.given_tiers import tier_specs
 from vllm_kvpool.pool.lookup import CellNames
+from vllm_kvpool.pool.lookup_core import PresenceCheck
+from vllm_kvpool.pool.lookup_service import LookupService
+from vllm_kvpool.pool.manifests import ManifestWriter
 from vllm_kvpool.pool.open_tiers import HOST_DEVICE, OpenTiers, check_tiers, lane_counts, open_tiers
 from vllm_kvpool.pool.pins import HELD_SHARE
-from vllm_kvpool.pool.probe import Look, Probe
 from vllm_kvpool.pool.request import PoolShape
 from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.pool.stats_file import StatsFile
 from vllm_kvpool.pool.tables import GroupTables
 from vllm_kvpool.pool.worker import PoolWorker
 from vllm_kvpool.staging.arena import Arena
@@ -42,18 +44,18 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.staging.pinned import PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.guard import Patience
+from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.store.guard import GuardedStore, Patience
 from vllm_kvpool.store.open import StoreSpec, uses_device
 from vllm_kvpool.store.tiers import TierSpecs
 from vllm_kvpool.transfer.engine import Engine
-from vllm_kvpool.transfer.executor import Executor, PassOn
+from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.loans import ReplicaSet
-from vllm_kvpool.transfer.ops import HOST, REPLICA, LaneName, OpKind, TierHealth
+from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.policy import POLICIES
 from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
@@ -79,12 +81,14 @@ class ModelShape:
     """What both sides know of the model and its engine."""
 
     namespace: Namespace
+    """Empty where a worker is told later (`WorkerSide.use_namespace`)."""
     kinds: tuple[Kind, ...]
     groups: tuple[Group, ...]
     num_blocks: int
     num_ranks: int
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
 
     @classmethod
     def of_one_kind(
@@ -136,7 +140,16 @@ class SchedulerSide:
         self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
         block = tables.block_size
-        self._probe = Probe(self._tiers.stores, names, config.chunk_tokens, host_ranks, block)
+        self._lookups = LookupService(
+            self._tiers.stores,
+            names,
+            config.chunk_tokens,
+            host_ranks,
+            block,
+            config.lookup_timeout_ms / 1000,
+            self._tiers.names,
+            self.tally,
+        )
         least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
         if tables.forgets:
             least *= HELD_SHARE  # a chunk can always be saved, whatever is held
@@ -148,27 +161,29 @@ class SchedulerSide:
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
             stops_at_first=model.stops_at_first,
+            in_lockstep=model.in_lockstep,
             stems=names.stems(config.chunk_tokens),
         )
-        self.scheduler = PoolScheduler(config, role, shape, self._probe, self.tally)
-        self.stats = StatsFile(config.stats_file, "scheduler", rank, self.tally)
+        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.tally)
+        self._stats = stats_file(config, "scheduler", rank, self.tally)
         self.first_epoch = first_epoch
 
-    def look(self, look: Look) -> None:
-        """Look after what is stored, on the probe thread."""
-        self._probe.look(look)
+    def check(self, check: PresenceCheck) -> None:
+        """Look after what is stored, on the lookup service's threads."""
+        self._lookups.check(check)
 
     def weights_changed(self, epoch: str) -> None:
         """The weights are others now; an epoch equal to `first_epoch` is a return to the first."""
         self.scheduler.begin_epoch("" if epoch == self.first_epoch else epoch)
 
     def close(self) -> None:
-        """End the probe thread and close the store."""
-        if self._probe.close():
+        """End the lookup service and close the stores."""
+        if self._lookups.close():
             self._tiers.close()
         else:
             self._tiers.leave()
-        self.stats.write(force=True)
+        if self._stats is not None:
+            self._stats.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +223,7 @@ class WorkerSide:
         self._device = device
         self.tally = Tally()
         self._number = place.number(model.num_ranks)
+        self._namespace = model.namespace
         specs = tier_specs(config)
         context = model.context
         cells = cells_of_rank(
@@ -237,6 +253,7 @@ class WorkerSide:
         self._arena: Arena | None = None
         self._page_lock = page_lock_for(pages)
         self._custodian: Custodian | None = None
+        self._manifests: ManifestWriter | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._tiers.close)
             if self._exchange is not None:
@@ -261,7 +278,7 @@ class WorkerSide:
                 kind: self._exchange.ranks_of(sorted(members))
                 for kind, members in _members(planner, self._exchange).items()
             }
-        self.stats = StatsFile(config.stats_file, "worker", self._number, self.tally)
+        self._stats = stats_file(config, "worker", self._number, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
     def _start(
@@ -277,6 +294,7 @@ class WorkerSide:
             config.staging_nbytes,
             planner.max_cell_bytes(),
             specs.host.nbytes,
+            spare_nbytes=MANIFEST_BYTES,
             alignment=self._device.memory_alignment,
             memory_from=memory_source(self._device, specs.stores),
             shared=self._exchange is not None,
@@ -322,14 +340,16 @@ class WorkerSide:
             self.tally,
             self._trace,
             config.call_timeout_s,
-            lambda lane: stores[lane.tier].report_stuck(),
+            lambda lane: stores[lane.tier].report_stuck(writes=lane.kind in WRITES),
             self._device.enter_thread,
             self._exchange,
         )
         if self._exchange is not None:
             self._exchange.start(arena, executor.post, patience_s)
         for tier, store in enumerate(stores):
-            store.listen(partial(_tell_health, executor, tier))
+            store.listen(partial(_tell_health, executor, tier, store))
+        if stores and place.rank == 0:
+            self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
         shedding = {
             tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
@@ -340,18 +360,39 @@ class WorkerSide:
             )
         return executor
 
+    def use_namespace(self, namespace: Namespace) -> None:
+        """What cells are called in plans from now on."""
+        if namespace != self._namespace:
+            self._namespace = namespace
+            self._executor.post(UseNamespace(namespace))
+
+    def keep_manifest(self, namespace: Namespace, manifest: bytes) -> None:
+        """Have a manifest in every store; one rank does."""
+        if self._manifests is not None:
+            self._manifests.write(namespace, manifest)
+
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and store."""
         if self._exchange is not None:  # whoever asks us asks the tiers from now on
             self._exchange.close()
         nobody_asks = self._custodian is None or self._custodian.close()
+        if self._manifests is not None:
+            nobody_asks = self._manifests.close() and nobody_asks
         if self._executor.close(self._shutdown_s) and nobody_asks:
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)
         else:  # what still runs may use the memory, which therefore stays as it is
             self._tiers.leave()
         self._trace.close()
-        self.stats.write(force=True)
+        if self._stats is not None:
+            self._stats.close()
+
+
+def stats_file(config: KVPoolConfig, side: str, number: int, tally: Tally) -> StatsFile | None:
+    """Where one side's counters are written, if anywhere."""
+    if not config.stats_file:
+        return None
+    return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), tally)
 
 
 def _exchange_of(
@@ -405,8 +446,8 @@ def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
         page_lock.close()
 
 
-def _tell_health(executor: Executor, tier: int, is_up: bool) -> None:
-    executor.post(TierHealth(tier, is_up))
+def _tell_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
+    executor.post(TierHealth(tier, is_up, store.writable))
 
 
 def _limits_of(lane: LaneName, num_threads: int, tiers: OpenTiers) -> LaneLimits:
@@ -446,7 +487,7 @@ def make_engine(
     residency = Residency(
         SlotPool(arena.num_slots, staging // LOAD_RESERVE),
         arena.num_kept,
-        POLICIES[specs.host.policy](arena.num_kept),
+        POLICIES[specs.host.policy],
         cells_per_chunk,
     )
     known = tuple(

@@ -88,7 +88,7 @@ class PoolWorker:
         self._saves: set[JobId] = set()
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
-        self._report = StepReport()
+        self._reports: list[StepReport] = []  # since the scheduler side was last told
         self.tells_stored = False
         """Whether the scheduler side wants to know what has reached the stores."""
         self.speaks_for: Mapping[str, Sequence[int]] = {}
@@ -170,15 +170,15 @@ class PoolWorker:
         for report in reports:
             if isinstance(report, SaveGathered):
                 self._saves.discard(report.job_id)
-                self._report = self._report.merged(StepReport(gathered={report.job_id: 1}))
+                self._reports.append(StepReport(gathered={report.job_id: 1}))
             elif isinstance(report, SavesDropped):
-                self._report = self._report.merged(StepReport(dropped={report.generation: 1}))
+                self._reports.append(StepReport(dropped={report.generation: 1}))
             elif isinstance(report, SaveDone):
                 if self.tells_stored:
                     how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
-                    self._report = self._report.merged(StepReport(stored={report.job_id: how}))
+                    self._reports.append(StepReport(stored={report.job_id: how}))
             elif isinstance(report, HostChange):
-                self._report = self._report.merged(StepReport(host=self._host_of_ranks(report)))
+                self._reports.append(StepReport(host=self._host_of_ranks(report)))
             elif isinstance(report, LoadDone):
                 load, kept = self._load_ended(report, unasked)
                 if not load.layered:
@@ -233,31 +233,24 @@ class PoolWorker:
                 len(unasked),
                 min(unasked),
             )
-            self._report = self._report.merged(StepReport(load_stops={plan.request_id: kept}))
+            self._reports.append(StepReport(load_stops={plan.request_id: kept}))
         elif kept == plan.token_stop:
             seconds = time.monotonic() - began
             if plan.layered:  # what it has cost the step, once
                 seconds, self._held_up_s = self._held_up_s, 0.0
             tokens = plan.token_stop - plan.token_start
-            self._report = self._report.merged(StepReport(load_tokens=tokens, load_seconds=seconds))
+            self._reports.append(StepReport(load_tokens=tokens, load_seconds=seconds))
         else:
             self._tally.add("kvpool_failures", kind=f"load_{done.reason.value}")
-            self._report = self._report.merged(StepReport(load_stops={plan.request_id: kept}))
+            self._reports.append(StepReport(load_stops={plan.request_id: kept}))
         return plan, kept
 
     def take_report(self) -> StepReport | None:
         """What the scheduler side is to know, since the last call."""
-        report, self._report = self._report, StepReport()
-        return None if report.empty else report
-
-    @property
-    def num_loads(self) -> int:
-        return len(self._loads)
-
-    @property
-    def num_ungathered(self) -> int:
-        """Saves whose pages are still in use."""
-        return len(self._saves)
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, []
+        return StepReport.merge(reports)
 
 
 def _gathered(reports: Sequence[Report]) -> set[JobId]:

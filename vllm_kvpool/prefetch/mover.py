@@ -8,6 +8,7 @@ there. The near tier holds what it held before, too, unless it is full of what i
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_kvpool.cells import HEADER_BYTES, verify
 from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.keys import CellKey, ParsedKey, group_of_key, key_digest, key_of_stem
 from vllm_kvpool.names import Brought, ChunkNames
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 
 BATCH_BYTES = 16 << 20
 BATCH_CELLS = 64
@@ -31,6 +32,7 @@ class BadNames(ValueError):
 class _Cell(NamedTuple):
     key: CellKey
     nbytes: int
+    chunk: ChunkRef
 
 
 class Mover:
@@ -100,7 +102,7 @@ class Mover:
         if not cells:
             return 0
         keys = [cell.key for cell in cells]
-        outcomes = self._near.put(keys, buffers, [group_of_key(key) for key in keys])
+        outcomes = self._near.put(keys, buffers, [cell.chunk for cell in cells])
         return sum(each in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes)
 
     def _places(self, cells: Sequence[_Cell]) -> list[Buffer]:
@@ -153,10 +155,18 @@ def _cells(names: ChunkNames) -> Iterator[_Cell]:
         for chunk in names.chunks[1:]:
             _check(each.stem, chunk)
     return (
-        _Cell(key_of_stem(each.stem, chunk), each.nbytes)
-        for chunk in names.chunks
+        _Cell(
+            key_of_stem(each.stem, chunk),
+            each.nbytes,
+            ChunkRef(_chunk_id(each.stem, chunk), _chunk_id(each.stem, before), position),
+        )
+        for position, (before, chunk) in enumerate(pairwise(("", *names.chunks)))
         for each in names.stems
     )
+
+
+def _chunk_id(stem: str, chunk: str) -> str:
+    return group_of_key(key_of_stem(stem, chunk)) if chunk else ""
 
 
 def _check(stem: str, chunk: str) -> None:

@@ -44,8 +44,9 @@ class Arena:
     """`staging_nbytes` for cells on their way and `host_nbytes` for those that stay, in slots of
     one cell of `cell_bytes` each.
 
-    The arena begins and ends at multiples of `alignment` bytes, a power of two. `memory_from(n)`
-    may give n bytes of memory to use, as writable uint8; None leaves it to the arena.
+    `spare_nbytes` more are for others. The arena begins and ends at multiples of `alignment` bytes,
+    a power of two. `memory_from(n)` may give n bytes of memory to use, as writable uint8; None
+    leaves it to the arena.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Arena:
         cell_bytes: int,
         host_nbytes: int = 0,
         *,
+        spare_nbytes: int = 0,
         alignment: int = SLOT_ALIGNMENT,
         memory_from: Callable[[int], memoryview | None] = lambda nbytes: None,
         shared: bool = False,
@@ -74,7 +76,8 @@ class Arena:
                 f"{self.slot_bytes} bytes or more, or lower layer_span or chunk_tokens"
             )
         self.num_slots = count + self.num_kept
-        nbytes = -(-self.num_slots * self.slot_bytes // alignment) * alignment
+        slots_nbytes = self.num_slots * self.slot_bytes
+        nbytes = -(-(slots_nbytes + spare_nbytes) // alignment) * alignment
         slack = alignment if alignment > SLOT_ALIGNMENT else 0
         given = memory_from(nbytes + alignment)
         self.descriptor: int | None = None
@@ -88,6 +91,10 @@ class Arena:
         address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
         start = self._start = -address % alignment
         self.whole = Buffer(address + start, memoryview(self._memory)[start : start + nbytes])
+        self.spare = Buffer(
+            self.whole.address + slots_nbytes,
+            self.whole.view[slots_nbytes : slots_nbytes + spare_nbytes],
+        )
         self._committed = 0
         self._thread: threading.Thread | None = None
         self._closing = False

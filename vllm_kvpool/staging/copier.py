@@ -23,8 +23,13 @@ class Copier(Protocol):
         """Slots -> pages. On return the pages are filled and the slots may be overwritten."""
 
 
-def check_move(move: CellMove, layers: Sequence[LayerPages]) -> None:
-    """Kernels believe what they are given; a wrong number would corrupt memory."""
+def check_move(move: CellMove, layers: Sequence[LayerPages]) -> tuple[int, Sequence[int]]:
+    """Check a move, and cut its block table to the blocks that it touches.
+
+    Returns the token that the first of those blocks begins with, and their ids. Kernels believe
+    what they are given; a wrong number would corrupt memory, so it raises AssertionError. The cost
+    does not depend on the length of the table, which may be that of a whole request.
+    """
     assert 0 <= move.layer_start <= move.layer_stop <= len(layers), move
     assert move.chunk_start <= move.token_start <= move.token_stop, move
     assert move.token_stop <= move.chunk_start + move.chunk_tokens, move
@@ -32,9 +37,8 @@ def check_move(move: CellMove, layers: Sequence[LayerPages]) -> None:
     assert move.table_start <= move.token_start, move
     span = layers[move.layer_start : move.layer_stop]
     if not span:
-        return
+        return move.table_start, ()
     id_tokens = span[0].tokens_per_block * span[0].blocks_per_id
-    # A table may be that of a whole request, far longer than the move.
     first = (move.token_start - move.table_start) // id_tokens
     last = -(-(move.token_stop - move.table_start) // id_tokens)
     ids = move.block_ids[first:last]
@@ -44,3 +48,4 @@ def check_move(move: CellMove, layers: Sequence[LayerPages]) -> None:
         assert pages.tokens_per_block * pages.blocks_per_id == id_tokens, move
         assert move.head_stop <= pages.num_heads, move
         assert (max(ids, default=0) + 1) * pages.blocks_per_id <= pages.owner[0].shape[0], move
+    return move.table_start + first * id_tokens, ids

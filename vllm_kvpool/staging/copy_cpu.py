@@ -36,10 +36,9 @@ _LAYER_START, _LAYER_STOP, _CHUNK_START, _CHUNK_TOKENS, _TOKEN_START, _TOKEN_STO
 _TABLE_START, _ENTRY_START, _ENTRY_STOP, _IDS_START, _GROUP_COLUMNS = range(6, 11)
 _HEAD, _ADDRESS, _ENTRY_COLUMNS = range(3)
 
-# The first columns of a group, in their order.
+# The first columns of a group, in their order; the first token of its blocks follows.
 _shape_of: Callable[[CellMove], tuple[int, ...]] = attrgetter(
     "layer_start", "layer_stop", "chunk_start", "chunk_tokens", "token_start", "token_stop",
-    "table_start",
 )  # fmt: skip
 
 
@@ -78,12 +77,13 @@ class CpuCopier:
     def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
         by_shape: dict[tuple[tuple[int, ...], ...], list[CellMove]] = {}
         for move in moves:
-            check_move(move, self._layers)
-            by_shape.setdefault((_shape_of(move), tuple(move.block_ids)), []).append(move)
+            first_token, ids = check_move(move, self._layers)
+            shape = (*_shape_of(move), first_token)
+            by_shape.setdefault((shape, tuple(ids)), []).append(move)
         groups: list[tuple[int, ...]] = []
         entries: list[tuple[int, int]] = []
         block_ids: list[int] = []
-        for (shape, table), group in by_shape.items():
+        for (shape, ids), group in by_shape.items():
             entry_start = len(entries)
             for move in group:
                 span = self._rows_before[move.layer_stop] - self._rows_before[move.layer_start]
@@ -91,7 +91,7 @@ class CpuCopier:
                 heads = range(move.head_start, move.head_stop)
                 entries += zip(heads, addresses, strict=False)
             groups.append((*shape, entry_start, len(entries), len(block_ids)))
-            block_ids += table
+            block_ids += ids
         _move_groups(
             is_gather,
             self._runs,

@@ -1,8 +1,8 @@
 """Gather and scatter in plain torch, for pages on any device.
 
-The reference that the compiled copier is tested against, and the one that serves GPUs. Pages are
-seen as strided views of machine words, wide where alignment permits: torch moves bytes ten times
-more slowly than it moves int64.
+It serves devices that have no copier of their own: NPUs, and GPUs without Triton. Pages are seen as
+strided views of machine words, wide where alignment permits: torch moves bytes ten times more
+slowly than it moves int64.
 
 Pages off the host go through a buffer on the device, one move's payload at a time, on a stream of
 the copier's own, which waits for the model's stream at the newest `fence`. What is the device's own

@@ -5,19 +5,16 @@ The payloads of a call pass through buffers on the device, a round at a time:
     gather    pages ─kernel→ buffer ─copy→ slots          kernels and copies have a stream each, so
     scatter   slots ─copy→ buffer ─kernel→ pages          that those of different rounds overlap
 
-The copies are large and contiguous and done by the GPU's copy engine; a kernel that writes over
-PCIe itself (`Route.DIRECT`) would hold multiprocessors that the model needs for as long as a copy
-takes.
+The copies are large and contiguous and done by the GPU's copy engine; a kernel that wrote over PCIe
+itself would hold multiprocessors that the model needs for as long as a copy takes.
 Slots should be pinned: copies to pageable memory are correct but slow.
 
 No stream of the model's is ever waited for by a thread; kernels wait for its newest `fence`.
 """
 
 import ctypes
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import cycle
 from typing import Any
 
@@ -42,16 +39,6 @@ NUM_WARPS = 4
 _PIECE_COLUMNS: int = PIECE_COLUMNS.value
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 assert RUN_COLUMNS.value == NUM_COLUMNS
-
-
-class Route(Enum):
-    """How payloads cross between host and device."""
-
-    STAGED = "staged"  # through buffers on the device
-    DIRECT = "direct"  # by the kernel; the slots must be page-locked, or the GPU's context dies
-
-
-DEFAULT_ROUTE = Route.STAGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +68,13 @@ class TritonCopier:
         self,
         layers: Sequence[LayerPages],
         streams: Streams,
-        route: Route = DEFAULT_ROUTE,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._layers = tuple(layers)
         self._row_bytes = [pages.row_bytes for pages in layers]
         self._streams = streams
-        self._route = route
         self._buffer_bytes = buffer_bytes
-        # By the alignment of payloads, which `Route.DIRECT` does not choose.
-        self._tables = {unit: run_tables(layers, unit) for unit in UNITS}
+        self._tables = run_tables(layers)
         self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
         self._kernels, self._copies = streams.new_stream(), streams.new_stream()
         self._computed = streams.model_event()
@@ -98,8 +82,7 @@ class TritonCopier:
             stream.wait(self._computed)
 
     def _new_buffer(self) -> _Buffer:
-        runs = max(_num_entries(tables) for tables in self._tables.values())
-        nbytes = (runs + TABLE_ENTRIES) * torch.int64.itemsize
+        nbytes = (_num_entries(self._tables) + TABLE_ENTRIES) * torch.int64.itemsize
         return _Buffer(
             self._streams.device_memory(self._buffer_bytes),
             self._streams.pinned_memory(nbytes).view(torch.int64),
@@ -160,11 +143,8 @@ class TritonCopier:
             yield part
 
     def _start(self, part: _Round, buffer: _Buffer, *, is_gather: bool) -> None:
-        if self._route is Route.DIRECT:
-            addresses = [piece.address for piece in part.pieces]
-            self._move_pages(buffer, part.pieces, addresses, is_gather=is_gather)
-            return
         base = buffer.payload.data_ptr()
+        assert base % max(UNITS) == 0, base
         addresses = [base + offset for offset in part.offsets]
         on_device = [
             buffer.payload[offset : offset + piece.nbytes]
@@ -189,18 +169,17 @@ class TritonCopier:
         self, buffer: _Buffer, pieces: list[Piece], addresses: list[int], *, is_gather: bool
     ) -> None:
         """Between pages and payloads at `addresses`, by the stream of the kernels."""
-        tables = self._tables[math.gcd(max(UNITS), *addresses)]
         if buffer.uploading is not None:
             buffer.uploading.synchronize()
-        entries = self._describe(tables, pieces, addresses)
+        entries = self._describe(pieces, addresses)
         buffer.host_table.numpy()[: len(entries)] = entries
         # Runs go along each time: memory of the device may lose its content while vLLM sleeps.
         upload = slice(len(entries))
         self._kernels.copy([(buffer.table[upload], buffer.host_table[upload])])
         buffer.uploading = self._kernels.record()
         runs_at = 0
-        for table in tables:
-            self._launch(buffer.table, table, runs_at, pieces, tables, is_gather=is_gather)
+        for table in self._tables:
+            self._launch(buffer.table, table, runs_at, pieces, is_gather=is_gather)
             runs_at += len(table.rows)
 
     def _num_ids(self, piece: Piece) -> int:
@@ -217,10 +196,10 @@ class TritonCopier:
         return first, -(-(piece.token_stop - piece.table_start) // id_tokens)
 
     def _describe(
-        self, tables: Sequence[RunTable], pieces: Sequence[Piece], addresses: Sequence[int]
+        self, pieces: Sequence[Piece], addresses: Sequence[int]
     ) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """What the kernel reads: runs, pieces, block ids. Columns as in `move_kernel.py`."""
-        ids_at = _num_entries(tables) + len(pieces) * _PIECE_COLUMNS
+        ids_at = _num_entries(self._tables) + len(pieces) * _PIECE_COLUMNS
         rows: list[int] = []
         ids: list[int] = []
         known: dict[tuple[int, int, int], int] = {}  # heads and spans of a chunk share their ids
@@ -243,7 +222,8 @@ class TritonCopier:
                 known[key],
                 sum(self._row_bytes[piece.layer_start : piece.layer_stop]),
             )
-        return np.concatenate([*(table.rows for table in tables), np.array(rows + ids, np.int64)])
+        runs = (table.rows for table in self._tables)
+        return np.concatenate([*runs, np.array(rows + ids, np.int64)])
 
     def _launch(
         self,
@@ -251,7 +231,6 @@ class TritonCopier:
         table: RunTable,
         runs_at: int,
         pieces: Sequence[Piece],
-        tables: Sequence[RunTable],
         *,
         is_gather: bool,
     ) -> None:
@@ -266,7 +245,7 @@ class TritonCopier:
             len(pieces) * tiles,
             entries,
             runs_at,
-            _num_entries(tables),
+            _num_entries(self._tables),
             len(pieces),
             num_heads,
             token_tiles,

@@ -1,7 +1,7 @@
 """The contract of a store: a shared place that holds cells by key.
 
-Every call is batched and blocking, and is made from a lane or the probe thread, never from the
-engine's threads. A store knows bytes and keys; it does not know layers, heads or engines.
+Every call is batched and blocking, and is made from a lane or a thread of the lookup service,
+never from the engine's threads. A store knows bytes and keys, not layers, heads or engines.
 
 What an implementor owes:
 * one result per key, in order; a problem with one key is that key's outcome, never an exception;
@@ -27,6 +27,18 @@ class Buffer(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.view.nbytes
+
+
+class ChunkRef(NamedTuple):
+    """The chunk that a cell belongs to, as far as eviction has to know it.
+
+    All cells of a chunk and kind have one `id` (`keys.group_of_key` of any of their keys). Without
+    `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is none, or unknown.
+    """
+
+    id: str
+    parent: str = ""
+    position: int = 0  # how many chunks of the prompt come before it
 
 
 class PutOutcome(Enum):
@@ -62,6 +74,7 @@ class Capabilities:
     parallel_puts: int
     batches_per_put: int = 1  # of the usual size, taken together: a long put may overlap its parts
     sheds: bool = False  # it is `Shedding` too
+    writable: bool = True  # False: it is read, and nothing is saved there
     free_exists: bool = False  # it takes microseconds and changes nothing, not what goes first
 
 
@@ -81,12 +94,13 @@ class Store(Protocol):
         """Whether each key can be read now. Raises StoreError when that cannot be known."""
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         """Store each buffer's bytes under its key.
 
-        `groups` names for each key the set it is best evicted with (all cells of a chunk); a
-        store without groups ignores it. Buffers stay unchanged and owned by the caller.
+        `chunks` has the chunk of each key. A bounded store of ours evicts whole chunks, none
+        before those that come after it in their prompts; others do what they can. Buffers stay
+        unchanged and owned by the caller.
         """
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
@@ -105,12 +119,20 @@ class Store(Protocol):
         """Release everything; no call may follow."""
 
 
+class EvictionCandidate(NamedTuple):
+    """A cell that would be evicted next."""
+
+    key: str
+    chunk: ChunkRef
+    nbytes: int
+
+
 @runtime_checkable
 class Shedding(Protocol):
     """A store that names what it would evict next, so that it can be kept elsewhere before."""
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
-        """Keys and object bytes, coldest first, of what is beyond a watermark; may be empty.
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
+        """Cells, coldest first, of what is beyond a watermark; may be empty.
 
         The caller copies and then removes them, or the next call names the same ones. After an
         answer that is not empty nobody else who shares the store gets one, until `surplus_done`

@@ -6,10 +6,13 @@ raise `StoreUnreachable` at once, so that nobody waits for what is known not to 
 * until it could be opened, which is tried in the background, with growing pauses;
 * after `FAILURES_TO_OPEN` calls in a row that ended with `StoreError`, or one that took longer than
   `SLOW_FAILURE_S` to do so;
-* as soon as a call has not returned for `call_timeout_s`.
+* as soon as a call that reads has not returned for `call_timeout_s`.
 
 Then a thread of the guard's own asks for a key until the store answers in time. So no request pays
 for the attempt, however slowly it fails.
+
+A call that writes (`put`, `remove`) and does not return says nothing of reads, which go on: after
+it there is a pause, growing from call to call, in which writes fail at once.
 
 `patience_s` bounds calls that lend the store no memory (`exists`, `remove_namespace`): they run on
 a thread that can be left behind. Calls that read or write a caller's buffers cannot be cut short
@@ -29,7 +32,16 @@ from functools import partial
 from typing import TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Shedding, Store
+from vllm_kvpool.store.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    EvictionCandidate,
+    GetOutcome,
+    PutOutcome,
+    Shedding,
+    Store,
+)
 from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.store.calls import BoundedCalls
 
@@ -86,7 +98,9 @@ class GuardedStore:
         self._closed = False
         self._breaker = Breaker()
         self._buffers: list[Buffer] = []
-        self._running: dict[int, float] = {}  # calls under way, oldest first -> when they began
+        self._running: dict[int, float] = {}  # reads under way, oldest first -> when they began
+        self._writing: dict[int, float] = {}  # and writes
+        self._writes = Breaker()
         self._num_calls = 0
         self._first_error: Exception | None = None
         self._tried = False
@@ -109,6 +123,12 @@ class GuardedStore:
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    @property
+    def writable(self) -> bool:
+        """Whether saves may go to the store, as far as is known by now."""
+        store = self._store
+        return store is None or store.capabilities.writable
 
     @property
     def opened(self) -> bool:
@@ -146,27 +166,30 @@ class GuardedStore:
         return self._call(lambda store: store.exists(keys), self._patience.answer_s)
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        return self._call(lambda store: store.put(keys, buffers, groups))
+        return self._call(lambda store: store.put(keys, buffers, chunks), writes=True)
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
         return self._call(lambda store: store.get(keys, buffers))
 
     def remove(self, keys: Sequence[str]) -> int:
-        return self._call(lambda store: store.remove(keys))
+        return self._call(lambda store: store.remove(keys), writes=True)
 
     def remove_namespace(self, namespace: str) -> int:
         longest = None if self._patience.answer_s is None else REMOVE_ALL_S
         return self._call(lambda store: store.remove_namespace(namespace), longest, aside=True)
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
         """See `Shedding`."""
+        if not self.writable:
+            return []
         return self._call(lambda store: cast("Shedding", store).surplus(max_keys), aside=True)
 
     def surplus_done(self) -> None:
         """See `Shedding`."""
-        self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
+        if self.writable:
+            self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
 
     def close(self) -> None:
         """Close the store; one that is still being opened or asked is closed, or left, later.
@@ -187,10 +210,15 @@ class GuardedStore:
     # A call
 
     def _call(
-        self, method: Callable[[Store], T], longest_s: float | None = None, *, aside: bool = False
+        self,
+        method: Callable[[Store], T],
+        longest_s: float | None = None,
+        *,
+        aside: bool = False,
+        writes: bool = False,
     ) -> T:
         """Run a call and learn from it; `aside`: however long it takes says nothing."""
-        ticket, store = self._begin(aside=aside)
+        ticket, store = self._begin(aside=aside, writes=writes)
         failed = False
         try:
             if longest_s is None:
@@ -202,7 +230,7 @@ class GuardedStore:
         finally:
             self._ended(ticket, failed)
 
-    def _begin(self, *, aside: bool) -> tuple[int | None, Store]:
+    def _begin(self, *, aside: bool, writes: bool) -> tuple[int | None, Store]:
         with self._state:
             now = self._clock()
             oldest = next(iter(self._running.values()), now)
@@ -211,29 +239,59 @@ class GuardedStore:
             store = self._store
             if not self._is_up or store is None or self._closed:
                 raise StoreUnreachable(f"{self._name} is away")
+            if writes:
+                self._drop_late_writes(now)
+                if self._writes.is_open(now):
+                    raise StoreUnreachable(f"{self._name} takes no writes for now")
             if aside:
                 return None, store
             self._num_calls += 1
-            self._running[self._num_calls] = now
+            (self._writing if writes else self._running)[self._num_calls] = now
             return self._num_calls, store
+
+    def _drop_late_writes(self, now: float) -> None:
+        """A write that has not returned in time is followed by a pause, once."""
+        latest = now - self._patience.call_s
+        num_late = sum(began < latest for began in self._writing.values())
+        if num_late:
+            self._writing = {call: t for call, t in self._writing.items() if t >= latest}
+            self._pause_writes(now)
+
+    def _pause_writes(self, now: float) -> None:
+        if self._writes.tripped(now):
+            logger.warning(
+                "kvpool: %s has not returned from a write within call_timeout_s=%g: no writes for "
+                "%.1f s, reads go on",
+                self._name,
+                self._patience.call_s,
+                self._writes.pause_s,
+            )
 
     def _ended(self, ticket: int | None, failed: bool) -> None:
         with self._state:
             now = self._clock()
-            began = now if ticket is None else self._running.pop(ticket, None)
+            calls = self._writing if ticket in self._writing else self._running
+            began = now if ticket is None else calls.pop(ticket, None)
             if began is None or not self._is_up:
                 return  # no news, or no news any more
             if not failed:
                 self._breaker.succeeded()
+                if calls is self._writing:
+                    self._writes.succeeded()
             elif now - began > SLOW_FAILURE_S:
                 self._went_away(f"a call failed after {now - began:.1f} s", now)
             elif self._breaker.failed(now):
                 self._change(False, "calls fail")
 
-    def report_stuck(self) -> None:
+    def report_stuck(self, *, writes: bool = False) -> None:
         """Somebody waits for a call in vain."""
         with self._state:
-            self._went_away("a call has not returned", self._clock())
+            now = self._clock()
+            if not writes:
+                self._went_away("a call has not returned", now)
+            elif self._writing:
+                self._writing.pop(next(iter(self._writing)))
+                self._pause_writes(now)
 
     def _went_away(self, why: str, now: float) -> None:
         if self._is_up:

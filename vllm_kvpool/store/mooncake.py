@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
+from vllm_kvpool.store.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.store.mooncake_engine import SharedEngine, shared_engine
 
 logger = logging.getLogger(__name__)
@@ -340,16 +340,16 @@ class MooncakeStore:
         return found
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        assert len(keys) == len(buffers) == len(groups), (len(keys), len(buffers), len(groups))
+        assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         addresses = [buffer.address for buffer in buffers]
         sizes = [buffer.nbytes for buffer in buffers]
         outcomes: list[PutOutcome] = []
         for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES):
             config = self._wheel.ReplicateConfig()
             if self._has_groups:
-                config.group_ids = list(groups[part])
+                config.group_ids = [chunk.id for chunk in chunks[part]]
             run = list(keys[part])
             with self._calling() as native:
                 codes = native.batch_put_from(run, addresses[part], sizes[part], config)

@@ -21,9 +21,9 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.store.base import Capabilities, Store
-from vllm_kvpool.store.disk import IO_CHOICES
-from vllm_kvpool.store.files_format import MAX_KEY_BYTES, file_bytes
-from vllm_kvpool.store.files_order import Policy
+from vllm_kvpool.store.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvpool.store.file.format import MAX_KEY_BYTES, file_bytes
+from vllm_kvpool.store.file.io import IO_CHOICES
 from vllm_kvpool.store.mooncake import DEVICE_PROTOCOLS, PROTOCOLS, MooncakeOptions
 from vllm_kvpool.store.mooncake import ENVIRONMENT as MOONCAKE_ENVIRONMENT
 
@@ -73,7 +73,7 @@ class FileOptions:
     path: str
     size_bytes: int
     io: str = "auto"  # one of IO_CHOICES
-    policy: Policy = Policy.LRU
+    policy: str = DEFAULT_POLICY  # one of POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def capabilities_of(spec: StoreSpec) -> Capabilities:
         case MemoryOptions():
             from vllm_kvpool.store.memory import CAPABILITIES
         case FileOptions():
-            from vllm_kvpool.store.files import CAPABILITIES
+            from vllm_kvpool.store.file.store import CAPABILITIES
         case MooncakeOptions():
             from vllm_kvpool.store.mooncake import CAPABILITIES
         case S3Options():
@@ -301,9 +301,9 @@ def _open(spec: StoreSpec, *, segment: bool) -> Store:
 
             return MemoryStore(name, size_bytes)
         case FileOptions(path, size_bytes, io, policy):
-            from vllm_kvpool.store.files import FileStore
+            from vllm_kvpool.store.file.read_only import open_file_store
 
-            return FileStore(path, size_bytes, io, policy)
+            return open_file_store(path, size_bytes, io, POLICIES[policy])
         case MooncakeOptions() as options:
             from vllm_kvpool.store.mooncake import MooncakeStore
 
@@ -334,15 +334,15 @@ def _parse_file(
         )
     if not path.strip("/") or "\0" in path:
         raise ConfigError(f"{query.url}: name a directory, for example file:///var/cache/kvpool")
-    io, policy = query.text("io", "auto"), query.text("policy", Policy.LRU.value)
-    for name, value, choices in (("io", io, IO_CHOICES), ("policy", policy, [*Policy])):
+    io, policy = query.text("io", "auto"), query.text("policy", DEFAULT_POLICY)
+    for name, value, choices in (("io", io, IO_CHOICES), ("policy", policy, [*POLICIES])):
         if value not in choices:
             raise ConfigError(f"{query.url}: {name}={value}; {nearest(value, choices)}")
     return FileOptions(
         path="/" + os.path.normpath(path).lstrip("/"),
         size_bytes=query.size("size", DEFAULT_FILE_BYTES, least=MIN_STORE_BYTES),
         io=io,
-        policy=Policy(policy),
+        policy=policy,
     )
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import BaseError
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
+from vllm_kvpool.store.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.store.s3_answers import Kind, Trouble, folder_of, object_name, trouble_of
 from vllm_kvpool.store.s3_call import MAX_DELETE_KEYS, Call, Clients, Work, make_client, settle
 
@@ -101,9 +101,9 @@ class S3Store:
         return self._present([object_name(self._root, key) for key in keys])
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        assert len(keys) == len(buffers) == len(groups), (len(keys), len(buffers), len(groups))
+        assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         # Nothing orders two requests, so of a key that comes twice only the first is put.
         firsts: dict[str, Buffer] = {}
         for key, buffer in zip(keys, buffers, strict=True):

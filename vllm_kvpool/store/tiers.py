@@ -1,6 +1,6 @@
 """The list of tiers that a configuration names, nearest first (pure).
 
-`host://8GiB?policy=lru` is this process's own memory, a tier that no store stands for; every other
+`host://8GiB?policy=lrfu` is this process's own memory, a tier that no store stands for; every other
 url is a store's (open.py). What cannot work is said before anything is opened: a tier in front of
 a faster one, a tier twice, host memory that is not the first.
 """
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
+from vllm_kvpool.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.store.open import (
     MAX_STORE_BYTES,
     MIN_STORE_BYTES,
@@ -20,7 +21,6 @@ from vllm_kvpool.store.open import (
     parse_store_url,
 )
 
-HOST_POLICIES = ("lru", "frequency")
 MAX_TIERS = 4  # behind host memory
 
 # How far away a store is: a tier further away never stands in front of a nearer one. Files may be
@@ -33,7 +33,7 @@ class HostTier:
     """Cells kept in each worker's own memory; 0 bytes for none."""
 
     nbytes: int = 0
-    policy: str = HOST_POLICIES[0]
+    policy: str = DEFAULT_POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def _parse_host(url: str) -> HostTier:
     if not parts.netloc or parts.path.strip("/") or not url.lower().startswith("host://"):
         raise ConfigError(f"{url}: write the size of host memory as host://8GiB")
     query = Query(url, parts.query)
-    policy = query.text("policy", HOST_POLICIES[0])
-    if policy not in HOST_POLICIES:
-        raise ConfigError(f"{url}: unknown policy {policy}; {nearest(policy, HOST_POLICIES)}")
+    policy = query.text("policy", DEFAULT_POLICY)
+    if policy not in POLICIES:
+        raise ConfigError(f"{url}: unknown policy {policy}; {nearest(policy, POLICIES)}")
     query.finish()
     nbytes = parse_size(parts.netloc, f"{url}: size")
     if not MIN_STORE_BYTES <= nbytes <= MAX_STORE_BYTES:

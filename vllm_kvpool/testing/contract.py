@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vllm_kvpool.keys import Namespace, make_namespace
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.testing.memory import Arena, random_bytes
 
 ARENA_BYTES = 48 << 20
@@ -34,7 +34,7 @@ def key_of(namespace: str, number: int) -> str:
 
 
 def put_one(store: Store, key: str, buffer: Buffer) -> PutOutcome:
-    [outcome] = store.put([key], [buffer], [""])
+    [outcome] = store.put([key], [buffer], [ChunkRef("")])
     return outcome
 
 
@@ -69,7 +69,7 @@ class StoreContract:
         objects = [random_bytes(nbytes, seed) for seed, nbytes in enumerate(SIZES)]
         keys = [key_of(namespace, number) for number in range(len(SIZES))]
         sources = [arena.holding(data) for data in objects]
-        assert store.put(keys, sources, ["group"] * len(keys)) == [STORED] * len(keys)
+        assert store.put(keys, sources, [ChunkRef("group")] * len(keys)) == [STORED] * len(keys)
         assert [bytes(source.view) for source in sources] == objects, "put changed its buffers"
         targets = [arena.take(nbytes) for nbytes in SIZES]
         assert store.get(keys, targets) == [OK] * len(keys)
@@ -118,7 +118,7 @@ class StoreContract:
     ) -> None:
         keys = [key_of(namespace, number) for number in (0, 1, 0)]
         sources = [arena.holding(letter * 4096) for letter in (b"a", b"b", b"c")]
-        first, other, second = store.put(keys, sources, ["g"] * 3)
+        first, other, second = store.put(keys, sources, [ChunkRef("g")] * 3)
         assert (first, other) == (STORED, STORED)
         assert second in (STORED, EXISTED)
         target = arena.take(4096)
@@ -148,7 +148,9 @@ class StoreContract:
         keys = [key_of(namespace, number) for number in range(40)]
         stored = keys[::3]
         objects = {key: random_bytes(1000 + n, n) for n, key in enumerate(stored)}
-        store.put(stored, [arena.holding(objects[k]) for k in stored], ["g"] * len(stored))
+        store.put(
+            stored, [arena.holding(objects[k]) for k in stored], [ChunkRef("g")] * len(stored)
+        )
         asked = keys[::-1]
         assert store.exists(asked) == [key in objects for key in asked]
         targets = [arena.take(len(objects.get(key, b"abc"))) for key in asked]
@@ -161,7 +163,7 @@ class StoreContract:
     ) -> None:
         kept, removed, absent = keys = [key_of(namespace, number) for number in range(3)]
         source = arena.holding(b"z" * 4096)
-        store.put([kept, removed], [source, source], ["g", "g"])
+        store.put([kept, removed], [source, source], [ChunkRef("g")] * 2)
         assert store.exists(keys) == [True, True, False]
         assert store.remove([removed, absent]) == 1
         assert store.exists(keys) == [True, False, False]
@@ -193,7 +195,7 @@ class StoreContract:
         other_keys = [key_of(other, 0) for other in others]
         other_keys += [f"{own}", f"x{own_keys[0]}", f"x\n{own_keys[0]}"]
         keys = own_keys + other_keys
-        store.put(keys, [source] * len(keys), ["g"] * len(keys))
+        store.put(keys, [source] * len(keys), [ChunkRef("g")] * len(keys))
         assert store.exists(keys) == [True] * len(keys)
         assert store.remove_namespace(own) == len(own_keys)
         assert store.exists(own_keys) == [False] * len(own_keys)
@@ -232,7 +234,7 @@ class StoreContract:
         keys += [f"{tail}{namespace}" for tail in tails[1:]]  # outside every namespace
         objects = [random_bytes(100 + number, number) for number in range(len(keys))]
         sources = [arena.holding(data) for data in objects]
-        assert store.put(keys, sources, ["g"] * len(keys)) == [STORED] * len(keys)
+        assert store.put(keys, sources, [ChunkRef("g")] * len(keys)) == [STORED] * len(keys)
         targets = [arena.take(len(data)) for data in objects]
         assert store.get(keys, targets) == [OK] * len(keys)
         assert [bytes(target.view) for target in targets] == objects
@@ -257,7 +259,7 @@ class StoreContract:
 
         def work(job: tuple[list[str], list[Buffer], list[Buffer]]) -> list[GetOutcome]:
             keys, sources, targets = job
-            outcomes = store.put(keys, sources, ["g"] * len(keys))
+            outcomes = store.put(keys, sources, [ChunkRef("g")] * len(keys))
             assert set(outcomes) <= {STORED, EXISTED}
             return store.get(keys, targets)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome, Store
+from vllm_kvpool.keys import is_manifest_key
+from vllm_kvpool.store.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
 
 BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
 CONTROL_FILE = "faults.json"
@@ -81,7 +82,10 @@ class Rule:
 
 
 class Faults:
-    """Rules for any number of stores, and what has been seen of their calls."""
+    """Rules for any number of stores, and what has been seen of their calls.
+
+    Manifests, which nothing depends on, are neither struck nor counted, unless a rule names one.
+    """
 
     def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
         self._wait = wait
@@ -120,6 +124,10 @@ class Faults:
             self._rules.clear()
         self._released.set()
 
+    def _names_one_of(self, keys: Sequence[str]) -> bool:
+        with self._lock:
+            return any(rule.key and any(rule.key in key for key in keys) for rule in self._rules)
+
     def release(self) -> None:
         """Blocked calls go on, and later ones do not block any more."""
         with self._lock:
@@ -128,6 +136,8 @@ class Faults:
 
     def begin(self, store: str, method: str, keys: Sequence[str]) -> dict[str, Rule]:
         """Count the call and let what befalls it as a whole happen; the rules of its keys."""
+        if keys and all(map(is_manifest_key, keys)) and not self._names_one_of(keys):
+            return {}
         self.on_call(store, method, keys)
         with self._lock:
             self.calls[method] += 1
@@ -343,16 +353,16 @@ class FaultyStore:
         ]
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         struck = self._begin("put", keys)
         outcomes: list[PutOutcome] = []
-        for key, buffer, group in zip(keys, buffers, groups, strict=True):
+        for key, buffer, chunk in zip(keys, buffers, chunks, strict=True):
             fault = _fault(struck, key)
             bad = _PUT_OUTCOME.get(fault)
             if fault is Fault.HALF:
-                self._inner.put([key], [first_half(buffer)], [group])
-            outcomes += [bad] if bad else self._inner.put([key], [buffer], [group])
+                self._inner.put([key], [first_half(buffer)], [chunk])
+            outcomes += [bad] if bad else self._inner.put([key], [buffer], [chunk])
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_kvpool.config import RequestOptions, read_request_options
+from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.testing.scripted_spec import ScriptedSpec
 from vllm_kvpool.testing.scripted_words import VOCAB_SIZE, encode
@@ -276,7 +276,7 @@ def _options(params: dict[str, Any] | None) -> RequestOptions:
     try:
         return read_request_options(params)
     except ConfigError:
-        return RequestOptions()  # as the connector does, which only warns
+        return OPTIONS_NOT_READ  # as the connector does, which only warns
 
 
 def _max_tokens(

@@ -23,7 +23,6 @@ from vllm_kvpool.transfer.ops import (
 )
 from vllm_kvpool.transfer.residency import Entry, Residency
 from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.story import Stories
 from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
 
 PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
@@ -47,7 +46,8 @@ class Desk:
     chance: Callable[[], float]
     slot_bytes: int
     breakers: list[Breaker] = field(default_factory=list)
-    stories: Stories = field(default_factory=Stories)
+    write_breakers: list[Breaker] = field(default_factory=list)
+    """Of puts and removes alone; held where nothing may be written at all."""
     reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     # Loaded cells by their tier; `REPLICA` and `HOST` are the last.
@@ -57,7 +57,12 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
+        self.write_breakers = [Breaker() for _ in self.tiers]
         self.hits = [0] * (len(self.tiers) + 2)
+
+    @property
+    def now_ns(self) -> int:
+        return int(self.now * 1e9)
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
         return self.scheduler.lanes[LaneName(kind, tier)]
@@ -69,11 +74,17 @@ class Desk:
             tier for tier in range(first, len(self.tiers)) if self.breakers[tier].closed_at <= now
         ]
 
+    def tiers_writable(self, first: int = 0) -> list[int]:
+        """Those of them that may be written to now."""
+        now = self.now
+        return [t for t in self.tiers_up(first) if self.write_breakers[t].closed_at <= now]
+
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
-        """Run a failed op again after a pause, if that may help; in that lane, if one is named."""
+        """Run a failed op again after a pause, if that may help: a get in its lane, or a put."""
         if outcome not in PASSING or tier < 0 or not self.tiers[tier].remote:
             return False
-        if op.attempts + 1 >= MAX_TRIES or self.breakers[tier].is_open(self.now):
+        may_ask = self.tiers_up if lane is not None else self.tiers_writable
+        if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
             return False
         self.scheduler.retry(op, self.now + retry_pause_s(op.attempts + 1, self.chance()), lane)
         return True
@@ -93,8 +104,12 @@ class Desk:
             if hits:
                 tally.add("kvpool_hit_cells", hits, tier=name)
         self.hits = [0] * len(self.hits)
-        for tier, breaker in zip(self.tiers, self.breakers, strict=True):
+        for tier, breaker, writes in zip(
+            self.tiers, self.breakers, self.write_breakers, strict=True
+        ):
             tally.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
+            is_open = writes.is_open(self.now)
+            tally.set("kvpool_tier_writable", 0 if is_open else 1, tier=tier.name)
         if self.residency.keep:
             clean, dirty, pinned = self.residency.num_slots()
             slot_bytes = self.slot_bytes

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import cast
 
 from vllm_kvpool.staging.slots import SlotUse
+from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.transfer.desk import PASSING, Desk
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
@@ -24,6 +25,7 @@ from vllm_kvpool.transfer.ops import (
     HOST,
     NOBODY,
     REPLICA,
+    WRITES,
     CancelRequest,
     CellOutcome,
     DropSaves,
@@ -52,7 +54,6 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.saves import Copy, Put, Saves
 from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.story import StoryLine
 from vllm_kvpool.transfer.stuck import Stuck
 from vllm_kvpool.transfer.tiers import Tier
 
@@ -100,10 +101,6 @@ class Engine:
         self.loans = Loans(self.desk, self._fetches, replicas)
         self.loads = Loads(self.desk, self._fetches, self.loans.wanted)
         self._hand_downs = HandDowns(self.desk, self._fetches, self.saves)
-        self._lane_labels = {
-            lane: str(lane) if lane.tier < 0 else f"{lane.kind.value} {tiers[lane.tier].name}"
-            for lane in limits
-        }
         self.stuck = Stuck(residency)
         self._running: dict[WorkId, Batch] = {}
         self._next_work = 0
@@ -172,10 +169,6 @@ class Engine:
         parts = (self.desk.scheduler, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 
-    def story(self, request_id: str) -> tuple[StoryLine, ...]:
-        """What happened to a request's cells here."""
-        return self.desk.stories.of(request_id)
-
     @property
     def idle(self) -> bool:
         return not (self._running or self.loads.num_open or self.num_saves or self.loans.num_open)
@@ -242,8 +235,7 @@ class Engine:
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
         if lane.tier >= 0:
-            self._watch_tier(lane.tier, done.outcomes)
-        self._tell_story(lane, batch, done.outcomes)
+            self._watch_tier(lane, done.outcomes)
         if lane.kind is OpKind.GET:
             self.desk.hits[lane.tier] += sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
@@ -273,26 +265,41 @@ class Engine:
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
         self.stuck.begin(work_id, lane.kind, batch)
-        if self.desk.breakers[lane.tier].tripped(self.desk.now):
-            self._tier_down(lane.tier)
-        outcomes = (CellOutcome.TIMED_OUT,) * len(batch.ops)
-        self._tell_story(lane, batch, outcomes)
+        if self._breaker(lane).tripped(self.desk.now):
+            self._lane_down(lane)
         for op in batch.ops:
             self._handlers[lane.kind](op, CellOutcome.TIMED_OUT)
 
-    def _watch_tier(self, tier: int, outcomes: Sequence[CellOutcome]) -> None:
-        """A batch of which nothing is known is a failure of the tier."""
-        breaker = self.desk.breakers[tier]
+    def _watch_tier(self, lane: LaneName, outcomes: Sequence[CellOutcome]) -> None:
+        """A batch of which nothing is known is a failure of the tier, or of writing to it."""
+        breaker = self._breaker(lane)
         if not all(outcome in PASSING for outcome in outcomes):
             breaker.succeeded()
         elif breaker.failed(self.desk.now):
-            self._tier_down(tier)
+            self._lane_down(lane)
+
+    def _breaker(self, lane: LaneName) -> Breaker:
+        desk = self.desk
+        return (desk.write_breakers if lane.kind in WRITES else desk.breakers)[lane.tier]
+
+    def _lane_down(self, lane: LaneName) -> None:
+        """A tier is left alone for a while; where writes alone failed, loads go on."""
+        if lane.kind in WRITES:
+            self._fetches.writes_down(lane.tier)
+            self.saves.tier_down(lane.tier)
+        else:
+            self._tier_down(lane.tier)
 
     def _tier_changed(self, event: TierHealth) -> None:
         """Who watches the store knows best: until it is there again nobody tries."""
         breaker = self.desk.breakers[event.tier]
         if event.is_up:
             breaker.let_go()
+            if event.is_writable:
+                self.desk.write_breakers[event.tier].let_go()
+            else:
+                self.desk.write_breakers[event.tier].hold()
+                self.saves.tier_down(event.tier)
         else:
             breaker.hold()
             self._tier_down(event.tier)
@@ -339,23 +346,6 @@ class Engine:
                     self.saves.all_gathered(marker.what)
         for graph in scheduler.take_ended():
             graph.ops.clear()  # the heap of deadlines may hold the graph for long
-
-    def _tell_story(self, lane: LaneName, batch: Batch, outcomes: Sequence[CellOutcome]) -> None:
-        desk = self.desk
-        if len(batch.ops) == 1:
-            request_id = batch.ops[0].graph.tag.request_id
-            if request_id:
-                name = self._lane_labels[lane]
-                desk.stories.note(request_id, desk.now, "{}: 1 {.value}", name, outcomes[0])
-            return
-        ends: dict[tuple[str, CellOutcome], int] = {}
-        for op, outcome in zip(batch.ops, outcomes, strict=True):
-            end = (op.graph.tag.request_id, outcome)
-            ends[end] = ends.get(end, 0) + 1
-        name = self._lane_labels[lane]
-        for (request_id, outcome), count in ends.items():
-            if request_id:
-                desk.stories.note(request_id, desk.now, "{}: {} {.value}", name, count, outcome)
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""

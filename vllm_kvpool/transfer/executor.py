@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from vllm_kvpool.keys import Namespace
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges
@@ -33,6 +34,7 @@ from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellName,
     CellOutcome,
+    CellTask,
     DropSaves,
     Flush,
     HandDown,
@@ -62,7 +64,6 @@ from vllm_kvpool.transfer.ops import (
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.story import StoryLine
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ IDLE_TICK_S = 0.5
 WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
-STORY_WAIT_S = 1.0
+COPY_JOIN_S = 5.0  # a batch of copies takes milliseconds
 MAX_NEW_LANES = 16
 MAX_STUCK = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
@@ -96,15 +97,16 @@ class PassOn:
 
 
 @dataclass(frozen=True, slots=True)
-class AskStory:
-    """What happened to a request; the answer goes into `answer`."""
+class UseNamespace:
+    """What cells are called in plans from now on."""
 
-    request_id: str
-    answer: "SimpleQueue[tuple[StoryLine, ...]]"
+    namespace: Namespace
 
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = Plan | CancelRequest | DropSaves | Close | AskStory | PassOn | TierHealth | Lend | LoanOver
+Post = (
+    Plan | CancelRequest | DropSaves | Close | PassOn | TierHealth | UseNamespace | Lend | LoanOver
+)
 
 
 class Lender(Protocol):
@@ -194,18 +196,6 @@ class Executor:
             self._waiting = False
         return True
 
-    def story(self, request_id: str) -> tuple[StoryLine, ...]:
-        """What happened to a request's cells in this rank; for a person, not for every step.
-
-        Asks the engine thread, and waits `STORY_WAIT_S` for it at most.
-        """
-        answer: SimpleQueue[tuple[StoryLine, ...]] = SimpleQueue()
-        self._inbox.put(AskStory(request_id, answer))
-        try:
-            return answer.get(timeout=STORY_WAIT_S)
-        except Empty:
-            return ()
-
     def close(self, timeout_s: float) -> bool:
         """Let saves finish for at most `timeout_s`, then end all threads.
 
@@ -256,8 +246,8 @@ class Executor:
                     self._step(Flush())
                 case PassOn():
                     self._pass_on(message)
-                case AskStory():
-                    message.answer.put(self._engine.story(message.request_id))
+                case UseNamespace():
+                    self._planner = self._planner.named(message.namespace)
                 case LaneThread():
                     self._lane_died(message)
                 case _:
@@ -272,18 +262,47 @@ class Executor:
             self._lane_inboxes[lane.lane].put(None)
 
     def _serve_without_engine(self) -> None:
-        """Every job ends as if the store had nothing, once no lane can touch its pages any more."""
-        for lane in self._lanes:
-            if lane.lane.kind in (OpKind.SCATTER, OpKind.GATHER):
-                lane.thread.join()
-        # What had ended just before is as it was decided.
-        failed = (given_up(plan, CellOutcome.FAILED) for plan in self._open.values())
-        self._publish([*self._said, *failed])
-        while not isinstance(message := self._inbox.get(), Close):
+        """Every job ends as if the store had nothing, once no lane can write its pages any more.
+
+        A copy that hangs keeps the jobs of the blocks that it writes, and no others.
+        """
+        hanging = self._leave_hanging_copies()
+        self._publish(self._said)  # what had ended just before is as it was decided
+        while True:
+            hanging = {lane: work for lane, work in hanging.items() if lane.thread.is_alive()}
+            written = {block for work in hanging.values() for block in _blocks_of(work)}
+            for plan in list(self._open.values()):
+                if not any(written.intersection(pages.block_ids) for pages in plan.pages):
+                    del self._open[plan.job_id]
+                    self._publish([given_up(plan, CellOutcome.FAILED)])
+            try:
+                message = self._inbox.get(timeout=WATCH_S if hanging else None)
+            except Empty:
+                continue
+            if isinstance(message, Close):
+                return
             if isinstance(message, LoadPlan | SavePlan):
-                self._publish([given_up(message, CellOutcome.FAILED)])
+                self._open[message.job_id] = message
             elif isinstance(message, DropSaves) and message.generation is not None:
                 self._publish([SavesDropped(message.generation)])
+
+    def _leave_hanging_copies(self) -> dict[LaneThread, Work]:
+        """Wait for copies into pages to end, `COPY_JOIN_S` at most; those that have not.
+
+        They do nothing more when they have ended.
+        """
+        hanging: dict[LaneThread, Work] = {}
+        deadline = time.monotonic() + COPY_JOIN_S
+        for lane in [lane for lane in self._lanes if lane.lane.kind is OpKind.SCATTER]:
+            lane.thread.join(max(0.0, deadline - time.monotonic()))
+            while lane.thread.is_alive() and lane not in hanging:
+                busy = lane.busy_since()
+                if busy is not None and lane.leave(busy[0]):
+                    hanging[lane] = busy[0]
+                    logger.error("kvpool: %s hangs; the blocks it writes stay in use", lane.lane)
+                else:
+                    lane.thread.join(LANE_JOIN_S)  # it takes the next work, or ends
+        return hanging
 
     def _next_message(self, closing: float | None) -> Post | WorkDone | LaneThread | None:
         timeout_s = 0.0
@@ -356,9 +375,6 @@ class Executor:
                 del self._open[report.job_id]
                 began = self._began.pop(report.job_id)
                 self._load_seconds(time.monotonic() - began)
-                if report.reason is not CellOutcome.DONE and logger.isEnabledFor(logging.DEBUG):
-                    story = self._engine.story(report.request_id)
-                    logger.debug("kvpool: load of %s stopped: %s", report.request_id, story)
                 if self._trace.on:
                     name = f"load {report.reason.value}"
                     self._trace.instant(name, job=report.job_id, request=report.request_id)
@@ -458,3 +474,14 @@ class Executor:
     def _fail(self, work: Work, *, in_use: bool = False) -> None:
         """Answer for a lane that cannot."""
         self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells), in_use))
+
+
+def _blocks_of(work: Work) -> set[int]:
+    """The blocks that a batch of copies may write."""
+    return {
+        block
+        for each in work.cells
+        if isinstance(each.cell, CellTask)
+        for pages in each.cell.pages
+        for block in pages.block_ids
+    }

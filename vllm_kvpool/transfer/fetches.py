@@ -57,7 +57,7 @@ class Fetches:
     def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> Entry:
         """Start to fetch a cell that is not in host memory, from a tier or those after it."""
         desk = self._desk
-        entry = desk.residency.begin(cell.key, cell.group, cell.nbytes)
+        entry = desk.residency.begin(cell.key, cell.chunk, cell.nbytes)
         lane = desk.lane(OpKind.GET, tier)
         entry.op = desk.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
@@ -118,8 +118,8 @@ class Fetches:
         entry = fetch.entry
         if isinstance(fetch.cell, CellTask) and fetch.cell.fetcher is not None and residency.keep:
             residency.forget(entry)  # another rank's host tier keeps it
-        residency.arrived(entry)
-        nearer = [t for t in self._desk.tiers_up() if t < fetch.tier]
+        residency.arrived(entry, self._desk.now_ns)
+        nearer = [t for t in self._desk.tiers_writable() if t < fetch.tier]
         if nearer:
             self._copy_up(entry, nearer)
         self._desk.scheduler.finish(op)
@@ -127,15 +127,19 @@ class Fetches:
 
     def tier_down(self, tier: int) -> None:
         """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
-        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
-            self.removed(op, CellOutcome.UNREACHABLE)
+        self.writes_down(tier)
         for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.GET, tier)):
             self._move_on(op, CellOutcome.UNREACHABLE)
+
+    def writes_down(self, tier: int) -> None:
+        """Nothing is removed from a tier for now; bad cells stay."""
+        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
+            self.removed(op, CellOutcome.UNREACHABLE)
 
     def remove(self, cell: NamedCell, tier: int, graph: Graph) -> None:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
         lane = self._desk.lane(OpKind.REMOVE, tier)
-        is_down = self._desk.breakers[tier].is_open(self._desk.now)
+        is_down = tier not in self._desk.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
             self._removing.add((tier, cell.key))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.keys import group_of_key
 from vllm_kvpool.store.base import Shedding
 from vllm_kvpool.transfer.desk import CellOp, Desk
 from vllm_kvpool.transfer.fetches import Fetches
@@ -53,7 +52,7 @@ class HandDowns:
         desk = self._desk
         graph = Graph(NOBODY, Priority.DEMOTE)
         passage = Passage(job, [])
-        further = desk.tiers_up(job.tier + 1)
+        further = desk.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
             if cell.nbytes > desk.slot_bytes:  # of another model
                 continue
@@ -136,7 +135,7 @@ class Custodian:
             found = store.surplus(MAX_CELLS)
             if not found:
                 return 0
-            cells = tuple(CellName(key, group_of_key(key), nbytes) for key, nbytes in found)
+            cells = tuple(map(CellName._make, found))
             answer: SimpleQueue[int] = SimpleQueue()
             self._answer = answer  # before the look: who closes after it ends the wait
             try:

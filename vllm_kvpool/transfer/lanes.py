@@ -134,9 +134,9 @@ class LaneWork:
         if not absent:
             return outcomes
         keys = [cells[i].cell.key for i in absent]
-        groups = [cells[i].cell.group for i in absent]
+        chunks = [cells[i].cell.chunk for i in absent]
         buffers = self._buffers([cells[i] for i in absent])
-        for i, outcome in zip(absent, store.put(keys, buffers, groups), strict=True):
+        for i, outcome in zip(absent, store.put(keys, buffers, chunks), strict=True):
             outcomes[i] = _PUT[outcome]
         return outcomes
 
@@ -157,7 +157,7 @@ class LaneWork:
             task = cell.cell
             assert isinstance(task, CellTask), cell
             assert cell.slot is not None, cell
-            start = task.chunk * chunk_tokens
+            start = task.chunk.position * chunk_tokens
             payload = self.arena.payload_address(cell.slot)
             row_bytes = task.cell.row_bytes
             for piece in task.cell.pieces:

@@ -40,7 +40,6 @@ class Scatter(CellOp):
     cell: CellTask
     entry: Entry
     load: "_Load"
-    is_hit: bool  # the cell was in host memory, for a request
     op: Op | None = None
     over: bool = False
 
@@ -84,14 +83,15 @@ class Loads:
         load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
         stop = job.stop_chunk
         num_from_host = 0
+        hits: dict[str, None] = {}  # chunks, a prompt's beginning first
         for task in job.tasks:
-            if task.chunk >= stop:
+            if task.chunk.position >= stop:
                 continue
             entry = residency.get(task.key)
             if entry is None:
                 entry = self._fetches.begin(task, graph)
                 if entry is None:  # later chunks are of no use without this one
-                    stop = task.chunk
+                    stop = task.chunk.position
                     continue
             elif entry.op is not None:
                 desk.scheduler.raise_priority(entry.op, Priority.LOAD)
@@ -100,7 +100,9 @@ class Loads:
             residency.pin(entry)
             if task.fetcher is None:
                 self._on_wanted(task, entry, graph)
-            scatter = Scatter(task, entry, load, is_here and not entry.prefetched)
+            if is_here and not entry.prefetched:
+                hits[task.chunk.id] = None
+            scatter = Scatter(task, entry, load)
             after = () if entry.op is None else (entry.op,)
             scatter.op = desk.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)
             load.scatters.append(scatter)
@@ -108,38 +110,27 @@ class Loads:
             if job.layered:
                 span = task.cell.layer_start
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
+        for chunk_id in hits:
+            residency.hit(chunk_id, desk.now_ns)
         if job.layered:  # its cells come in the order of the layers
-            load.scatters.sort(key=lambda scatter: scatter.cell.chunk)
+            load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
         if stop < job.stop_chunk:
             self._stop(load, stop, self._why_none())
         desk.hits[HOST] += num_from_host
         desk.scheduler.close(graph)
-        desk.stories.note(
-            job.request_id,
-            desk.now,
-            "load of {} cells, chunks {} to {}; {} in host memory",
-            len(job.tasks),
-            job.first_chunk,
-            job.stop_chunk,
-            num_from_host,
-        )
         self._finish(load)
 
     def prefetch(self, job: PrefetchJob) -> None:
         """Bring cells into the host tier for a request that will probably load them."""
         desk, residency = self._desk, self._desk.residency
         graph = Graph(Owner(job.request_id), Priority.PREFETCH)
-        num_begun = 0
         for cell in job.cells[: residency.keep]:
             if residency.get(cell.key) is None:
                 entry = self._fetches.begin(cell, graph)
                 if entry is None:
                     break
                 entry.prefetched = True
-                num_begun += 1
         desk.scheduler.close(graph)
-        form = "prefetch of {} of {} cells"
-        desk.stories.note(job.request_id, desk.now, form, num_begun, len(job.cells))
 
     def cancel(self, request_id: str) -> None:
         """The request has ended: its loads need not go on."""
@@ -152,7 +143,7 @@ class Loads:
         for load in list(self._loads.values()):
             if load.graph is graph:
                 open_now = [scatter for scatter in load.scatters if not scatter.over]
-                first = min((s.cell.chunk for s in open_now), default=load.stop_chunk)
+                first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
                 self._stop(load, first, CellOutcome.TIMED_OUT)
                 for scatter in open_now:
                     self._fetches.abandon(scatter.entry)
@@ -169,7 +160,7 @@ class Loads:
             self._desk.scheduler.fail(op)
         self._over(scatter)
         if outcome is not CellOutcome.DONE:
-            self._stop(scatter.load, scatter.cell.chunk, outcome)
+            self._stop(scatter.load, scatter.cell.chunk.position, outcome)
         self._finish(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
@@ -177,7 +168,7 @@ class Loads:
         scatter = op.what
         if not scatter.over:
             self._over(scatter)
-            self._stop(scatter.load, scatter.cell.chunk, outcome)
+            self._stop(scatter.load, scatter.cell.chunk.position, outcome)
 
     def _why_none(self) -> CellOutcome:
         desk = self._desk
@@ -190,10 +181,8 @@ class Loads:
         if chunk < load.stop_chunk:
             load.stop_chunk = chunk
             load.outcome = outcome
-            form = "load stops at chunk {}: {.value}"
-            desk.stories.note(load.job.request_id, desk.now, form, chunk, outcome)
             running: list[Scatter] = []
-            while load.scatters and load.scatters[-1].cell.chunk >= chunk:
+            while load.scatters and load.scatters[-1].cell.chunk.position >= chunk:
                 scatter = load.scatters.pop()
                 if scatter.over or scatter.op is None:
                     continue
@@ -224,13 +213,7 @@ class Loads:
         load.done = True
         job = load.job
         del self._loads[job.job_id]
-        desk, residency = self._desk, self._desk.residency
-        # The end of a prompt leaves host memory first.
-        by_chunk = load.scatters if residency.keep else []
-        for scatter in reversed(by_chunk):
-            if scatter.cell.chunk < load.stop_chunk:
-                (residency.used if scatter.is_hit else residency.refresh)(scatter.entry)
-        desk.stories.note(job.request_id, desk.now, "load done: chunks before {}", load.stop_chunk)
+        desk = self._desk
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
         desk.reports.append(done)
 

@@ -183,7 +183,7 @@ class Loans:
     def _keep(self, cell: NamedCell, entry: Entry, graph: Graph, member: int) -> None:
         desk, replicas = self._desk, self._replicas
         assert replicas is not None
-        members = replicas.members.get(kind_of_group(cell.group))
+        members = replicas.members.get(kind_of_group(cell.chunk.id))
         if members is None or desk.residency.keep:
             return
         self._silent.discard(member)

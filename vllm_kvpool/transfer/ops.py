@@ -6,12 +6,14 @@ planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane
 every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
+from vllm_kvpool.store.base import ChunkRef
 
 JobId = NewType("JobId", int)
 WorkId = NewType("WorkId", int)
@@ -49,6 +51,8 @@ class SavePlan:
     pages: tuple[JobPages, ...]
     epoch: str = ""
     """Which weights the KV is of, where they have changed since the start."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class LoadPlan:
     epoch: str = ""
     layered: bool = False
     """The request runs already: span after span, each told of by `SpanLoaded`."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class CellName(NamedTuple):
     """A cell as stores know it."""
 
     key: str
-    group: str  # names the chunk's cells of one kind together
+    chunk: ChunkRef
     nbytes: int  # header and payload
 
 
@@ -92,9 +98,8 @@ class CellTask(NamedTuple):
     """One cell of a job: its name, its place in the model and the chunk it belongs to."""
 
     key: str
-    group: str
+    chunk: ChunkRef
     nbytes: int
-    chunk: int
     cell: LocalCell
     pages: tuple[JobPages, ...]  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory alone
@@ -138,6 +143,9 @@ class OpKind(Enum):
     REMOVE = "remove"  # bad cells out of the store
 
     __hash__ = object.__hash__  # in every look-up of a lane; Enum's own is written in Python
+
+
+WRITES = frozenset({OpKind.PUT, OpKind.REMOVE})  # calls that change what a store holds
 
 
 class LaneName(NamedTuple):
@@ -271,11 +279,16 @@ class HostChange:
     added: tuple[str, ...]
     removed: tuple[str, ...]
 
-    def then(self, later: "HostChange") -> "HostChange":
-        """Both changes, this one first."""
-        whole = dict.fromkeys(self.added, True) | dict.fromkeys(self.removed, False)
-        whole |= dict.fromkeys(later.added, True) | dict.fromkeys(later.removed, False)
-        return HostChange(
+    @classmethod
+    def merge(cls, changes: Iterable["HostChange"]) -> Self:
+        """All changes as one, in their order; linear in their size."""
+        whole: dict[str, bool] = {}
+        for change in changes:
+            for group in change.added:
+                whole[group] = True
+            for group in change.removed:
+                whole[group] = False
+        return cls(
             tuple(group for group, here in whole.items() if here),
             tuple(group for group, here in whole.items() if not here),
         )
@@ -362,10 +375,11 @@ class WorkStuck:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """A store has gone away, or is there again."""
+    """A store has gone away, or is there again; `is_writable` where saves may go to it."""
 
     tier: int
     is_up: bool
+    is_writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

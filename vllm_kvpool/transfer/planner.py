@@ -1,12 +1,13 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import KeyMaker, around_hash
+from vllm_kvpool.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, Replica
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     CellName,
@@ -37,11 +38,33 @@ class _Names(NamedTuple):
     """This rank's cells in one epoch."""
 
     cells: tuple[_Named, ...]
-    kinds: tuple[tuple[str, str], ...]  # what groups are called, before and after the hash
+    kinds: tuple[tuple[str, str], ...]  # what chunks are called, before and after the hash
+    needs_parent: tuple[bool, ...]  # by kind: whether it reads all of a prompt, not only its end
 
-    def groups(self, chunk_hex: str) -> list[str]:
-        """The groups of a chunk's cells, by kind."""
-        return [before + chunk_hex + after for before, after in self.kinds]
+    def chunks(
+        self, hashes: Sequence[bytes], first: int, parent: bytes = b""
+    ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
+        """Each chunk's index, its hash in hexadecimal and its references, by kind."""
+        parents = self._parents(parent)
+        for index, chunk_hash in enumerate(hashes, first):
+            chunk_hex = chunk_hash.hex()
+            refs = [
+                ChunkRef(self._id(kind, chunk_hex), before, index)
+                for kind, before in zip(self.kinds, parents, strict=True)
+            ]
+            yield index, chunk_hex, refs
+            parents = self._parents(chunk_hash)
+
+    def _parents(self, chunk_hash: bytes) -> list[str]:
+        """What the chunk after this one has as its parent, by kind."""
+        return [
+            self._id(kind, chunk_hash.hex()) if chunk_hash and needs else ""
+            for kind, needs in zip(self.kinds, self.needs_parent, strict=True)
+        ]
+
+    @staticmethod
+    def _id(kind: tuple[str, str], chunk_hex: str) -> str:
+        return kind[0] + chunk_hex + kind[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +89,10 @@ class Planner:
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By epoch, the last `EPOCHS_KEPT`; the engine thread's."""
 
+    def named(self, namespace: Namespace) -> Self:
+        """The same cells in another namespace."""
+        return replace(self, keys=KeyMaker(namespace, self.keys.context))
+
     @property
     def local_chunk_tokens(self) -> int:
         """How many tokens of a chunk this rank holds."""
@@ -84,14 +111,12 @@ class Planner:
         names = self._in_epoch(plan.epoch)
         tasks: list[CellTask] = []
         tokens = self.local_chunk_tokens
-        for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
-            chunk_hex = chunk_hash.hex()
-            groups = names.groups(chunk_hex)
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             tasks += [
                 CellTask(
-                    *(stem + chunk_hex, groups[kind], nbytes, chunk, cell, pages, True),
+                    *(stem + chunk_hex, refs[kind], nbytes, cell, pages, True),
                     fetchers[chunk % len(fetchers)],
                 )
                 for cell, stem, kind, nbytes, fetchers in names.cells
@@ -117,9 +142,7 @@ class Planner:
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._in_epoch(plan.epoch)
         tasks = []
-        for chunk, chunk_hash in enumerate(plan.hashes, plan.first_chunk):
-            chunk_hex = chunk_hash.hex()
-            groups = names.groups(chunk_hex)
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
             for cell, stem, kind, nbytes, fetchers in names.cells:
                 stored = cell.writes_chunk(chunk)
                 keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
@@ -132,7 +155,7 @@ class Planner:
                 ):
                     continue
                 key = stem + chunk_hex
-                tasks.append(CellTask(key, groups[kind], nbytes, chunk, cell, pages, stored))
+                tasks.append(CellTask(key, refs[kind], nbytes, cell, pages, stored))
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
@@ -144,11 +167,9 @@ class Planner:
         names = self._in_epoch(plan.epoch)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
         cells: list[CellName] = []
-        for chunk, chunk_hash in enumerate(plan.hashes):
-            chunk_hex = chunk_hash.hex()
-            groups = names.groups(chunk_hex)
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0):
             cells += [
-                CellName(stem + chunk_hex, groups[kind], nbytes)
+                CellName(stem + chunk_hex, refs[kind], nbytes)
                 for cell, stem, kind, nbytes, fetchers in names.cells
                 if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
                 and fetchers[chunk % len(fetchers)] is None
@@ -158,10 +179,12 @@ class Planner:
     def _in_epoch(self, epoch: str) -> _Names:
         names = self._names.get(epoch)
         if names is None:
+            assert self.keys.namespace, "a plan came before the namespace"
             if len(self._names) >= EPOCHS_KEPT:
                 del self._names[next(iter(self._names))]
             keys = self.keys.in_epoch(epoch)
-            kinds = list(dict.fromkeys(cell.span.kind for cell in self.cells))
+            reaches = {cell.span.kind: cell.reach for cell in self.cells}
+            kinds = list(reaches)
             names = self._names[epoch] = _Names(
                 tuple(
                     _Named(
@@ -174,6 +197,7 @@ class Planner:
                     for cell in self.cells
                 ),
                 tuple(around_hash(keys.namespace, kind) for kind in kinds),
+                tuple(reach.is_whole for reach in reaches.values()),
             )
         return names
 

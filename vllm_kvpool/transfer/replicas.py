@@ -111,7 +111,7 @@ class _Hello(msgspec.Struct, tag="hello"):
 
 class _Ask(msgspec.Struct, tag="ask"):
     generation: int
-    cells: list[tuple[str, str, int]]  # as `CellName`
+    cells: list[CellName]
 
 
 class _Copied(msgspec.Struct, tag="copied"):
@@ -342,9 +342,9 @@ class _LenderThread:
         if isinstance(message, _Ask):
             if link.number is None or link.loan_id is not None:
                 return False
-            if any(nbytes > self._arena.slot_bytes for _, _, nbytes in message.cells):
+            if any(cell.nbytes > self._arena.slot_bytes for cell in message.cells):
                 return False
-            cells = tuple(CellName(*cell) for cell in message.cells)
+            cells = tuple(message.cells)
             self._next_loan += 1
             link.loan_id = self._next_loan
             with self._lock:
@@ -426,7 +426,7 @@ class _Borrower:
             peer = self._connection(number)
             if peer is None:
                 continue
-            names = [(c.key, c.group, c.nbytes) for c in (cells[i].cell for i in places)]
+            names = [CellName(c.key, c.chunk, c.nbytes) for c in (cells[i].cell for i in places)]
             if not self._send(peer, _Ask(generation, names)):
                 self._end(number, peer, failed=True)
                 continue

@@ -109,19 +109,19 @@ class Saves:
         desk, scheduler = self._desk, self._desk.scheduler
         graph = Graph(Owner(job.request_id, job.job_id), Priority.SAVE)
         save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
-        up = desk.tiers_up()
+        up = desk.tiers_writable()
         gathers: list[Op] = []
-        known = 0
+        hits: dict[str, None] = {}  # chunks
         for task in job.tasks:
             if desk.residency.get(task.key) is not None:  # it is here, or on its way
-                known += 1
+                hits[task.chunk.id] = None
                 self._tell(save, task, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(task, up)
             if not tiers and not desk.residency.keep:
                 self._tell(save, task, CellOutcome.UNREACHABLE)
                 continue
-            entry = desk.residency.begin(task.key, task.group, task.nbytes)
+            entry = desk.residency.begin(task.key, task.chunk, task.nbytes)
             copy = Copy(task, entry, save, dirty=self._stays_dirty(task))
             entry.op = scheduler.add(graph, self._gathers, copy, task.nbytes)
             gathers.append(entry.op)
@@ -129,10 +129,10 @@ class Saves:
             self._add_puts(graph, copy, tiers, (entry.op,))
             save.cells.append(copy)
             self._copies[id(copy)] = copy
+        for chunk_id in hits:
+            desk.residency.hit(chunk_id, desk.now_ns)
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
-        form = "save of {} cells; {} are known"
-        desk.stories.note(job.request_id, desk.now, form, len(job.tasks), known)
 
     def _tiers_of(self, task: CellTask, up: Sequence[int]) -> Sequence[int]:
         if not task.stored:
@@ -164,7 +164,7 @@ class Saves:
         copy = op.what
         dropped = copy.save.dropped
         if outcome is CellOutcome.DONE and dropped is None:
-            self._desk.residency.arrived(copy.entry, dirty=copy.dirty)
+            self._desk.residency.arrived(copy.entry, self._desk.now_ns, dirty=copy.dirty)
             self._desk.scheduler.finish(op)
         else:
             copy.entry.op = None
@@ -182,7 +182,7 @@ class Saves:
 
     def sealed(self, op: Op, outcome: CellOutcome) -> None:
         """SEAL has ended."""
-        copy, up = op.what, self._desk.tiers_up()
+        copy, up = op.what, self._desk.tiers_writable()
         for put in copy.ops:
             if put.state is OpState.WAITING and put.what.tier not in up:  # down since they began
                 self._end(put, copy, CellOutcome.UNREACHABLE)
@@ -219,7 +219,7 @@ class Saves:
         if not residency.num_dirty:
             return False
         short = not residency.has_room(SlotUse.SAVE)
-        up = self._desk.tiers_up()
+        up = self._desk.tiers_writable()
         tiers = up[:1]
         if self._flushing:
             # What outlives the process, if there is such a tier.
@@ -243,7 +243,7 @@ class Saves:
     def begin_copy(self, entry: Entry) -> Copy:
         """A copy that is no save's; it holds the entry until it is settled."""
         self._desk.residency.pin(entry)
-        copy = Copy(CellName(entry.key, entry.group, entry.nbytes), entry, None)
+        copy = Copy(CellName(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[id(copy)] = copy
         return copy
 
@@ -294,7 +294,7 @@ class Saves:
         if tier is not None:
             save.tiers.add(tier)
         elif cell.stored:
-            save.missed.add(cell.chunk)
+            save.missed.add(cell.chunk.position)
         save.num_open -= 1
         self._finish(save)
 
@@ -302,13 +302,6 @@ class Saves:
         if save.num_open or not save.gathered:
             return
         desk, job = self._desk, self._saves.pop(save.job.job_id).job
-        # The end of a prompt leaves host memory first.
-        for task in reversed(job.tasks) if desk.residency.keep else ():
-            entry = desk.residency.get(task.key)
-            if entry is not None:
-                desk.residency.refresh(entry)
-        for outcome, count in save.outcomes.items():
-            desk.stories.note(job.request_id, desk.now, "save done: {} {.value}", count, outcome)
         done = SaveDone(
             job.job_id,
             job.request_id,

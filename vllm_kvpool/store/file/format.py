@@ -7,9 +7,11 @@ and its body can be moved straight between disk and a slot. From the file's last
 `read_footer` tells which object it is and how long, or that the file is damaged.
 
 Footer, little endian, at the very end:
-    object bytes u64 | key bytes u16 | version u16 | checksum (xxh3-64) u64 | magic 8
-The checksum is over the key and the fields before it. A key of more than `MAX_KEY_BYTES` is left
-out.
+    parent, padded | object bytes u64 | position u32 | key bytes u16 | version u16 | checksum u64 |
+    magic 8
+The parent is the id of the chunk before the object's, the position counts the chunks before. The
+checksum (xxh3-64) is over the key and the fields before it. A key of more than `MAX_KEY_BYTES` or
+a parent of more than `PARENT_BYTES` is left out.
 """
 
 import struct
@@ -20,11 +22,14 @@ import xxhash
 PAGE_BYTES = 4096
 MAX_TAIL_BYTES = 2 * PAGE_BYTES
 MAX_KEY_BYTES = 1024  # keys of ours have 200 to 300
+MAX_POSITION = (1 << 32) - 1
 
-MAGIC = b"KVPOOLF2"
-FORMAT_VERSION = 2
+PARENT_BYTES = 128  # a digest, a hash and the name of a kind of layers
 
-_FIELDS = struct.Struct("<QHH")
+MAGIC = b"KVPOOLF3"
+FORMAT_VERSION = 3
+
+_FIELDS = struct.Struct(f"<{PARENT_BYTES}sQIHH")
 _END = struct.Struct("<Q8s")
 _FOOTER_BYTES = _FIELDS.size + _END.size
 assert MAX_KEY_BYTES + _FOOTER_BYTES <= PAGE_BYTES
@@ -35,6 +40,8 @@ class Footer(NamedTuple):
 
     key: str | None
     object_bytes: int
+    parent: str = ""
+    position: int = 0
 
 
 def body_bytes(object_bytes: int) -> int:
@@ -53,11 +60,16 @@ def file_bytes(object_bytes: int, key: str) -> int:
     return body_bytes(object_bytes) + tail_bytes(object_bytes, key)
 
 
-def write_tail(tail: memoryview, data: memoryview, key: str) -> None:
+def write_tail(
+    tail: memoryview, data: memoryview, key: str, parent: str = "", position: int = 0
+) -> None:
     """Fill a tail, `tail_bytes` long, for the object `data`."""
     rest = data[body_bytes(data.nbytes) :]
     kept = _kept(key)
-    fields = kept + _FIELDS.pack(data.nbytes, len(kept), FORMAT_VERSION)
+    above = parent.encode("utf-8", "surrogatepass")
+    above = above if len(above) <= PARENT_BYTES else b""
+    position = min(max(position, 0), MAX_POSITION)
+    fields = kept + _FIELDS.pack(above, data.nbytes, position, len(kept), FORMAT_VERSION)
     end = _END.pack(xxhash.xxh3_64_intdigest(fields), MAGIC)
     padding = bytes(tail.nbytes - rest.nbytes - len(fields) - len(end))
     tail[: rest.nbytes] = rest
@@ -71,7 +83,7 @@ def read_footer(page: bytes | memoryview) -> Footer | None:
     if fields_at < 0:
         return None
     checksum, magic = _END.unpack_from(page, end_at)
-    object_bytes, key_bytes, version = _FIELDS.unpack_from(page, fields_at)
+    above, object_bytes, position, key_bytes, version = _FIELDS.unpack_from(page, fields_at)
     key_at = fields_at - key_bytes
     if magic != MAGIC or version != FORMAT_VERSION or key_at < 0:
         return None
@@ -80,15 +92,15 @@ def read_footer(page: bytes | memoryview) -> Footer | None:
     kept = bytes(page[key_at:fields_at])
     try:
         key = kept.decode("utf-8", "surrogatepass")
+        parent = above.rstrip(b"\0").decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         return None
-    return Footer(key or None, object_bytes)
+    return Footer(key or None, object_bytes, parent, position)
 
 
 def is_of(footer: Footer | None, key: str, object_bytes: int) -> bool:
     """Whether a file holds the object that was asked for."""
-    expected = Footer(key if _kept(key) else None, object_bytes)
-    return footer == expected
+    return footer is not None and footer[:2] == (key if _kept(key) else None, object_bytes)
 
 
 def _kept(key: str) -> bytes:

@@ -13,17 +13,14 @@ import errno
 import mmap
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome
-from vllm_kvpool.store.disk import Done, Transfer
-from vllm_kvpool.store.files_entries import is_foreign
-from vllm_kvpool.store.files_format import (
+from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.store.file.format import (
     MAX_TAIL_BYTES,
     PAGE_BYTES,
     body_bytes,
@@ -32,12 +29,14 @@ from vllm_kvpool.store.files_format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.store.files_lock import Claim, LockTimeout
-from vllm_kvpool.store.files_order import Policy, worth_until
-from vllm_kvpool.store.files_space import Space
+from vllm_kvpool.store.file.index import CellRow, IndexBusy, chunk_name
+from vllm_kvpool.store.file.io import Done, Transfer
+from vllm_kvpool.store.file.paths import is_foreign
+from vllm_kvpool.store.file.space import FileSpace, SpaceReservation
 
 TAILS_AT_A_TIME = 32
 ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
+ROUND_CELLS = 16  # and at most so many cells, as others wait for the index meanwhile
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says
@@ -74,19 +73,40 @@ class Tails:
         return [Buffer(address + start, view[start : start + MAX_TAIL_BYTES]) for start in starts]
 
 
+class CellPlace(NamedTuple):
+    """Where a key's file lies, and the chunk that it belongs to."""
+
+    namespace: str
+    name: bytes
+    path: str
+    chunk: ChunkRef
+
+    @property
+    def chunk_name(self) -> bytes:
+        return chunk_name(self.namespace, self.chunk.id)
+
+    @property
+    def parent_name(self) -> bytes:
+        return chunk_name(self.namespace, self.chunk.parent)
+
+
 class Cell(NamedTuple):
     """A key with its buffer, and what follows from them."""
 
     key: str
     buffer: Buffer
-    path: str
+    place: CellPlace
     body_bytes: int
     tail_bytes: int
 
     @classmethod
-    def of(cls, key: str, buffer: Buffer, path: str) -> Self:
+    def of(cls, key: str, buffer: Buffer, place: CellPlace) -> Self:
         nbytes = buffer.nbytes
-        return cls(key, buffer, path, body_bytes(nbytes), tail_bytes(nbytes, key))
+        return cls(key, buffer, place, body_bytes(nbytes), tail_bytes(nbytes, key))
+
+    @property
+    def path(self) -> str:
+        return self.place.path
 
     @property
     def file_bytes(self) -> int:
@@ -100,12 +120,14 @@ class Cell(NamedTuple):
         return Buffer(self.buffer.address, self.buffer.view[: self.body_bytes]), end
 
 
-def parts_of(cells: Mapping[int, Cell], most_bytes: int) -> Iterator[dict[int, Cell]]:
-    """Cells in order, in parts whose files have at most so many bytes, or of one cell."""
+def parts_of(
+    cells: Mapping[int, Cell], most_bytes: int, most_cells: int
+) -> Iterator[dict[int, Cell]]:
+    """Cells in order, in parts of so many cells and bytes of files at most, or of one cell."""
     part: dict[int, Cell] = {}
     part_bytes = 0
     for i, cell in cells.items():
-        if part and part_bytes + cell.file_bytes > most_bytes:
+        if part and (part_bytes + cell.file_bytes > most_bytes or len(part) == most_cells):
             yield part
             part, part_bytes = {}, 0
         part[i] = cell
@@ -115,14 +137,12 @@ def parts_of(cells: Mapping[int, Cell], most_bytes: int) -> Iterator[dict[int, C
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class FileStoreContext:
     """What all batches of a store act on."""
 
-    space: Space
+    space: FileSpace
     tails: Tails
     direct: bool
-    policy: Policy
-    clock_ns: Callable[[], int]
     warn: Callable[[OSError], None]
 
     def direct_flag(self, buffer: Buffer) -> int:
@@ -137,8 +157,7 @@ class _Reading(NamedTuple):
     fd: int
     path: str
     tail: Buffer
-    worth_ns: int  # these two as they were when it was opened
-    inode: int
+    inode: int  # as it was when it was opened
 
 
 class _Writing(NamedTuple):
@@ -147,17 +166,18 @@ class _Writing(NamedTuple):
     fd: int
     path: str
     tail: Buffer
-    claim: Claim
+    reservation: SpaceReservation
+    number: int  # of the cell, in the reservation
 
 
 class ReadBatch:
     """A `get`: `outcomes` are complete after the last `finish`."""
 
-    def __init__(self, around: Surroundings, cells: Sequence[Cell]) -> None:
+    def __init__(self, context: FileStoreContext, cells: Sequence[Cell]) -> None:
         self.outcomes = [GetOutcome.FAILED] * len(cells)
-        self._around = around
+        self._context = context
         self._cells = cells
-        self._ways = around.space.ways()
+        self._guard = context.space.guard()
         self._open: dict[int, _Reading] = {}
         self.in_use = False
         """Whether buffers may still be written, of cells whose transfer was given up."""
@@ -165,13 +185,13 @@ class ReadBatch:
     def transfers(self) -> Iterator[Transfer]:
         for i, cell in enumerate(self._cells):
             try:
-                self._ways.check(cell.path)
-                fd = os.open(cell.path, _READ | self._around.direct_flag(cell.buffer))
+                self._guard.check(cell.path)
+                fd = os.open(cell.path, _READ | self._context.direct_flag(cell.buffer))
             except FileNotFoundError:
                 self.outcomes[i] = GetOutcome.MISSING
                 continue
             except OSError as error:
-                self._around.warn(error)
+                self._context.warn(error)
                 number = error.errno
                 if number in NO_FILE or (number in MAYBE_NO_FILE and is_foreign(cell.path)):
                     self.outcomes[i] = GetOutcome.WRONG_SIZE
@@ -182,8 +202,8 @@ class ReadBatch:
                 self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
             os.set_blocking(fd, True)  # a ring may answer EAGAIN to what may not block
-            tail = self._around.tails.take()
-            self._open[i] = _Reading(fd, cell.path, tail, status.st_mtime_ns, status.st_ino)
+            tail = self._context.tails.take()
+            self._open[i] = _Reading(fd, cell.path, tail, status.st_ino)
             yield Transfer(i, fd, cell.parts(tail), writes=False)
 
     def finish(self, done: Done) -> None:
@@ -191,13 +211,13 @@ class ReadBatch:
         self.in_use |= done.in_use
         try:
             if done.error:
-                self._around.warn(OSError(done.error, os.strerror(done.error), file.path))
+                self._context.warn(OSError(done.error, os.strerror(done.error), file.path))
             else:
                 self.outcomes[done.tag] = self._accept(file, self._cells[done.tag])
         finally:
             if not done.in_use:  # else its number, too, is never to be used again
                 os.close(file.fd)
-                self._around.tails.give_back(file.tail)
+                self._context.tails.give_back(file.tail)
 
     def close(self) -> None:
         for file in self._open.values():
@@ -217,75 +237,94 @@ class ReadBatch:
             return GetOutcome.WRONG_SIZE
         num_rest_bytes = cell.buffer.nbytes - cell.body_bytes
         cell.buffer.view[cell.body_bytes :] = file.tail.view[:num_rest_bytes]
-        now_ns = self._around.clock_ns()
-        worth_ns = worth_until(self._around.policy, file.worth_ns, now_ns)
-        try:
-            os.utime(file.fd, ns=(now_ns, worth_ns))
-        except OSError as error:  # an unmarked use only makes it look older
-            self._around.warn(error)
         return GetOutcome.OK
 
 
 class WriteBatch:
     """A `put`; fills in the outcomes of `cells`, by their numbers. They are FULL before.
 
-    Room is made for one round at a time, each with a claim of its own.
+    Room is made for one round at a time, each with a reservation of its own. `lost` are chunks for
+    which there was no room: what comes after them is worth nothing, and not written.
     """
 
     def __init__(
-        self, around: Surroundings, cells: Mapping[int, Cell], outcomes: list[PutOutcome]
+        self,
+        context: FileStoreContext,
+        cells: Mapping[int, Cell],
+        outcomes: list[PutOutcome],
+        lost: set[str],
     ) -> None:
-        self._around = around
-        self._ways = around.space.ways()
+        self._context = context
+        self._guard = context.space.guard()
         self._cells = cells
         self._outcomes = outcomes
+        self._lost = lost
         self._open: dict[int, _Writing] = {}
-        self._claims: list[Claim] = []
-        self.timeout: LockTimeout | None = None
+        self._reservations: list[SpaceReservation] = []
+        self.timeout: IndexBusy | None = None
         """Why some cells were not begun with."""
         self.in_use = False
         """Whether buffers may still be read, of cells whose transfer was given up."""
-        # A write has set the file's time by the system's clock.
-        self._has_time = around.clock_ns is time.time_ns
 
     def transfers(self) -> Iterator[Transfer]:
-        for cells in parts_of(self._cells, ROUND_BYTES):
+        for cells in parts_of(self._cells, ROUND_BYTES, ROUND_CELLS):
+            for i in [i for i, cell in cells.items() if self._is_lost(cell.place.chunk)]:
+                del cells[i]
             try:
-                claim = self._reserve(cells)
-            except LockTimeout as error:
+                reservation = self._reserve(cells) if cells else None
+            except IndexBusy as error:
                 self.timeout = error  # what is being written can still end
                 return
-            if claim is None:
+            if reservation is None:
+                self._lost.update(cell.place.chunk.id for cell in cells.values())
                 continue
-            for i in cells:
-                transfer = self._begin(i, claim)
+            for number, i in enumerate(cells):
+                transfer = self._begin(i, reservation, number)
                 if transfer is not None:
                     yield transfer
 
-    def _reserve(self, cells: Mapping[int, Cell]) -> Claim | None:
+    def _is_lost(self, chunk: ChunkRef) -> bool:
+        if chunk.parent in self._lost:
+            self._lost.add(chunk.id)
+        return chunk.id in self._lost
+
+    def _reserve(self, cells: Mapping[int, Cell]) -> SpaceReservation | None:
+        space = self._context.space
+        rows = [
+            CellRow(
+                cell.place.chunk,
+                cell.place.namespace,
+                cell.place.name,
+                space.charge_of(cell.file_bytes),
+            )
+            for cell in cells.values()
+        ]
         try:
-            claim = self._around.space.reserve([cell.file_bytes for cell in cells.values()])
+            reservation = space.reserve(rows, [cell.file_bytes for cell in cells.values()])
         except OSError as error:
-            self._around.warn(error)
+            self._context.warn(error)
             for i in cells:
                 self._fail(i, error)
             return None
-        if claim is not None:
-            self._claims.append(claim)
-        return claim
+        if reservation is not None:
+            self._reservations.append(reservation)
+        return reservation
 
-    def _begin(self, i: int, claim: Claim) -> Transfer | None:
+    def _begin(self, i: int, reservation: SpaceReservation, number: int) -> Transfer | None:
+        if reservation.is_refused(number):
+            return None
         cell = self._cells[i]
         try:
-            flag = self._around.direct_flag(cell.buffer)
-            fd, path = claim.open_temp(cell.file_bytes, flag)
+            flag = self._context.direct_flag(cell.buffer)
+            fd, path = reservation.open_temp(cell.file_bytes, flag)
         except OSError as error:
             self._fail(i, error)
             return None
-        tail = self._around.tails.take()
-        self._open[i] = _Writing(fd, path, tail, claim)
+        tail = self._context.tails.take()
+        self._open[i] = _Writing(fd, path, tail, reservation, number)
         parts = cell.parts(tail)
-        write_tail(parts[-1].view, cell.buffer.view, cell.key)
+        chunk = cell.place.chunk
+        write_tail(parts[-1].view, cell.buffer.view, cell.key, chunk.parent, chunk.position)
         return Transfer(i, fd, parts, writes=True)
 
     def finish(self, done: Done) -> None:
@@ -295,40 +334,31 @@ class WriteBatch:
         try:
             if done.error:
                 raise OSError(done.error, os.strerror(done.error), file.path)
-            if not self._has_time:
-                now_ns = self._around.clock_ns()
-                os.utime(file.fd, ns=(now_ns, now_ns))
             cell = self._cells[i]
-            self._ways.check(cell.path)
-            charge_bytes = self._around.space.charge_of(cell.file_bytes)
-            published = self._around.space.publish(file.claim, charge_bytes, file.path, cell.path)
+            self._guard.check(cell.path)
+            published = self._context.space.publish(file.path, cell.path)
+            file.reservation.stored(file.number)
             self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED
         except OSError as error:
-            self._around.space.discard(file.path)
+            self._context.space.discard(file.path)
             self._fail(i, error)
         finally:
             if not done.in_use:  # else its number, too, is never to be used again
                 os.close(file.fd)
-                self._around.tails.give_back(file.tail)
+                self._context.tails.give_back(file.tail)
 
     def close(self) -> None:
         with contextlib.ExitStack() as ends:
-            for claim in self._claims:
-                ends.callback(self._settle, claim)
+            for reservation in self._reservations:
+                ends.callback(self._context.space.settle, reservation)
             for file in self._open.values():
                 if not self.in_use:
                     os.close(file.fd)
-                self._around.space.discard(file.path)
-
-    def _settle(self, claim: Claim) -> None:
-        try:
-            self._around.space.settle(claim)
-        except OSError as error:  # then the count is too high, until the next one
-            self._around.warn(error)
+                self._context.space.discard(file.path)
 
     def _fail(self, i: int, error: OSError) -> None:
         if error.errno in NO_ROOM:
             self._outcomes[i] = PutOutcome.FULL
         else:
-            self._around.warn(error)
+            self._context.warn(error)
             self._outcomes[i] = PutOutcome.FAILED

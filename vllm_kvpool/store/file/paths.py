@@ -9,10 +9,13 @@ we look at the moment after: that is its owner alone, who is trusted.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import stat
+import threading
 
 DIR_MODE = 0o700
+FILE_MODE = 0o600
 
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # not in every libc
@@ -48,7 +51,7 @@ def directories(directory: str) -> list[os.DirEntry[str]]:
     return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
 
 
-class Ways:
+class SymlinkGuard:
     """Whether a path below the root passes a symbolic link, which could lead out of the store.
 
     Each directory is looked at once: to be made anew for every batch.
@@ -97,7 +100,7 @@ def rename_new(path: str, new_path: str) -> None:
         raise OSError(number, os.strerror(number), new_path)
 
 
-def open_spare(path: str, nbytes: int, flags: int) -> int | None:
+def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
     """Open a file to write over it; None if it is gone, is longer, or somebody else has it too."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
@@ -111,13 +114,6 @@ def open_spare(path: str, nbytes: int, flags: int) -> int | None:
     return None
 
 
-def set_worth(path: str, worth_ns: int) -> int:
-    """Say until when an object is worth keeping; what the file system made of it."""
-    with contextlib.suppress(OSError):
-        os.utime(path, ns=(worth_ns, worth_ns), follow_symlinks=False)
-    return os.lstat(path).st_mtime_ns
-
-
 def take_away_foreign(path: str, mode: int) -> None:
     """Delete what bears an object's name and is no file; not what a link leads to."""
     if stat.S_ISDIR(mode):
@@ -125,3 +121,73 @@ def take_away_foreign(path: str, mode: int) -> None:
             os.rmdir(path)
     else:
         os.unlink(path)
+
+
+_CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs"})
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is on a file system whose names change for all its readers at once."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            fields = line.split()
+            if fields[2] == number:
+                return fields[fields.index("-") + 1] in LOCAL_FILE_SYSTEMS
+    return False
+
+
+def create_file(path: str, flags: int) -> int:
+    """Make a file that did not exist, writable by us alone, whatever the umask."""
+    fd = os.open(path, os.O_WRONLY | os.O_EXCL | _CREATE | flags, FILE_MODE)
+    os.fchmod(fd, FILE_MODE)
+    return fd
+
+
+def open_lock(path: str) -> int:
+    """Open a lock's file, made if absent; OSError if it has other names, or is no file."""
+    fd = os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(fd)
+        raise OSError(errno.EMLINK, "not a file of its own", path)
+    return fd
+
+
+def try_flock(fd: int) -> bool:
+    """A kill releases it; threads exclude each other too, each with an fd of its own."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class HeldLock:
+    """A lock that one process holds for as long as it likes; any of its threads may call."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = -1
+        self._guard = threading.Lock()
+
+    def take(self) -> bool:
+        """Do not wait; True if it is ours, or was."""
+        with self._guard:
+            if self._fd < 0:
+                fd = open_lock(self._path)
+                if not try_flock(fd):
+                    os.close(fd)
+                    return False
+                self._fd = fd
+            return True
+
+    def release(self) -> None:
+        """It need not be ours."""
+        with self._guard:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                os.close(self._fd)
+                self._fd = -1

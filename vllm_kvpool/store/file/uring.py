@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 
 from vllm_kvpool.errors import BuffersInUse
-from vllm_kvpool.store.disk import GIVE_UP_S, Done, GaveUp, ThreadDisk, Transfer, pump
+from vllm_kvpool.store.file.io import GIVE_UP_S, Done, GaveUp, ThreadDisk, Transfer, pump
 
 logger = logging.getLogger(__name__)
 

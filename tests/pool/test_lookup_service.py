@@ -1,4 +1,4 @@
-"""The probe: answers that a thread of its own gets from the store."""
+"""The lookup service: answers that threads of its own get from the stores."""
 
 import logging
 import threading
@@ -20,14 +20,15 @@ from vllm_kvpool.keys import (
 )
 from vllm_kvpool.layout.topology import Kind, Topology
 from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.probe import (
+from vllm_kvpool.pool.lookup_core import (
     MAX_KEYS_PER_ROUND,
-    Answer,
-    Look,
     Lookup,
     LookupOutcome,
-    Probe,
+    LookupResult,
+    PresenceCheck,
 )
+from vllm_kvpool.pool.lookup_service import LookupService
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.faults import Fault, FaultyStore
 from vllm_kvpool.testing.memory import make_buffer
@@ -51,12 +52,12 @@ def chain_of(tokens: tuple[int, ...] = TOKENS) -> ChunkChain:
 
 
 class Pool:
-    """A probe over stores that hold what the test puts there."""
+    """A lookup service over stores that hold what the test puts there."""
 
     def __init__(self, num_stores: int = 1, host_ranks: int = 0) -> None:
         self.memories = [MemoryStore("", 1 << 20) for _ in range(num_stores)]
         self.stores = [FaultyStore(memory) for memory in self.memories]
-        self.probe = Probe(self.stores, NAMES, CHUNK, host_ranks)
+        self.service = LookupService(self.stores, NAMES, CHUNK, host_ranks)
 
     @property
     def memory(self) -> MemoryStore:
@@ -76,7 +77,7 @@ class Pool:
             if i != but and only in (-1, i)
         ]
         buffer = make_buffer(1)
-        self.memories[tier].put(keys, [buffer] * len(keys), [""] * len(keys))
+        self.memories[tier].put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
     def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
         """A rank says which chunks have come into its host memory, and left it."""
@@ -85,7 +86,7 @@ class Pool:
             tuple(NAMES.group(hashes[i]) for i in added),
             tuple(NAMES.group(hashes[i]) for i in removed),
         )
-        self.probe.host_changed(rank, change)
+        self.service.host_changed(rank, change)
 
     def found(self) -> int:
         """How much of the prompt a lookup finds now."""
@@ -96,7 +97,7 @@ class Pool:
 
     def ask(
         self,
-        ticket: int = 1,
+        lookup_id: int = 1,
         *,
         tokens: tuple[int, ...] = TOKENS,
         identify: Callable[[], RequestIdentity | None] = RequestIdentity,
@@ -105,20 +106,30 @@ class Pool:
         wait_s: float = LIMIT_S,
     ) -> None:
         deadline = time.monotonic() + wait_s
-        self.probe.submit(Lookup(ticket, identify, tokens, search, expect_chunks, deadline))
+        self.service.submit(
+            Lookup(
+                lookup_id,
+                identify,
+                tokens,
+                search,
+                expect_chunks,
+                expect_until=deadline,
+                answer_by=deadline + LIMIT_S,
+            )
+        )
 
-    def answers(self, count: int = 1) -> dict[int, Answer]:
+    def answers(self, count: int = 1) -> dict[int, LookupResult]:
         """Exactly `count` more answers."""
-        got: dict[int, Answer] = {}
+        got: dict[int, LookupResult] = {}
         while len(got) < count:
             before = len(got)
-            self.probe.wait(LIMIT_S)
-            got.update({answer.ticket: answer for answer in self.probe.take_answers()})
+            self.service.wait(LIMIT_S)
+            got.update({answer.lookup_id: answer for answer in self.service.take_results()})
             assert len(got) > before, "no answer"
         assert len(got) == count
         return got
 
-    def answer(self) -> Answer:
+    def answer(self) -> LookupResult:
         [answer] = self.answers().values()
         return answer
 
@@ -135,7 +146,7 @@ def make() -> Iterator[Callable[..., Pool]]:
     for pool in made:
         for store in pool.stores:
             store.heal()
-        assert pool.probe.close()
+        assert pool.service.close()
 
 
 @pytest.fixture
@@ -145,7 +156,7 @@ def pool(make: Callable[..., Pool]) -> Pool:
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
         yield
 
 
@@ -156,7 +167,7 @@ def test_the_answer_is_the_stored_prefix_and_the_chain(pool: Pool, stored: int) 
     answer = pool.answer()
     assert answer.chain is not None
     assert answer.chain.hashes == chain_of().hashes
-    assert (answer.ticket, answer.found_chunks, answer.outcome) == (7, stored, ANSWERED)
+    assert (answer.lookup_id, answer.found_chunks, answer.outcome) == (7, stored, ANSWERED)
 
 
 @pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
@@ -188,12 +199,12 @@ def test_many_lookups_share_rounds(pool: Pool) -> None:
     pool.store.inject(Fault.BLOCKED, "exists", times=1)
     pool.ask(0)
     assert pool.store.entered.wait(LIMIT_S)
-    for ticket in range(1, 50):
-        pool.ask(ticket, tokens=TOKENS[: ticket % len(TOKENS)])
+    for lookup_id in range(1, 50):
+        pool.ask(lookup_id, tokens=TOKENS[: lookup_id % len(TOKENS)])
     pool.store.release()
     answers = pool.answers(50)
-    for ticket in range(1, 50):
-        assert answers[ticket].found_chunks == min(6, ticket % len(TOKENS) // CHUNK)
+    for lookup_id in range(1, 50):
+        assert answers[lookup_id].found_chunks == min(6, lookup_id % len(TOKENS) // CHUNK)
     assert pool.store.calls["exists"] < 10
 
 
@@ -203,8 +214,8 @@ def test_rounds_are_bounded(pool: Pool) -> None:
     pool.store.inject(Fault.BLOCKED, "exists", times=1)
     pool.ask(count)
     assert pool.store.entered.wait(LIMIT_S)
-    for ticket in range(count):
-        pool.ask(ticket)
+    for lookup_id in range(count):
+        pool.ask(lookup_id)
     pool.store.release()
     pool.answers(count + 1)
     assert pool.store.max_keys <= MAX_KEYS_PER_ROUND + per_lookup
@@ -236,7 +247,7 @@ def test_a_lookup_waits_for_what_it_expects(pool: Pool) -> None:
     pool.ask(expect_chunks=5)
     for _ in range(8):
         assert rounds.acquire(timeout=LIMIT_S)
-    assert pool.probe.take_answers() == []
+    assert pool.service.take_results() == []
     pool.hold(range(2, 7))
     answer = pool.answer()
     assert (answer.found_chunks, answer.outcome) == (7, ANSWERED)
@@ -275,7 +286,7 @@ def test_a_store_that_fails_is_an_answer_with_the_chain(
 ) -> None:
     pool.hold(range(3))
     pool.store.inject(fault, "exists", times=1)
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
         pool.ask(1)
         answer = pool.answer()
     assert answer.chain is not None
@@ -286,15 +297,15 @@ def test_a_store_that_fails_is_an_answer_with_the_chain(
 
 
 def test_without_a_store_there_is_a_chain() -> None:
-    probe = Probe((), NAMES, CHUNK)
-    probe.submit(Lookup(1, RequestIdentity, TOKENS, True, 0, 0.0))
-    probe.wait(LIMIT_S)
-    [answer] = probe.take_answers()
+    service = LookupService((), NAMES, CHUNK)
+    service.submit(Lookup(1, RequestIdentity, TOKENS, True, 0, 0.0, 0.0))
+    service.wait(LIMIT_S)
+    [answer] = service.take_results()
     assert answer.chain is not None
     assert (len(answer.chain), answer.found_chunks, answer.outcome) == (NUM_CHUNKS, 0, STORE_ERROR)
     confirmed: list[bool] = []
-    probe.remove_all(confirmed.append)
-    assert probe.close()
+    service.remove_all(confirmed.append)
+    assert service.close()
     assert confirmed == [False]
 
 
@@ -315,9 +326,9 @@ def test_a_request_that_cannot_be_named_is_not_shared(
     identify: Callable[[], RequestIdentity | None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
         pool.ask(1, identify=identify)
-        assert pool.answer() == Answer(1, None, 0, UNSHAREABLE)
+        assert pool.answer() == LookupResult(1, None, 0, UNSHAREABLE)
     pool.ask(2)
     assert pool.answer().outcome is ANSWERED
 
@@ -325,22 +336,9 @@ def test_a_request_that_cannot_be_named_is_not_shared(
 def test_tokens_that_cannot_be_hashed_are_not_shared(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
         pool.ask(tokens=(-1,) * CHUNK)
         assert pool.answer().outcome is UNSHAREABLE
-
-
-def test_how_long_the_store_is_stuck_can_be_told(pool: Pool) -> None:
-    assert pool.probe.stuck_for(time.monotonic()) == 0
-    pool.store.inject(Fault.BLOCKED, "exists")
-    pool.ask()
-    assert pool.store.entered.wait(LIMIT_S)
-    assert pool.probe.stuck_for(time.monotonic() + 100) >= 100
-    pool.probe.wait(0)
-    assert pool.probe.take_answers() == []
-    pool.store.release()
-    pool.answer()
-    assert pool.probe.stuck_for(time.monotonic() + 100) == 0
 
 
 def test_closing_leaves_a_stuck_thread_behind() -> None:
@@ -348,10 +346,11 @@ def test_closing_leaves_a_stuck_thread_behind() -> None:
     pool.store.inject(Fault.BLOCKED, "exists")
     pool.ask()
     assert pool.store.entered.wait(LIMIT_S)
-    assert not pool.probe.close()
+    assert not pool.service.close()
     pool.store.release()
-    pool.probe._thread.join(LIMIT_S)
-    assert not pool.probe._thread.is_alive()
+    for thread in pool.service._threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
 
 
 def test_closing_does_not_wait_for_those_that_wait() -> None:
@@ -359,7 +358,7 @@ def test_closing_does_not_wait_for_those_that_wait() -> None:
     pool.ask(expect_chunks=5)
     pool.store.inject(Fault.BLOCKED, "exists")
     pool.store.release()
-    assert pool.probe.close()
+    assert pool.service.close()
 
 
 # Forgetting and removing
@@ -367,20 +366,20 @@ def test_closing_does_not_wait_for_those_that_wait() -> None:
 
 def test_what_is_forgotten_is_not_asked_any_more(pool: Pool) -> None:
     pool.ask(1, expect_chunks=5)
-    pool.probe.forget(1)
-    pool.probe.forget(99)
+    pool.service.forget(1)
+    pool.service.forget(99)
     pool.ask(2, search=False)
     assert set(pool.answers()) == {2}
-    assert pool.probe._open == {}
+    assert pool.service.core.num_open == 0
 
 
 def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:
     pool.hold(range(3))
     maker = KeyMaker(make_namespace("model", "1" * 12), ContextRank())
     other = maker.key(HeadPart(0), LayerSpan(0, 2), b"x")
-    pool.memory.put([other], [make_buffer(1)], [""])
+    pool.memory.put([other], [make_buffer(1)], [ChunkRef("")])
     confirmed: list[bool] = []
-    pool.probe.remove_all(confirmed.append)
+    pool.service.remove_all(confirmed.append)
     pool.ask()
     assert pool.answer().found_chunks == 0
     assert confirmed == [True]
@@ -390,8 +389,8 @@ def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:
 def test_a_failed_removal_is_told(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     pool.store.inject(Fault.UNREACHABLE, "remove_namespace")
     confirmed: list[bool] = []
-    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.probe"):
-        pool.probe.remove_all(confirmed.append)
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.pool.lookup_service"):
+        pool.service.remove_all(confirmed.append)
         pool.ask()
         pool.answer()
     assert confirmed == [False]
@@ -401,7 +400,7 @@ def test_a_failed_removal_is_told(pool: Pool, caplog: pytest.LogCaptureFixture) 
 def test_a_store_that_breaks_its_contract_fails_the_removal_alone(pool: Pool) -> None:
     pool.store.inject(Fault.CRASH, "remove_namespace", times=1)
     confirmed: list[bool] = []
-    pool.probe.remove_all(confirmed.append)
+    pool.service.remove_all(confirmed.append)
     pool.hold(range(3))
     assert pool.found() == 3
     assert confirmed == [False]
@@ -468,7 +467,7 @@ def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
     for tier in range(2):
         pool.hold(range(3), tier=tier)
     confirmed: list[bool] = []
-    pool.probe.remove_all(confirmed.append)
+    pool.service.remove_all(confirmed.append)
     assert pool.found() == 0
     assert confirmed == [True]
     assert [memory._shelf.list_keys() for memory in pool.memories] == [[], []]
@@ -484,7 +483,7 @@ def test_a_tier_that_cannot_be_emptied_does_not_keep_others_from_it(
         pool.hold(range(3), tier=tier)
     pool.stores[bad].inject(Fault.UNREACHABLE, "remove_namespace")
     confirmed: list[bool] = []
-    pool.probe.remove_all(confirmed.append)
+    pool.service.remove_all(confirmed.append)
     assert pool.found() == 3
     assert confirmed == [False]
     assert pool.memories[1 - bad]._shelf.list_keys() == []
@@ -523,7 +522,7 @@ def test_host_memory_needs_no_store(make: Callable[..., Pool]) -> None:
     pool.tell(0, range(4))
     assert pool.found() == 4
     confirmed: list[bool] = []
-    pool.probe.remove_all(confirmed.append)
+    pool.service.remove_all(confirmed.append)
     assert pool.found() == 0
     assert confirmed == [True]
 
@@ -533,7 +532,7 @@ def test_a_reset_forgets_what_ranks_had_and_takes_what_they_say_later(
 ) -> None:
     pool = make(host_ranks=1)
     pool.tell(0, range(4))
-    pool.probe.remove_all(lambda removed: None)
+    pool.service.remove_all(lambda removed: None)
     assert pool.found() == 0
     pool.tell(0, removed=range(4))
     pool.tell(0, range(2))
@@ -561,10 +560,12 @@ def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
     stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
     for epoch, count in stored.items():
         keys = [k for each in hashes[:count] for k in NAMES.in_epoch(epoch).of_chunk(each)]
-        pool.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
-    for ticket, epoch in enumerate([*stored, *reversed(stored)]):
-        pool.probe.submit(
-            Lookup(ticket, RequestIdentity, TOKENS, True, 0, time.monotonic() + LIMIT_S, epoch)
+        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+    for lookup_id, epoch in enumerate([*stored, *reversed(stored)]):
+        pool.service.submit(
+            Lookup(
+                lookup_id, RequestIdentity, TOKENS, True, 0, 0.0, time.monotonic() + LIMIT_S, epoch
+            )
         )
     answers = pool.answers(2 * len(stored)).values()
     assert sorted((a.epoch, a.found_chunks) for a in answers) == sorted([*stored.items()] * 2)
@@ -575,9 +576,9 @@ def test_a_removal_takes_the_epochs_it_names(pool: Pool, epochs: tuple[str, ...]
     buffer, all_epochs = make_buffer(1), ("", "a", "b")
     for epoch in all_epochs:
         keys = NAMES.in_epoch(epoch).of_chunk(chain_of().hashes[0])
-        pool.memory.put(keys, [buffer] * len(keys), [""] * len(keys))
+        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     done: SimpleQueue[bool] = SimpleQueue()
-    pool.probe.remove_all(done.put, epochs)
+    pool.service.remove_all(done.put, epochs)
     assert done.get(timeout=LIMIT_S)
     left = {namespace_of(key) for key in pool.memory._shelf.list_keys()}
     assert left == {in_epoch(NAMESPACE, e) for e in all_epochs if e not in epochs}
@@ -586,7 +587,7 @@ def test_a_removal_takes_the_epochs_it_names(pool: Pool, epochs: tuple[str, ...]
 def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, quiet: None) -> None:
     pool.store.inject(Fault.ERROR, "remove_namespace", times=1)
     done: SimpleQueue[bool] = SimpleQueue()
-    pool.probe.remove_all(done.put, ("a", "b"))
+    pool.service.remove_all(done.put, ("a", "b"))
     assert not done.get(timeout=LIMIT_S)
     assert pool.store.calls["remove_namespace"] == 2
 
@@ -596,7 +597,7 @@ def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: i
     said: SimpleQueue[list[str]] = SimpleQueue()
     names = [NAMES.group(each) for each in chain_of().hashes]
     asked = tuple(names[chunk] for chunk in chunks)
-    pool.probe.look(Look(num_tiers, asked, first_turn, said.put))
+    pool.service.check(PresenceCheck(num_tiers, asked, first_turn, said.put))
     return {names.index(each) for each in said.get(timeout=LIMIT_S)}
 
 
@@ -623,7 +624,7 @@ def test_a_chunk_may_lie_in_several_tiers() -> None:
             assert gone_of(pool, (0, 1), num_tiers=2, first_turn=turn) == {1}
         assert gone_of(pool, (1,), num_tiers=3) == set()
     finally:
-        pool.probe.close()
+        pool.service.close()
 
 
 def test_of_a_tier_that_cannot_say_nothing_is_gone(pool: Pool) -> None:

@@ -18,35 +18,46 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.keys import namespace_of
-from vllm_kvpool.store.base import Buffer, Capabilities, GetOutcome, PutOutcome
-from vllm_kvpool.store.disk import choose_disk
-from vllm_kvpool.store.files_batch import (
+from vllm_kvpool.keys import group_of_key, namespace_of
+from vllm_kvpool.store.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    EvictionCandidate,
+    GetOutcome,
+    PutOutcome,
+)
+from vllm_kvpool.store.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from vllm_kvpool.store.file.batch import (
     NO_ROOM,
+    ROUND_BYTES,
+    ROUND_CELLS,
     Cell,
+    CellPlace,
+    FileStoreContext,
     ReadBatch,
-    Surroundings,
     Tails,
     WriteBatch,
     parts_of,
 )
-from vllm_kvpool.store.files_entries import directories, entries, is_there, make_directory
-from vllm_kvpool.store.files_format import PAGE_BYTES, Footer, file_bytes, read_footer
-from vllm_kvpool.store.files_lock import (
+from vllm_kvpool.store.file.index import IndexBusy
+from vllm_kvpool.store.file.io_choice import choose_disk
+from vllm_kvpool.store.file.paths import (
     HeldLock,
-    LockTimeout,
+    directories,
+    entries,
+    is_there,
+    make_directory,
 )
-from vllm_kvpool.store.files_order import Candidate, Policy
-from vllm_kvpool.store.files_space import Space
+from vllm_kvpool.store.file.space import FOREIGN, FileSpace, read_file_footer
 
 logger = logging.getLogger(__name__)
 
 NAME_DIGEST_BYTES = 20
-FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
+UNKNOWN_CHUNK = ChunkRef("")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-CLAIMS_PER_SIZE = 8  # a put larger than this part of the size is made in several parts
-HAND_DOWN_WATERMARK = 0.85  # below LOW_WATERMARK: what is handed down in time is not evicted
-HAND_DOWN_SCAN_NS = 10 * 10**9  # between two scans for the same purpose
+PARTS_PER_SIZE = 8  # a put larger than this part of the size is made in several parts
+HAND_DOWN_WATERMARK = 0.85  # of the size: what is handed down in time is not evicted
 
 CAPABILITIES = Capabilities(
     name="file",
@@ -85,10 +96,14 @@ def claim_root(path: str) -> None:
         )
 
 
+def name_digest(key: str) -> bytes:
+    """What the file of a key is called."""
+    return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
+
+
 def object_name(key: str) -> str:
     """Where a key's object lies below the objects directory."""
-    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES)
-    name = digest.hexdigest()
+    name = name_digest(key).hex()
     return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
 
 
@@ -105,12 +120,12 @@ class FileStore:
         path: str,
         size_bytes: int,
         io: str = "auto",
-        policy: Policy = Policy.LRU,
+        policy: EvictionPolicy = POLICIES[DEFAULT_POLICY],
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         try:
             claim_root(path)
-            self._space = Space(path, size_bytes, clock_ns)
+            self._space = FileSpace(path, size_bytes, policy, clock_ns)
         except OSError as error:
             text = f"file store {path} cannot be used: {error.strerror} ({error.filename or path})"
             if error.errno in NO_ROOM:
@@ -125,12 +140,8 @@ class FileStore:
             raise ConfigError(f"file store {path}: {error}") from None
         logger.info("file store %s: %s", path, choice.reason)
         self._disk = choice.disk
-        self._clock_ns = clock_ns
-        self._around = Surroundings(
-            self._space, Tails(), choice.direct, policy, clock_ns, self._warn
-        )
+        self._context = FileStoreContext(self._space, Tails(), choice.direct, self._warn)
         self._hand_down = HeldLock(self._space.hand_down_lock)
-        self._hand_down_scan_ns: int | None = None
         self._warned_errnos: set[int] = set()
 
     @property
@@ -150,30 +161,32 @@ class FileStore:
         return found
 
     def put(
-        self, keys: Sequence[str], buffers: Sequence[Buffer], groups: Sequence[str]
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
-        assert len(keys) == len(buffers) == len(groups), (len(keys), len(buffers), len(groups))
+        assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
         absent: dict[int, Cell] = {}
         first_of: dict[str, int] = {}
         twice: list[int] = []  # writes end in any order, but the first of a key's bytes stay
-        for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            path = self._path(key)
+        for i, (key, buffer, chunk) in enumerate(zip(keys, buffers, chunks, strict=True)):
             if key in first_of:
                 twice.append(i)
-            elif not is_there(path):
+            elif not is_there(self._path(key)):
                 first_of[key] = i
-                absent[i] = Cell.of(key, buffer, path)
+                absent[i] = Cell.of(key, buffer, self._place(key, chunk))
                 outcomes[i] = PutOutcome.FULL
         # What is charged but not published cannot be evicted: a small store takes it in parts.
-        most_bytes = self._space.size_bytes // CLAIMS_PER_SIZE
+        most_bytes = self._space.size_bytes // PARTS_PER_SIZE
+        parts = list(parts_of(absent, most_bytes, len(absent)))
+        lost: set[str] = set()
         try:
-            for cells in parts_of(absent, most_bytes):
-                batch = WriteBatch(self._around, cells, outcomes)
-                self._perform(batch)
-                if batch.timeout is not None:
-                    raise batch.timeout
-        except LockTimeout as error:  # the others would wait as long again, each of them
+            with self._holding(list(absent.values()), len(parts)):
+                for cells in parts:
+                    batch = WriteBatch(self._context, cells, outcomes, lost)
+                    self._perform(batch)
+                    if batch.timeout is not None:
+                        raise batch.timeout
+        except IndexBusy as error:  # the others would wait as long again, each of them
             logger.warning("%s; the rest of the batch is not stored", error)
         if PutOutcome.FAILED in outcomes:
             self._space.check_root()
@@ -185,50 +198,63 @@ class FileStore:
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
         assert len(keys) == len(buffers), (len(keys), len(buffers))
         cells = [
-            Cell.of(key, buffer, self._path(key)) for key, buffer in zip(keys, buffers, strict=True)
+            Cell.of(key, buffer, self._place(key))
+            for key, buffer in zip(keys, buffers, strict=True)
         ]
-        batch = ReadBatch(self._around, cells)
+        batch = ReadBatch(self._context, cells)
         self._perform(batch)
+        self._space.index.note_hits(
+            cell.place.chunk_name
+            for cell, outcome in zip(cells, batch.outcomes, strict=True)
+            if outcome is GetOutcome.OK
+        )
         if GetOutcome.MISSING in batch.outcomes:
             self._space.check_root()
         return batch.outcomes
 
     def remove(self, keys: Sequence[str]) -> int:
-        return self._drop(map(self._path, keys))
+        places = map(self._place, keys)
+        return self._drop((each.chunk_name, each.name, each.path) for each in places)
 
     def remove_namespace(self, namespace: str) -> int:
         if namespace_of(f"{namespace}@") != namespace:
             return 0
         directory = os.path.join(self._space.objects, namespace)
-        num_removed = self._drop(self._below(directory))
+        num_removed = self._drop((b"", b"", path) for path in self._below(directory))
         with contextlib.suppress(OSError):  # not empty: somebody is putting into it right now
             for shard in directories(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
+        with self._telling("cannot remove"):
+            self._space.index.remove_namespace(namespace)
         return num_removed
 
-    def surplus(self, max_keys: int) -> list[tuple[str, int]]:
+    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
         """See `Shedding`; one process of a directory at a time gets an answer that is not empty."""
-        try:
-            return self._surplus(max_keys)
-        except OSError as error:
-            self._hand_down.release()
-            raise StoreError(f"file store {self._space.root} cannot be read: {error}") from error
-
-    def _surplus(self, max_keys: int) -> list[tuple[str, int]]:
-        excess_bytes = self._space.excess_bytes(HAND_DOWN_WATERMARK)
-        if excess_bytes <= 0 or not self._hand_down.take():
-            return []
-        found = self._read_keys(self._space.coldest(scan=False), excess_bytes, max_keys)
-        now_ns = self._clock_ns()
-        last_ns = self._hand_down_scan_ns
-        # A clock that was set back must not stop scans until it is there again.
-        if not found and (last_ns is None or not 0 <= now_ns - last_ns < HAND_DOWN_SCAN_NS):
-            self._hand_down_scan_ns = now_ns
-            with contextlib.suppress(LockTimeout):
-                found = self._read_keys(self._space.coldest(scan=True), excess_bytes, max_keys)
+        found: list[EvictionCandidate] = []
+        with self._telling("cannot be read"):
+            found = self._surplus(max_keys)
         if not found:
             self._hand_down.release()
+        return found
+
+    def _surplus(self, max_keys: int) -> list[EvictionCandidate]:
+        index = self._space.index
+        index.write_hits()
+        excess_bytes = index.used_bytes() - int(HAND_DOWN_WATERMARK * self._space.size_bytes)
+        if excess_bytes <= 0 or not self._hand_down.take():
+            return []
+        found: list[EvictionCandidate] = []
+        for cells in index.coldest(max_keys):  # what is left of a chunk would be worth nothing
+            for namespace, name, nbytes in cells:
+                path = self._space.path_of(namespace, name)
+                footer = read_file_footer(path)
+                if footer is not None and footer.key is not None and self._path(footer.key) == path:
+                    chunk = ChunkRef(group_of_key(footer.key), footer.parent, footer.position)
+                    found.append(EvictionCandidate(footer.key, chunk, footer.object_bytes))
+                excess_bytes -= nbytes
+            if excess_bytes <= 0:
+                break
         return found
 
     def surplus_done(self) -> None:
@@ -242,20 +268,42 @@ class FileStore:
     def _path(self, key: str) -> str:
         return f"{self._space.objects}/{object_name(key)}"
 
+    def _place(self, key: str, chunk: ChunkRef = UNKNOWN_CHUNK) -> CellPlace:
+        """Where a key's file lies; its chunk follows from the key, whatever a caller calls it."""
+        namespace, name = namespace_of(key) or FOREIGN, name_digest(key)
+        ref = ChunkRef(group_of_key(key), chunk.parent, chunk.position)
+        return CellPlace(namespace, name, self._space.path_of(namespace, name), ref)
+
     def _below(self, directory: str) -> Iterator[str]:
         """The paths of a namespace's objects; OSError if they may be outside of the store."""
-        self._space.ways().check(f"{directory}/")
+        self._space.guard().check(f"{directory}/")
         for shard in directories(directory):
             yield from (entry.path for entry in entries(shard.path))
 
-    def _drop(self, paths: Iterator[str]) -> int:
+    def _drop(self, cells: Iterator[tuple[bytes, bytes, str]]) -> int:
+        num_dropped = 0
+        with self._telling("cannot remove"):
+            num_dropped = self._space.drop(cells)
+        return num_dropped
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """StoreError for an OSError; one that says something is gone ends the block."""
         try:
-            return self._space.drop(paths)
+            yield
         except FileNotFoundError:
             self._space.check_root()
-            return 0
         except OSError as error:
-            raise StoreError(f"file store {self._space.root} cannot remove: {error}") from error
+            raise StoreError(f"file store {self._space.root} {what}: {error}") from error
+
+    def _holding(
+        self, cells: Sequence[Cell], num_parts: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """A put in several parts must not evict for one what the next comes after."""
+        nbytes = sum(cell.file_bytes for cell in cells)
+        if num_parts < 2 and nbytes <= ROUND_BYTES and len(cells) <= ROUND_CELLS:
+            return contextlib.nullcontext()
+        return self._space.holding(cell.place.parent_name for cell in cells)
 
     def _perform(self, batch: ReadBatch | WriteBatch) -> None:
         with contextlib.closing(batch):
@@ -269,45 +317,9 @@ class FileStore:
                 if batch.in_use:
                     raise BuffersInUse(f"the disk of {self._space.root} does not answer")
 
-    def _read_keys(
-        self, coldest_first: Sequence[Candidate], excess_bytes: int, max_keys: int
-    ) -> list[tuple[str, int]]:
-        """Keys and object bytes of what was not used since it was seen, up to an excess."""
-        found: list[tuple[str, int]] = []
-        for item in coldest_first:
-            if excess_bytes <= 0 or len(found) == max_keys:
-                break
-            footer = read_file_footer(item)
-            if footer is not None:
-                excess_bytes -= item.charge_bytes
-                if footer.key is not None and self._path(footer.key) == item.path:
-                    found.append((footer.key, footer.object_bytes))
-        return found
-
     def _warn(self, error: OSError) -> None:
         """Say each kind of trouble once; a bad disk fails every call."""
         number = error.errno or 0
         if number not in self._warned_errnos:
             self._warned_errnos.add(number)
             logger.warning("file store %s: %s", self._space.root, error)
-
-
-def read_file_footer(item: Candidate) -> Footer | None:
-    """What a file says it holds; None if it is gone, damaged or was used since it was seen."""
-    try:
-        fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(fd)
-        if status.st_mtime_ns != item.worth_ns or status.st_size < PAGE_BYTES:
-            return None
-        footer = read_footer(os.pread(fd, PAGE_BYTES, status.st_size - PAGE_BYTES))
-        # Who asks for this object will take memory for as many bytes as it is said to have.
-        if footer and file_bytes(footer.object_bytes, footer.key or "") != status.st_size:
-            return None
-        return footer
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
