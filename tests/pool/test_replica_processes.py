@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.pool.replicas import CHUNKS, LIMIT_S, NUM_CELLS, ReplicaRank, ranks_in_threads
-from vllm_kvpool.store.files import FileStore
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.transfer.ops import LoanEnded
 from vllm_kvpool.transfer.replicas import Card, ReplicaExchange
 

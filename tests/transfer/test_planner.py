@@ -151,11 +151,11 @@ def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
         # Chunks 1 to 3 are fetched by their writers, chunk 4 by the first who is here.
         fetchers = dict(zip((1, 2, 3, 4), (11, 12, 13, 11), strict=True))
         assert [task.fetcher for task in load.tasks] == [
-            None if fetchers[task.chunk] == 10 + rank else fetchers[task.chunk]
+            None if fetchers[task.chunk.position] == 10 + rank else fetchers[task.chunk.position]
             for task in load.tasks
         ]
         saves = mine.save(plan).tasks
-        assert [task.stored for task in saves] == [task.chunk == rank for task in saves]
+        assert [task.stored for task in saves] == [task.chunk.position == rank for task in saves]
         kept += [task.key for task in saves]
         prefetched += [cell.key for cell in mine.prefetch(PrefetchPlan("a", plan.hashes)).cells]
     assert len(set(kept)) == len(kept) == len(plan.hashes) * 2
