@@ -16,6 +16,7 @@ from vllm_kvpool.manifest import (
     shown,
     write_manifest,
 )
+from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -93,7 +94,7 @@ def test_a_tool_reads_it_from_a_store() -> None:
     store = MemoryStore("", 1 << 20)
     buffer = make_buffer(MANIFEST_BYTES)
     buffer.view[:] = write_manifest(manifest(**VALUES))
-    store.put([manifest_key(NAMESPACE)], [buffer], ["group"])
+    store.put([manifest_key(NAMESPACE)], [buffer], [ChunkRef("chunk")])
     assert manifest_in(store, NAMESPACE) == manifest(**VALUES)
     assert manifest_in(store, OTHER) is None
     store.remove_namespace(NAMESPACE)

@@ -19,7 +19,15 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvpool.adapt.factors import LEFT_OUT_OF_EMBEDDINGS, LEFT_OUT_OF_KV, factors
+from vllm_kvpool.adapt.factors import (
+    _FORMS,
+    LEFT_OUT_OF_EMBEDDINGS,
+    LEFT_OUT_OF_KV,
+    NEUTRAL,
+    _as_it_is,
+    canonical,
+    factors,
+)
 from vllm_kvpool.adapt.namespace import engine_namespace, model_values
 from vllm_kvpool.config import read_config
 from vllm_kvpool.testing.models import LlamaShape, make_llama
@@ -59,82 +67,6 @@ ONLY_NEWER = {
     "VllmConfig.engram_config",
     "VllmConfig.logging_config",
     "VllmConfig.watermark_config",
-}
-
-# The defaults of all that counts. A field that has its default says nothing, so the default must
-# mean the same in every release: look at what a new one means before it is written here.
-DEFAULTS: dict[str, Any] = {
-    "VllmConfig.additional_config": {},
-    "ModelConfig.runner": "auto",
-    "ModelConfig.convert": "auto",
-    "ModelConfig.dtype": "auto",
-    "ModelConfig.code_revision": None,
-    "ModelConfig.quantization": None,
-    "ModelConfig.disable_sliding_window": False,
-    "ModelConfig.config_format": "auto",
-    "ModelConfig.hf_overrides": {},
-    "ModelConfig.model_class_overrides": {},
-    "ModelConfig.model_impl": "auto",
-    "ModelConfig.override_attention_dtype": None,
-    "CacheConfig.cache_dtype": "auto",
-    "CacheConfig.calculate_kv_scales": False,
-    "CacheConfig.kv_cache_dtype_skip_layers": [],
-    "CacheConfig.mamba_cache_dtype": "auto",
-    "CacheConfig.mamba_ssm_cache_dtype": "auto",
-    "CacheConfig.replayssm_buffer_len": 16,
-    "CacheConfig.use_replayssm": False,
-    "CacheConfig.use_kda_recoverssm": False,
-    "CacheConfig.kv_sharing_fast_prefill": False,
-    "CacheConfig.swa_bounded_replay": True,
-    "LoadConfig.load_format": "auto",
-    "LoadConfig.model_loader_extra_config": {},
-    "LoadConfig.ignore_patterns": ["original/**/*"],
-    "AttentionConfig.backend": None,
-    "AttentionConfig.minimax_m3_msa_decode_backend": "triton",
-    "AttentionConfig.backend_per_kind": {},
-    "AttentionConfig.flash_attn_version": None,
-    "AttentionConfig.use_prefill_decode_attention": False,
-    "AttentionConfig.use_trtllm_attention": None,
-    "AttentionConfig.disable_flashinfer_q_quantization": False,
-    "AttentionConfig.mla_prefill_backend": None,
-    "AttentionConfig.use_prefill_query_quantization": False,
-    "AttentionConfig.use_fp4_indexer_cache": False,
-    # Of MiniMax M3 alone before 0.32, where "auto" means the same for it.
-    "AttentionConfig.indexer_kv_dtype": "auto" if NEWER else "bf16",
-    "AttentionConfig.indexer_sparse_logits": False,
-    "AttentionConfig.use_non_causal": False,
-    "AttentionConfig.sparse_mla_force_mqa": False,
-    "MambaConfig.backend": "TRITON",
-    "MambaConfig.enable_stochastic_rounding": False,
-    "MambaConfig.stochastic_rounding_philox_rounds": 0,
-    "MambaConfig.ssu_algorithm": None,
-    "KernelConfig.moe_backend": "auto",
-    "KernelConfig.enable_bf16x3_router_gemm": False,
-    "KernelConfig.sparse_indexer_topk_backend": "auto",
-    "KernelConfig.linear_backend": "auto",
-    "KernelConfig.linear_backend_per_quant": None,
-    "LoRAConfig.lora_dtype": "auto",
-    "LoRAConfig.target_modules": None,
-    "LoRAConfig.enable_tower_connector_lora": False,
-    "LoRAConfig.enable_mixed_moe_lora_format": False,
-    "LoRAConfig.enable_moe_shared_loras": False,
-    "LoRAConfig.max_lora_cls_labels": None,
-    "MultiModalConfig.language_model_only": False,
-    "MultiModalConfig.media_io_kwargs": {},
-    "MultiModalConfig.mm_processor_kwargs": None,
-    "MultiModalConfig.mm_device_do_normalize": True,
-    "MultiModalConfig.mm_encoder_only": False,
-    "MultiModalConfig.mm_encoder_attn_backend": None,
-    "MultiModalConfig.mm_encoder_attn_dtype": None,
-    "MultiModalConfig.mm_encoder_fp8_scale_path": None,
-    "MultiModalConfig.video_pruning_rate": None,
-    "MultiModalConfig.video_pruning_method": "evs",
-    "QuantizationConfigArgs.linear": None,
-    "QuantizationConfigArgs.moe": None,
-    "QuantizationConfigArgs.ignore": [],
-    "QuantizationConfigArgs.targets": None,
-    # Not there unless a model asks for it; then all of it counts.
-    "VllmConfig.diffusion_config": None,
 }
 
 
@@ -227,7 +159,8 @@ def test_the_tables_name_only_what_there_is(whole: VllmConfig) -> None:
     assert elsewhere == (ONLY_OLDER if NEWER else ONLY_NEWER), vllm.__version__
 
 
-def test_a_default_means_the_same_in_every_release(whole: VllmConfig) -> None:
+def test_the_defaults_of_this_release_are_neutral(whole: VllmConfig) -> None:
+    """Or a release would share nothing with the others."""
     plain = {}
     for each in fields_of(whole):
         if each.full_name in LEFT_OUT_OF_KV:
@@ -237,15 +170,17 @@ def test_a_default_means_the_same_in_every_release(whole: VllmConfig) -> None:
             default = each.field.default_factory()
         elif hasattr(default, "get_default"):
             default = default.get_default(call_default_factory=True)
-        plain[each.full_name] = getattr(default, "name", default)
-    assert plain == {name: DEFAULTS.get(name, "(not known)") for name in plain}
+        form = _FORMS.get(each.full_name, _as_it_is)
+        plain[each.full_name] = canonical(form(default, whole))
+    assert plain == {name: NEUTRAL.get(name, "(not known)") for name in plain}
 
 
 @pytest.mark.parametrize("owner", [ModelConfig, AttentionConfig, LoRAConfig, VllmConfig])
+@pytest.mark.parametrize("value", [False, True])
 def test_a_field_that_nobody_knows_counts(
-    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: type
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: type, value: bool
 ) -> None:
-    """As a later release may add one; with its default it keeps nobody apart."""
+    """As a later release may add one, with whatever default."""
     made = dataclasses.make_dataclass("Later", [("later", bool, dataclasses.field(default=False))])
     before = namespace(whole)
     monkeypatch.setitem(
@@ -253,9 +188,7 @@ def test_a_field_that_nobody_knows_counts(
         "later",
         made.__dataclass_fields__["later"],
     )
-    monkeypatch.setattr(owner, "later", False, raising=False)
-    assert namespace(whole) == before
-    monkeypatch.setattr(owner, "later", True)
+    monkeypatch.setattr(owner, "later", value, raising=False)
     assert namespace(whole) != before
 
 

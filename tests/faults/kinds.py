@@ -17,7 +17,8 @@ from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BAD_CHUNK, BYSTANDER, IMPATIENT, READER, STORED_CHUNKS, Scene
 from vllm_kvpool import cells
 from vllm_kvpool.adapt import namespace
-from vllm_kvpool.store import files
+from vllm_kvpool.store.file import read_only
+from vllm_kvpool.store.file.store import FileStore
 from vllm_kvpool.testing.faults import Fault
 
 DAY_S = 86_400
@@ -169,7 +170,7 @@ def clock(offset_s: int) -> dict[str, Any]:
         patch.setattr(Clock, "offset_s", 0)
         patch.setattr(time, "time", lambda: Clock.now_s() + Clock.offset_s)
         ticks = lambda: Clock.now_ns() + Clock.offset_s * 10**9  # noqa: E731
-        patch.setattr(files, "FileStore", functools.partial(files.FileStore, clock_ns=ticks))
+        patch.setattr(read_only, "FileStore", functools.partial(FileStore, clock_ns=ticks))
 
     def start(scene: Scene) -> None:
         Clock.offset_s = offset_s

@@ -20,7 +20,6 @@ from tests.faults.workshop import Workshop
 from vllm_kvpool.store.base import Buffer, ChunkRef
 from vllm_kvpool.store.memory import MemoryStore, Shelf
 from vllm_kvpool.testing.faults import Fault
-from vllm_kvpool.transfer import executor
 
 pytestmark = pytest.mark.slow
 
@@ -212,10 +211,7 @@ class Driver:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_steps(
-    seed: int, workshop: Workshop, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(executor, "STORY_WAIT_S", 10.0)
+def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
     driver = Driver(workshop, seed)
     try:
         for _ in range(STEPS):

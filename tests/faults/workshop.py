@@ -52,6 +52,7 @@ class Workshop:
         self._chatter = logging.NOTSET
         self._others: frozenset[threading.Thread] = frozenset()
         self._rigs: list[Rig] = []
+        self._plain: list[Store] = []
         self._base = cache(self._make_base)
         self.faults = Faults()
         self.slow_s = 0.0
@@ -72,6 +73,9 @@ class Workshop:
                 executor.perform.release()
             rig.shutdown()
         self._rigs.clear()
+        for store in self._plain:
+            store.close()
+        self._plain.clear()
         self._undo()
         logging.getLogger("vllm").setLevel(self._chatter)
 
@@ -82,7 +86,11 @@ class Workshop:
     def plain_store(self, url: str) -> Store:
         """A store that obeys nobody: to look at what engines have put there, and to change it."""
         self._opening = ""
-        return open_store(parse_store_url(url), segment=False)
+        before = frozenset(threading.enumerate())
+        store = open_store(parse_store_url(url), segment=False)
+        self._plain.append(store)
+        self._others |= frozenset(threading.enumerate()) - before  # it is the test's own
+        return store
 
     def rig(self, spec: RigSpec, store: str | list[str] = "", name: str = "rig") -> Rig:
         config = self._config(spec, store)
@@ -110,11 +118,12 @@ class Workshop:
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
         now, lookups = time.monotonic(), rig.pool._lookups
-        engines = [executor.engine for executor in rig.executors]
+        desks = [executor.engine.desk for executor in rig.executors]
+        breakers = [b for desk in desks for b in (*desk.breakers, *desk.write_breakers)]
         return (
             lookups.core.is_at_rest
             and all(store._is_up for store in lookups._stores)
-            and not any(b.is_open(now) for engine in engines for b in engine.desk.breakers)
+            and not any(breaker.is_open(now) for breaker in breakers)
         )
 
     def _wrap(self, store: Store) -> Store:

@@ -10,7 +10,7 @@ from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.manifest import MANIFEST_BYTES, Manifest, read_manifest, write_manifest
 from vllm_kvpool.pool.manifests import ManifestWriter
-from vllm_kvpool.store.base import GetOutcome
+from vllm_kvpool.store.base import ChunkRef, GetOutcome
 from vllm_kvpool.testing.faults import Fault
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -62,7 +62,7 @@ def test_the_first_writer_wins(stage: Stage) -> None:
 @pytest.mark.parametrize("nbytes", [MANIFEST_BYTES, 100])
 def test_a_damaged_one_is_replaced(stage: Stage, nbytes: int) -> None:
     stage.start()
-    stage.inner.put([manifest_key(FIRST)], [make_buffer(nbytes)], ["group"])
+    stage.inner.put([manifest_key(FIRST)], [make_buffer(nbytes)], [ChunkRef("chunk")])
     write(stage, manifest(layers=4))
     assert kept(stage, FIRST) == manifest(layers=4)
 

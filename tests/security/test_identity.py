@@ -4,6 +4,7 @@ What vLLM's real configurations make of a namespace is tests/adapt/test_engine.p
 directories of weights that differ where it is easy to overlook.
 """
 
+import copy
 import json
 import shutil
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from vllm_kvpool import cells, hashing
@@ -135,24 +137,17 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
     """`namespace_with("model_config.dtype", "bfloat16")`: of an engine but for one value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from vllm.engine.arg_utils import EngineArgs
+
         from vllm_kvpool.adapt import namespace
 
-    model = make_llama(tmp_path_factory.mktemp("models"), SHAPE)
+        model = make_llama(tmp_path_factory.mktemp("models"), SHAPE)
+        started = EngineArgs(model=str(model), skip_tokenizer_init=True, dtype="float16")
+        whole = started.create_engine_config()
 
     def build(path: str = "", value: object = None, **options: object) -> str:
-        text = SimpleNamespace(model_type="llama", hidden_size=128, rope_theta=1e4)
         engine: Any = SimpleNamespace(
-            vllm=SimpleNamespace(
-                model_config=SimpleNamespace(
-                    **{"model": str(model), "revision": None, "seed": 0, "max_model_len": 4096},
-                    **{"hf_config_path": None},
-                    **{"hf_text_config": text, "hf_overrides": {}, "dtype": "float16"},
-                    **{"quantization": None, "served_model_name": "m"},
-                ),
-                load_config=SimpleNamespace(load_format="auto"),
-                cache_config=SimpleNamespace(cache_dtype="auto"),
-                parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            ),
+            vllm=copy.deepcopy(whole),
             spec=SimpleNamespace(
                 **{"state_content_size_bytes": 128, "head_size": 32, "head_size_v": 32},
                 **{"dtype": "float16", "kv_quant_mode": SimpleNamespace(name="NONE")},
@@ -169,7 +164,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         elif path:
             setattr(place, last, value)
         specs, kinds = [engine.spec], [engine.kind]
-        return namespace.engine_namespace(engine.vllm, engine.config, specs, kinds)
+        return namespace.engine_namespace(engine.vllm, engine.config, specs, kinds).namespace
 
     return build
 
@@ -182,16 +177,16 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         ("config.namespace", "caf\u00e9"),
         ("config.namespace", "cafe\u0301"),
         ("config.weights_id", "w"),
-        ("vllm.model_config.dtype", "bfloat16"),
+        ("vllm.model_config.dtype", torch.bfloat16),
         ("vllm.model_config.quantization", "fp8"),
         ("vllm.cache_config.cache_dtype", "fp8_e4m3"),
         ("spec.dtype", "uint8"),
         ("spec.kv_quant_mode.name", "FP8_PER_TENSOR"),
         ("spec.head_size_v", 16),
         ("kind", Kind(Topology(2, 1, ((0, 2),), 1, True), 128)),
-        ("kind", Kind(Topology(4, 1, ((0, 3),), 1, True), 128)),
+        ("kind", Kind(Topology(4, 1, ((0, 2),), 1, True), 128, layers=((0,), (2,)))),
         ("kind", Kind(Topology(4, 1, ((0, 2),), 1, True, "window"), 128)),
-        ("vllm.model_config.hf_text_config.rope_theta", 5e5),
+        ("vllm.model_config.hf_text_config.rope_parameters", {"rope_theta": 5e5}),
     ],
 )
 def test_one_value_that_differs_is_another_namespace(
@@ -220,13 +215,13 @@ def test_equal_weights_of_another_configuration_are_another_model(
     is_same: bool,
 ) -> None:
     """Whatever it is that differs: only the model's code knows what comes of it."""
-    copy = tmp_path / make_llama(tmp_path / "made", SHAPE).name
-    shutil.copytree(tmp_path / "made" / copy.name, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | said))
-    assert (namespace_with(place, str(copy)) == namespace_with()) is is_same
+    other = tmp_path / make_llama(tmp_path / "made", SHAPE).name
+    shutil.copytree(tmp_path / "made" / other.name, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | said))
+    assert (namespace_with(place, str(other)) == namespace_with()) is is_same
     named = {"weights_id": "checked by hand"}
-    assert namespace_with(place, str(copy), **named) == namespace_with(**named)
+    assert namespace_with(place, str(other), **named) == namespace_with(**named)
 
 
 def test_unicode_forms_of_one_tenants_name_are_two_tenants(

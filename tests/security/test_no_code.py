@@ -31,7 +31,8 @@ CALLS = frozenset(
 ONLY_IN_TESTING = frozenset({"subprocess", "socketserver", "http", "zmq", "multiprocessing"})
 SERVING = frozenset({"bind", "accept", "create_server", "start_server", "start_unix_server"})
 STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec"})
-MAY_IMPORT_SOCKET = "store/mooncake.py"  # it looks whether a master answers
+# To look whether a master answers, which addresses are this machine's, what a name means.
+MAY_IMPORT_SOCKET = ("store/mooncake.py", "embeds/allowed.py", "embeds/resolver.py")
 # Engines, and what brings cells near for them: by commands of the configuration.
 MAY_START = ("router/launcher.py", "router/prefetches.py")
 MAY_LISTEN = "embeds/sockets.py"  # with zmq; what arrives is decoded by type
@@ -75,7 +76,7 @@ def violations(path: str, source: str) -> list[str]:
         refused = MODULES if for_tests else MODULES | ONLY_IN_TESTING
         if path == MAY_LISTEN:
             refused = refused - {"zmq"}
-        opens = module == "socket" and not for_tests and path != MAY_IMPORT_SOCKET
+        opens = module == "socket" and not for_tests and path not in MAY_IMPORT_SOCKET
         if module in refused or name in CALLS or opens:
             found.append(f"{path}:{line}: {name}")
     for line, name in called(tree):

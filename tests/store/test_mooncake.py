@@ -69,7 +69,7 @@ def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:
 CHILD = """
 import sys
 from vllm_kvpool.store.open import open_store, parse_store_url
-from vllm_kvpool.store.base import PutOutcome
+from vllm_kvpool.store.base import ChunkRef, PutOutcome
 from vllm_kvpool.testing.contract import key_of
 from vllm_kvpool.testing.memory import Arena, random_bytes
 store = open_store(parse_store_url(sys.argv[1]), segment=True)
@@ -190,7 +190,9 @@ def test_a_put_of_more_than_one_native_batch(store: Store, monkeypatch: pytest.M
     store.register(arena.buffer)
     keys = [key_of(namespace, number) for number in range(10)]
     sources = [arena.holding(random_bytes(5000, number)) for number in range(10)]
-    assert store.put(keys, sources, [str(n) for n in range(10)]) == [PutOutcome.STORED] * 10
+    assert (
+        store.put(keys, sources, [ChunkRef(str(n)) for n in range(10)]) == [PutOutcome.STORED] * 10
+    )
     assert store.exists([*keys, "absent"]) == [True] * 10 + [False]
     targets = [arena.take(5000) for _ in keys]
     assert store.get(keys, targets) == [GetOutcome.OK] * 10

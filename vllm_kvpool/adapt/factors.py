@@ -5,14 +5,16 @@ its reason; a field that nobody has classified counts. So a new release of vLLM 
 give wrong bytes. The tables hold for both releases that are tested; `tests/adapt/test_factors.py`
 walks every field of them.
 
-A field that has its default is left out of the result: a field that only one release has does not
-keep engines of two releases apart. Values are in a form that depends on no release (`canonical`).
+A field whose value a table knows as neutral is left out of the result, so that a field which only
+one release has does not keep engines of two releases apart. Defaults are not asked of the release
+that runs: a new one, or a new field, keeps engines apart until a table knows it. Values are in a
+form that depends on no release (`canonical`).
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +195,87 @@ LEFT_OUT_OF_EMBEDDINGS: Table = {
     "MultiModalConfig.language_model_only": "says that the encoder is not here",
 }
 
+NEUTRAL: Mapping[str, Any] = {
+    # Defaults, which mean the same in every release that is known.
+    "VllmConfig.additional_config": {},
+    "ModelConfig.runner": "auto",
+    "ModelConfig.convert": "auto",
+    "ModelConfig.dtype": "auto",
+    "ModelConfig.code_revision": None,
+    "ModelConfig.quantization": None,
+    "ModelConfig.disable_sliding_window": False,
+    "ModelConfig.config_format": "auto",
+    "ModelConfig.hf_overrides": {},
+    "ModelConfig.model_class_overrides": {},
+    "ModelConfig.model_impl": "auto",
+    "ModelConfig.override_attention_dtype": None,
+    "CacheConfig.cache_dtype": "auto",
+    "CacheConfig.calculate_kv_scales": False,
+    "CacheConfig.kv_cache_dtype_skip_layers": [],
+    "CacheConfig.mamba_cache_dtype": "auto",
+    "CacheConfig.mamba_ssm_cache_dtype": "auto",
+    "CacheConfig.replayssm_buffer_len": 16,
+    "CacheConfig.use_replayssm": False,
+    "CacheConfig.use_kda_recoverssm": False,
+    "CacheConfig.kv_sharing_fast_prefill": False,
+    "CacheConfig.swa_bounded_replay": True,
+    "LoadConfig.load_format": "auto",
+    "LoadConfig.model_loader_extra_config": {},
+    "LoadConfig.ignore_patterns": ["original/**/*"],
+    "AttentionConfig.backend": None,
+    "AttentionConfig.minimax_m3_msa_decode_backend": "triton",
+    "AttentionConfig.backend_per_kind": {},
+    "AttentionConfig.flash_attn_version": None,
+    "AttentionConfig.use_prefill_decode_attention": False,
+    "AttentionConfig.use_trtllm_attention": None,
+    "AttentionConfig.disable_flashinfer_q_quantization": False,
+    "AttentionConfig.mla_prefill_backend": None,
+    "AttentionConfig.use_prefill_query_quantization": False,
+    "AttentionConfig.use_fp4_indexer_cache": False,
+    "AttentionConfig.indexer_kv_dtype": "auto",
+    "AttentionConfig.indexer_sparse_logits": False,
+    "AttentionConfig.use_non_causal": False,
+    "AttentionConfig.sparse_mla_force_mqa": False,
+    "MambaConfig.backend": "TRITON",
+    "MambaConfig.enable_stochastic_rounding": False,
+    "MambaConfig.stochastic_rounding_philox_rounds": 0,
+    "MambaConfig.ssu_algorithm": None,
+    "KernelConfig.moe_backend": "auto",
+    "KernelConfig.enable_bf16x3_router_gemm": False,
+    "KernelConfig.sparse_indexer_topk_backend": "auto",
+    "KernelConfig.linear_backend": "auto",
+    "KernelConfig.linear_backend_per_quant": None,
+    "LoRAConfig.lora_dtype": "auto",
+    "LoRAConfig.target_modules": None,
+    "LoRAConfig.enable_tower_connector_lora": False,
+    "LoRAConfig.enable_mixed_moe_lora_format": False,
+    "LoRAConfig.enable_moe_shared_loras": False,
+    "LoRAConfig.max_lora_cls_labels": None,
+    "MultiModalConfig.language_model_only": False,
+    "MultiModalConfig.media_io_kwargs": {},
+    "MultiModalConfig.mm_processor_kwargs": None,
+    "MultiModalConfig.mm_device_do_normalize": True,
+    "MultiModalConfig.mm_encoder_only": False,
+    "MultiModalConfig.mm_encoder_attn_backend": None,
+    "MultiModalConfig.mm_encoder_attn_dtype": None,
+    "MultiModalConfig.mm_encoder_fp8_scale_path": None,
+    "MultiModalConfig.video_pruning_rate": None,
+    "MultiModalConfig.video_pruning_method": "evs",
+    "QuantizationConfigArgs.linear": None,
+    "QuantizationConfigArgs.moe": None,
+    "QuantizationConfigArgs.ignore": [],
+    "QuantizationConfigArgs.targets": None,
+    # Parts that are not there unless they are asked for; then their fields count.
+    "VllmConfig.diffusion_config": None,
+    "VllmConfig.lora_config": None,
+    "ModelConfig.multimodal_config": None,
+    "ModelConfig.quantization_config": None,
+}
+"""Values of fields that count under which an engine computes as if there were no such field.
+
+In canonical form. Look at what a default of a new release means before it is written here.
+"""
+
 _LOADERS_OF_ALL_FILES = frozenset(
     (
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor"),
@@ -209,7 +292,7 @@ class UnstableValueError(Exception):
 
 
 def factors(vllm_config: "VllmConfig", left_out: Table = LEFT_OUT_OF_KV) -> dict[str, Any]:
-    """The fields that count and have not their default, by path (`model_config.dtype`).
+    """The fields that count and are not neutral, by path (`model_config.dtype`).
 
     UnstableValueError names the field whose value cannot be compared.
     """
@@ -230,10 +313,7 @@ def _factors(
         form = _FORMS.get(name, _as_it_is)
         try:
             plain = canonical(form(value, vllm_config))
-            default = _default(field)
-            if default is MISSING or encoded(plain) != encoded(
-                canonical(form(default, vllm_config))
-            ):
+            if name not in NEUTRAL or encoded(plain) != encoded(NEUTRAL[name]):
                 yield where, plain
         except UnstableValueError as error:
             raise UnstableValueError(f"{where}: {error}") from None
@@ -245,18 +325,6 @@ def _is_section(value: Any) -> bool:
         and not isinstance(value, type)
         and type(value).__module__.startswith("vllm.config")
     )
-
-
-def _default(field: Any) -> Any:
-    """A field's default, of plain dataclasses and of pydantic's; MISSING if there is none."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    default = field.default
-    if hasattr(default, "get_default") and hasattr(default, "is_required"):
-        if default.is_required():
-            return MISSING
-        return default.get_default(call_default_factory=True)
-    return default
 
 
 def canonical(value: Any) -> Any:
@@ -333,6 +401,13 @@ def _lora_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
     return "auto" if value == vllm_config.model_config.dtype else value
 
 
+def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
+    """Before 0.32 the field was of MiniMax M3 alone, and "bf16" was what "auto" has meant since."""
+    section = type(vllm_config.attention_config)
+    had_no_auto = getattr(section, "indexer_kv_dtype", None) == "bf16"
+    return "auto" if had_no_auto and value == "bf16" else value
+
+
 def _target_modules(value: Any, vllm_config: "VllmConfig") -> Any:
     return sorted(set(value)) if isinstance(value, list) else value
 
@@ -359,6 +434,7 @@ _FORMS: Mapping[str, Form] = {
     "LoadConfig.model_loader_extra_config": _loader_options,
     "LoRAConfig.lora_dtype": _lora_dtype,
     "LoRAConfig.target_modules": _target_modules,
+    "AttentionConfig.indexer_kv_dtype": _indexer_dtype,
     "MultiModalConfig.mm_processor_kwargs": _processor_options,
     "MultiModalConfig.mm_encoder_fp8_scale_path": _file,
 }

@@ -539,7 +539,8 @@ class FileSpace:
                 return
             except (OSError, StoreError) as error:
                 logger.info("file store %s: its index is not up to date: %s", self.root, error)
-            self._woken.wait(HITS_EVERY_S)
+            if not self._closing.is_set():  # its wake may have been cleared above
+                self._woken.wait(HITS_EVERY_S)
 
     def _look(self) -> None:
         self._reclaim()

@@ -1,11 +1,12 @@
 """`file:///path?size=50GiB`: cells as files, shared by every process that opens the directory.
 
 Owns the names: `{objects}/{namespace}/{2 hex}/{38 hex}`, the digits being a digest of the whole
-key, so no key can leave the directory or meet another. What is in a file is files_format.py's,
-room, publishing and eviction are files_space.py's, moving bytes is disk.py's.
+key, so no key can leave the directory or meet another. What is in a file is format.py's,
+which chunks there are and what goes next index.py's, room and publishing space.py's, one call
+batch.py's, moving bytes io.py's.
 
 Any thread may call; there is no lock here. A file is written apart, gets its name whole and is
-never changed after; its mtime says how long it is worth keeping. Nothing is synced: after a power
+never changed after. Nothing is synced: after a power
 loss a file may be short or hold zeros, which its footer and the cell's checksum find.
 """
 
