@@ -233,7 +233,7 @@ class Bench:
                     chunks.stop * CHUNK,
                 ),
             ),
-            parent=hashes[chunks.start - 1] if chunks.start else b"",
+            before=tuple(hashes[max(0, chunks.start - 1) : chunks.start]),
         )
 
 
@@ -406,7 +406,7 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
             pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
             token_start=48,
             token_stop=96,
-            parent=hashes_of(view.tokens())[0],
+            before=(hashes_of(view.tokens())[0],),
         ),
     )
     assert plan.idle

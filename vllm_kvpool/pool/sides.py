@@ -158,6 +158,7 @@ class SchedulerSide:
             groups=model.groups,
             num_ranks=model.num_ranks,
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
+            num_replicas=max(len(kind.topology.replicas_of(0)) for kind in model.kinds),
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
             stops_at_first=model.stops_at_first,

@@ -51,8 +51,8 @@ class SavePlan:
     pages: tuple[JobPages, ...]
     epoch: str = ""
     """Which weights the KV is of, where they have changed since the start."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one."""
+    before: tuple[bytes, ...] = ()
+    """Hashes of the last chunks before the first one, as many as there are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class LoadPlan:
     epoch: str = ""
     layered: bool = False
     """The request runs already: span after span, each told of by `SpanLoaded`."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one."""
+    before: tuple[bytes, ...] = ()
+    """Hashes of the last chunks before the first one, as many as there are replicas."""
 
 
 @dataclass(frozen=True, slots=True)

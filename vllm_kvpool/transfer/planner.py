@@ -34,37 +34,42 @@ class _Named(NamedTuple):
     fetchers: tuple[int | None, ...]  # by chunk index modulo the length; None is this rank
 
 
+class _Kind(NamedTuple):
+    """What chunks are called for one kind of layers, and which of them follow each other."""
+
+    prefix: str
+    suffix: str
+    needs_parent: bool  # it reads all of a prompt, not only its end
+    steps: tuple[int, ...]
+    """By chunk index modulo the length: how far back the last chunk of the same fetcher is."""
+
+    def ref(self, hashes: Sequence[str], place: int, index: int) -> ChunkRef:
+        """Of chunk `index`, whose hash is at `place`; those of earlier chunks lie before it."""
+
+        def id_of(place: int) -> str:
+            return self.prefix + hashes[place] + self.suffix if place >= 0 else ""
+
+        if not self.needs_parent:
+            return ChunkRef(id_of(place), "", index)
+        step = self.steps[index % len(self.steps)]
+        in_host = id_of(place - step) if step > 1 else ""
+        return ChunkRef(id_of(place), id_of(place - 1), index, in_host)
+
+
 class _Names(NamedTuple):
     """This rank's cells in one epoch."""
 
     cells: tuple[_Named, ...]
-    kinds: tuple[tuple[str, str], ...]  # what chunks are called, before and after the hash
-    needs_parent: tuple[bool, ...]  # by kind: whether it reads all of a prompt, not only its end
+    kinds: tuple[_Kind, ...]
 
     def chunks(
-        self, hashes: Sequence[bytes], first: int, parent: bytes = b""
+        self, hashes: Sequence[bytes], first: int, before: Sequence[bytes] = ()
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
         """Each chunk's index, its hash in hexadecimal and its references, by kind."""
-        parents = self._parents(parent)
-        for index, chunk_hash in enumerate(hashes, first):
-            chunk_hex = chunk_hash.hex()
-            refs = [
-                ChunkRef(self._id(kind, chunk_hex), before, index)
-                for kind, before in zip(self.kinds, parents, strict=True)
-            ]
-            yield index, chunk_hex, refs
-            parents = self._parents(chunk_hash)
-
-    def _parents(self, chunk_hash: bytes) -> list[str]:
-        """What the chunk after this one has as its parent, by kind."""
-        return [
-            self._id(kind, chunk_hash.hex()) if chunk_hash and needs else ""
-            for kind, needs in zip(self.kinds, self.needs_parent, strict=True)
-        ]
-
-    @staticmethod
-    def _id(kind: tuple[str, str], chunk_hex: str) -> str:
-        return kind[0] + chunk_hex + kind[1]
+        every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
+        for place in range(len(before), len(every)):
+            index = first + place - len(before)
+            yield index, every[place], [kind.ref(every, place, index) for kind in self.kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class Planner:
         names = self._in_epoch(plan.epoch)
         tasks: list[CellTask] = []
         tokens = self.local_chunk_tokens
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             tasks += [
@@ -142,7 +147,7 @@ class Planner:
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._in_epoch(plan.epoch)
         tasks = []
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
             for cell, stem, kind, nbytes, fetchers in names.cells:
                 stored = cell.writes_chunk(chunk)
                 keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
@@ -183,21 +188,27 @@ class Planner:
             if len(self._names) >= EPOCHS_KEPT:
                 del self._names[next(iter(self._names))]
             keys = self.keys.in_epoch(epoch)
-            reaches = {cell.span.kind: cell.reach for cell in self.cells}
-            kinds = list(reaches)
+            kinds = {cell.span.kind: cell for cell in self.cells}
+            numbers = {kind: number for number, kind in enumerate(kinds)}
             names = self._names[epoch] = _Names(
                 tuple(
                     _Named(
                         cell,
                         keys.stem(cell.part, cell.span),
-                        kinds.index(cell.span.kind),
+                        numbers[cell.span.kind],
                         self._cell_bytes(cell),
                         self._fetchers_of(cell),
                     )
                     for cell in self.cells
                 ),
-                tuple(around_hash(keys.namespace, kind) for kind in kinds),
-                tuple(reach.is_whole for reach in reaches.values()),
+                tuple(
+                    _Kind(
+                        *around_hash(keys.namespace, kind),
+                        cell.reach.is_whole,
+                        _steps(self._fetchers_of(cell)),
+                    )
+                    for kind, cell in kinds.items()
+                ),
             )
         return names
 
@@ -230,3 +241,12 @@ class Planner:
 
     def _cell_bytes(self, cell: LocalCell) -> int:
         return HEADER_BYTES + cell.payload_bytes(self.local_chunk_tokens)
+
+
+def _steps(fetchers: Sequence[int | None]) -> tuple[int, ...]:
+    """For each chunk, how far back the last one of the same fetcher is."""
+    num = len(fetchers)
+    return tuple(
+        next(step for step in range(1, num + 1) if fetchers[index - step] == fetcher)
+        for index, fetcher in enumerate(fetchers)
+    )
