@@ -2,11 +2,12 @@
 
     python benchmarks/bench_replicas.py --json replicas.json
 
-Four ranks of an MLA model (one latent of 576 float16 for each token and layer, 16 layers), each a
-process with a host tier before files on this machine's disk. All of them load prompts of 4,096
-tokens: new ones from files, and again out of host memory. With `each for itself` ranks do not know
-of each other, as on four hosts. Fetched and held are of all ranks together, in prompts; CPU seconds
-are of all threads of the ranks, for each GB that comes into pages. Both sides take turns.
+One, two and four ranks of an MLA model (one latent of 576 float16 for each token and layer, 16
+layers), each a process with a host tier before files on this machine's disk. All of them load
+prompts of 4,096 tokens: new ones from files, and again out of host memory. With `each for itself`
+ranks do not know of each other, as on hosts of their own. Gets, bytes fetched and bytes held are of
+all ranks together, for each prompt; a prompt has been loaded when the last rank has it. CPU seconds
+are of all threads of the ranks, for each GB that comes into pages. Both ways take turns.
 """
 
 import tempfile
@@ -14,11 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
-from benchmarks.common import Child, Result, Row, Target, children, run_script, wait_until
+from benchmarks.common import (
+    Child,
+    Result,
+    Row,
+    Target,
+    children,
+    percentile,
+    run_script,
+    wait_until,
+)
 from benchmarks.sides import MODEL, REQUEST, Geometry, PageKeeper, chunk_hashes
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.keys import make_namespace
@@ -30,19 +40,20 @@ from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 GEOMETRY = Geometry(heads=1, head_dim=288, tokens=4096)  # K and V of 288: a latent of 576
-RANKS = 4
-HOST_BYTES = 768 << 20
-REPEATS, QUICK_REPEATS = 5, 1
+RANKS = (1, 2, 4)
+HOST_BYTES = 1 << 30
+REPEATS, QUICK_REPEATS = 10, 1
+AGAIN = 5  # loads of a prompt out of host memory, after that from files
 LIMIT_S = 60.0
 
 
-def gather_in(directory: Path, rank: int) -> Callable[[bytes], Sequence[bytes]]:
+def gather_in(directory: Path, rank: int, ranks: int) -> Callable[[bytes], Sequence[bytes]]:
     """Ranks meet in a directory."""
 
     def gather(card: bytes) -> list[bytes]:
         (mine := directory / f"{rank}.new").write_bytes(card)
         mine.rename(directory / str(rank))
-        others = [directory / str(each) for each in range(RANKS)]
+        others = [directory / str(each) for each in range(ranks)]
         wait_until(lambda: all(path.exists() for path in others), LIMIT_S)
         return [path.read_bytes() for path in others]
 
@@ -72,7 +83,7 @@ class ReplicaSide(PageKeeper):
             [from_token_content(layer) for layer in self.pages],
             CpuCopier,
             finish_in_step=True,
-            gather=None if directory is None else gather_in(directory, rank),
+            gather=None if directory is None else gather_in(directory, rank, ranks),
         )
         self._num_chunks = GEOMETRY.tokens // GEOMETRY.chunk
         self._jobs = 0
@@ -103,9 +114,10 @@ class ReplicaSide(PageKeeper):
             raise RuntimeError(f"{len(results.invalid_blocks)} blocks were not loaded")
         return time.perf_counter() - began, time.process_time() - cpu
 
-    def fetched(self) -> float:
-        """Bytes that came from files so far."""
-        return self._counted("kvpool_bytes{direction=load,store=file")
+    def fetched(self) -> tuple[float, float]:
+        """Cells and bytes that came from files so far."""
+        labels = "{direction=load,store=file"
+        return self._counted("kvpool_cells" + labels), self._counted("kvpool_bytes" + labels)
 
     def held(self) -> float:
         """Bytes in the host tier."""
@@ -119,38 +131,78 @@ class ReplicaSide(PageKeeper):
         self._side.close()
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A prompt in the pages of all ranks; CPU seconds, gets and bytes are of all together."""
+
+    seconds: float
+    cpu: float
+    gets: float
+    nbytes: float
+
+
 @dataclass
 class Side:
     """The ranks of one way, and what they have measured; by where the cells came from."""
 
     name: str
     ranks: list[Child]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    fetched: dict[str, list[float]] = field(default_factory=dict)
+    loads: dict[str, list[Loaded]] = field(default_factory=dict)
 
     def load(self, seed: int, source: str) -> None:
-        before = self.total("fetched")
+        before = self.fetched()
         for rank in self.ranks:
             rank.begin("load", seed)
         took = [rank.finish(LIMIT_S) for rank in self.ranks]
-        self.seconds.setdefault(source, []).append(max(wall for wall, _ in took))
-        self.cpu.setdefault(source, []).append(sum(cpu for _, cpu in took))
-        self.fetched.setdefault(source, []).append(self.total("fetched") - before)
+        gets, nbytes = (now - then for now, then in zip(self.fetched(), before, strict=True))
+        loaded = Loaded(max(wall for wall, _ in took), sum(cpu for _, cpu in took), gets, nbytes)
+        self.loads.setdefault(source, []).append(loaded)
 
-    def total(self, what: str) -> float:
-        return float(sum(rank.call(what) for rank in self.ranks))
+    def fetched(self) -> tuple[float, float]:
+        counts = [rank.call("fetched") for rank in self.ranks]
+        return sum(gets for gets, _ in counts), sum(nbytes for _, nbytes in counts)
+
+    def held(self) -> float:
+        return float(sum(rank.call("held") for rank in self.ranks))
 
     def row(self, source: str, prompts: int) -> Row:
-        moved = RANKS * GEOMETRY.total_bytes
+        loads = self.loads[source]
+        ms = [1e3 * each.seconds for each in loads]
         return {
-            "ranks": self.name,
+            "ranks": len(self.ranks),
+            "way": self.name,
             "from": source,
-            "fetched prompts": median(self.fetched[source]) / GEOMETRY.total_bytes,
-            "held prompts": self.total("held") / prompts / GEOMETRY.total_bytes,
-            "CPU s/GB": median(self.cpu[source]) / moved * 1e9,
-            "ms": 1e3 * median(self.seconds[source]),
+            "gets": round(median(each.gets for each in loads)),
+            "MB fetched": median(each.nbytes for each in loads) / 1e6,
+            "MB held": self.held() / prompts / 1e6,
+            "CPU s/GB": sum(each.cpu for each in loads)
+            / (len(loads) * len(self.ranks) * GEOMETRY.total_bytes)
+            * 1e9,
+            "mean ms": mean(ms),
+            "p99 ms": percentile(ms, 0.99),
         }
+
+
+def compare(url: str, ranks: int, repeats: int, meeting: Path) -> list[Row]:
+    """Rows of so many ranks, both ways; from files first."""
+    meeting.mkdir()
+    sides = [
+        Side(way, [Child(ReplicaSide, url, rank, ranks, where) for rank in range(ranks)])
+        for way, where in (("each for itself", None), ("one for all", meeting))
+    ]
+    with children(*(rank for side in sides for rank in side.ranks)):
+        for seed in range(repeats + 1):
+            for side in sides:
+                side.load(seed, "files" if seed else "warm-up")
+            for _ in range(AGAIN if seed else 1):
+                for side in sides:
+                    side.load(seed, "host memory" if seed else "warm-up")
+        for side in sides:
+            for rank in side.ranks:
+                rank.call("check")
+        return [
+            side.row(source, repeats + 1) for source in ("files", "host memory") for side in sides
+        ]
 
 
 def measure(quick: bool) -> Result:
@@ -162,28 +214,15 @@ def measure(quick: bool) -> Result:
         writer = Child(ReplicaSide, url, 0, 1, None)
         with children(writer):
             writer.call("save", list(range(repeats + 1)), timeout_s=LIMIT_S)
-        (meeting := directory / "meeting").mkdir()
-        sides = [
-            Side(what, [Child(ReplicaSide, url, rank, RANKS, where) for rank in range(RANKS)])
-            for what, where in (("each for itself", None), ("one for all", meeting))
-        ]
-        with children(*(rank for side in sides for rank in side.ranks)):
-            for seed in range(repeats + 1):
-                for side in sides:
-                    for source in ("files", "host memory"):
-                        side.load(seed, source if seed else "warm-up")
-            for side in sides:
-                for rank in side.ranks:
-                    rank.call("check")
-            result.rows = [
-                side.row(source, repeats + 1)
-                for source in ("files", "host memory")
-                for side in sides
-            ]
-    alone, shared = (float(str(row["fetched prompts"])) for row in result.rows[:2])
-    result.targets.append(Target("bytes fetched by four replicas", shared / alone, 0.26, False))
-    alone, shared = (float(str(row["held prompts"])) for row in result.rows[:2])
-    result.targets.append(Target("host memory held by them", shared / alone, 0.26, False))
+        for ranks in RANKS:
+            rows = compare(url, ranks, repeats, directory / f"meeting-{ranks}")
+            result.rows += rows
+            if ranks == 1:
+                continue
+            for what, column in (("bytes fetched", "MB fetched"), ("host memory held", "MB held")):
+                alone, shared = (float(str(row[column])) for row in rows[:2])
+                what = f"{what} by {ranks} replicas, over each for itself"
+                result.targets.append(Target(what, shared / alone, 1.04 / ranks, False))
     return result
 
 
