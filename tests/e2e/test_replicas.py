@@ -31,7 +31,10 @@ def test_a_prompt_is_fetched_once_for_both_ranks(
 ) -> None:
     model, store, stats = llama(ONE_HEAD), files(tmp_path / "pool"), tmp_path / "stats"
     prompt = Prompt(ids=tokens(seed=91, count=1100))
-    (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
+    plain = engines.get(EngineSpec(model=model))
+    if layerwise and plain.release() == "0.27.1":
+        pytest.skip("refused by name")
+    (expected,) = plain.generate(prompt)
     with Engine(
         EngineSpec(model=model, kv_transfer_config=pool(store)), tmp_path / "writer.log"
     ) as writer:
