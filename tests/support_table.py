@@ -83,6 +83,13 @@ ROWS = (
         engine("test_formats.py::test_layers_that_share_kv"),
     ),
     Row(
+        "float32, one fetch for ranks that hold the same KV",
+        FULL,
+        "CPU, vec",
+        engine("test_replicas.py::test_a_prompt_is_fetched_once_for_both_ranks[]"),
+        engine("test_replicas.py::test_a_prompt_is_fetched_once_for_both_ranks[]"),
+    ),
+    Row(
         "float32, layer by layer",
         FULL,
         "CPU, vec",

@@ -72,7 +72,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             *("embeds/resolver.py", "embeds/log_limit.py", "embeds/sockets.py"),
         ),
         *("embeds/mooncake_writes.py", "embeds/shared_files.py", "embeds/write_staging.py"),
-        *("transfer/handdown.py", "transfer/lane_thread.py"),
+        *("transfer/handdown.py", "transfer/lane_thread.py", "transfer/replicas.py"),
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (

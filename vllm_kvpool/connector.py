@@ -179,6 +179,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             layer_spans=adapt.layer_spans(self._facts, self._vllm_config)
             if self._config.layerwise
             else None,
+            gather=adapt.gather_in_stage,
         )
         self._worker_side.worker.tells_stored = events.are_on(self._vllm_config)
 

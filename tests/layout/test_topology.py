@@ -11,7 +11,9 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.keys import HeadPart, LayerSpan, RankPart
 from vllm_kvpool.layout.topology import (
     MAX_DEFAULT_CELL_BYTES,
+    Context,
     LocalCell,
+    Replica,
     Topology,
     cut_layers,
     default_layer_span,
@@ -116,6 +118,38 @@ def test_replicas_take_turns() -> None:
     cells = [topology.local_cells(rank, 0)[0] for rank in range(8)]
     writers = [[r for r in range(8) if cells[r].writes_chunk(chunk)] for chunk in range(5)]
     assert writers == [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4]]
+
+
+@given(
+    replicas=st.sampled_from([2, 4, 8]),
+    pcp_size=st.sampled_from([1, 2]),
+    hosts=st.lists(st.integers(0, 2), min_size=16, max_size=16),
+    chunk=st.integers(0, 40),
+)
+def test_one_replica_of_each_host_fetches_a_chunk(
+    replicas: int, pcp_size: int, hosts: list[int], chunk: int
+) -> None:
+    """The one that has written it, if it is there; and all of them know who it is."""
+    topology = Topology(1, replicas, ((0, 1),), 1, context=Context(pcp_size=pcp_size))
+    ranks = [Replica(tp, pcp) for tp in range(replicas) for pcp in range(pcp_size)]
+    host_of = dict(zip(ranks, hosts, strict=False))
+    cells = {
+        each: topology.local_cells(each.tp_rank, 0, pcp_rank=each.pcp_rank)[0] for each in ranks
+    }
+    for host in set(host_of.values()):
+        here = {each for each in ranks if host_of[each] == host}
+        answers = {cells[each].fetchers(here) for each in here}
+        assert len(answers) == 1, "all agree"
+        [fetchers] = answers
+        if len(here) == 1:
+            assert not fetchers, "there is nobody to share with"
+            continue
+        fetcher = fetchers[chunk % len(fetchers)]
+        assert fetcher in here
+        assert all(each == fetcher for each in here if cells[each].writes_chunk(chunk))
+        counts = Counter(fetchers).values()
+        assert set(fetchers) == here
+        assert max(counts) - min(counts) <= 1, "none has more to do than another"
 
 
 def test_a_cell_per_rank_names_the_distinct_ranks() -> None:

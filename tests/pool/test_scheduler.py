@@ -77,8 +77,10 @@ class Bench:
         host_tier: bool = False,
         stops_at_first: bool = False,
         in_lockstep: bool = False,
+        num_replicas: int = 1,
     ) -> None:
         self.block = block
+        self.num_replicas = num_replicas
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
         self.lookups = PatientLookups((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
@@ -93,6 +95,7 @@ class Bench:
                 (Group(block),),
                 num_ranks,
                 max_pinned,
+                num_replicas,
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
@@ -233,7 +236,7 @@ class Bench:
                     chunks.stop * CHUNK,
                 ),
             ),
-            parent=hashes[chunks.start - 1] if chunks.start else b"",
+            before=tuple(hashes[max(0, chunks.start - self.num_replicas) : chunks.start]),
         )
 
 
@@ -406,7 +409,7 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
             pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
             token_start=48,
             token_stop=96,
-            parent=hashes_of(view.tokens())[0],
+            before=(hashes_of(view.tokens())[0],),
         ),
     )
     assert plan.idle
@@ -709,6 +712,20 @@ def test_a_full_load_counts_as_hit(bench: Bench) -> None:
 
 
 # Saves
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_save_names_as_many_chunks_before_it_as_there_are_replicas(
+    make: Maker, num_replicas: int
+) -> None:
+    """So that each rank finds the one before that it keeps itself."""
+    bench = make(num_replicas=num_replicas)
+    bench.add()
+    bench.admit()
+    hashes = hashes_of(bench.views["a"].tokens())
+    for chunk in range(3):
+        [save] = bench.step(a=CHUNK).saves
+        assert save.before == tuple(hashes[max(0, chunk - num_replicas) : chunk])
 
 
 def test_a_chunk_is_saved_by_the_step_that_completes_it(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellName,
@@ -29,13 +30,16 @@ from vllm_kvpool.transfer.ops import (
     JobId,
     JobPages,
     LaneName,
+    Lent,
     LoadDone,
     LoadJob,
+    LoanEnded,
     OpKind,
     PrefetchJob,
     SaveDone,
     SaveGathered,
     SaveJob,
+    SavesDropped,
     SpanLoaded,
     Tick,
     TierHealth,
@@ -126,6 +130,12 @@ def in_words(action: Action) -> str:
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
         case HandedDown(job, moved):
             return f"handed down {job}: {moved}"
+        case Lent(loan, slots):
+            return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"
+        case LoanEnded(loan, held):
+            return f"loan {loan} was {'' if held else 'not '}held"
+        case SavesDropped(generation):
+            return f"dropped {generation}"
 
 
 class Bench:
@@ -145,8 +155,9 @@ class Bench:
         limits: LaneLimits = WIDE,
         write_back: bool = False,
         lanes: dict[OpKind, LaneLimits] | None = None,
+        replicas: ReplicaSet | None = None,
     ) -> None:
-        names = lane_names(len(tiers))
+        names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
         self.residency = Residency(
             SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
@@ -158,6 +169,7 @@ class Bench:
             write_back=write_back,
             chance=lambda: 0.0,
             slot_bytes=CELL_BYTES,
+            replicas=replicas,
         )
         self.clock = FakeClock()
         self.running: dict[int, Work] = {}

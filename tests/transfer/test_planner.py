@@ -17,8 +17,10 @@ from vllm_kvpool.keys import (
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Kind, Reach, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import Kind, Reach, Replica, Topology, cells_of_rank
+from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.store.eviction import POLICIES
 from vllm_kvpool.transfer.ops import (
     CellTask,
     JobId,
@@ -29,6 +31,7 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
+from vllm_kvpool.transfer.residency import Residency
 
 CHUNK, ROW_BYTES, BLOCK = 32, 16, 16
 PARENT = b"\0" * 8
@@ -60,7 +63,7 @@ def save_plan(first: int = 0, count: int = 4) -> SavePlan:
 
 
 def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
-    job = planner().load(replace(load_plan(first=3), parent=PARENT))
+    job = planner().load(replace(load_plan(first=3), before=(PARENT,)))
     assert (job.job_id, job.request_id, job.timeout_s) == (JobId(1), "a", 5.0)
     assert (job.first_chunk, job.stop_chunk) == (3, 5)
     cells = planner().cells
@@ -136,6 +139,60 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
             LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK)
         )
         assert tuple(task._replace(stored=True) for task in kept.tasks) == every.tasks
+
+
+def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
+    """All of a load's cells are named, with who fetches them; of the rest nothing is anybody's."""
+    replicas = [Replica(rank, 0) for rank in range(4)]
+    numbers = {replica: 10 + replica.tp_rank for replica in replicas[1:]}  # rank 0 is elsewhere
+    plan = save_plan(first=1)
+    kept, prefetched = [], []
+    for rank in range(1, 4):
+        siblings = {each: n for each, n in numbers.items() if each.tp_rank != rank}
+        mine = replace(planner(1, 4, rank, keeps_all=True), siblings=siblings)
+        load = mine.load(LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK))
+        # Chunks 1 to 3 are fetched by their writers, chunk 4 by the first who is here.
+        fetchers = dict(zip((1, 2, 3, 4), (11, 12, 13, 11), strict=True))
+        assert [task.fetcher for task in load.tasks] == [
+            None if fetchers[task.chunk.position] == 10 + rank else fetchers[task.chunk.position]
+            for task in load.tasks
+        ]
+        saves = mine.save(plan).tasks
+        assert [task.stored for task in saves] == [task.chunk.position == rank for task in saves]
+        kept += [task.key for task in saves]
+        prefetched += [cell.key for cell in mine.prefetch(PrefetchPlan("a", plan.hashes)).cells]
+    assert len(set(kept)) == len(kept) == len(plan.hashes) * 2
+    assert len(set(prefetched)) == len(prefetched) == len(plan.hashes) * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 18])
+@pytest.mark.parametrize("here", [(0, 1), (0, 2), (1, 2, 3), (0, 1, 2, 3)])
+def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
+    here: tuple[int, ...], count: int
+) -> None:
+    """Of four replicas those `here` are on one host; a prompt is saved `count` chunks at a time."""
+    hashes = tuple(bytes([i]) * 8 for i in range(1, 19))
+    for rank in here:
+        siblings = {Replica(each, 0): each for each in here if each != rank}
+        mine = replace(planner(1, 4, rank, keeps_all=True), siblings=siblings)
+        residency = Residency(SlotPool(64, 0), 64, POLICIES["lru"], {"": len(mine.cells)})
+        kept: list[int] = []
+        for first in range(0, len(hashes), count):
+            plan = replace(
+                save_plan(first, count),
+                hashes=hashes[first : first + count],
+                before=hashes[max(0, first - 4) : first],
+            )
+            for task in mine.save(plan).tasks:
+                entry = residency.begin(task.key, task.chunk, task.nbytes)
+                assert residency.give_slot(entry, SlotUse.SAVE)
+                residency.arrived(entry, now_ns=first, dirty=True)
+                residency.unpin(entry)
+                kept.append(task.chunk.position)
+        residency.check()
+        assert len(set(kept)) < len(hashes)
+        leaving = [entry.chunk.position for entry in residency.coldest_dirty(len(kept))]
+        assert leaving == sorted(kept, reverse=True)
 
 
 def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:
@@ -222,7 +279,7 @@ def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() ->
     sliding = replace(topology, kind="sliding")
     kinds = [Kind(topology, ROW_BYTES), Kind(sliding, ROW_BYTES, Reach(window=CHUNK))]
     two = replace(planner(), cells=cells_of_rank(kinds, 0, 0))
-    chunks = [task.chunk for task in two.save(replace(save_plan(1), parent=PARENT)).tasks]
+    chunks = [task.chunk for task in two.save(replace(save_plan(1), before=(PARENT,))).tasks]
     assert {chunk.parent for chunk in chunks if chunk.id.endswith("-sliding")} == {""}
     parents = [chunk.parent for chunk in chunks if not chunk.id.endswith("-sliding")]
     assert parents == [group_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]

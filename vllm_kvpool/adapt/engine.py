@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvpool.adapt import cpu_pages, epochs, page_formats, releases
@@ -303,6 +304,23 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
     # Not `data_parallel_rank`, which is 0 in every engine of a model without experts.
     dp_rank = parallel.data_parallel_index
     return RankPlace(rank % tp_size, stage, rank, rank // tp_size % pcp_size, dp_rank)
+
+
+def gather_in_stage(data: bytes) -> list[bytes]:
+    """The bytes of every rank of this pipeline stage, in one order for all of them.
+
+    A collective of vLLM's CPU groups: every rank calls it, with as many bytes. Alone where there
+    are no groups, since then nobody else is there either.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return [data]
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for group in (parallel_state.get_tp_group(), parallel_state.get_pcp_group()):
+        if group.world_size > 1:
+            every = [torch.empty_like(mine) for _ in range(group.world_size)]
+            torch.distributed.all_gather(every, mine, group=group.cpu_group)
+            mine = torch.cat(every)
+    return [bytes(part.numpy()) for part in mine.view(-1, len(data))]
 
 
 def device_of(kv_caches: Mapping[str, Any]) -> Device:

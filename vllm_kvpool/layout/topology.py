@@ -4,7 +4,8 @@ The only place that reasons about parallelism. Cases, with `heads` KV heads in t
 
 1. heads >= TP (and TP divides heads): rank r holds heads [r*heads/TP, (r+1)*heads/TP).
 2. heads < TP (and heads divides TP): TP/heads consecutive ranks hold the same head; these
-   replicas take turns writing, by chunk index, and all of them read.
+   replicas take turns by chunk index: one of them writes the chunk, and one of those on a host
+   fetches it for the others there (`fetchers`).
 3. MLA is case 2 with one head, the latent.
 
 Context parallelism deals the tokens of a block out over ranks that hold the same heads
@@ -14,9 +15,9 @@ Layers of one kind of attention are counted by themselves. They are cut into spa
 counted from layer 0, and again at every pipeline boundary; the last span of a piece is short.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
@@ -105,6 +106,13 @@ class Reach:
 WHOLE = Reach()
 
 
+class Replica(NamedTuple):
+    """One of the ranks of a pipeline stage that hold the same KV."""
+
+    tp_rank: int
+    pcp_rank: int
+
+
 class Piece(NamedTuple):
     """A part of a cell whose layers share a block table; local indices, half open.
 
@@ -123,8 +131,8 @@ class Piece(NamedTuple):
 class LocalCell:
     """One cell of every chunk, as this rank sees it: its name parts and its local indices.
 
-    `row_bytes` is one token's K and V of one head in one layer. Of every `turns` chunks this rank
-    writes the one that leaves `turn` as remainder.
+    `row_bytes` is one token's K and V of one head in one layer. `replicas` are the ranks that hold
+    the same cell, this one at `replica_index`; empty where it is the only one.
     """
 
     part: HeadPart | RankPart
@@ -134,8 +142,8 @@ class LocalCell:
     layer_start: int
     layer_stop: int
     row_bytes: int = 0
-    turn: int = 0
-    turns: int = 1
+    replicas: tuple[Replica, ...] = ()
+    replica_index: int = 0
     reach: Reach = WHOLE
     pieces: tuple[Piece, ...] = ()
 
@@ -149,7 +157,20 @@ class LocalCell:
         The turn depends on nothing but the index; a rank that looked first and decided then
         would leave holes when two ranks look at different moments.
         """
-        return chunk_index % self.turns == self.turn
+        return not self.replicas or chunk_index % len(self.replicas) == self.replica_index
+
+    def fetchers(self, on_this_host: Collection[Replica]) -> tuple[Replica, ...]:
+        """Which of those replicas on this host fetches a chunk from stores for all of them: the one
+        at `chunk_index` modulo the length. Empty where there is nobody to share with.
+
+        Who writes a chunk also fetches it, if it is here. `on_this_host` includes this rank and is
+        the same for all of them.
+        """
+        here = [replica for replica in self.replicas if replica in on_this_host]
+        if len(here) < 2:
+            return ()
+        instead = cycle(here)
+        return tuple(each if each in here else next(instead) for each in self.replicas)
 
     def with_groups(self, groups: Sequence[int]) -> "LocalCell":
         """The same cell, cut where the block table changes; `groups` has one of each layer."""
@@ -218,17 +239,16 @@ class Topology:
         """The first global KV head that rank `tp_rank` holds."""
         return tp_rank // self.replicas * self.heads_per_rank
 
-    def turn(self, tp_rank: int, pcp_rank: int = 0) -> tuple[int, int]:
-        """This rank's place among those that hold the same, and how many they are."""
+    def replicas_of(self, tp_rank: int, pcp_rank: int = 0) -> tuple[Replica, ...]:
+        """The ranks that hold the same as this one, itself among them."""
         first = tp_rank - tp_rank % self.replicas
         mine = self.context.rank(tp_rank, pcp_rank)
-        same = [
-            (tp, pcp)
+        return tuple(
+            Replica(tp, pcp)
             for tp in range(first, first + self.replicas)
             for pcp in range(self.context.pcp_size)
             if self.context.rank(tp, pcp) == mine
-        ]
-        return same.index((tp_rank, pcp_rank)), len(same)
+        )
 
     def all_parts(self) -> tuple[HeadPart | RankPart, ...]:
         """Every head (or distinct rank) that a complete chunk consists of."""
@@ -262,7 +282,10 @@ class Topology:
         offset = layers_before - start
         heads = self.heads_per_rank
         first = self.first_head(tp_rank)
-        turn, turns = self.turn(tp_rank, pcp_rank)
+        replicas = self.replicas_of(tp_rank, pcp_rank)
+        index = replicas.index(Replica(tp_rank, pcp_rank))
+        if len(replicas) == 1:
+            replicas = ()
         pieces: list[tuple[HeadPart | RankPart, int, int]]
         if self.per_head:
             pieces = [(HeadPart(first + i), i, i + 1) for i in range(heads)]
@@ -271,7 +294,15 @@ class Topology:
             pieces = [(RankPart(rank, self.tp_size // self.replicas), 0, heads)]
         return tuple(
             LocalCell(
-                part, span, a, b, span.start + offset, span.stop + offset, row_bytes, turn, turns
+                part,
+                span,
+                a,
+                b,
+                span.start + offset,
+                span.stop + offset,
+                row_bytes,
+                replicas,
+                index,
             )
             for span in cut_layers(start, stop, self.layer_span, self.kind)
             for part, a, b in pieces

@@ -25,12 +25,13 @@ from vllm_kvpool.store.open import (
     uses_device,
 )
 from vllm_kvpool.transfer.engine import lane_names
-from vllm_kvpool.transfer.ops import LaneName, OpKind
+from vllm_kvpool.transfer.ops import REPLICA, LaneName, OpKind
 from vllm_kvpool.transfer.tiers import tier_names
 
 logger = logging.getLogger(__name__)
 
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
+REPLICA_LANES = 2  # one copies while the other waits
 HOST_DEVICE: Device = HostDevice()
 
 
@@ -107,9 +108,11 @@ def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
         check_capacity(spec, cell_bytes)
 
 
-def lane_counts(tiers: OpenTiers) -> dict[LaneName, int]:
-    """How many threads each lane has."""
-    counts = dict.fromkeys(lane_names(len(tiers.stores)), 1)
+def lane_counts(tiers: OpenTiers, *, replicas: bool = False) -> dict[LaneName, int]:
+    """How many threads each lane has; `replicas` as in `lane_names`."""
+    counts = dict.fromkeys(lane_names(len(tiers.stores), replicas=replicas), 1)
+    if replicas:
+        counts[LaneName(OpKind.GET, REPLICA)] = REPLICA_LANES
     for tier, (gets, puts) in enumerate(zip(tiers.get_lanes, tiers.put_lanes, strict=True)):
         counts[LaneName(OpKind.GET, tier)] = gets
         counts[LaneName(OpKind.PUT, tier)] = puts

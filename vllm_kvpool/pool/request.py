@@ -19,6 +19,7 @@ class PoolShape:
     groups: tuple[Group, ...]
     num_ranks: int
     max_pinned_blocks: int
+    num_replicas: int = 1  # ranks of a pipeline stage that hold the same KV, where most do
     prefetches: bool = False  # workers have host memory to bring cells into beforehand
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for

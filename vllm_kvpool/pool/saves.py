@@ -217,8 +217,8 @@ class Saves:
         self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
         hashes = state.chain.hashes
-        parent = hashes[first - 1] if first else b""
-        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, parent)
+        before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
+        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, before)
 
     def finish(
         self,

@@ -249,7 +249,7 @@ class PoolScheduler:
                 token_stop=stop,
                 epoch=state.epoch,
                 layered=self._config.layerwise,
-                parent=state.chain.hashes[first - 1] if first else b"",
+                before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
             )
         )
 

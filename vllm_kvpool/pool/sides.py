@@ -17,7 +17,15 @@ from typing import Self
 from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
 from vllm_kvpool.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.layout.topology import Context, Group, Kind, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import (
+    Context,
+    Group,
+    Kind,
+    LocalCell,
+    Replica,
+    Topology,
+    cells_of_rank,
+)
 from vllm_kvpool.manifest import MANIFEST_BYTES
 from vllm_kvpool.metrics import StatsFile, Tally
 from vllm_kvpool.pool.given_tiers import tier_specs
@@ -45,8 +53,10 @@ from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.handdown import Custodian
 from vllm_kvpool.transfer.lanes import LaneWork
-from vllm_kvpool.transfer.ops import HOST, WRITES, LaneName, OpKind, TierHealth
+from vllm_kvpool.transfer.loans import ReplicaSet
+from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
@@ -56,6 +66,11 @@ COPY_BATCH_BYTES = 8 << 20  # of a copy: the first put, and after the last get t
 BATCH_CELLS = 64
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
+REPLICA_BATCH_CELLS = 32
+REPLICA_SHARE = 4  # at most a quarter of the slots waits for replicas, which may wait for ours
+KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked yet
+REPLICA_CALLS = 1.5  # a replica is waited for so many calls of its store, so that it asks another
+REPLICA_LOADS = 0.5  # and for that part of a load's time at most, so that the tiers can be asked
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
 LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
@@ -143,6 +158,7 @@ class SchedulerSide:
             groups=model.groups,
             num_ranks=model.num_ranks,
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
+            num_replicas=max(len(kind.topology.replicas_of(0)) for kind in model.kinds),
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
             stops_at_first=model.stops_at_first,
@@ -189,7 +205,8 @@ class RankPlace:
 
 class WorkerSide:
     """One rank's process. `make_copier` is called once for each lane that moves pages, which lie on
-    `device`."""
+    `device`. `gather` gives this rank's bytes to all ranks of its pipeline stage and returns all of
+    theirs, in one order; where ranks hold the same KV every rank calls it."""
 
     def __init__(
         self,
@@ -202,6 +219,7 @@ class WorkerSide:
         finish_in_step: bool,
         device: Device = HOST_DEVICE,
         layer_spans: Mapping[str, int] | None = None,
+        gather: Callable[[bytes], Sequence[bytes]] | None = None,
     ) -> None:
         self._device = device
         self.tally = Tally()
@@ -209,20 +227,25 @@ class WorkerSide:
         self._namespace = model.namespace
         specs = tier_specs(config)
         context = model.context
+        cells = cells_of_rank(
+            model.kinds,
+            place.tp_rank,
+            place.pp_rank,
+            place.pcp_rank,
+            [layer.group for layer in pages],
+        )
+        self._exchange: ReplicaExchange | None = None
+        if gather is not None and model.loads:
+            self._exchange = _exchange_of(place, cells, gather, shares=device.shares_memory)
         planner = Planner(
-            cells=cells_of_rank(
-                model.kinds,
-                place.tp_rank,
-                place.pp_rank,
-                place.pcp_rank,
-                [layer.group for layer in pages],
-            ),
+            cells=cells,
             keys=KeyMaker(model.namespace, context.rank(place.tp_rank, place.pcp_rank)),
             chunk_tokens=config.chunk_tokens,
             load_timeout_s=config.load_timeout_s,
             keeps_all=specs.host.nbytes > 0,
             block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
             context=context,
+            siblings={} if self._exchange is None else self._exchange.siblings,
         )
         check_tiers(config, planner.max_cell_bytes())
         patience = Patience(call_s=config.call_timeout_s)
@@ -234,6 +257,8 @@ class WorkerSide:
         self._manifests: ManifestWriter | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._tiers.close)
+            if self._exchange is not None:
+                undo.callback(self._exchange.close)
             copiers = [make_copier(pages), make_copier(pages)]
             self._executor = self._start(config, specs, planner, place, copiers)
             undo.pop_all()
@@ -249,6 +274,11 @@ class WorkerSide:
             layer_spans,
             config.load_timeout_s,
         )
+        if self._exchange is not None:
+            self.worker.speaks_for = {
+                kind: self._exchange.ranks_of(sorted(members))
+                for kind, members in _members(planner, self._exchange).items()
+            }
         self._stats = stats_file(config, "worker", self._number, self.tally)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
@@ -268,6 +298,7 @@ class WorkerSide:
             spare_nbytes=MANIFEST_BYTES,
             alignment=self._device.memory_alignment,
             memory_from=memory_source(self._device, specs.stores),
+            shared=self._exchange is not None,
         )
         for store in self._tiers.stores:
             store.register(arena.whole)
@@ -284,10 +315,22 @@ class WorkerSide:
             verify_checksum=config.verify is Verify.CHECKSUM,
             tally=self.tally,
             trace=self._trace,
+            borrow=None if self._exchange is None else self._exchange.borrow,
         )
-        lanes = lane_counts(self._tiers)
+        lanes = lane_counts(self._tiers, replicas=self._exchange is not None)
         per_chunk = Counter(cell.span.kind for cell in planner.cells)
-        engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes)
+        patience_s = min(
+            REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
+        )
+        replicas = None
+        if self._exchange is not None:
+            replicas = ReplicaSet(
+                self._exchange.number,
+                _members(planner, self._exchange),
+                2 * patience_s,  # more than a borrower waits
+                arena.num_slots // KEPT_SHARE,
+            )
+        engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes, replicas)
         self._arena = arena
         stores = self._tiers.stores
         executor = Executor(
@@ -300,7 +343,10 @@ class WorkerSide:
             config.call_timeout_s,
             lambda lane: stores[lane.tier].report_stuck(writes=lane.kind in WRITES),
             self._device.enter_thread,
+            self._exchange,
         )
+        if self._exchange is not None:
+            self._exchange.start(arena, executor.post, patience_s)
         for tier, store in enumerate(stores):
             store.listen(partial(_tell_health, executor, tier, store))
         if stores and place.rank == 0:
@@ -328,6 +374,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish saves for a bounded time, end the threads, release memory and store."""
+        if self._exchange is not None:  # whoever asks us asks the tiers from now on
+            self._exchange.close()
         nobody_asks = self._custodian is None or self._custodian.close()
         if self._manifests is not None:
             nobody_asks = self._manifests.close() and nobody_asks
@@ -346,6 +394,38 @@ def stats_file(config: KVPoolConfig, side: str, number: int, tally: Tally) -> St
     if not config.stats_file:
         return None
     return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), tally)
+
+
+def _exchange_of(
+    place: RankPlace,
+    cells: Sequence[LocalCell],
+    gather: Callable[[bytes], Sequence[bytes]],
+    *,
+    shares: bool,
+) -> ReplicaExchange | None:
+    """None where no other rank on this host holds what this one does."""
+    if not any(cell.replicas for cell in cells):
+        return None
+    exchange = ReplicaExchange(Replica(place.tp_rank, place.pcp_rank), place.rank, shares=shares)
+    with contextlib.ExitStack() as undo:
+        undo.callback(exchange.close)
+        exchange.join(gather(exchange.card.pack()))
+        if any(set(cell.replicas) & exchange.siblings.keys() for cell in cells):
+            undo.pop_all()
+            return exchange
+    return None
+
+
+def _members(planner: Planner, exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
+    """The numbers of the ranks that share, for each kind of layers of which some do."""
+    siblings = exchange.siblings
+    members = {
+        cell.span.kind: {siblings[each] for each in cell.replicas if each in siblings}
+        for cell in planner.cells
+    }
+    return {
+        kind: frozenset(others | {exchange.number}) for kind, others in members.items() if others
+    }
 
 
 def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:
@@ -392,10 +472,19 @@ def make_engine(
     arena: Arena,
     cells_per_chunk: Mapping[str, int],
     lanes: Mapping[LaneName, int],
+    replicas: ReplicaSet | None = None,
 ) -> Engine:
     """The engine over an arena and open tiers."""
-    limits = {lane: _limits_of(lane, count, tiers) for lane, count in lanes.items()}
+    limits = {
+        lane: _limits_of(lane, count, tiers)
+        for lane, count in lanes.items()
+        if lane.tier != REPLICA
+    }
     staging = arena.num_slots - arena.num_kept
+    if replicas is not None:
+        lane = LaneName(OpKind.GET, REPLICA)
+        room = staging // REPLICA_SHARE * arena.slot_bytes
+        limits[lane] = LaneLimits(lanes[lane] + 1, REPLICA_BATCH_CELLS, COPY_BATCH_BYTES, room)
     residency = Residency(
         SlotPool(arena.num_slots, staging // LOAD_RESERVE),
         arena.num_kept,
@@ -412,4 +501,5 @@ def make_engine(
         limits,
         write_back=config.write_policy is WritePolicy.BACK,
         slot_bytes=arena.slot_bytes,
+        replicas=replicas,
     )

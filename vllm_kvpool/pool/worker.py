@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_kvpool.keys import kind_of_group
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.pool.layers import LayerWaits
 from vllm_kvpool.pool.metadata import StepPlan, StepReport, Stored
@@ -90,6 +91,8 @@ class PoolWorker:
         self._reports: list[StepReport] = []  # since the scheduler side was last told
         self.tells_stored = False
         """Whether the scheduler side wants to know what has reached the stores."""
+        self.speaks_for: Mapping[str, Sequence[int]] = {}
+        """By kind of layers, the ranks that take out of this one's host memory, itself too."""
 
     def start_loads(self, plan: StepPlan) -> None:
         """Post the step's loads as early as its plan is known; once for a plan."""
@@ -175,7 +178,7 @@ class PoolWorker:
                     how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
                     self._reports.append(StepReport(stored={report.job_id: how}))
             elif isinstance(report, HostChange):
-                self._reports.append(StepReport(host={self._rank: report}))
+                self._reports.append(StepReport(host=self._host_of_ranks(report)))
             elif isinstance(report, LoadDone):
                 load, kept = self._load_ended(report, unasked)
                 if not load.layered:
@@ -189,6 +192,20 @@ class PoolWorker:
                     block_ids, table_start, *_ = load.pages[0]
                     invalid.update(block_ids[(kept - table_start) // self._block_size :])
         return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
+
+    def _host_of_ranks(self, change: HostChange) -> dict[int, HostChange]:
+        """What has changed for which rank: a chunk of this host memory is all its replicas' too."""
+        if not self.speaks_for:
+            return {self._rank: change}
+        told: dict[int, tuple[list[str], list[str]]] = {}
+        for place, groups in enumerate((change.added, change.removed)):
+            for group in groups:
+                for rank in self.speaks_for.get(kind_of_group(group), (self._rank,)):
+                    told.setdefault(rank, ([], []))[place].append(group)
+        return {
+            rank: HostChange(tuple(added), tuple(removed))
+            for rank, (added, removed) in told.items()
+        }
 
     def _fence(self) -> None:
         for copier in self._copiers:

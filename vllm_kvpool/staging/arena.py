@@ -3,7 +3,8 @@
 Cut into equal slots that begin at multiples of `SLOT_ALIGNMENT`: some for cells on their way, and,
 with a host tier, those that keep cells. The arena owns the memory; buffers handed out are views
 that keep it alive. It lies in huge pages where the system has any set aside, else in transparent
-ones where it grants them; or in memory from the pages' device, where transfers want that.
+ones where it grants them; or in memory from the pages' device, where transfers want that. With
+`shared` it is a memory file that other processes may map and not write, and that has no name.
 
 The memory of the slots for cells on their way is committed at once, that of the host tier by
 `commit_in_background`, as it takes seconds for many GiB: the first touch of a page costs more than
@@ -12,8 +13,10 @@ all later copies through it, and would fall into the first requests.
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Callable
 
@@ -33,6 +36,7 @@ COMMIT_STEP_BYTES = 64 << 20
 CLOSE_WAIT_S = 2.0
 HUGE_PAGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
+_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
@@ -54,6 +58,7 @@ class Arena:
         spare_nbytes: int = 0,
         alignment: int = SLOT_ALIGNMENT,
         memory_from: Callable[[int], memoryview | None] = lambda nbytes: None,
+        shared: bool = False,
     ) -> None:
         assert alignment % SLOT_ALIGNMENT == 0, alignment
         self.slot_bytes = -(-cell_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -75,11 +80,16 @@ class Arena:
         nbytes = -(-(slots_nbytes + spare_nbytes) // alignment) * alignment
         slack = alignment if alignment > SLOT_ALIGNMENT else 0
         given = memory_from(nbytes + alignment)
-        self._memory: mmap.mmap | memoryview = (
-            _allocate(nbytes + slack, self.num_kept > 0) if given is None else given
-        )
+        self.descriptor: int | None = None
+        """Of the memory file, where the arena is one; the arena's to close."""
+        self._memory: mmap.mmap | memoryview
+        if given is not None:
+            self._memory = given
+        else:
+            self._memory, self.descriptor = _allocate(nbytes + slack, self.num_kept > 0, shared)
+        self.file_bytes = len(self._memory)
         address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
-        start = -address % alignment
+        start = self._start = -address % alignment
         self.whole = Buffer(address + start, memoryview(self._memory)[start : start + nbytes])
         self.spare = Buffer(
             self.whole.address + slots_nbytes,
@@ -94,6 +104,10 @@ class Arena:
         """The first `nbytes` of a slot."""
         start = slot * self.slot_bytes
         return Buffer(self.whole.address + start, self.whole.view[start : start + nbytes])
+
+    def file_offset(self, slot: Slot) -> int:
+        """Where a slot begins in the memory file."""
+        return self._start + slot * self.slot_bytes
 
     def payload_address(self, slot: Slot) -> int:
         """Where the payload of the cell in a slot begins."""
@@ -113,6 +127,9 @@ class Arena:
     def close(self) -> bool:
         """End the thread that commits memory; False if it does not end in `CLOSE_WAIT_S`."""
         self._closing = True
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
         if self._thread is not None:
             self._thread.join(CLOSE_WAIT_S)
             return not self._thread.is_alive()
@@ -145,7 +162,17 @@ def _madvise(address: int, nbytes: int, advice: int) -> bool:
     return bool(result == 0)
 
 
-def _allocate(nbytes: int, large: bool) -> mmap.mmap:
+def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | None]:
+    """Memory, and its descriptor if it is a file; not where the system has none to give."""
+    if shared:
+        try:
+            return _allocate_file(nbytes, large)
+        except OSError as error:
+            logger.warning("kvpool: memory cannot be shared with other ranks: %s", error)
+    return _allocate_private(nbytes, large), None
+
+
+def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if large:
         rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -160,3 +187,30 @@ def _allocate(nbytes: int, large: bool) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def _allocate_file(nbytes: int, large: bool) -> tuple[mmap.mmap, int]:
+    """Memory without a name, and its descriptor; it ends with the last process that maps it."""
+    if large:
+        rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        with contextlib.suppress(OSError):  # none are set aside
+            return _mapped_file(rounded, os.MFD_HUGETLB)
+    memory, descriptor = _mapped_file(nbytes, 0)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, descriptor
+
+
+def _mapped_file(nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
+    descriptor = os.memfd_create("kvpool", flags | os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        memory = mmap.mmap(descriptor, nbytes)
+        # Nobody makes it shorter, which would kill who reads, or writes but through this mapping.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with contextlib.suppress(OSError):  # an older kernel: then they are trusted not to
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return memory, descriptor

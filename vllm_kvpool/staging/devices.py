@@ -31,6 +31,7 @@ class Device(Protocol):
     is_host: bool
     torch_device: torch.device
     memory_alignment: int  # of the staging arena, in bytes
+    shares_memory: bool  # staging memory may be the host's, which other processes can map
 
     def enter_thread(self) -> None:
         """Make the device the calling thread's; any number of times."""
@@ -56,6 +57,7 @@ class HostDevice:
     """Pages in host memory: a computation has ended when its call returns."""
 
     is_host = True
+    shares_memory = True
     torch_device = torch.device("cpu")
     memory_alignment = HOST_ALIGNMENT
 
@@ -85,6 +87,7 @@ class AcceleratorDevice:
     """NVIDIA GPUs, and whatever else torch's generic streams and events serve."""
 
     is_host = False
+    shares_memory = True
     memory_alignment = HOST_ALIGNMENT
 
     def __init__(self, device: torch.device) -> None:
@@ -130,6 +133,7 @@ class NpuDevice:
     """An Ascend NPU. `npu` is `torch.npu`; the others are what else is asked of `torch_npu`."""
 
     is_host = False
+    shares_memory = False
     memory_alignment = HCCS_ALIGNMENT
 
     def __init__(

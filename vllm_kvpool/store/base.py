@@ -34,11 +34,14 @@ class ChunkRef(NamedTuple):
 
     All cells of a chunk and kind have one `id` (`keys.group_of_key` of any of their keys). Without
     `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is none, or unknown.
+    `parent_in_host` is the nearest chunk before it that the same rank's host memory keeps, where
+    ranks keep different chunks of a prompt; "" is `parent`.
     """
 
     id: str
     parent: str = ""
     position: int = 0  # how many chunks of the prompt come before it
+    parent_in_host: str = ""
 
 
 class PutOutcome(Enum):

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.store.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op
-from vllm_kvpool.transfer.ops import HOST, CellOutcome, LaneName, NamedCell, OpKind, Report
+from vllm_kvpool.transfer.ops import (
+    HOST,
+    CellOutcome,
+    LaneName,
+    Lent,
+    LoanEnded,
+    NamedCell,
+    OpKind,
+    Report,
+)
 from vllm_kvpool.transfer.residency import Entry, Residency
 from vllm_kvpool.transfer.scheduler import Scheduler
 from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
@@ -39,15 +48,17 @@ class Desk:
     breakers: list[Breaker] = field(default_factory=list)
     write_breakers: list[Breaker] = field(default_factory=list)
     """Of puts and removes alone; held where nothing may be written at all."""
-    reports: list[Report] = field(default_factory=list)
+    reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
-    hits: list[int] = field(default_factory=list)  # loaded cells by their tier; `HOST` is the last
+    # Loaded cells by their tier; `REPLICA` and `HOST` are the last.
+    hits: list[int] = field(default_factory=list)
     now: float = 0.0
+    generation: int = 0  # of the last reset
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
         self.write_breakers = [Breaker() for _ in self.tiers]
-        self.hits = [0] * (len(self.tiers) + 1)
+        self.hits = [0] * (len(self.tiers) + 2)
 
     @property
     def now_ns(self) -> int:
@@ -70,7 +81,7 @@ class Desk:
 
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
         """Run a failed op again after a pause, if that may help: a get in its lane, or a put."""
-        if outcome not in PASSING or not self.tiers[tier].remote:
+        if outcome not in PASSING or tier < 0 or not self.tiers[tier].remote:
             return False
         may_ask = self.tiers_up if lane is not None else self.tiers_writable
         if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
@@ -88,7 +99,7 @@ class Desk:
         for (name, labels), amount in self.counts.items():
             tally.add(name, amount, **dict(labels))
         self.counts.clear()
-        tier_names = [*(tier.name for tier in self.tiers), "host"]
+        tier_names = [*(tier.name for tier in self.tiers), "replica", "host"]
         for name, hits in zip(tier_names, self.hits, strict=True):
             if hits:
                 tally.add("kvpool_hit_cells", hits, tier=name)

@@ -20,9 +20,11 @@ from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
 from vllm_kvpool.transfer.handdown import HandDowns, Passage
 from vllm_kvpool.transfer.loads import Load, Loads, Scatter
+from vllm_kvpool.transfer.loans import Borrowed, Kept, Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
     HOST,
     NOBODY,
+    REPLICA,
     WRITES,
     CancelRequest,
     CellOutcome,
@@ -30,7 +32,11 @@ from vllm_kvpool.transfer.ops import (
     Flush,
     HandDown,
     LaneName,
+    Lend,
+    Lent,
     LoadJob,
+    LoanEnded,
+    LoanOver,
     OpKind,
     Owner,
     PrefetchJob,
@@ -54,17 +60,19 @@ from vllm_kvpool.transfer.tiers import Tier
 OWNERS_SHOWN = 4  # jobs named in a lane's work
 
 Job = LoadJob | SaveJob | PrefetchJob | HandDown
-Event = Job | WorkDone | WorkStuck | TierHealth | CancelRequest | DropSaves | Flush | Tick
-Action = Work | Report  # a lane performs the work
+Told = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
+Event = Job | WorkDone | WorkStuck | Told | Tick
+Action = Work | Report | Lent | LoanEnded  # a lane performs the work
 
 
-def lane_names(num_tiers: int) -> list[LaneName]:
-    """Every lane of an engine with so many tiers behind it."""
+def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
+    """Every lane of an engine with so many tiers behind it, and with replicas on its host."""
     host = [OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER]
     tier = [OpKind.GET, OpKind.PUT, OpKind.REMOVE]
     return [
         *(LaneName(kind, HOST) for kind in host),
         *(LaneName(kind, i) for i in range(num_tiers) for kind in tier),
+        *([LaneName(OpKind.GET, REPLICA)] if replicas else []),
     ]
 
 
@@ -80,6 +88,7 @@ class Engine:
         write_back: bool = False,
         chance: Callable[[], float] = random.random,
         slot_bytes: int = 0,
+        replicas: ReplicaSet | None = None,
     ) -> None:
         bind = {OpKind.GET: self._bind_get, OpKind.GATHER: self._bind_gather}
         scheduler = Scheduler(
@@ -89,7 +98,8 @@ class Engine:
         self.desk = Desk(scheduler, residency, tiers, chance, slot_bytes)
         self.saves = Saves(self.desk, write_back=write_back)
         self._fetches = Fetches(self.desk, self.saves.copy_up)
-        self.loads = Loads(self.desk, self._fetches)
+        self.loans = Loans(self.desk, self._fetches, replicas)
+        self.loads = Loads(self.desk, self._fetches, self.loans.wanted)
         self._hand_downs = HandDowns(self.desk, self._fetches, self.saves)
         self.stuck = Stuck(residency)
         self._running: dict[WorkId, Batch] = {}
@@ -111,6 +121,7 @@ class Engine:
         self._take(event)
         for graph in desk.scheduler.take_expired(now):
             self.loads.expired(graph)
+        self.loans.expire()
         self._settle()
         started = self._start()
         self.saves.watch_stall()
@@ -146,19 +157,21 @@ class Engine:
                 self.saves.flush()
             case HandDown():
                 self._hand_downs.submit(event)
+            case Lend():
+                self.loans.lend(event)
+            case LoanOver():
+                self.loans.over(event)
             case Tick():
                 pass
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, or None."""
-        first, second = self.desk.scheduler.next_time(), self.saves.next_time()
-        if first is None or second is None:
-            return first if second is None else second
-        return min(first, second)
+        parts = (self.desk.scheduler, self.saves, self.loans)
+        return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 
     @property
     def idle(self) -> bool:
-        return not (self._running or self.loads.num_open or self.num_saves)
+        return not (self._running or self.loads.num_open or self.num_saves or self.loans.num_open)
 
     @property
     def num_saves(self) -> int:
@@ -171,7 +184,11 @@ class Engine:
 
     def _bind_get(self, op: Op) -> bool:
         use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
-        return self.desk.residency.give_slot(op.what.entry, use)
+        entry = op.what.entry
+        if not (self.loans.may_begin(entry) and self.desk.residency.give_slot(entry, use)):
+            return False
+        self.loans.has_begun(entry)
+        return True
 
     def _bind_gather(self, op: Op) -> bool:
         return self.desk.residency.give_slot(op.what.entry, SlotUse.SAVE)
@@ -197,7 +214,15 @@ class Engine:
                 attempts = op.attempts
         lane = cast("LaneName", batch.lane.key)
         owners.pop(NOBODY, None)
-        return Work(work_id, lane, tuple(cells), ready_at, tuple(owners), 1 + attempts)
+        return Work(
+            work_id,
+            lane,
+            tuple(cells),
+            ready_at,
+            tuple(owners),
+            1 + attempts,
+            self.desk.generation,
+        )
 
     # Work that ended
 
@@ -209,7 +234,7 @@ class Engine:
         assert len(done.outcomes) == len(batch.ops), done
         lane = cast("LaneName", batch.lane.key)
         self.desk.scheduler.batch_ended(batch)
-        if lane.tier != HOST:
+        if lane.tier >= 0:
             self._watch_tier(lane, done.outcomes)
         if lane.kind is OpKind.GET:
             self.desk.hits[lane.tier] += sum(
@@ -225,8 +250,10 @@ class Engine:
         desk = self.desk
         still = self.saves.drop_copies()
         self._fetches.forget()
+        self.loans.forget()
         desk.residency.clear()
         if generation is not None:
+            desk.generation = generation
             graph = Graph(NOBODY, Priority.SAVE)
             dropped = SavesDropped(generation)
             desk.scheduler.add(graph, None, dropped, after=still, always=True)
@@ -302,6 +329,10 @@ class Engine:
                     self.loads.lost(op, _why(cause))
                 elif isinstance(op.what, Put):
                     self.saves.settle(op.what.copy)
+                elif isinstance(op.what, Borrowed):
+                    self.loans.lost(op.what)
+                elif isinstance(op.what, Kept):
+                    self.loans.keep_nothing(op.what)
             for marker in reached:
                 if isinstance(marker.what, Passage):
                     self._hand_downs.ended(marker.what)
@@ -309,6 +340,10 @@ class Engine:
                     self.loads.removed(marker.what)
                 elif isinstance(marker.what, SavesDropped):
                     self.desk.reports.append(marker.what)
+                elif isinstance(marker.what, Borrowed):
+                    self.loans.here(marker.what)
+                elif isinstance(marker.what, Kept):
+                    self.loans.keep(marker.what)
                 else:
                     self.saves.all_gathered(marker.what)
         for graph in scheduler.take_ended():
@@ -319,6 +354,7 @@ class Engine:
         self.desk.residency.check()
         self.loads.check()
         self._fetches.check()
+        self.loans.check()
         running = [op for batch in self._running.values() for op in batch.ops]
         held = [op.what.entry.slot for op in running if op.what.entry is not None]
         assert all(slot is not None for slot in held)

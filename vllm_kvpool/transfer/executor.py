@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from vllm_kvpool.keys import Namespace
 from vllm_kvpool.metrics import Tally
@@ -30,7 +31,6 @@ from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges
 from vllm_kvpool.transfer.lane_thread import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
-    HOST,
     CancelRequest,
     CellName,
     CellOutcome,
@@ -42,8 +42,12 @@ from vllm_kvpool.transfer.ops import (
     HostChange,
     JobId,
     LaneName,
+    Lend,
+    Lent,
     LoadDone,
     LoadPlan,
+    LoanEnded,
+    LoanOver,
     OpKind,
     PrefetchPlan,
     Report,
@@ -100,7 +104,19 @@ class UseNamespace:
 
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
-Post = Plan | CancelRequest | DropSaves | Close | PassOn | TierHealth | UseNamespace
+Post = (
+    Plan | CancelRequest | DropSaves | Close | PassOn | TierHealth | UseNamespace | Lend | LoanOver
+)
+
+
+class Lender(Protocol):
+    """What tells replicas on this host of the loans that they have asked for. It never blocks."""
+
+    def tell(self, message: Lent | LoanEnded) -> None:
+        """Engine thread."""
+
+    def close(self) -> None:
+        """Nothing is lent any more: the engine has failed."""
 
 
 class Executor:
@@ -118,7 +134,9 @@ class Executor:
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_stuck: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
+        lender: Lender | None = None,
     ) -> None:
+        self._lender = lender
         self._on_lane_start = on_lane_start
         self._call_timeout_s = call_timeout_s
         self._on_stuck = on_stuck
@@ -201,6 +219,8 @@ class Executor:
         except BaseException:
             logger.exception("kvpool: the transfer engine has failed; going on without the pool")
             self._tally.add("kvpool_failures", kind="engine")
+            if self._lender is not None:
+                self._lender.close()
             self._end_lanes()
             self._serve_without_engine()
         else:
@@ -335,6 +355,9 @@ class Executor:
             if isinstance(action, Work):
                 self._begun.append(action)
                 self._works[action.work_id] = action
+            elif isinstance(action, Lent | LoanEnded):
+                if self._lender is not None:
+                    self._lender.tell(action)
             else:
                 self._said.append(action)
                 self._note(action)
@@ -384,7 +407,7 @@ class Executor:
             known = [*self._lanes, *self._stuck.values()]
             for lane in [x for x in known if not x.ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
-            for lane in [x for x in self._lanes if x.lane.tier != HOST]:
+            for lane in [x for x in self._lanes if x.lane.tier >= 0]:
                 self._look_at(lane, now)
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S

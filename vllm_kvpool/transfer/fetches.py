@@ -1,7 +1,9 @@
 """Cells on their way from a tier into host memory (pure; owned by the engine thread).
 
 A fetch is one op that goes through lanes: GET from the nearest tier that may have the cell, then
-CHECK; a cell that is missing, bad or out of reach there is asked of the next tier. Whoever wants
+CHECK; a cell that is missing, bad or out of reach there is asked of the next tier. A cell that
+another rank of the replica set fetches is asked of that rank first (`REPLICA`), and of the tiers if
+that fails; it has been checked there, and this rank's host tier does not keep it. Whoever wants
 the cell makes an op that comes after it, so any number of loads share one fetch; a fetch that
 nobody wants any more is cancelled if it has not started. A bad cell is removed from its tier, and
 until that has ended nobody asks for it there, so no other load of this engine meets it.
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from vllm_kvpool.transfer.desk import CellOp, Desk
 from vllm_kvpool.transfer.graph import Graph, Op, OpState
-from vllm_kvpool.transfer.ops import CellOutcome, NamedCell, OpKind
+from vllm_kvpool.transfer.ops import REPLICA, CellOutcome, CellTask, NamedCell, OpKind
 from vllm_kvpool.transfer.residency import Entry, EntryState
 
 MAX_WAITING_REMOVES = 1024
@@ -47,6 +49,8 @@ class Fetches:
 
     def begin(self, cell: NamedCell, graph: Graph) -> Entry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked for it."""
+        if isinstance(cell, CellTask) and cell.fetcher is not None:
+            return self.begin_at(REPLICA, cell, graph)
         tiers = self._tiers_of(cell)
         return self.begin_at(tiers[0], cell, graph) if tiers else None
 
@@ -93,6 +97,8 @@ class Fetches:
         entry = op.what.entry
         if not entry.wanted:  # abandoned, or forgotten by a reset
             self._give_up(op, CellOutcome.CANCELLED)
+        elif outcome is CellOutcome.DONE and op.what.tier == REPLICA:
+            self._arrived(op)
         elif outcome is CellOutcome.DONE:
             self._desk.scheduler.move(op, self._desk.lane(OpKind.CHECK))
         else:
@@ -100,14 +106,18 @@ class Fetches:
 
     def checked(self, op: Op, outcome: CellOutcome) -> None:
         """CHECK has ended."""
-        fetch, residency = op.what, self._desk.residency
-        entry = fetch.entry
         if outcome is not CellOutcome.DONE:
             self._elsewhere(op, outcome)
-            return
-        if not entry.wanted:  # forgotten by a reset
+        elif not op.what.entry.wanted:  # forgotten by a reset
             self._give_up(op, CellOutcome.CANCELLED)
-            return
+        else:
+            self._arrived(op)
+
+    def _arrived(self, op: Op) -> None:
+        fetch, residency = op.what, self._desk.residency
+        entry = fetch.entry
+        if isinstance(fetch.cell, CellTask) and fetch.cell.fetcher is not None and residency.keep:
+            residency.forget(entry)  # another rank's host tier keeps it
         residency.arrived(entry, self._desk.now_ns)
         nearer = [t for t in self._desk.tiers_writable() if t < fetch.tier]
         if nearer:
@@ -175,7 +185,7 @@ class Fetches:
         fetch = op.what
         if outcome is CellOutcome.CORRUPT:
             self.remove(fetch.cell, fetch.tier, op.graph)
-        if outcome is not CellOutcome.MISSING:
+        if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
         wanted = fetch.entry.pins > 1 or fetch.entry.prefetched
         if not wanted or not fetch.entry.wanted:
@@ -189,9 +199,9 @@ class Fetches:
 
     def _move_on(self, op: Op, outcome: CellOutcome) -> None:
         desk, fetch = self._desk, op.what
-        if fetch.trouble is CellOutcome.MISSING:
+        if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
-        further = self._tiers_of(fetch.cell, fetch.tier + 1)
+        further = self._tiers_of(fetch.cell, max(0, fetch.tier + 1))
         if not further:
             self._give_up(op, fetch.trouble)
             return

@@ -5,7 +5,7 @@ import time
 
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine
-from vllm_kvpool.transfer.ops import HOST, LaneName
+from vllm_kvpool.transfer.ops import NO_STORE, LaneName
 from vllm_kvpool.transfer.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Gauges:
         for lane in desk.scheduler.lanes.values():
             name = lane.key
             assert isinstance(name, LaneName)
-            tier = "host" if name.tier == HOST else desk.tiers[name.tier].name
+            tier = NO_STORE.get(name.tier) or desk.tiers[name.tier].name
             tally.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
             trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
         desk.fill(tally)

@@ -21,10 +21,10 @@ from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
 from vllm_kvpool.transfer.ops import (
-    HOST,
+    NO_STORE,
+    REPLICA,
     CellOutcome,
     CellTask,
-    LaneName,
     NamedCell,
     OpKind,
     Work,
@@ -49,6 +49,9 @@ _PUT = {
 _DIRECTION = {OpKind.GET: "load", OpKind.PUT: "save", OpKind.REMOVE: "remove"}
 _COPIES = frozenset({OpKind.GATHER, OpKind.SCATTER})
 
+Borrow = Callable[[Sequence[WorkCell], Sequence[Buffer], int], list[CellOutcome]]
+"""Copies cells out of replicas' host memory (`ReplicaExchange.borrow`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
@@ -64,6 +67,7 @@ class LaneWork:
     tally: Tally
     trace: Trace = NO_TRACE
     clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
+    borrow: Borrow | None = None  # where replicas are on this host
 
     def perform(self, work: Work) -> tuple[CellOutcome, ...]:
         """Do the whole batch; one outcome per cell. What is a bug is logged.
@@ -72,7 +76,7 @@ class LaneWork:
         """
         start = self.clock()
         try:
-            outcomes = self._perform(work.lane, work.cells)
+            outcomes = self._perform(work)
         except StoreUnreachable:
             self.tally.add("kvpool_failures", kind="store_unreachable")
             outcomes = [CellOutcome.UNREACHABLE] * len(work.cells)
@@ -90,8 +94,12 @@ class LaneWork:
         self._count(work, outcomes, start, self.clock())
         return tuple(outcomes)
 
-    def _perform(self, lane: LaneName, cells: Sequence[WorkCell]) -> list[CellOutcome]:
+    def _perform(self, work: Work) -> list[CellOutcome]:
+        lane, cells = work.lane, work.cells
         match lane.kind:
+            case OpKind.GET if lane.tier == REPLICA:
+                assert self.borrow is not None
+                return self.borrow(cells, self._buffers(cells), work.generation)
             case OpKind.GET:
                 return self._get(self.stores[lane.tier], cells)
             case OpKind.PUT:
@@ -177,7 +185,7 @@ class LaneWork:
 
     def _count(self, work: Work, outcomes: Sequence[CellOutcome], start: float, end: float) -> None:
         kind, tier = work.lane
-        tier_name = "host" if tier == HOST else self.names[tier]
+        tier_name = NO_STORE.get(tier) or self.names[tier]
         ends = Counter(outcomes)
         nbytes = sum(
             cell.cell.nbytes

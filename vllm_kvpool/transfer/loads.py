@@ -10,6 +10,7 @@ Of a layered load, whose request runs already, each span of layers is told of as
 it is to come any more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,10 +61,16 @@ class Load:
 
 
 class Loads:
-    """See the module docstring."""
+    """See the module docstring. `on_wanted` is told of each cell that this rank fetches itself."""
 
-    def __init__(self, desk: Desk, fetches: "Fetches") -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        fetches: "Fetches",
+        on_wanted: Callable[[CellTask, Entry, Graph], None] = lambda cell, entry, graph: None,
+    ) -> None:
         self._desk = desk
+        self._on_wanted = on_wanted
         self._fetches = fetches
         self._scatters = desk.lane(OpKind.SCATTER)
         self._loads: dict[JobId, Load] = {}
@@ -95,6 +102,8 @@ class Loads:
             is_here = entry.op is None
             num_from_host += is_here
             residency.pin(entry)
+            if task.fetcher is None:
+                self._on_wanted(task, entry, graph)
             if is_here and not entry.prefetched:
                 hits[task.chunk.id] = None
             scatter = Scatter(task, entry, load)

@@ -51,8 +51,8 @@ class SavePlan:
     pages: tuple[JobPages, ...]
     epoch: str = ""
     """Which weights the KV is of, where they have changed since the start."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one."""
+    before: tuple[bytes, ...] = ()
+    """Hashes of the last chunks before the first one, as many as there are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class LoadPlan:
     epoch: str = ""
     layered: bool = False
     """The request runs already: span after span, each told of by `SpanLoaded`."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one."""
+    before: tuple[bytes, ...] = ()
+    """Hashes of the last chunks before the first one, as many as there are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class CellTask(NamedTuple):
     cell: LocalCell
     pages: tuple[JobPages, ...]  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory alone
+    fetcher: int | None = None  # load: the member of the rank's replica set that fetches it
 
 
 NamedCell = CellName | CellTask
@@ -148,16 +149,20 @@ WRITES = frozenset({OpKind.PUT, OpKind.REMOVE})  # calls that change what a stor
 
 
 class LaneName(NamedTuple):
-    """A lane: what it does, and with which tier; `HOST` where no store takes part."""
+    """A lane: what it does, and with which tier; `HOST` or `REPLICA` where no store takes part."""
 
     kind: OpKind
     tier: int
 
     def __str__(self) -> str:
-        return self.kind.value if self.tier == HOST else f"{self.kind.value}-{self.tier}"
+        if self.tier == HOST:
+            return self.kind.value
+        return f"{self.kind.value}-{NO_STORE.get(self.tier, self.tier)}"
 
 
-HOST = -1
+HOST = -1  # no store takes part
+REPLICA = -2  # the host memory of another rank, which holds the same KV (`replicas.py`)
+NO_STORE = {HOST: "host", REPLICA: "replica"}  # what these tiers are called
 
 
 class CellOutcome(Enum):
@@ -205,6 +210,7 @@ class Work(NamedTuple):
     ready_at: float  # since when the first of them could have started
     owners: tuple[Owner, ...]  # the first few jobs it is for
     attempt: int  # of the cell that was tried most often; from 1
+    generation: int = 0  # how many resets came before
 
 
 class WorkDone(NamedTuple):
@@ -303,6 +309,38 @@ class HandedDown:
 
     job_id: JobId
     moved: int
+
+
+class Lend(NamedTuple):
+    """A replica, `borrower` among the members of its set, asks for cells in this host memory.
+
+    `generation` is its own: cells of before a reset are not lent to who has seen it, nor after.
+    """
+
+    loan_id: int
+    borrower: int
+    generation: int
+    cells: tuple[CellName, ...]
+
+
+class LoanOver(NamedTuple):
+    """The borrower has copied the cells of a loan, or has gone."""
+
+    loan_id: int
+
+
+class Lent(NamedTuple):
+    """The slots of a loan's cells, which hold them until `LoanEnded`; None: not to be had."""
+
+    loan_id: int
+    slots: tuple[Slot | None, ...]
+
+
+class LoanEnded(NamedTuple):
+    """Whether the loan was still held when it was over: only then what was copied is whole."""
+
+    loan_id: int
+    held: bool
 
 
 @dataclass(frozen=True, slots=True)

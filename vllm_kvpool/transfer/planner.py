@@ -1,12 +1,12 @@
 """Plans of the scheduler -> jobs of cells for one rank (pure)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.keys import KeyMaker, Namespace, around_hash
-from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell
+from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, Replica
 from vllm_kvpool.store.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -31,39 +31,45 @@ class _Named(NamedTuple):
     stem: str
     kind: int  # which of `_Names.kinds`
     nbytes: int
+    fetchers: tuple[int | None, ...]  # by chunk index modulo the length; None is this rank
+
+
+class _Kind(NamedTuple):
+    """What chunks are called for one kind of layers, and which of them follow each other."""
+
+    prefix: str
+    suffix: str
+    needs_parent: bool  # it reads all of a prompt, not only its end
+    steps: tuple[int, ...]
+    """By chunk index modulo the length: how far back the last chunk of the same fetcher is."""
+
+    def ref(self, hashes: Sequence[str], place: int, index: int) -> ChunkRef:
+        """Of chunk `index`, whose hash is at `place`; those of earlier chunks lie before it."""
+
+        def id_of(place: int) -> str:
+            return self.prefix + hashes[place] + self.suffix if place >= 0 else ""
+
+        if not self.needs_parent:
+            return ChunkRef(id_of(place), "", index)
+        step = self.steps[index % len(self.steps)]
+        in_host = id_of(place - step) if step > 1 else ""
+        return ChunkRef(id_of(place), id_of(place - 1), index, in_host)
 
 
 class _Names(NamedTuple):
     """This rank's cells in one epoch."""
 
     cells: tuple[_Named, ...]
-    kinds: tuple[tuple[str, str], ...]  # what chunks are called, before and after the hash
-    needs_parent: tuple[bool, ...]  # by kind: whether it reads all of a prompt, not only its end
+    kinds: tuple[_Kind, ...]
 
     def chunks(
-        self, hashes: Sequence[bytes], first: int, parent: bytes = b""
+        self, hashes: Sequence[bytes], first: int, before: Sequence[bytes] = ()
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
         """Each chunk's index, its hash in hexadecimal and its references, by kind."""
-        parents = self._parents(parent)
-        for index, chunk_hash in enumerate(hashes, first):
-            chunk_hex = chunk_hash.hex()
-            refs = [
-                ChunkRef(self._id(kind, chunk_hex), before, index)
-                for kind, before in zip(self.kinds, parents, strict=True)
-            ]
-            yield index, chunk_hex, refs
-            parents = self._parents(chunk_hash)
-
-    def _parents(self, chunk_hash: bytes) -> list[str]:
-        """What the chunk after this one has as its parent, by kind."""
-        return [
-            self._id(kind, chunk_hash.hex()) if chunk_hash and needs else ""
-            for kind, needs in zip(self.kinds, self.needs_parent, strict=True)
-        ]
-
-    @staticmethod
-    def _id(kind: tuple[str, str], chunk_hex: str) -> str:
-        return kind[0] + chunk_hex + kind[1]
+        every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
+        for place in range(len(before), len(every)):
+            index = first + place - len(before)
+            yield index, every[place], [kind.ref(every, place, index) for kind in self.kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,9 @@ class Planner:
 
     `block_sizes` are those of the KV cache groups on this rank, `chunk_tokens` the tokens of all
     context-parallel ranks together. With `keeps_all` this rank has a host tier, which holds its
-    cells of every chunk, not only of those that it is its turn to store.
+    cells of every chunk that it fetches, not only of those that it stores. `siblings` are the
+    replicas of this rank on its host, by their number in the set (`replicas.py`): each fetches
+    some chunks for all of them.
     """
 
     cells: tuple[LocalCell, ...]
@@ -82,6 +90,7 @@ class Planner:
     keeps_all: bool = False
     block_sizes: tuple[int, ...] = ()
     context: Context = NO_CONTEXT
+    siblings: Mapping[Replica, int] = field(default_factory=dict)
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By epoch, the last `EPOCHS_KEPT`; the engine thread's."""
 
@@ -107,12 +116,15 @@ class Planner:
         names = self._in_epoch(plan.epoch)
         tasks: list[CellTask] = []
         tokens = self.local_chunk_tokens
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             tasks += [
-                CellTask(stem + chunk_hex, refs[kind], nbytes, cell, pages)
-                for cell, stem, kind, nbytes in names.cells
+                CellTask(
+                    *(stem + chunk_hex, refs[kind], nbytes, cell, pages, True),
+                    fetchers[chunk % len(fetchers)],
+                )
+                for cell, stem, kind, nbytes, fetchers in names.cells
                 # Mostly the first says it: there are thousands of cells, and `any` is slow.
                 if is_needed[cell.pieces[0].group]
                 or any(is_needed[piece.group] for piece in cell.pieces)
@@ -135,10 +147,11 @@ class Planner:
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._in_epoch(plan.epoch)
         tasks = []
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.parent):
-            for cell, stem, kind, nbytes in names.cells:
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
+            for cell, stem, kind, nbytes, fetchers in names.cells:
                 stored = cell.writes_chunk(chunk)
-                if not (stored or self.keeps_all):
+                keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
+                if not (stored or keeps):
                     continue
                 if any(
                     has_gaps[group]
@@ -151,7 +164,7 @@ class Planner:
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
-        """All of this rank's cells of the plan's chunks, for no pages.
+        """This rank's cells of those of the plan's chunks that it fetches, for no pages.
 
         Of a kind that reads only the last tokens, those of the chunks that hold them: a load may
         end anywhere in the last chunk.
@@ -162,8 +175,9 @@ class Planner:
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0):
             cells += [
                 CellName(stem + chunk_hex, refs[kind], nbytes)
-                for cell, stem, kind, nbytes in names.cells
+                for cell, stem, kind, nbytes, fetchers in names.cells
                 if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
+                and fetchers[chunk % len(fetchers)] is None
             ]
         return PrefetchJob(plan.request_id, tuple(cells))
 
@@ -174,22 +188,35 @@ class Planner:
             if len(self._names) >= EPOCHS_KEPT:
                 del self._names[next(iter(self._names))]
             keys = self.keys.in_epoch(epoch)
-            reaches = {cell.span.kind: cell.reach for cell in self.cells}
-            kinds = list(reaches)
+            kinds = {cell.span.kind: cell for cell in self.cells}
+            numbers = {kind: number for number, kind in enumerate(kinds)}
             names = self._names[epoch] = _Names(
                 tuple(
                     _Named(
                         cell,
                         keys.stem(cell.part, cell.span),
-                        kinds.index(cell.span.kind),
+                        numbers[cell.span.kind],
                         self._cell_bytes(cell),
+                        self._fetchers_of(cell),
                     )
                     for cell in self.cells
                 ),
-                tuple(around_hash(keys.namespace, kind) for kind in kinds),
-                tuple(reach.is_whole for reach in reaches.values()),
+                tuple(
+                    _Kind(
+                        *around_hash(keys.namespace, kind),
+                        cell.reach.is_whole,
+                        _steps(self._fetchers_of(cell)),
+                    )
+                    for kind, cell in kinds.items()
+                ),
             )
         return names
+
+    def _fetchers_of(self, cell: LocalCell) -> tuple[int | None, ...]:
+        if not (cell.replicas and self.siblings):
+            return (None,)
+        here = {cell.replicas[cell.replica_index], *self.siblings}
+        return tuple(map(self.siblings.get, cell.fetchers(here))) or (None,)
 
     def _local(self, pages: Sequence[JobPages]) -> tuple[JobPages, ...]:
         """The same pages, counted in the tokens that are dealt to this rank."""
@@ -214,3 +241,12 @@ class Planner:
 
     def _cell_bytes(self, cell: LocalCell) -> int:
         return HEADER_BYTES + cell.payload_bytes(self.local_chunk_tokens)
+
+
+def _steps(fetchers: Sequence[int | None]) -> tuple[int, ...]:
+    """For each chunk, how far back the last one of the same fetcher is."""
+    num = len(fetchers)
+    return tuple(
+        next(step for step in range(1, num + 1) if fetchers[index - step] == fetcher)
+        for index, fetcher in enumerate(fetchers)
+    )

@@ -147,7 +147,7 @@ class Residency:
             chunk = self._chunk(entry.chunk.id)
             chunk.num_cells += 1
             if chunk.num_cells == 1:
-                self._put(chunk, entry.chunk.parent, now_ns)
+                self._put(chunk, entry.chunk.parent_in_host or entry.chunk.parent, now_ns)
             if self._is_whole(chunk):
                 self._changes[chunk.chunk_id] = True
 

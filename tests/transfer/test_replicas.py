@@ -1,0 +1,309 @@
+"""The exchange between replicas: what each answer means, and what ends a connection."""
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+
+import msgspec
+import pytest
+
+from vllm_kvpool.keys import HeadPart, LayerSpan
+from vllm_kvpool.layout.topology import LocalCell, Replica
+from vllm_kvpool.staging.arena import Arena
+from vllm_kvpool.staging.slots import Slot
+from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.transfer import replicas
+from vllm_kvpool.transfer.ops import (
+    CellName,
+    CellOutcome,
+    CellTask,
+    Lend,
+    Lent,
+    LoanEnded,
+    LoanOver,
+    WorkCell,
+)
+from vllm_kvpool.transfer.replicas import CARD_BYTES, Card, ReplicaExchange
+
+DONE, MISSING = CellOutcome.DONE, CellOutcome.MISSING
+TIMED_OUT, UNREACHABLE = CellOutcome.TIMED_OUT, CellOutcome.UNREACHABLE
+CELL_BYTES, GENERATION, PATIENCE_S, LIMIT_S = 5000, 7, 1.0, 20.0
+SLOTS = (Slot(5), Slot(2))
+PLACE = LocalCell(HeadPart(0), LayerSpan(0, 1), 0, 1, 0, 1)
+
+Answer = Callable[["Lender", Lend | LoanOver], None]
+
+
+class Lender:
+    """An end whose engine is a script: `answer` is called with each event."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.arena = Arena(1 << 20, CELL_BYTES, shared=True)
+        for slot in range(self.arena.num_slots):
+            self.arena.buffer(Slot(slot), CELL_BYTES).view[:] = bytes([slot]) * CELL_BYTES
+        self.exchange = ReplicaExchange(Replica(1, 0), 1)
+        self.events: SimpleQueue[Lend | LoanOver] = SimpleQueue()
+        self.answer = answer
+
+    def post(self, event: Lend | LoanOver) -> None:
+        self.events.put(event)
+        self.answer(self, event)
+
+
+def lends(lender: Lender, event: Lend | LoanOver) -> None:
+    """As an engine that has everything."""
+    if isinstance(event, Lend):
+        lender.exchange.tell(Lent(event.loan_id, SLOTS[: len(event.cells)]))
+    else:
+        lender.exchange.tell(LoanEnded(event.loan_id, held=True))
+
+
+def lends_one(lender: Lender, event: Lend | LoanOver) -> None:
+    if isinstance(event, Lend):
+        lender.exchange.tell(Lent(event.loan_id, (None, SLOTS[1])))
+    else:
+        lends(lender, event)
+
+
+def was_late(lender: Lender, event: Lend | LoanOver) -> None:
+    """Its loan has run out: the slots may be anything by now."""
+    if isinstance(event, Lend):
+        lends(lender, event)
+    else:
+        lender.exchange.tell(LoanEnded(event.loan_id, held=False))
+
+
+def says_nothing(lender: Lender, event: Lend | LoanOver) -> None:
+    pass
+
+
+def never_confirms(lender: Lender, event: Lend | LoanOver) -> None:
+    if isinstance(event, Lend):
+        lends(lender, event)
+
+
+def lends_beyond_its_end(lender: Lender, event: Lend | LoanOver) -> None:
+    assert isinstance(event, Lend)
+    lender.exchange.tell(Lent(event.loan_id, (Slot(10**6), SLOTS[1])))
+
+
+def lends_too_few(lender: Lender, event: Lend | LoanOver) -> None:
+    assert isinstance(event, Lend)
+    lender.exchange.tell(Lent(event.loan_id, SLOTS[:1]))
+
+
+def ends(lender: Lender, event: Lend | LoanOver) -> None:
+    threading.Thread(target=lender.exchange.close).start()
+
+
+class Pair:
+    """A borrower and its lender."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.borrower = ReplicaExchange(Replica(0, 0), 0)
+        self.lender = Lender(answer)
+        self.arena = Arena(1 << 20, CELL_BYTES)
+        cards = [self.borrower.card.pack(), self.lender.exchange.card.pack()]
+        self.borrower.join(cards)
+        self.lender.exchange.join(cards)
+        self.borrower.start(self.arena, lambda event: None, PATIENCE_S)
+        self.lender.exchange.start(self.lender.arena, self.lender.post, PATIENCE_S)
+
+    def borrow(self) -> list[CellOutcome]:
+        buffers = [self.arena.buffer(Slot(i), CELL_BYTES) for i in range(2)]
+        cells = [
+            WorkCell(CellTask(key, ChunkRef(key, "a", i), CELL_BYTES, PLACE, (), True, 1), Slot(i))
+            for i, key in enumerate("ab")
+        ]
+        return self.borrower.borrow(cells, buffers, GENERATION)
+
+    def has(self, place: int, slot: Slot) -> bool:
+        return bytes(self.arena.buffer(Slot(place), CELL_BYTES).view) == bytes([slot]) * CELL_BYTES
+
+    def next_event(self) -> Lend | LoanOver:
+        return self.lender.events.get(timeout=LIMIT_S)
+
+    def close(self) -> None:
+        for end in (self.borrower, self.lender.exchange):
+            end.close()
+        for arena in (self.arena, self.lender.arena):
+            arena.close()
+
+
+@pytest.fixture
+def pair_of() -> Iterator[Callable[[Answer], Pair]]:
+    made: list[Pair] = []
+
+    def make(answer: Answer) -> Pair:
+        made.append(Pair(answer))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+def test_what_is_lent_and_confirmed_is_here(pair_of: Callable[[Answer], Pair]) -> None:
+    pair = pair_of(lends)
+    for _ in range(2):  # the second time over the same connection
+        assert pair.borrow() == [DONE, DONE]
+        assert pair.has(0, SLOTS[0])
+        assert pair.has(1, SLOTS[1])
+        event = pair.next_event()
+        assert isinstance(event, Lend)
+        assert (event.borrower, event.generation) == (0, GENERATION)
+        assert event.cells == tuple(
+            CellName(key, ChunkRef(key, "a", i), CELL_BYTES) for i, key in enumerate("ab")
+        )
+        assert pair.next_event() == LoanOver(event.loan_id)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcomes"),
+    [
+        (lends_one, [MISSING, DONE]),
+        (was_late, [TIMED_OUT, TIMED_OUT]),
+        (says_nothing, [TIMED_OUT, TIMED_OUT]),
+        (never_confirms, [TIMED_OUT, TIMED_OUT]),
+        (lends_too_few, [UNREACHABLE, UNREACHABLE]),
+        (ends, [UNREACHABLE, UNREACHABLE]),
+    ],
+)
+def test_nothing_counts_that_is_not_confirmed(
+    pair_of: Callable[[Answer], Pair], answer: Answer, outcomes: list[CellOutcome]
+) -> None:
+    pair = pair_of(answer)
+    began = time.monotonic()
+    assert pair.borrow() == outcomes
+    assert time.monotonic() - began < LIMIT_S
+    event = pair.next_event()
+    assert isinstance(event, Lend)
+    assert pair.next_event() == LoanOver(event.loan_id), "whatever has come of it, it is over"
+
+
+def test_nothing_is_read_beyond_the_lenders_memory(pair_of: Callable[[Answer], Pair]) -> None:
+    assert DONE not in pair_of(lends_beyond_its_end).borrow()
+
+
+def test_who_has_failed_is_left_alone_for_a_while(pair_of: Callable[[Answer], Pair]) -> None:
+    pair = pair_of(says_nothing)
+    pair.borrow()
+    began = time.monotonic()
+    assert pair.borrow() == [UNREACHABLE] * 2
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_a_borrower_that_is_closed_waits_for_nobody(pair_of: Callable[[Answer], Pair]) -> None:
+    def closes(lender: Lender, event: Lend | LoanOver) -> None:
+        if isinstance(event, Lend):
+            threading.Thread(target=pair.borrower.close).start()
+
+    pair = pair_of(closes)
+    began = time.monotonic()
+    assert pair.borrow() == [UNREACHABLE] * 2
+    assert time.monotonic() - began < PATIENCE_S
+
+
+def test_the_borrowers_mapping_cannot_be_written(pair_of: Callable[[Answer], Pair]) -> None:
+    pair = pair_of(lends)
+    descriptor = pair.lender.arena.descriptor
+    assert descriptor is not None
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, mmap.PAGESIZE)
+    before = pair.lender.arena.file_bytes
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    assert before == pair.lender.arena.file_bytes
+
+
+# Strangers
+
+
+def hello(pair: Pair, token: bytes | None = None, number: int = 0) -> bytes:
+    card = pair.lender.exchange.card
+    return msgspec.msgpack.encode(replicas._Hello(token or card.token, number))
+
+
+ASK = msgspec.msgpack.encode(replicas._Ask(0, [CellName("a", ChunkRef("a"), CELL_BYTES)]))
+COPIED = msgspec.msgpack.encode(replicas._Copied())
+TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [CellName("a", ChunkRef("a"), 1 << 20)]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda pair: [hello(pair, bytes(16))],
+        lambda pair: [hello(pair, number=9)],
+        lambda pair: [hello(pair), hello(pair)],
+        lambda pair: [ASK],
+        lambda pair: [COPIED],
+        lambda pair: [hello(pair), COPIED],
+        lambda pair: [hello(pair), ASK, ASK],
+        lambda pair: [hello(pair), TOO_LARGE],
+        lambda pair: [hello(pair), b"\xc1"],
+        lambda pair: [b"{}"],
+        lambda pair: [bytes(100)],
+    ],
+)
+def test_whoever_says_what_may_not_come_is_let_go(
+    pair_of: Callable[[Answer], Pair], said: Callable[[Pair], list[bytes]]
+) -> None:
+    """And others are served as before; a loan that was open ends."""
+    pair = pair_of(says_nothing)
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(LIMIT_S)
+    peer.connect(pair.lender.exchange.card.address)
+    with peer:
+        for message in said(pair):
+            peer.send(message)
+        while peer.recv(1 << 16):  # a greeting may come first
+            pass
+    opened = 0
+    while True:
+        try:
+            event = pair.lender.events.get(timeout=0.2)
+        except Empty:
+            break
+        opened += 1 if isinstance(event, Lend) else -1
+    assert opened == 0
+    pair.lender.answer = lends
+    assert pair.borrow() == [DONE, DONE]
+
+
+def test_a_card_is_as_long_as_any_other() -> None:
+    card = Card(b"h" * 16, b"n" * 16, b"t" * 16, Replica(3, 1), 7)
+    assert Card.unpack(card.pack()) == card
+    assert len(card.pack()) == CARD_BYTES
+
+
+def test_hosts_are_told_apart() -> None:
+    """Each host has a set of its own, whose members all know it."""
+    exchanges = [ReplicaExchange(Replica(rank, 0), 10 + rank) for rank in range(4)]
+    cards = [Card.unpack(each.card.pack()) for each in exchanges]
+    told = [
+        msgspec.structs.replace(card, host=bytes([i // 2]) * 16) for i, card in enumerate(cards)
+    ]
+    for exchange, card in zip(exchanges, told, strict=True):
+        exchange.card = card
+        exchange.join([each.pack() for each in told])
+    assert [dict(each.siblings) for each in exchanges] == [
+        {Replica(1, 0): 1},
+        {Replica(0, 0): 0},
+        {Replica(3, 0): 3},
+        {Replica(2, 0): 2},
+    ]
+    assert exchanges[2].ranks_of([2, 3]) == (12, 13)
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_who_cannot_share_its_memory_is_on_no_host() -> None:
+    both = [ReplicaExchange(Replica(rank, 0), rank, shares=rank == 0) for rank in range(2)]
+    for each in both:
+        each.join([other.card.pack() for other in both])
+        assert not each.siblings
+        each.close()

@@ -1,0 +1,581 @@
+"""How ranks of one host that hold the same KV take cells out of each other's host memory.
+
+    borrower's get-replica lane                      lender's replicas thread     its engine thread
+        Ask (keys, generation)    ────────────────▶  Lend  ──────────────────▶  fetch, pin
+        Lent (where they lie)     ◀──────────────────────────────────────────  Lent
+        copies out of the lender's arena, which it has mapped read-only
+        Copied                    ────────────────▶  LoanOver ───────────────▶  unpin
+        Ended (held)              ◀──────────────────────────────────────────  LoanEnded
+
+Copied bytes count only if the lender confirms that it held them until then, so what a lender
+releases early (a borrower that hangs past `ReplicaSet.loan_s`) is never used. A connection carries
+one loan at a time and its end, `kill -9` included, ends the loan; whatever is not as expected ends
+the connection, and the borrower asks the tiers. Calls are bounded by `patience_s`; a replica that
+was late or gone is left alone for a while (`store/breaker.py`).
+
+Nothing of this has a name in a file system: sockets are abstract, arenas are memory files sealed
+against other writers. Both ends must be of one user, and the borrower knows the lender's token,
+which ranks exchange as `Card`s over the engine's own connections.
+"""
+
+import array
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import logging
+import mmap
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from vllm_kvpool.layout.topology import Replica
+from vllm_kvpool.staging.arena import Arena
+from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.store.breaker import Breaker
+from vllm_kvpool.transfer.ops import (
+    CellName,
+    CellOutcome,
+    CellTask,
+    Lend,
+    Lent,
+    LoanEnded,
+    LoanOver,
+    WorkCell,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE = 1 << 16
+MAX_LINKS = 64  # connections of borrowers
+JOIN_S = 0.5
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = "/proc/self/ns/net"  # abstract sockets are known within one
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CARD = struct.Struct("<16s16s16sIII")
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What a rank tells the others at start: equal `host` means that they can share."""
+
+    host: bytes
+    name: bytes
+    token: bytes
+    place: Replica
+    rank: int  # among the engine's
+
+    def pack(self) -> bytes:
+        """`CARD_BYTES` bytes."""
+        return _CARD.pack(self.host, self.name, self.token, *self.place, self.rank)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        host, name, token, tp_rank, pcp_rank, rank = _CARD.unpack(data)
+        return cls(host, name, token, Replica(tp_rank, pcp_rank), rank)
+
+    @property
+    def address(self) -> str:
+        """Of its socket."""
+        return f"\0kvpool-replica-{self.name.hex()}"
+
+
+CARD_BYTES = _CARD.size
+
+
+def host_digest() -> bytes:
+    """Equal in two processes if they can pass each other memory: kernel, network and user."""
+    try:
+        parts = (BOOT_ID.read_text().strip(), os.readlink(_NETWORK), str(os.geteuid()))
+    except OSError:  # nobody else is where this is
+        return secrets.token_bytes(16)
+    return hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
+
+
+class _Hello(msgspec.Struct, tag="hello"):
+    token: bytes
+    number: int
+
+
+class _Ask(msgspec.Struct, tag="ask"):
+    generation: int
+    cells: list[CellName]
+
+
+class _Copied(msgspec.Struct, tag="copied"):
+    pass
+
+
+class _Welcome(msgspec.Struct, tag="welcome"):
+    """With it comes the arena's descriptor."""
+
+    nbytes: int
+
+
+class _Lent(msgspec.Struct, tag="lent"):
+    offsets: list[int]  # of cells in the arena's file; -1: not to be had
+
+
+class _Ended(msgspec.Struct, tag="ended"):
+    held: bool
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_FROM_BORROWER = msgspec.msgpack.Decoder(_Hello | _Ask | _Copied)
+_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _Lent | _Ended)
+
+
+class ReplicaExchange:
+    """One rank's end, borrower and lender. `open` it, exchange cards, `join`, and `start` it when
+    there is an engine; `borrow` is for lanes, `tell` for the engine thread, the rest for the
+    thread that made it."""
+
+    def __init__(self, place: Replica, rank: int, *, shares: bool = True) -> None:
+        self.card = Card(
+            host_digest() if shares else secrets.token_bytes(16),
+            secrets.token_bytes(16),
+            secrets.token_bytes(16),
+            place,
+            rank,
+        )
+        self._listener = _new_socket()
+        self._listener.bind(self.card.address)
+        self._listener.listen(MAX_LINKS)
+        self._listener.setblocking(False)
+        self.number = 0
+        self._cards: dict[int, Card] = {}  # of the others on this host
+        self._lender: _LenderThread | None = None
+        self._borrower: _Borrower | None = None
+
+    def join(self, cards: Sequence[bytes]) -> None:
+        """The cards of all ranks of the pipeline stage, in one order for all of them."""
+        every = dict(enumerate(map(Card.unpack, cards)))
+        [self.number] = [number for number, card in every.items() if card == self.card]
+        del every[self.number]
+        self._cards = {n: card for n, card in every.items() if card.host == self.card.host}
+
+    @property
+    def siblings(self) -> Mapping[Replica, int]:
+        """The numbers of the other ranks on this host, which need not all be replicas."""
+        return {card.place: number for number, card in self._cards.items()}
+
+    def ranks_of(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """What those ranks are called in the engine."""
+        cards = self._cards | {self.number: self.card}
+        return tuple(cards[number].rank for number in numbers)
+
+    def start(
+        self, arena: Arena, post: Callable[[Lend | LoanOver], None], patience_s: float
+    ) -> None:
+        """Begin to lend; `post` takes the engine's events."""
+        self._borrower = _Borrower(self.number, self._cards, patience_s)
+        self._lender = _LenderThread(self._listener, self.card.token, self._cards, arena, post)
+
+    def borrow(
+        self, cells: Sequence[WorkCell], buffers: Sequence[Buffer], generation: int
+    ) -> list[CellOutcome]:
+        """Copy cells out of the host memory of those that fetch them. Takes `patience_s` at most.
+
+        What is not DONE was not to be had: MISSING there, or its lender is TIMED_OUT or
+        UNREACHABLE.
+        """
+        if self._borrower is None:  # at start
+            return [CellOutcome.UNREACHABLE] * len(cells)
+        return self._borrower.borrow(cells, buffers, generation)
+
+    def tell(self, message: Lent | LoanEnded) -> None:
+        """Answer a borrower."""
+        if self._lender is not None:
+            self._lender.tell(message)
+
+    def close(self) -> None:
+        """Lend and borrow nothing any more; calls in progress end at once. May be called twice."""
+        if self._borrower is not None:
+            self._borrower.close()
+        if self._lender is not None:
+            self._lender.close()
+        else:
+            self._listener.close()
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _shut(peer: socket.socket) -> None:
+    """End a connection that another thread may be using."""
+    with contextlib.suppress(OSError):  # it has ended
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def _is_own_user(peer: socket.socket) -> bool:
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+
+
+# The lender's side
+
+
+@dataclass(eq=False)
+class _Link:
+    """A borrower's connection; `number` is its own once it has said the token."""
+
+    peer: socket.socket
+    number: int | None = None
+    loan_id: int | None = None
+
+
+class _LenderThread:
+    """Reads what borrowers ask and hands it to the engine."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        siblings: Mapping[int, Card],
+        arena: Arena,
+        post: Callable[[Lend | LoanOver], None],
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._siblings = siblings
+        self._arena = arena
+        self._post = post
+        self._next_loan = 0
+        self._links: set[_Link] = set()
+        self._lock = threading.Lock()  # guards the next one, and that no closed socket is used
+        self._loans: dict[int, _Link] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvpool-replicas", daemon=True)
+        self._thread.start()
+
+    def tell(self, message: Lent | LoanEnded) -> None:
+        with self._lock:
+            link = self._loans.get(message.loan_id)
+            if link is None:  # its borrower has gone
+                return
+            if isinstance(message, LoanEnded):
+                del self._loans[message.loan_id]
+                link.loan_id = None
+                reply: _Lent | _Ended = _Ended(message.held)
+            else:
+                place_of = self._arena.file_offset
+                reply = _Lent([-1 if slot is None else place_of(slot) for slot in message.slots])
+            try:
+                link.peer.send(_encode(reply), socket.MSG_DONTWAIT)
+            except OSError:
+                _shut(link.peer)  # the thread sees its end
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):  # it has ended
+            self._wake.send(b"x")
+        self._thread.join(JOIN_S)
+        self._wake.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.data, _Link):
+                        self._read(key.data)
+        except Exception:
+            logger.exception("kvpool: nothing is lent to replicas on this host any more")
+        finally:
+            self._selector.close()
+            self._listener.close()
+            self._woken.close()
+            for link in list(self._links):
+                self._drop(link)
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._links) >= MAX_LINKS or not _is_own_user(peer):
+            peer.close()
+            return
+        link = _Link(peer)
+        self._links.add(link)
+        self._selector.register(peer, selectors.EVENT_READ, link)
+
+    def _read(self, link: _Link) -> None:
+        try:
+            data = link.peer.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+            message = _FROM_BORROWER.decode(data) if data else None
+        except BlockingIOError:
+            return
+        except (OSError, msgspec.MsgspecError):
+            message = None
+        if message is None or not self._take(link, message):
+            self._selector.unregister(link.peer)
+            self._drop(link)
+
+    def _take(self, link: _Link, message: _Hello | _Ask | _Copied) -> bool:
+        """Whether the message is one that may come now."""
+        if isinstance(message, _Hello):
+            if link.number is not None or message.number not in self._siblings:
+                return False
+            if not hmac.compare_digest(message.token, self._token):
+                return False
+            link.number = message.number
+            return self._welcome(link)
+        if isinstance(message, _Ask):
+            if link.number is None or link.loan_id is not None:
+                return False
+            if any(cell.nbytes > self._arena.slot_bytes for cell in message.cells):
+                return False
+            cells = tuple(message.cells)
+            self._next_loan += 1
+            link.loan_id = self._next_loan
+            with self._lock:
+                self._loans[link.loan_id] = link
+            self._post(Lend(link.loan_id, link.number, message.generation, cells))
+            return True
+        loan_id = link.loan_id
+        if loan_id is None:
+            return False
+        self._post(LoanOver(loan_id))
+        return True
+
+    def _welcome(self, link: _Link) -> bool:
+        descriptor = self._arena.descriptor
+        if descriptor is None:
+            return False
+        passed = array.array("i", [descriptor])
+        try:
+            link.peer.sendmsg(
+                [_encode(_Welcome(self._arena.file_bytes))],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)],
+                socket.MSG_DONTWAIT,
+            )
+        except OSError:
+            return False
+        return True
+
+    def _drop(self, link: _Link) -> None:
+        self._links.discard(link)
+        with self._lock:
+            loan_id, link.loan_id = link.loan_id, None
+            if loan_id is not None:
+                self._loans.pop(loan_id, None)
+            link.peer.close()
+        if loan_id is not None:
+            self._post(LoanOver(loan_id))
+
+
+# The borrower's side
+
+
+@dataclass(eq=False)
+class _Loan:
+    """What is asked of one lender in a call; `places` are those of the cells in the call."""
+
+    number: int
+    peer: socket.socket
+    places: list[int]
+    copied: list[int] = field(default_factory=list)
+
+
+class _Borrower:
+    """Asks lenders; used by the lanes' threads."""
+
+    def __init__(self, number: int, siblings: Mapping[int, Card], patience_s: float) -> None:
+        self._number = number
+        self._siblings = siblings
+        self._patience_s = patience_s
+        self._lock = threading.Lock()  # guards what follows
+        self._idle: defaultdict[int, list[socket.socket]] = defaultdict(list)
+        self._busy: set[socket.socket] = set()
+        self._arenas: dict[int, Any] = {}  # mapped for as long as this process lives
+        self._breakers: defaultdict[int, Breaker] = defaultdict(Breaker)
+        self._closed = False
+
+    def borrow(
+        self, cells: Sequence[WorkCell], buffers: Sequence[Buffer], generation: int
+    ) -> list[CellOutcome]:
+        deadline = time.monotonic() + self._patience_s
+        outcomes = [CellOutcome.UNREACHABLE] * len(cells)
+        places_of: defaultdict[int, list[int]] = defaultdict(list)
+        for place, each in enumerate(cells):
+            assert isinstance(each.cell, CellTask), each
+            assert each.cell.fetcher is not None, each
+            places_of[each.cell.fetcher].append(place)
+        loans: dict[int, _Loan] = {}  # by file descriptor
+        poll = select.poll()
+        for number, places in places_of.items():
+            peer = self._connection(number)
+            if peer is None:
+                continue
+            names = [CellName(c.key, c.chunk, c.nbytes) for c in (cells[i].cell for i in places)]
+            if not self._send(peer, _Ask(generation, names)):
+                self._end(number, peer, failed=True)
+                continue
+            loans[peer.fileno()] = _Loan(number, peer, places)
+            poll.register(peer, select.POLLIN)
+        while loans:
+            left_ms = max(0.0, deadline - time.monotonic()) * 1000
+            ready = poll.poll(left_ms)
+            if not ready:
+                break
+            for fd, _ in ready:
+                loan = loans[fd]
+                goes_on, failed = self._take(loan, buffers, outcomes)
+                if not goes_on:
+                    poll.unregister(fd)
+                    del loans[fd]
+                    self._end(loan.number, loan.peer, failed=failed)
+        for loan in loans.values():
+            logger.warning(
+                "kvpool: replica %d on this host has not lent %d cells within %.1f s; they are "
+                "fetched from the tiers",
+                loan.number,
+                len(loan.places),
+                self._patience_s,
+            )
+            for place in loan.places:
+                outcomes[place] = CellOutcome.TIMED_OUT
+            self._end(loan.number, loan.peer, failed=True)
+        return outcomes
+
+    def _take(
+        self, loan: _Loan, buffers: Sequence[Buffer], outcomes: list[CellOutcome]
+    ) -> tuple[bool, bool]:
+        """Read an answer: whether the loan goes on, and whether its lender has failed."""
+        try:
+            message = self._receive(loan.number, loan.peer)
+        except BlockingIOError:
+            return True, False
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("kvpool: replica %d on this host: %s", loan.number, error)
+            return False, True
+        if isinstance(message, _Welcome):
+            return True, False
+        if isinstance(message, _Lent) and not loan.copied:
+            if len(message.offsets) != len(loan.places):
+                return False, True
+            lies_in = self._arenas.get(loan.number)
+            if lies_in is None:
+                return False, True
+            for place, offset in zip(loan.places, message.offsets, strict=True):
+                outcomes[place] = CellOutcome.MISSING
+                nbytes = buffers[place].nbytes
+                if offset < 0:
+                    continue
+                if offset + nbytes > len(lies_in):
+                    return False, True
+                target = np.frombuffer(buffers[place].view, np.uint8)
+                np.copyto(target, lies_in[offset : offset + nbytes])
+                outcomes[place] = CellOutcome.UNREACHABLE  # until it is confirmed
+                loan.copied.append(place)
+            return self._send(loan.peer, _Copied()), True
+        if isinstance(message, _Ended):
+            for place in loan.copied:
+                outcomes[place] = CellOutcome.DONE if message.held else CellOutcome.TIMED_OUT
+            return False, False
+        return False, True
+
+    def _connection(self, number: int) -> socket.socket | None:
+        """One that no other call has; a new one has said who we are. Waits for nothing."""
+        with self._lock:
+            if self._closed or self._breakers[number].is_open(time.monotonic()):
+                return None
+            if self._idle[number]:
+                peer = self._idle[number].pop()
+                self._busy.add(peer)
+                return peer
+        peer = _new_socket()
+        peer.setblocking(False)
+        try:
+            peer.connect(self._siblings[number].address)
+            if not _is_own_user(peer):
+                raise OSError("another user listens where it did")
+            peer.send(_encode(_Hello(self._siblings[number].token, self._number)))
+        except OSError as error:
+            peer.close()
+            with self._lock:
+                self._breakers[number].tripped(time.monotonic())
+            logger.warning("kvpool: replica %d on this host cannot be asked: %s", number, error)
+            return None
+        with self._lock:
+            self._busy.add(peer)
+        return peer
+
+    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _Lent | _Ended:
+        """A message; with a greeting comes the lender's arena, which is mapped."""
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, flags)
+        descriptors = array.array("i")
+        for _, _, passed in ancillary:
+            descriptors.frombytes(passed)
+        try:
+            if not data:
+                raise OSError("it has ended the connection")
+            message: _Welcome | _Lent | _Ended = _FROM_LENDER.decode(data)
+            if isinstance(message, _Welcome):
+                self._map(number, descriptors[0] if descriptors else -1, message.nbytes)
+            return message
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _map(self, number: int, descriptor: int, nbytes: int) -> None:
+        with self._lock:
+            if number in self._arenas:
+                return
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:  # reading beyond the end would kill us
+                raise OSError("its memory may shrink")
+            memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+            self._arenas[number] = np.frombuffer(memory, np.uint8)
+
+    @staticmethod
+    def _send(peer: socket.socket, message: msgspec.Struct) -> bool:
+        try:
+            peer.send(_encode(message), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
+    def _end(self, number: int, peer: socket.socket, *, failed: bool) -> None:
+        """The call is done with the connection, which nobody else takes if it has failed."""
+        with self._lock:
+            self._busy.discard(peer)
+            if not failed:
+                self._breakers[number].succeeded()
+            elif not self._closed:
+                self._breakers[number].tripped(time.monotonic())
+            if failed or self._closed:
+                peer.close()
+            else:
+                self._idle[number].append(peer)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for peer in self._busy:
+                _shut(peer)
+            for idle in self._idle.values():
+                for peer in idle:
+                    peer.close()
+            self._idle.clear()
