@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import DidNotFinish, Result, Target, percentile, run_script
-from vllm_kvpool.keys import ContextRank, KeyMaker, make_namespace
+from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.eviction import Lru
+from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor, Perform
 from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.host_cache import Residency
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,
@@ -39,7 +40,6 @@ from vllm_kvpool.transfer.ops import (
     Work,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
 ROUNDS, QUICK_ROUNDS = 4000, 400

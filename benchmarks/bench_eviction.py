@@ -15,7 +15,7 @@ it are.
 * Made-up traffic at one capacity: chats, chats whose users take their time, chats among prompts
   that are never seen again, shared beginnings, and prompts asked in turn that are together a fifth
   larger than the cache, of which nothing ordered by time finds any.
-* The real tiers, with cells of a few bytes: `host` is transfer/residency.py over all requests,
+* The real tiers, with cells of a few bytes: `host` is transfer/host_cache.py over all requests,
   `file` is `file://` over the first of them. The bound of files counts blocks of the disk, so they
   may be a few cells less.
 """
@@ -45,10 +45,10 @@ from benchmarks.eviction_policies import (
     total_chunks,
 )
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
-from vllm_kvpool.store.base import Buffer, ChunkRef
-from vllm_kvpool.store.eviction import DEFAULT_POLICY, POLICIES
-from vllm_kvpool.store.file.store import FileStore
-from vllm_kvpool.transfer.residency import Entry, Residency
+from vllm_kvpool.storage.base import Buffer, ChunkRef
+from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.transfer.host_cache import Entry, Residency
 
 VARIABLE = "CONVERSATION_TRACE"
 CAPACITIES, QUICK_CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000, 50_000), (2000, 10_000)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_kvpool.layout.formats import from_cpu_attention, from_token_content
+from vllm_kvpool.layout.page_formats import from_cpu_attention, from_token_content
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copy_cpu import LINE_BYTES, CpuCopier
 

@@ -37,16 +37,16 @@ from tests.support.faults import Fault, FaultyStore
 from tests.support.models import LlamaShape, make_llama
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
-from vllm_kvpool.hashing import RequestIdentity
-from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.identity.chunk_hash import RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
-from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.lookup_service import LookupService
-from vllm_kvpool.pool.metadata import StepReport
-from vllm_kvpool.pool.request import PoolShape, Step
-from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.messages import StepReport
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import HostChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)

@@ -29,18 +29,18 @@ from benchmarks.sides import native_client
 from tests.support.fakes import FakeRequest
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
 from vllm_kvpool.metrics import Tally
-from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.lookup_core import Lookup
-from vllm_kvpool.pool.lookup_service import LOOKUP_TIMEOUT_S, LookupService
-from vllm_kvpool.pool.request import PoolShape, Step
-from vllm_kvpool.pool.scheduler import ANSWER_SHARE, PoolScheduler
-from vllm_kvpool.store.base import Store
-from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.store.open import open_store, parse_store_url
+from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
+from vllm_kvpool.scheduler.pool_scheduler import ANSWER_SHARE, PoolScheduler
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.storage.url import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16

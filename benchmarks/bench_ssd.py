@@ -36,13 +36,13 @@ from pathlib import Path
 
 from benchmarks.common import Result, Row, Target
 from benchmarks.store_room import measure_rebuild, measure_room
-from vllm_kvpool.pool.sides import BATCH_BYTES
+from vllm_kvpool.assembly.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.file.format import file_bytes
-from vllm_kvpool.store.file.store import FileStore
-from vllm_kvpool.store.file.uring import RING_DEPTH
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.file.format import file_bytes
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.file.uring import RING_DEPTH
 from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)

@@ -18,13 +18,13 @@ from statistics import median
 from benchmarks.common import Child, Result, Row, children, run_script
 from benchmarks.sides import Geometry, Holder, OurSide
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import make_namespace
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Kind
-from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.lookup_core import Lookup
-from vllm_kvpool.pool.lookup_service import LookupService
-from vllm_kvpool.store.open import open_store, parse_store_url
+from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.url import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer
 
 GEOMETRY = Geometry(block=16)

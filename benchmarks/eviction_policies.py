@@ -11,8 +11,8 @@ from the last to the first, so that a prompt's end is older than its beginning. 
   (Einziger et al., TOS 2017, with exact counts), `S3Fifo` (Yang et al., SOSP 2023), `Sieve` (Zhang
   et al., NSDI 2024), `Lfuda` (Arlitt et al. 2000; GDSF where sizes and costs are equal).
 
-`Scored` is what stores do: a policy of vllm_kvpool/store/eviction.py, and only a chunk that nothing
-comes after may leave.
+`Scored` is what stores do: a policy of vllm_kvpool/storage/eviction.py, and only a chunk that
+nothing comes after may leave.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from vllm_kvpool.store.eviction import EvictedScores, EvictionPolicy
+from vllm_kvpool.storage.eviction import EvictedScores, EvictionPolicy
 
 
 class Request(NamedTuple):

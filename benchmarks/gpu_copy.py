@@ -43,14 +43,14 @@ if not torch.cuda.is_available():
     sys.exit("gpu_copy: no NVIDIA GPU here, or torch is a build without CUDA; nothing was measured")
 
 from benchmarks.common import Result, Row, Target, interleaved
-from vllm_kvpool.layout.formats import from_token_content
+from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.staging.copy_triton import TritonCopier
 from vllm_kvpool.staging.pinned import CudaLocker, PageLock
 from vllm_kvpool.staging.streams import CudaStream, CudaStreams
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.storage.base import Buffer
 
 NUM_LAYERS, LAYER_SPAN = 32, 8
 NUM_HEADS, HEAD_DIM, BLOCK = 8, 128, 16

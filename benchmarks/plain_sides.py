@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.sides import native_client
-from vllm_kvpool.store.mooncake import import_wheel
+from vllm_kvpool.storage.mooncake import import_wheel
 from vllm_kvpool.testing.memory import make_buffer
 
 

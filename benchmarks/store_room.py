@@ -24,11 +24,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpool.keys import group_of_key
-from vllm_kvpool.store.base import ChunkRef, GetOutcome
-from vllm_kvpool.store.file.format import write_tail
-from vllm_kvpool.store.file.space import FORMAT_DIR, object_name
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome
+from vllm_kvpool.storage.file.format import write_tail
+from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of, new_namespace
 from vllm_kvpool.testing.memory import make_buffer
 

@@ -1,8 +1,8 @@
 """What is shared between engines, and what shows it: the rows behind docs/support.md.
 
 Adding what is supported is adding a row. `tests/test_support.py` sees to it that every test named
-here exists and that the document says what stands here, `tests/adapt/test_refusals.py` that what is
-refused is refused in these words. To write the document again:
+here exists and that the document says what stands here, `tests/vllm_adapt/test_refusals.py` that
+what is refused is refused in these words. To write the document again:
 
     python -m tests.support_table > docs/support.md
 """
@@ -57,12 +57,12 @@ def stand_in(test: str) -> Cell:
 
 def refused(name: str, words: str) -> Cell:
     """At start, by ConfigError."""
-    return Cell(How.REFUSED, f"tests/adapt/test_refusals.py::test_refused[{name}]", words)
+    return Cell(How.REFUSED, f"tests/vllm_adapt/test_refusals.py::test_refused[{name}]", words)
 
 
 def pages(content: str) -> Cell:
     return tensors(
-        "adapt/test_page_formats.py::"
+        "vllm_adapt/test_page_formats.py::"
         f"test_every_format_reads_what_every_format_has_written[{content}]"
     )
 
@@ -123,11 +123,16 @@ ROWS = (
         "float32, saved and not loaded",
         MLA,
         "CPU without AMX, whose kernels compute wrong values after a given prefix",
-        *2 * [tensors("adapt/test_defects.py::test_what_an_engine_computes_wrongly_is_left_alone")],
+        *2
+        * [
+            tensors(
+                "vllm_adapt/test_defects.py::test_what_an_engine_computes_wrongly_is_left_alone"
+            )
+        ],
     ),
     # Contents that CPU attention has no kernel for on every machine, on its pages all the same.
     *(
-        Row(isa_dtype, FULL, f"CPU, {isa}", tensors(f"adapt/test_cpu_pages.py::{test}"))
+        Row(isa_dtype, FULL, f"CPU, {isa}", tensors(f"vllm_adapt/test_cpu_pages.py::{test}"))
         for isa_dtype, isa, test in (
             ("float32, float16, bfloat16", "vec, vec16", "test_kernels_write_plain_pages"),
             (
@@ -156,7 +161,7 @@ ROWS = (
         f"float16, {ANY}",
         "full attention, layers that share KV",
         "any",
-        tensors("adapt/test_kv_sharing.py::test_layers_without_pages_are_not_counted"),
+        tensors("vllm_adapt/test_kv_sharing.py::test_layers_without_pages_are_not_counted"),
     ),
     # Several groups: full attention beside layers that read only the last tokens.
     Row(
@@ -175,7 +180,9 @@ ROWS = (
         "any, whatever groups its layers are in",
         "full attention and sliding window",
         "any",
-        tensors("pool/test_sides_kinds.py::test_any_grouping_of_the_layers_is_read_by_any_other"),
+        tensors(
+            "assembly/test_sides_kinds.py::test_any_grouping_of_the_layers_is_read_by_any_other"
+        ),
     ),
     Row(
         "any",
@@ -188,7 +195,7 @@ ROWS = (
         "decode context parallelism of equal size",
         "any",
         tensors(
-            "pool/test_sides_kinds.py::"
+            "assembly/test_sides_kinds.py::"
             "test_tokens_that_are_dealt_out_are_read_where_they_are_dealt_out_alike"
         ),
     ),
@@ -197,7 +204,7 @@ ROWS = (
         "prefill context parallelism",
         "any",
         tensors(
-            "pool/test_sides_kinds.py::test_ranks_of_prefill_context_parallelism_hold_the_same"
+            "assembly/test_sides_kinds.py::test_ranks_of_prefill_context_parallelism_hold_the_same"
         ),
     ),
     Row(
@@ -225,7 +232,7 @@ ROWS = (
         *2
         * [
             tensors(
-                "adapt/test_unequal_layers.py::"
+                "vllm_adapt/test_unequal_layers.py::"
                 "test_unequal_layers_pass_through_pages_of_another_block_size"
             )
         ],
@@ -336,7 +343,7 @@ COMPOSED = (
     ("hits by source, `disk`", engine(f"{DRAFTS}[chunked]")),
     (
         "hits by source, by tier and kind of store",
-        tensors("adapt/test_sources.py::test_tokens_are_divided_by_chunk"),
+        tensors("vllm_adapt/test_hit_sources.py::test_tokens_are_divided_by_chunk"),
     ),
     (
         "KV events of saves that fail and cells that host memory evicts",

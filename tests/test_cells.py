@@ -7,8 +7,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.cells import FORMAT_VERSION, HEADER_BYTES, MAGIC, CellFault, seal, verify
-from vllm_kvpool.keys import KEY_DIGEST_BYTES, key_digest
+from vllm_kvpool.identity.keys import KEY_DIGEST_BYTES, key_digest
+from vllm_kvpool.storage.cell_format import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    MAGIC,
+    CellFault,
+    seal,
+    verify,
+)
 
 PAYLOAD = bytes(range(256)) * 3
 DIGEST = key_digest("a key")

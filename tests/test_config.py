@@ -22,7 +22,7 @@ from vllm_kvpool.config import (
     read_request_options,
 )
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.store.open import FileOptions, parse_store_url
+from vllm_kvpool.storage.url import FileOptions, parse_store_url
 
 # option -> (as JSON, as an environment variable, as read)
 GOOD: dict[str, list[tuple[object, str, object]]] = {

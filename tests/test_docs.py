@@ -25,7 +25,7 @@ from vllm_kvpool.router.config import SECTIONS
 from vllm_kvpool.router.config import load_config as load_router_config
 from vllm_kvpool.router.settings import controller_of, launch_hosts
 from vllm_kvpool.router.telemetry import PREFIX, ROUTER_METRICS
-from vllm_kvpool.store.tiers import parse_tiers
+from vllm_kvpool.storage.tiers import parse_tiers
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.hashing import HASH_BYTES, ChunkChain, EmbedRows, MediaItem, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import (
+    HASH_BYTES,
+    ChunkChain,
+    EmbedRows,
+    MediaItem,
+    RequestIdentity,
+)
 
 CHUNK = 4
 TOKENS = list(range(100, 100 + 5 * CHUNK))
@@ -44,7 +50,7 @@ FULL_IDENTITY = RequestIdentity(
 )
 
 CHILD = """
-from vllm_kvpool.hashing import *
+from vllm_kvpool.identity.chunk_hash import *
 identity = RequestIdentity(b"adapter", "salt", (MediaItem("image", 2, 8),),
                            EmbedRows((b"", b"row", b"")))
 chain = ChunkChain(4, identity)
@@ -198,7 +204,7 @@ def test_a_sequence_that_grows_is_hashed_in_pieces_like_a_list(
     tokens: list[int], later: list[int], piece: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_kvpool.hashing.PIECE_TOKENS", piece)
+        patch.setattr("vllm_kvpool.identity.chunk_hash.PIECE_TOKENS", piece)
         chain = ChunkChain(CHUNK, FULL_IDENTITY)
         chain.extend(Growing(tokens, later))
     assert chain.hashes == hashes(tokens, FULL_IDENTITY)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.keys import (
+from vllm_kvpool.identity.keys import (
     KEY_DIGEST_BYTES,
     MAX_MODEL_NAME_CHARS,
     ContextRank,

@@ -20,7 +20,7 @@ from yamllint.config import YamlLintConfig
 
 from vllm_kvpool import config as engine_config
 from vllm_kvpool.router import config as router_config
-from vllm_kvpool.store.tiers import parse_tiers
+from vllm_kvpool.storage.tiers import parse_tiers
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import make_namespace, manifest_key, namespace_of
-from vllm_kvpool.manifest import (
+from vllm_kvpool.identity.keys import make_namespace, manifest_key, namespace_of
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.manifest import (
     HIDDEN,
     MANIFEST_BYTES,
     Manifest,
@@ -16,8 +17,7 @@ from vllm_kvpool.manifest import (
     shown,
     write_manifest,
 )
-from vllm_kvpool.store.base import ChunkRef
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 
 NAMESPACE = make_namespace("model", "0" * 12)

@@ -13,7 +13,7 @@ import pytest
 from vllm_kvpool.config import read_config
 from vllm_kvpool.router.commands import ENGINE_PLACEHOLDERS, HOST_PLACEHOLDERS, read_template
 from vllm_kvpool.router.config import RouterConfig, load_config
-from vllm_kvpool.store.tiers import parse_tiers
+from vllm_kvpool.storage.tiers import parse_tiers
 
 FOLDER = Path(__file__).parent.parent / "examples" / "06_mooncake_hosts"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from vllm_kvpool.testing.memory import random_bytes
-from vllm_kvpool.weights import (
+from vllm_kvpool.identity.weights import (
     DIGEST_BYTES,
     PIECE_BYTES,
     PIECES_PER_OTHER_FILE,
@@ -19,6 +18,7 @@ from vllm_kvpool.weights import (
     known_sample,
     sample_weights,
 )
+from vllm_kvpool.testing.memory import random_bytes
 
 SIZES = {"small": 3, "piece": 64, "empty": 0, "large": 100_000, "odd": 129}
 HOSTILE_HEADERS = (

@@ -19,21 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_kvpool.adapt import ascend, epochs, events, releases
-from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt.requests import RequestReader
-from vllm_kvpool.adapt.sources import HitSources
-from vllm_kvpool.adapt.stats import KVPoolProm, KVPoolStats
+from vllm_kvpool.assembly.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.config import read_config
-from vllm_kvpool.keys import Namespace, group_of, in_epoch, manifest_key
-from vllm_kvpool.manifest import Manifest, fitted, write_manifest
+from vllm_kvpool.identity.keys import Namespace, group_of, in_epoch, manifest_key
 from vllm_kvpool.plugin import register
-from vllm_kvpool.pool.lookup import HostCacheIndex
-from vllm_kvpool.pool.metadata import StepPlan, StepReport
-from vllm_kvpool.pool.request import Step
-from vllm_kvpool.pool.scheduler import PoolScheduler
-from vllm_kvpool.pool.sides import SchedulerSide, WorkerSide
-from vllm_kvpool.pool.worker import NOTHING_ENDED, StepResults
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
+from vllm_kvpool.scheduler.request import Step
+from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
+from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
+from vllm_kvpool.vllm_adapt.hit_sources import HitSources
+from vllm_kvpool.vllm_adapt.requests import RequestReader
+from vllm_kvpool.vllm_adapt.stats import KVPoolProm, KVPoolStats
+from vllm_kvpool.worker.pool_worker import NOTHING_ENDED, StepResults
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +75,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = read_config(adapt.extra_config(vllm_config))
+        self._config = read_config(engine_config.extra_config(vllm_config))
         ascend.share_engine()
         # Ranks are told the namespace: only one process reads a sample of the weights.
-        self._facts = adapt.read_engine(
+        self._facts = engine_config.read_engine(
             vllm_config,
             kv_cache_config,
             self._config,
@@ -90,16 +89,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._invalid_blocks: frozenset[int] = frozenset()
         self._closed = False
         if role is KVConnectorRole.SCHEDULER:
-            adapt.prefer_recompute(vllm_config, self._config)
-            epochs.install()
-            self._block_tables = releases.BlockTables()
+            engine_config.prefer_recompute(vllm_config, self._config)
+            weights_version.install()
+            self._block_tables = compat.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
-                adapt.role_of(vllm_config),
+                engine_config.role_of(vllm_config),
                 self._facts.shape,
-                adapt.rank_place(vllm_config).dp_rank,
-                adapt.first_epoch(vllm_config),
-                adapt.scheduler_device(),
+                engine_config.rank_place(vllm_config).dp_rank,
+                engine_config.first_epoch(vllm_config),
+                engine_config.scheduler_device(),
             )
             self._requests = RequestReader(
                 self._scheduler_side.tally,
@@ -108,7 +107,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
             for defect in self._facts.defects:
                 logger.warning("kvpool: %s", defect.warning)
-            epochs.watch(self._scheduler_side, vllm_config.model_config)
+            weights_version.watch(self._scheduler_side, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)
             self._first_manifest = self._manifest_of("")
             self._told_epoch: str | None = None
@@ -127,13 +126,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM does not call `shutdown` in every way a process can end.
         atexit.register(self.shutdown)
 
-    def _make_events(self) -> events.KVEvents | None:
+    def _make_events(self) -> kv_events.KVEvents | None:
         side, shape = self._scheduler_side, self._facts.shape
-        if not events.are_on(self._vllm_config):
+        if not kv_events.are_on(self._vllm_config):
             return None
         assert side is not None
         assert self._kv_cache_config is not None
-        return events.KVEvents(
+        return kv_events.KVEvents(
             self._vllm_config,
             self._kv_cache_config,
             self._facts.told_kind,
@@ -155,7 +154,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """Prefer head-major pages, which are gathered in larger pieces."""
-        return adapt.preferred_layout(vllm_config)
+        return engine_config.preferred_layout(vllm_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -166,22 +165,22 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
         """The pages are allocated: open the store and start the lanes."""
-        epochs.models.watch_callers()
-        device = adapt.device_of(kv_caches)
+        weights_version.models.watch_callers()
+        device = engine_config.device_of(kv_caches)
         self._worker_side = WorkerSide(
             self._config,
             self._facts.shape,
-            adapt.rank_place(self._vllm_config),
-            adapt.layer_pages(kv_caches, self._facts, self._vllm_config, device),
-            partial(adapt.make_copier, device=device),
+            engine_config.rank_place(self._vllm_config),
+            engine_config.layer_pages(kv_caches, self._facts, self._vllm_config, device),
+            partial(engine_config.make_copier, device=device),
             finish_in_step=device.is_host,
             device=device,
-            layer_spans=adapt.layer_spans(self._facts, self._vllm_config)
+            layer_spans=engine_config.layer_spans(self._facts, self._vllm_config)
             if self._config.layerwise
             else None,
-            gather=adapt.gather_in_stage,
+            gather=engine_config.gather_in_stage,
         )
-        self._worker_side.worker.tells_stored = events.are_on(self._vllm_config)
+        self._worker_side.worker.tells_stored = kv_events.are_on(self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's plan is here: start its loads at once, beside the forward pass."""
@@ -220,7 +219,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose load has ended in this rank, and those of them whose load has failed."""
         results = self._finish_step(finished_req_ids)
-        return releases.transfer_results(results.loaded, results.failed)
+        return compat.transfer_results(results.loaded, results.failed)
 
     def _finish_step(self, finished_req_ids: set[str]) -> StepResults:
         if self._worker_side is None:
@@ -256,12 +255,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool, in which saves hold references."""
         scheduler = self._scheduler
-        scheduler.saves.ledger.pins = adapt.PoolPins(
+        scheduler.saves.ledger.pins = engine_config.PoolPins(
             gpu_block_pool, self._own_cache_was_reset, scheduler.saves.drop_late
         )
 
     def _own_cache_was_reset(self, is_empty: bool) -> None:
-        epochs.own_cache_was_reset()
+        weights_version.own_cache_was_reset()
         if is_empty and self._events is not None:
             self._events.own_cache_was_reset()
         if is_empty:
@@ -339,7 +338,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._events is not None:
             self._events.finished(request.request_id)
         answer = self._scheduler.finish(request.request_id, block_ids)
-        return False, answer if adapt.may_answer(request) else None
+        return False, answer if engine_config.may_answer(request) else None
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting frees blocks sooner than preempting would."""
@@ -355,7 +354,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
         Where vLLM only pauses, the pool, which is not its own, keeps what it has.
         """
-        if epochs.is_pausing():
+        if weights_version.is_pausing():
             return True
         self._mirror.clear()
         if self._events is not None:

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.support.npu import FakeNpu, NoDeviceContext
+from vllm_kvpool.assembly.sides import memory_source
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.pool.sides import memory_source
 from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.devices import HCCS_ALIGNMENT, HostDevice, NpuDevice
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.calls import BoundedCalls
-from vllm_kvpool.store.guard import GuardedStore, Patience
-from vllm_kvpool.store.memory import CAPABILITIES, MemoryStore
-from vllm_kvpool.store.open import parse_store_url
+from vllm_kvpool.storage.calls import BoundedCalls
+from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
+from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.transfer.lane_thread import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
 

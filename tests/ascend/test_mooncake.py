@@ -12,11 +12,11 @@ import pytest
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.npu import FakeNpu, FakeNpuEngine, FakeNpuWheel
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store import mooncake, mooncake_engine
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.mooncake import MooncakeOptions, MooncakeStore, bare_host
-from vllm_kvpool.store.mooncake_engine import SharedEngine
-from vllm_kvpool.store.open import FABRIC_ENV, parse_store_url, uses_device
+from vllm_kvpool.storage import mooncake, mooncake_engine
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, bare_host
+from vllm_kvpool.storage.mooncake_engine import SharedEngine
+from vllm_kvpool.storage.url import FABRIC_ENV, parse_store_url, uses_device
 from vllm_kvpool.testing.contract import key_of, new_namespace
 from vllm_kvpool.testing.memory import Arena, random_bytes
 

@@ -20,11 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
 
-from vllm_kvpool.adapt import engine as adapt
 from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.plugin import register
+from vllm_kvpool.vllm_adapt import engine_config
 
 from .test_sharing import Pool, cache_config
 
@@ -158,11 +158,11 @@ def test_one_child_alone_answers_a_request(
 
 def test_where_answers_are_merged_ours_is_never_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
     both = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "kvpool": {}})
-    monkeypatch.setattr(adapt.releases, "merges_answers", lambda: True)
-    assert adapt.may_answer(both)  # type: ignore[arg-type]
-    monkeypatch.setattr(adapt.releases, "merges_answers", lambda: False)
-    assert not adapt.may_answer(both)  # type: ignore[arg-type]
-    assert adapt.may_answer(SimpleNamespace(kv_transfer_params=None))  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_config.compat, "merges_answers", lambda: True)
+    assert engine_config.may_answer(both)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_config.compat, "merges_answers", lambda: False)
+    assert not engine_config.may_answer(both)  # type: ignore[arg-type]
+    assert engine_config.may_answer(SimpleNamespace(kv_transfer_params=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,15 @@ from vllm.v1.kv_cache_interface import (
 from tests.cache_tensors import tensors_of
 from tests.support.copiers import warm_copier
 from tests.support.npu import AscendRunner, FakeNpu, cut_pages
-from vllm_kvpool.adapt import engine as adapt
-from vllm_kvpool.adapt import page_formats
+from vllm_kvpool.assembly.sides import RankPlace, WorkerSide
 from vllm_kvpool.connector import KVPoolConnector, KVPoolMetadata
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.layout import formats
-from vllm_kvpool.pool.metadata import StepPlan
-from vllm_kvpool.pool.sides import RankPlace, WorkerSide
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.layout import page_formats
+from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.staging.devices import NpuDevice
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
+from vllm_kvpool.vllm_adapt import ascend_pages, engine_config
 
 from .conftest import SHAPE
 
@@ -144,7 +143,7 @@ class AscendRank:
             registered["draft_model.layers.0.self_attn.attn"] = layout(7, self.block, heads)[0]
         self.parts = [parts for _, parts in made]
         self.connector = KVPoolConnector(config, KVConnectorRole.WORKER, caches)
-        read = adapt.read_engine(config, caches, self.connector._config)
+        read = engine_config.read_engine(config, caches, self.connector._config)
         self.namespace = read.shape.namespace
         self.runner = AscendRunner(npu, self.connector, registered)
         self._jobs = itertools.count(1)
@@ -220,14 +219,14 @@ class HostRank:
                 self.connector._config,
                 self.connector._facts.shape,
                 RankPlace(0, 0, 0),
-                [formats.from_token_content(layer) for layer in self.pages],
+                [page_formats.from_token_content(layer) for layer in self.pages],
                 warm_copier,
                 finish_in_step=True,
             )
             self.connector._worker_side = side
         self.side = side
         side.use_namespace(
-            adapt.read_engine(config, caches, self.connector._config).shape.namespace
+            engine_config.read_engine(config, caches, self.connector._config).shape.namespace
         )
         self._jobs = itertools.count(1)
 
@@ -370,7 +369,7 @@ def test_every_thread_that_moves_pages_enters_the_device(
 
 def broken(on: pytest.MonkeyPatch, fault: str) -> None:
     """Plant a fault in the code under test."""
-    pairs = page_formats.formats.from_pair
+    pairs = ascend_pages.page_formats.from_pair
     match fault:
         case "no set_device":
             on.setattr(NpuDevice, "enter_thread", lambda self: None)
@@ -378,7 +377,7 @@ def broken(on: pytest.MonkeyPatch, fault: str) -> None:
             on.setattr(NpuDevice, "new_event", lambda self: self._npu.Event())  # never recorded
         case "k and v swapped":
             on.setattr(
-                page_formats.formats,
+                ascend_pages.page_formats,
                 "from_pair",
                 lambda k, v, blocks_per_id: pairs(v, k, blocks_per_id=blocks_per_id),
             )
@@ -391,7 +390,7 @@ def broken(on: pytest.MonkeyPatch, fault: str) -> None:
                 ]
                 return pairs(*swapped, blocks_per_id=blocks_per_id)
 
-            on.setattr(page_formats.formats, "from_pair", other_order)
+            on.setattr(ascend_pages.page_formats, "from_pair", other_order)
 
 
 @pytest.mark.parametrize(

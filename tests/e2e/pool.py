@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.engine import Completion, Engine, Prompt
-from vllm_kvpool.store.file.space import FORMAT_DIR
+from vllm_kvpool.storage.file.space import FORMAT_DIR
 
 VOCAB = 1024
 

@@ -17,7 +17,7 @@ from tests.support.uneven_models import UnevenShape, make_uneven
 
 with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
     warnings.simplefilter("ignore")
-    from vllm_kvpool.adapt import releases
+    from vllm_kvpool.vllm_adapt import compat
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +28,7 @@ STORED = PROMPT_TOKENS // CHUNK * CHUNK
 
 def found(tokens_stored: int) -> int:
     """What is found of so many tokens: nothing in releases that would not survive a failed load."""
-    return tokens_stored if releases.reports_failed_loads_by_request() else 0
+    return tokens_stored if compat.reports_failed_loads_by_request() else 0
 
 
 @pytest.fixture(scope="module")

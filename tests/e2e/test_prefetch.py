@@ -15,7 +15,7 @@ from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
 from tests.support.object_server import ObjectServer
-from vllm_kvpool.names import Brought, ChunkNames
+from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 
 pytestmark = [pytest.mark.e2e, pytest.mark.s3]
 

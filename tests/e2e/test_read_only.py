@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.assembly.test_read_only import mounted
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from tests.pool.test_read_only import mounted
 from tests.support.models import LlamaShape
 
 pytestmark = pytest.mark.e2e

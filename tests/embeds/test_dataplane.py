@@ -42,7 +42,7 @@ from vllm_kvpool.embeds.rows import Run
 from vllm_kvpool.embeds.run_bytes import STEP_BYTES
 from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.store import mooncake_engine
+from vllm_kvpool.storage import mooncake_engine
 
 from .items import empty_item, expected, item_of, scattered, shape_of_widths
 from .writer_child import Answer, Order

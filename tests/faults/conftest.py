@@ -14,16 +14,17 @@ with warnings.catch_warnings():
     from tests.faults.scene import Library
     from tests.faults.workshop import Workshop
 
-from vllm_kvpool.adapt import releases
-from vllm_kvpool.pool import open_tiers, scheduler, sides
-from vllm_kvpool.store import breaker
+from vllm_kvpool.assembly import open_tiers, sides
+from vllm_kvpool.scheduler import pool_scheduler as scheduler
+from vllm_kvpool.storage import breaker
 from vllm_kvpool.transfer import executor
+from vllm_kvpool.vllm_adapt import compat
 
 # Where a failed load cannot be told by request, models with several groups load nothing
-# (tests/adapt/test_kinds.py says so), and these are about what is loaded. That release has no MLA
-# on CPUs, for which rigs are configured.
+# (tests/vllm_adapt/test_layer_groups.py says so), and these are about what is loaded. That release
+# has no MLA on CPUs, for which rigs are configured.
 collect_ignore = (
-    [] if releases.reports_failed_loads_by_request() else ["test_windows.py", "test_latents.py"]
+    [] if compat.reports_failed_loads_by_request() else ["test_windows.py", "test_latents.py"]
 )
 
 

@@ -16,10 +16,10 @@ import xxhash
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BAD_CHUNK, BYSTANDER, IMPATIENT, READER, STORED_CHUNKS, Scene
 from tests.support.faults import Fault
-from vllm_kvpool import cells
-from vllm_kvpool.adapt import namespace
-from vllm_kvpool.store.file import read_only
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.storage import cell_format
+from vllm_kvpool.storage.file import read_only
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.vllm_adapt import namespace
 
 DAY_S = 86_400
 ALL = STORED_CHUNKS * CHUNK
@@ -94,8 +94,8 @@ def swap(scene: Scene, data: bytes) -> bytes:
 
 def old_format(scene: Scene, data: bytes) -> bytes:
     """A header that is whole and says another version."""
-    fields = bytearray(data[: cells._FIELDS.size])
-    struct.pack_into("<H", fields, len(cells.MAGIC), cells.FORMAT_VERSION + 1)
+    fields = bytearray(data[: cell_format._FIELDS.size])
+    struct.pack_into("<H", fields, len(cell_format.MAGIC), cell_format.FORMAT_VERSION + 1)
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(fields)))
     return bytes(fields) + checksum + data[len(fields) + len(checksum) :]
 
@@ -152,8 +152,8 @@ def stranger(**fields: Any) -> Callable[[RigSpec], RigSpec]:
 def other_version(scene: Scene) -> None:
     """Only the namespace can tell: it is made while the version is another one."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cells, namespace):
-            patch.setattr(module, "FORMAT_VERSION", cells.FORMAT_VERSION + 1)
+        for module in (cell_format, namespace):
+            patch.setattr(module, "FORMAT_VERSION", cell_format.FORMAT_VERSION + 1)
         joined_by(lambda spec: spec)(scene)
 
 

@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.faults.model import Context, FakeModel, Pages
 from tests.faults.rank import Rank
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.pool.scheduler import PoolScheduler
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 
 BLOCK = 16
 CHUNK = 32

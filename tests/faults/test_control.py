@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.faults import ControlledFaults, Fault, FaultControl, FaultyStore
 from vllm_kvpool.errors import StoreUnreachable
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage.memory import MemoryStore
 
 LIMIT_S = 10.0
 

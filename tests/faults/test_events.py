@@ -17,10 +17,10 @@ from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.adapt import events
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import group_of
-from vllm_kvpool.store.base import Store
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import group_of
+from vllm_kvpool.storage.base import Store
+from vllm_kvpool.vllm_adapt import kv_events
 
 STEPS = 150
 MOST_STEPS = 1500  # on a busy machine less comes into host memory in a step
@@ -139,8 +139,8 @@ def test_what_a_store_evicts_is_taken_back(
     workshop: Workshop, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the engine itself, or by others: nobody tells it."""
-    monkeypatch.setattr(events, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(events, "MOST_LOOKED_AT", 7)
+    monkeypatch.setattr(kv_events, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(kv_events, "MOST_LOOKED_AT", 7)
     url = f"{workshop.memory()}?size=1MiB"
     rig = workshop.rig(RigSpec(tp=tp, num_blocks=40, events=True), url)
     listener, store = Listener(rig), workshop.plain_store(url)

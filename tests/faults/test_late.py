@@ -10,7 +10,7 @@ from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import IMPATIENT, READER, SLACK_S, Library, Scene, tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.store.guard import CLOSE_S
+from vllm_kvpool.storage.guarded import CLOSE_S
 
 END_S = 3.0
 LONG_S = 10.0

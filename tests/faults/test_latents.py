@@ -18,7 +18,7 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 
 LIMIT_S = 60.0
 SIZES = (1, 2, 4)

@@ -18,8 +18,8 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.store.base import Buffer, ChunkRef
-from vllm_kvpool.store.memory import MemoryStore, Shelf
+from vllm_kvpool.storage.base import Buffer, ChunkRef
+from vllm_kvpool.storage.memory import MemoryStore, Shelf
 
 pytestmark = pytest.mark.slow
 

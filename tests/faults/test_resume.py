@@ -8,7 +8,7 @@ from tests.faults.kinds import flip, nothing
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BYSTANDER, READER, SLACK_S, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
-from vllm_kvpool.keys import HeadPart
+from vllm_kvpool.identity.keys import HeadPart
 
 OFFERED = STORED_CHUNKS * CHUNK
 

@@ -18,14 +18,14 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.cells import HEADER_BYTES, seal, verify
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.keys import key_digest
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.file.format import MAGIC, PAGE_BYTES, Footer, is_of, read_footer
-from vllm_kvpool.store.file.index import SOFT_SHARE
-from vllm_kvpool.store.file.space import FORMAT_DIR, object_name
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.identity.keys import key_digest
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal, verify
+from vllm_kvpool.storage.file.format import MAGIC, PAGE_BYTES, Footer, is_of, read_footer
+from vllm_kvpool.storage.file.index import SOFT_SHARE
+from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 

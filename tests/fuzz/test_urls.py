@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.json_trees import texts, trees
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.store.open import FileOptions, S3Options
-from vllm_kvpool.store.tiers import parse_tiers
+from vllm_kvpool.storage.tiers import parse_tiers
+from vllm_kvpool.storage.url import FileOptions, S3Options
 
 CALL_LIMIT_S = 1.0
 SECRET = "hunter2"

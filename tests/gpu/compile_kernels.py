@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from vllm_kvpool.layout.formats import from_cpu_attention, from_token_content
+from vllm_kvpool.layout.page_formats import from_cpu_attention, from_token_content
 
 WARP_THREADS = 32
 # Compute capability, dtype, pages.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpool.layout.formats import from_token_content
+from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.copy_torch import TorchCopier
 

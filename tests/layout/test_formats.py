@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.layout.formats import from_cpu_attention, from_pair, from_token_content
+from vllm_kvpool.layout.page_formats import from_cpu_attention, from_pair, from_token_content
 from vllm_kvpool.layout.pages import LayerPages
 
 # Legend: L layers, B blocks, H heads, N tokens per block, D key row, E value row, C = D + E.

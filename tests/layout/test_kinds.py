@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.keys import ContextRank, HeadPart, LayerSpan, RankPart
+from vllm_kvpool.identity.keys import ContextRank, HeadPart, LayerSpan, RankPart
 from vllm_kvpool.layout.topology import (
     Context,
     Kind,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.keys import HeadPart, LayerSpan, RankPart
+from vllm_kvpool.identity.keys import HeadPart, LayerSpan, RankPart
 from vllm_kvpool.layout.topology import (
     MAX_DEFAULT_CELL_BYTES,
     Context,

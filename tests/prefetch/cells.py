@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from vllm_kvpool.cells import HEADER_BYTES, seal
-from vllm_kvpool.keys import group_of_key, key_digest, key_of_stem
-from vllm_kvpool.names import CellStem, ChunkNames
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
+from vllm_kvpool.identity.keys import group_of_key, key_digest, key_of_stem
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal
 from vllm_kvpool.testing.contract import new_namespace
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
 from tests.support.faults import Fault, FaultyStore
-from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.errors import BuffersInUse, StoreError
-from vllm_kvpool.names import Brought, CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import Brought, CellStem, ChunkNames
 from vllm_kvpool.prefetch import mover as mover_module
 from vllm_kvpool.prefetch.mover import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
-from vllm_kvpool.store.base import Store
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.memory import MemoryStore
 
 PLENTY = 1 << 40
 

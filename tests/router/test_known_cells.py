@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.names import CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.known_cells import MAX_LAYOUTS, KnownCells
 

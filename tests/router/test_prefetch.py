@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_kvpool.names import CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
 from vllm_kvpool.router import prefetch
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.events import ReplicaSpec

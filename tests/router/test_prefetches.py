@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.router_rig import run
-from vllm_kvpool.names import Brought, CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import Brought, CellStem, ChunkNames
 from vllm_kvpool.router import prefetches as module
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.events import ReplicaSpec

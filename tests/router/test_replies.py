@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, CellStem, ChunkNames
 from vllm_kvpool.router.events import Outcome
 from vllm_kvpool.router.replies import NoReply, Said, outcome_of, read_reply, read_spelled
 

@@ -13,7 +13,7 @@ from tests.router.test_run_launches import COMMAND, serves, until
 from tests.support.router_rig import QUICK, run
 from tests.support.scripted_spec import STEMS
 from tests.support.server_process import free_ports
-from vllm_kvpool.names import ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.events import Spawn
 from vllm_kvpool.router.run import Router

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE
-from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.eviction import POLICIES
-from vllm_kvpool.store.file.paths import HeldLock
-from vllm_kvpool.store.file.space import FORMAT_DIR, WriterDirectory
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.file.paths import HeldLock
+from vllm_kvpool.storage.file.space import FORMAT_DIR, WriterDirectory
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of
 from vllm_kvpool.testing.memory import make_buffer
 

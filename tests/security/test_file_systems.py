@@ -1,6 +1,6 @@
 """A file store on file systems that fill up, turn read-only and go away: real ones, mounted here.
 
-Without the right to mount these are skipped; tests/store/test_files.py has the same with system
+Without the right to mount these are skipped; tests/storage/test_files.py has the same with system
 calls that are changed.
 """
 
@@ -17,11 +17,11 @@ import pytest
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.eviction import POLICIES
-from vllm_kvpool.store.file.read_only import open_file_store
-from vllm_kvpool.store.file.space import FORMAT_DIR
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.file.read_only import open_file_store
+from vllm_kvpool.storage.file.space import FORMAT_DIR
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 

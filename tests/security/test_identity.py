@@ -1,7 +1,7 @@
 """Models and requests that look alike and are not: none may read what another has stored.
 
-What vLLM's real configurations make of a namespace is tests/adapt/test_engine.py's; here are
-directories of weights that differ where it is easy to overlook.
+What vLLM's real configurations make of a namespace is tests/vllm_adapt/test_engine_config.py's;
+here are directories of weights that differ where it is easy to overlook.
 """
 
 import copy
@@ -19,11 +19,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tests.support.models import LlamaShape, make_llama, make_lora
-from vllm_kvpool import cells, hashing
 from vllm_kvpool.config import read_config
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
+from vllm_kvpool.identity import chunk_hash as hashing
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.weights import digest_adapter
 from vllm_kvpool.layout.topology import Kind, Topology
-from vllm_kvpool.weights import digest_adapter
+from vllm_kvpool.storage import cell_format
 
 Identity = Callable[[Path], str]
 SHAPE = LlamaShape(layers=2, vocab=64)
@@ -34,7 +35,7 @@ def identity_of() -> Identity:
     """What a namespace says of the weights of a directory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and torch's own, while they are imported
-        from vllm_kvpool.adapt.namespace import weights_identity
+        from vllm_kvpool.vllm_adapt.namespace import weights_identity
 
     def identify(directory: Path) -> str:
         config: Any = SimpleNamespace(
@@ -123,13 +124,13 @@ def test_another_scheme_shares_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cell_of_another_format_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides the version being in the namespace, so that it is not even asked for."""
-    cell, digest = bytearray(cells.HEADER_BYTES + 100), bytes(16)
-    monkeypatch.setattr(cells, "FORMAT_VERSION", cells.FORMAT_VERSION + 1)
-    cells.seal(memoryview(cell), digest)
+    cell, digest = bytearray(cell_format.HEADER_BYTES + 100), bytes(16)
+    monkeypatch.setattr(cell_format, "FORMAT_VERSION", cell_format.FORMAT_VERSION + 1)
+    cell_format.seal(memoryview(cell), digest)
     monkeypatch.undo()
     for checksum in (True, False):
-        fault = cells.verify(memoryview(cell), digest, checksum=checksum)
-        assert fault is cells.CellFault.VERSION
+        fault = cell_format.verify(memoryview(cell), digest, checksum=checksum)
+        assert fault is cell_format.CellFault.VERSION
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         warnings.simplefilter("ignore")
         from vllm.engine.arg_utils import EngineArgs
 
-        from vllm_kvpool.adapt import namespace
+        from vllm_kvpool.vllm_adapt import namespace
 
         model = make_llama(tmp_path_factory.mktemp("models"), SHAPE)
         started = EngineArgs(model=str(model), skip_tokenizer_init=True, dtype="float16")
@@ -236,7 +237,7 @@ def test_unicode_forms_of_one_tenants_name_are_two_tenants(
 def test_another_format_is_another_namespace(
     namespace_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from vllm_kvpool.adapt import namespace
+    from vllm_kvpool.vllm_adapt import namespace
 
     before = namespace_with()
     monkeypatch.setattr(namespace, name, {"FORMAT_VERSION": 2, "SCHEME": b"other"}[name])

@@ -10,14 +10,14 @@ from enum import Enum
 
 import pytest
 
-from vllm_kvpool.store.base import GetOutcome
+from vllm_kvpool.storage.base import GetOutcome
 from vllm_kvpool.testing.memory import make_buffer
 
 pytest.importorskip("obstore", reason="the client of s3:// is not installed")
 
-from vllm_kvpool.store.open import S3Options
-from vllm_kvpool.store.s3 import S3Store
-from vllm_kvpool.store.s3_call import PART_BYTES
+from vllm_kvpool.storage.s3 import S3Store
+from vllm_kvpool.storage.s3_call import PART_BYTES
+from vllm_kvpool.storage.url import S3Options
 
 pytestmark = pytest.mark.s3
 

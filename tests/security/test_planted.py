@@ -26,9 +26,9 @@ from tests.security.planted import (
     within_limit,
 )
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.file.space import FORMAT_DIR
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.file.space import FORMAT_DIR
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 

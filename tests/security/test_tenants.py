@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeRequest
-from vllm_kvpool.cells import CellFault, seal, verify
+from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
 from vllm_kvpool.config import RequestOptions, Role, read_config
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import (
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import (
     ContextRank,
     KeyMaker,
     LayerSpan,
@@ -31,14 +31,14 @@ from vllm_kvpool.keys import (
     namespace_of,
 )
 from vllm_kvpool.layout.topology import Kind, Topology
-from vllm_kvpool.pool.lookup import CellNames
-from vllm_kvpool.pool.sides import ModelShape, SchedulerSide
-from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.store.file.format import MAX_KEY_BYTES
-from vllm_kvpool.store.file.space import object_name
-from vllm_kvpool.store.file.store import FileStore
-from vllm_kvpool.store.memory import MemoryStore
-from vllm_kvpool.store.s3_answers import object_name as s3_object_name
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.cell_format import CellFault, seal, verify
+from vllm_kvpool.storage.file.format import MAX_KEY_BYTES
+from vllm_kvpool.storage.file.space import object_name
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.storage.s3_answers import object_name as s3_object_name
 from vllm_kvpool.testing.memory import make_buffer
 
 CHUNK, CHUNKS, LIMIT_S = 32, 3, 30.0

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from tests.security.planted import CELL, MIB, NAMESPACE
-from vllm_kvpool.store.base import GetOutcome
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.storage.base import GetOutcome
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import get_one, key_of
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -16,8 +16,8 @@ CHILD_LIMIT_S = 60
 
 WRITER = f"""
 import sys
-from vllm_kvpool.store.base import ChunkRef
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of
 from vllm_kvpool.testing.memory import make_buffer
 store = FileStore(sys.argv[1], {4 * MIB})

@@ -19,14 +19,14 @@ import numpy as np
 
 from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
 from tests.soak.crew import Trouble
-from vllm_kvpool.cells import HEADER_BYTES, verify
-from vllm_kvpool.hashing import ChunkChain, RequestIdentity
-from vllm_kvpool.keys import HeadPart, ParsedKey, key_digest
-from vllm_kvpool.store.file.format import PAGE_BYTES, read_footer
-from vllm_kvpool.store.file.index import SOFT_SHARE
-from vllm_kvpool.store.file.paths import entries, open_lock, try_flock
-from vllm_kvpool.store.file.space import FORMAT_DIR, object_name
-from vllm_kvpool.store.file.store import FileStore
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import HeadPart, ParsedKey, key_digest
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
+from vllm_kvpool.storage.file.format import PAGE_BYTES, read_footer
+from vllm_kvpool.storage.file.index import SOFT_SHARE
+from vllm_kvpool.storage.file.paths import entries, open_lock, try_flock
+from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
+from vllm_kvpool.storage.file.store import FileStore
 
 LOCK_LIMIT_S = 5.0
 SETTLE_LIMIT_S = 15.0

@@ -8,10 +8,10 @@ import gc
 
 import torch
 
-import vllm_kvpool.store.file.store
-import vllm_kvpool.store.mooncake  # noqa: F401 - imports the wheel only when a store is opened
+import vllm_kvpool.storage.file.store
+import vllm_kvpool.storage.mooncake  # noqa: F401 - imports the wheel only when a store is opened
 from tests.soak import child  # noqa: F401
-from vllm_kvpool.layout.formats import from_token_content
+from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 
 CpuCopier([from_token_content(torch.zeros((1, 1, 1, 1), dtype=torch.int64))]).warm_up()

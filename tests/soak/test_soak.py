@@ -16,7 +16,7 @@ from tests.soak.directory import Directory
 from tests.soak.engine import Engine, EngineSpec
 from tests.soak.rounds import RECOVER_LIMIT_S, Soak, Strike, check_growth, open_scene
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.store.guard import OPEN_WAIT_S
+from vllm_kvpool.storage.guarded import OPEN_WAIT_S
 
 NUM_PROMPTS = 3
 BOTH = ("writer", "reader")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from vllm_kvpool.layout.formats import from_cpu_attention, from_pair, from_token_content
+from vllm_kvpool.layout.page_formats import from_cpu_attention, from_pair, from_token_content
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copier import Copier
 

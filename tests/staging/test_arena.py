@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 
-from vllm_kvpool.cells import HEADER_BYTES
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging import arena as arena_module
 from vllm_kvpool.staging.arena import (
@@ -19,6 +18,7 @@ from vllm_kvpool.staging.arena import (
     Arena,
 )
 from vllm_kvpool.staging.slots import Slot
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
 
 LIMIT_S = 30.0
 CELL_BYTES = 5000  # two pages

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
-from vllm_kvpool.keys import is_manifest_key
-from vllm_kvpool.store.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.identity.keys import is_manifest_key
+from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
 
 BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
 CONTROL_FILE = "faults.json"

@@ -22,7 +22,7 @@ from tests.support.scripted_pool import ChunkChain, ScriptedPool
 from tests.support.scripted_requests import Ask
 from tests.support.scripted_spec import STEMS, ScriptedSpec
 from tests.support.scripted_words import EOS_ID, Continuation, Detokenizer
-from vllm_kvpool.names import ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames
 
 CATCH_UP_S = 0.05  # steps that are later than this are late for good
 SHORTEST_SLEEP_S = 0.0005  # less is not slept but made up for later

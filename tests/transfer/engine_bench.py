@@ -8,14 +8,15 @@ chunk. `Work` 3 of the lane GET of tier 0 for two cells reads `"3 get-0 a b"`, a
 from collections.abc import Callable
 
 from tests.support.fakes import FakeClock
-from vllm_kvpool.keys import HeadPart, LayerSpan
+from vllm_kvpool.identity.keys import HeadPart, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import Tally, sample_name
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.base import ChunkRef
-from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.host_cache import Residency
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
@@ -48,7 +49,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING

@@ -22,10 +22,11 @@ from tests.transfer.engine_bench import (
     save_job,
 )
 from vllm_kvpool.staging.slots import Slot, SlotPool
-from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
-from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
+from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.host_cache import EntryState, Residency
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
@@ -46,7 +47,6 @@ from vllm_kvpool.transfer.ops import (
     WorkDone,
     WorkStuck,
 )
-from vllm_kvpool.transfer.residency import EntryState, Residency
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 from vllm_kvpool.transfer.tiers import Tier
 

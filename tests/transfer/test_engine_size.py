@@ -21,8 +21,8 @@ from tests.transfer.engine_bench import (
 )
 from tests.transfer.lines import PACKAGE, counted_lines
 from vllm_kvpool.transfer.graph import LaneLimits, Op
+from vllm_kvpool.transfer.host_cache import Entry
 from vllm_kvpool.transfer.ops import CellOutcome, LaneName, OpKind
-from vllm_kvpool.transfer.residency import Entry
 
 pytestmark = pytest.mark.slow
 

@@ -14,15 +14,15 @@ import torch
 from tests.support.fakes import FakeCopier, FakeTrace, FaultyPerform
 from tests.support.faults import Fault, FaultyStore
 from tests.transfer.barrier import has_taken_all
-from vllm_kvpool.keys import ContextRank, KeyMaker, group_of, make_namespace
-from vllm_kvpool.layout.formats import from_token_content
+from vllm_kvpool.identity.keys import ContextRank, KeyMaker, group_of, make_namespace
+from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
-from vllm_kvpool.store.eviction import Lru
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage.eviction import Lru
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor as executor_module
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import (
@@ -34,6 +34,7 @@ from vllm_kvpool.transfer.executor import (
     Executor,
 )
 from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.host_cache import Residency
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
@@ -56,7 +57,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.tiers import Tier
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C row elements.

@@ -29,8 +29,8 @@ from tests.transfer.test_executor import (
     throw_into,
 )
 from vllm_kvpool.errors import BuffersInUse
-from vllm_kvpool.store import breaker
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage import breaker
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor
 from vllm_kvpool.transfer.engine import lane_names
 from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_STUCK

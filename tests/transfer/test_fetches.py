@@ -17,7 +17,7 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
 )
-from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.ops import CellOutcome, WorkId
 from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
 

@@ -20,8 +20,8 @@ from tests.transfer.test_executor_stuck import (
     threads_of,
     wait_for,
 )
-from vllm_kvpool.store import breaker
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage import breaker
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor, lane_thread
 from vllm_kvpool.transfer.lane_thread import LaneThread
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, Work, WorkDone, WorkId

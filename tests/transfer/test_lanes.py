@@ -7,15 +7,15 @@ import pytest
 
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
-from vllm_kvpool.cells import HEADER_BYTES, seal, verify
-from vllm_kvpool.keys import HeadPart, LayerSpan, key_digest
+from vllm_kvpool.identity.keys import HeadPart, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.store.memory import MemoryStore
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal, verify
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer.lanes import LaneWork

@@ -19,7 +19,7 @@ from tests.transfer.engine_bench import (
     load_job,
     name_of,
 )
-from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.loans import HOLD_S, ReplicaSet
 from vllm_kvpool.transfer.ops import CellName, CellOutcome, DropSaves, Lend, LoanOver
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import (
+from vllm_kvpool.identity.keys import (
     ContextRank,
     HeadPart,
     KeyMaker,
@@ -19,8 +18,10 @@ from vllm_kvpool.keys import (
 )
 from vllm_kvpool.layout.topology import Kind, Reach, Replica, Topology, cells_of_rank
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
-from vllm_kvpool.store.base import ChunkRef
-from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.transfer.host_cache import Residency
 from vllm_kvpool.transfer.ops import (
     CellTask,
     JobId,
@@ -31,7 +32,6 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
-from vllm_kvpool.transfer.residency import Residency
 
 CHUNK, ROW_BYTES, BLOCK = 32, 16, 16
 PARENT = b"\0" * 8

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.transfer.engine_bench import DISK, Bench
-from vllm_kvpool.store.eviction import POLICIES
+from vllm_kvpool.storage.eviction import POLICIES
 
 PROMPTS = ("a b c d", "a b e f", "a g h", "w x y z")
 LONGEST = 4

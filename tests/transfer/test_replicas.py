@@ -11,11 +11,11 @@ from queue import Empty, SimpleQueue
 import msgspec
 import pytest
 
-from vllm_kvpool.keys import HeadPart, LayerSpan
+from vllm_kvpool.identity.keys import HeadPart, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell, Replica
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer import replicas
 from vllm_kvpool.transfer.ops import (
     CellName,

@@ -11,7 +11,7 @@ from tests.transfer.engine_bench import (
     two_works,
     words,
 )
-from vllm_kvpool.store.breaker import LONGEST_PAUSE_S
+from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
 
 
 def test_what_waits_for_a_tier_that_has_gone_away_goes_elsewhere() -> None:

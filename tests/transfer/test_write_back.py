@@ -10,7 +10,7 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
 )
-from vllm_kvpool.store.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 from vllm_kvpool.transfer.tiers import Tier
 

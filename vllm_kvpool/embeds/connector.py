@@ -19,9 +19,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from vllm_kvpool.adapt import ascend, epochs
-from vllm_kvpool.adapt import embeds as adapt
-from vllm_kvpool.adapt.embeds_stats import EmbedsProm, EmbedsStats
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
 from vllm_kvpool.embeds.allowed import AllowedPeers
 from vllm_kvpool.embeds.links import WorkerLinks
@@ -33,6 +30,10 @@ from vllm_kvpool.embeds.sockets import read_keys
 from vllm_kvpool.embeds.worker import EmbedsWorker, Place
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import register
+from vllm_kvpool.vllm_adapt import ascend
+from vllm_kvpool.vllm_adapt import embeds as adapt
+from vllm_kvpool.vllm_adapt import weights_version as epochs
+from vllm_kvpool.vllm_adapt.embeds_stats import EmbedsProm, EmbedsStats
 
 if TYPE_CHECKING:
     import torch

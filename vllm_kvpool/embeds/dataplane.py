@@ -22,7 +22,7 @@ from vllm_kvpool.embeds.run_bytes import Bytes, digest_of, drain, item_digest
 from vllm_kvpool.embeds.shared_files import SharedLanding, SharedWriter
 from vllm_kvpool.embeds.writes import RowWrite, WriteError
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.store.mooncake_engine import (
+from vllm_kvpool.storage.mooncake_engine import (
     NativeEngine,
     SharedEngine,
     environment_of,

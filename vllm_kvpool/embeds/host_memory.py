@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_kvpool.embeds.run_bytes import Bytes
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.storage.base import Buffer
 
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 ALIGNMENT = 2 << 20  # of huge pages; devices that want any ask for no more

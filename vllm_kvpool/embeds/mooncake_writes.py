@@ -23,7 +23,7 @@ from vllm_kvpool.embeds.run_bytes import Bytes, copy_digested, new_digest, segme
 from vllm_kvpool.embeds.write_staging import Piece, Staging
 from vllm_kvpool.embeds.writes import RowWrite, WriteError
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.store.mooncake_engine import (
+from vllm_kvpool.storage.mooncake_engine import (
     FAILED,
     OK,
     REFUSED,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_kvpool.embeds.run_bytes import Bytes
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.storage.base import Buffer
 
 WAIT_STEP_S = 0.02  # nobody says when a piece leaves quarantine
 

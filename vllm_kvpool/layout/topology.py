@@ -21,7 +21,7 @@ from itertools import cycle, groupby, pairwise
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.keys import ContextRank, HeadPart, LayerSpan, RankPart
+from vllm_kvpool.identity.keys import ContextRank, HeadPart, LayerSpan, RankPart
 
 DEFAULT_SPAN_PIECES = 4
 MAX_DEFAULT_CELL_BYTES = 4 << 20

@@ -28,12 +28,12 @@ import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, read_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.names import Brought, ChunkNames
-from vllm_kvpool.pool.given_tiers import tier_specs
+from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.mover import BadNames, Mover
 from vllm_kvpool.prefetch.route import pool_options, route_of
-from vllm_kvpool.store.guard import GuardedStore, Patience
-from vllm_kvpool.store.open import (
+from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.tiers import tier_specs
+from vllm_kvpool.storage.url import (
     FileOptions,
     StoreSpec,
     capabilities_of,

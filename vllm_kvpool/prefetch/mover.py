@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_kvpool.cells import HEADER_BYTES, verify
 from vllm_kvpool.errors import BuffersInUse, StoreError
-from vllm_kvpool.keys import CellKey, ParsedKey, group_of_key, key_digest, key_of_stem
-from vllm_kvpool.names import Brought, ChunkNames
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.identity.cell_names import Brought, ChunkNames
+from vllm_kvpool.identity.keys import CellKey, ParsedKey, group_of_key, key_digest, key_of_stem
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
 
 BATCH_BYTES = 16 << 20
 BATCH_CELLS = 64

@@ -17,7 +17,7 @@ from typing import TypeVar
 from aiohttp import web
 from multidict import CIMultiDict
 
-from vllm_kvpool.names import ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.bodies import ClientRequest
 from vllm_kvpool.router.chunks import DONE
 from vllm_kvpool.router.clients import EVENT_STREAM, JSON, SERVER, Client, ClientGone

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_kvpool.names import CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 
 MAX_CHUNKS = 1 << 17

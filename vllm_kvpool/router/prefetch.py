@@ -9,7 +9,7 @@ before, for whatever reason, is not begun again until then.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_kvpool.names import ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.fleet import Fleet
 from vllm_kvpool.router.known_cells import KnownCells
 from vllm_kvpool.router.states import NEW

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_kvpool.names import Brought, ChunkNames
+from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.router.bodies import ClientRequest
 from vllm_kvpool.router.fleet import Fleet
 from vllm_kvpool.router.keepers import open_log

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_kvpool.names import ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.bodies import error_body
 from vllm_kvpool.router.events import Outcome
 

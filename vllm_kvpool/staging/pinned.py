@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.storage.base import Buffer
 
 logger = logging.getLogger(__name__)
 

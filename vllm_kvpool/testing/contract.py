@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_kvpool.keys import Namespace, make_namespace
-from vllm_kvpool.store.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.identity.keys import Namespace, make_namespace
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.testing.memory import Arena, random_bytes
 
 ARENA_BYTES = 48 << 20

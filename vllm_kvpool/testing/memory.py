@@ -7,7 +7,7 @@ import mmap
 
 import numpy as np
 
-from vllm_kvpool.store.base import Buffer
+from vllm_kvpool.storage.base import Buffer
 
 ALIGNMENT_BYTES = mmap.PAGESIZE
 

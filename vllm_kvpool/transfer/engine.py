@@ -1,7 +1,7 @@
 """The engine's decisions: `step(event, now) -> actions` (pure; owned by the engine thread).
 
 Jobs become graphs of ops over lanes (scheduler.py), which move cells between pages, host memory
-and tiers: loads.py and fetches.py bring them in, saves.py takes them out, residency.py knows what
+and tiers: loads.py and fetches.py bring them in, saves.py takes them out, host_cache.py knows what
 host memory holds. The engine gives ops their slots when they start, hands batches to lanes, takes
 outcomes back, watches deadlines and the health of tiers, and passes on reports.
 
@@ -14,11 +14,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import cast
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.store.breaker import Breaker
-from vllm_kvpool.transfer.desk import PASSING, Desk
+from vllm_kvpool.storage.breaker import Breaker
+from vllm_kvpool.transfer.context import PASSING, Desk
+from vllm_kvpool.transfer.demotion import HandDowns, Passage
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
-from vllm_kvpool.transfer.handdown import HandDowns, Passage
+from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.hung_calls import Stuck
 from vllm_kvpool.transfer.loads import Load, Loads, Scatter
 from vllm_kvpool.transfer.loans import Borrowed, Kept, Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
@@ -51,10 +53,8 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.residency import Residency
 from vllm_kvpool.transfer.saves import Copy, Put, Saves
 from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.stuck import Stuck
 from vllm_kvpool.transfer.tiers import Tier
 
 OWNERS_SHOWN = 4  # jobs named in a lane's work

@@ -12,7 +12,7 @@ A lane thread that dies is noticed, by its last word or by a look every `WATCH_S
 doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
 lane is given fails at once. One that hangs in a store for `call_timeout_s` is left behind: another
 takes its place while no more than `MAX_STUCK` of the lane hang, else what the lane is given fails
-at once until one of them comes back. Its memory waits for it (`stuck.py`); for ever where the
+at once until one of them comes back. Its memory waits for it (`hung_calls.py`); for ever where the
 store itself has given up a call that may still touch it (`BuffersInUse`).
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from vllm_kvpool.keys import Namespace
+from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges

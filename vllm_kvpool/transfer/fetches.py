@@ -14,10 +14,10 @@ A cell found further away is copied into the nearer tiers that lack it (`copy_up
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from vllm_kvpool.transfer.desk import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, Desk
 from vllm_kvpool.transfer.graph import Graph, Op, OpState
+from vllm_kvpool.transfer.host_cache import Entry, EntryState
 from vllm_kvpool.transfer.ops import REPLICA, CellOutcome, CellTask, NamedCell, OpKind
-from vllm_kvpool.transfer.residency import Entry, EntryState
 
 MAX_WAITING_REMOVES = 1024
 

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_kvpool.cells import seal, verify
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
-from vllm_kvpool.keys import key_digest
+from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.metrics import Tally
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
-from vllm_kvpool.store.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.cell_format import seal, verify
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
     REPLICA,

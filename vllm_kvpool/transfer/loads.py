@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.transfer.desk import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, Desk
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.host_cache import Entry, EntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
     CellOutcome,
@@ -28,7 +29,6 @@ from vllm_kvpool.transfer.ops import (
     PrefetchJob,
     SpanLoaded,
 )
-from vllm_kvpool.transfer.residency import Entry, EntryState
 
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.fetches import Fetches

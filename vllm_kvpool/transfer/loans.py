@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from vllm_kvpool.keys import kind_of_group
+from vllm_kvpool.identity.keys import kind_of_group
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.transfer.desk import Desk
+from vllm_kvpool.transfer.context import Desk
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, Priority
+from vllm_kvpool.transfer.host_cache import Entry, EntryState
 from vllm_kvpool.transfer.ops import (
     NOBODY,
     REPLICA,
@@ -32,7 +33,6 @@ from vllm_kvpool.transfer.ops import (
     LoanOver,
     NamedCell,
 )
-from vllm_kvpool.transfer.residency import Entry, EntryState
 
 HOLD_S = 2.0
 

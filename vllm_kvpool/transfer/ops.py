@@ -13,7 +13,7 @@ from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef
 
 JobId = NewType("JobId", int)
 WorkId = NewType("WorkId", int)

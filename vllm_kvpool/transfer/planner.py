@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-from vllm_kvpool.cells import HEADER_BYTES
-from vllm_kvpool.keys import KeyMaker, Namespace, around_hash
+from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, Replica
-from vllm_kvpool.store.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     CellName,

@@ -11,7 +11,7 @@ Copied bytes count only if the lender confirms that it held them until then, so 
 releases early (a borrower that hangs past `ReplicaSet.loan_s`) is never used. A connection carries
 one loan at a time and its end, `kill -9` included, ends the loan; whatever is not as expected ends
 the connection, and the borrower asks the tiers. Calls are bounded by `patience_s`; a replica that
-was late or gone is left alone for a while (`store/breaker.py`).
+was late or gone is left alone for a while (`storage/breaker.py`).
 
 Nothing of this has a name in a file system: sockets are abstract, arenas are memory files sealed
 against other writers. Both ends must be of one user, and the borrower knows the lender's token,
@@ -44,8 +44,8 @@ import numpy as np
 
 from vllm_kvpool.layout.topology import Replica
 from vllm_kvpool.staging.arena import Arena
-from vllm_kvpool.store.base import Buffer
-from vllm_kvpool.store.breaker import Breaker
+from vllm_kvpool.storage.base import Buffer
+from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.ops import (
     CellName,
     CellOutcome,

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.transfer.desk import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, Desk
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.host_cache import Entry
 from vllm_kvpool.transfer.ops import (
     NOBODY,
     CellName,
@@ -33,7 +34,6 @@ from vllm_kvpool.transfer.ops import (
     SaveGathered,
     SaveJob,
 )
-from vllm_kvpool.transfer.residency import Entry
 
 SAVE_STALL_S = 1.0
 STALL_REST_S = 20.0

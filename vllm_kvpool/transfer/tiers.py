@@ -1,6 +1,6 @@
 """What the engine knows of the stores behind it, nearest first (pure).
 
-A tier that fails a few batches in a row is left alone for a while (`store/breaker.py`): its ops
+A tier that fails a few batches in a row is left alone for a while (`storage/breaker.py`): its ops
 fail at once, loads go to the next tier, saves skip it.
 """
 

@@ -1,0 +1,491 @@
+"""Whole worker sides over one store: ranks of any TP and PP write, ranks of any other read.
+
+Everything is the package's own but the engine: topology, planner, keys, lanes, copiers, store.
+"""
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.copiers import warm_copier
+from vllm_kvpool.assembly import open_tiers, sides
+from vllm_kvpool.assembly.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError, StoreUnreachable
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import group_of, make_namespace
+from vllm_kvpool.layout.page_formats import from_token_content
+from vllm_kvpool.layout.topology import Kind, Topology
+from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.guarded import Patience
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.storage.url import StoreSpec, open_store, parse_store_url
+from vllm_kvpool.transfer import demotion
+from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
+
+# Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
+LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
+LIMIT_S = 30.0
+MOST_PROMPTS = 40  # more than the small directory has room for
+NAMES = itertools.count()
+MODEL = make_namespace("model", "0" * 12)
+
+
+class Rank:
+    """One rank of an engine: its side of the pool and its pages."""
+
+    def __init__(
+        self,
+        store: str | list[str],
+        topology: Topology,
+        tp_rank: int,
+        pp_rank: int,
+        block: int,
+        **options: str,
+    ) -> None:
+        start, stop = topology.stages[pp_rank]
+        first, heads = topology.first_head(tp_rank), topology.heads_per_rank
+        self.part = (slice(start, stop), slice(first, first + heads))
+        self.block = block
+        shape = (stop - start, 1 + TOKENS // block, heads, block, CONTENT)
+        every = torch.full(shape, -1, dtype=torch.int16)
+        self.pages_lbhnc = every[:, 1:]  # no request has the first block
+        model = ModelShape.of_one_kind(
+            namespace=MODEL,
+            topology=topology,
+            block_size=block,
+            num_blocks=1 + TOKENS // block,
+            num_ranks=topology.tp_size * len(topology.stages),
+            row_bytes=CONTENT * 2,
+        )
+        extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
+        self.side = WorkerSide(
+            read_config(extra, env={}),
+            model,
+            RankPlace(tp_rank, pp_rank, pp_rank * topology.tp_size + tp_rank),
+            [from_token_content(layer) for layer in every],
+            warm_copier,
+            finish_in_step=True,
+        )
+        self.pages = (JobPages(tuple(range(1, 1 + TOKENS // block)), 0, 0, TOKENS),)
+        self.jobs = itertools.count(1)
+
+    def save(self, kv_lhtc: torch.Tensor, prompt: int = 0) -> None:
+        """Returns when the pages are free, as at the end of a step."""
+        blocks = kv_lhtc[self.part].unflatten(2, (-1, self.block)).transpose(1, 2)
+        self.pages_lbhnc.copy_(blocks)
+        plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes_of(prompt), self.pages)
+        self.side.worker.start_saves(StepPlan(saves=(plan,)))
+
+    def load(self, prompt: int = 0) -> torch.Tensor:
+        """The loaded tokens, `[L, H, T, C]`."""
+        self.pages_lbhnc.fill_(-1)
+        job = JobId(next(self.jobs))
+        load = LoadPlan(job, "r", 0, hashes_of(prompt), self.pages, 0, TOKENS)
+        plan = StepPlan(loads=(load,), idle=True)
+        self.side.worker.start_loads(plan)
+        deadline = time.monotonic() + LIMIT_S
+        while "r" not in (results := self.side.worker.finish_step(plan, set())).loaded:
+            assert time.monotonic() < deadline, "the load did not end"
+        assert not results.invalid_blocks
+        return self.pages_lbhnc.transpose(1, 2).flatten(2, 3)
+
+    def close(self) -> dict[str, float]:
+        """Waits for the puts; what was counted."""
+        self.side.close()
+        return self.side.tally.snapshot()
+
+
+def hashes_of(prompt: int) -> tuple[bytes, ...]:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(range(prompt * TOKENS, (prompt + 1) * TOKENS))
+    return tuple(chain.hashes)
+
+
+def stages(pp_size: int) -> tuple[tuple[int, int], ...]:
+    cut = LAYERS // pp_size
+    return tuple((i * cut, (i + 1) * cut) for i in range(pp_size))
+
+
+def ranks(
+    store: str | list[str], num_heads: int, shape: tuple[int, int, int], *, per_head: bool = True
+) -> Iterator[Rank]:
+    tp_size, pp_size, block = shape
+    topology = Topology(num_heads, tp_size, stages(pp_size), 2, per_head)
+    for tp_rank, pp_rank in itertools.product(range(tp_size), range(pp_size)):
+        yield Rank(store, topology, tp_rank, pp_rank, block)
+
+
+def random_kv(num_heads: int) -> torch.Tensor:
+    return torch.randint(0, 2**15, (LAYERS, num_heads, TOKENS, CONTENT), dtype=torch.int16)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        # (TP, PP, block)
+        ((1, 1, 16), (2, 2, 32)),
+        ((2, 4, 32), (1, 1, 48)),
+        ((4, 2, 16), (8, 1, 96)),
+        ((8, 1, 96), (4, 4, 16)),
+        ((16, 1, 32), (2, 1, 16)),
+        ((1, 4, 48), (16, 2, 32)),
+    ],
+)
+def test_any_parallelism_reads_any_other(
+    num_heads: int, writer: tuple[int, int, int], reader: tuple[int, int, int]
+) -> None:
+    store = f"memory://sides{next(NAMES)}"
+    shared = MemoryStore(store.removeprefix("memory://"), 1 << 30)  # keeps what writers leave
+    kv = random_kv(num_heads)
+    for rank in ranks(store, num_heads, writer):
+        rank.save(kv)
+        rank.close()
+    # Nothing is missing, and replicas have stored nothing twice.
+    assert len(shared._shelf.list_keys()) == num_heads * (LAYERS // 2) * (TOKENS // CHUNK)
+    for rank in ranks(store, num_heads, reader):
+        assert torch.equal(rank.load(), kv[rank.part])
+        rank.close()
+    shared.close()
+
+
+@pytest.mark.parametrize(("tp_size", "num_heads"), [(1, 2), (2, 8), (4, 2)])
+def test_cells_per_rank_at_equal_parallelism(tp_size: int, num_heads: int) -> None:
+    store = f"memory://sides{next(NAMES)}"
+    shared = MemoryStore(store.removeprefix("memory://"), 1 << 30)
+    kv = random_kv(num_heads)
+    for rank in ranks(store, num_heads, (tp_size, 2, 16), per_head=False):
+        rank.save(kv)
+        rank.close()
+    distinct = min(tp_size, num_heads)
+    assert len(shared._shelf.list_keys()) == distinct * (LAYERS // 2) * (TOKENS // CHUNK)
+    for rank in ranks(store, num_heads, (tp_size, 1, 32), per_head=False):
+        assert torch.equal(rank.load(), kv[rank.part])
+        rank.close()
+    shared.close()
+
+
+# Several tiers
+
+HEADS = 4
+NUM_CELLS = HEADS * (LAYERS // 2) * (TOKENS // CHUNK)  # of a prompt
+HOST = "host://16MiB"
+
+
+@dataclass
+class Tiers:
+    """A memory store and a directory of files, whose content the test looks at."""
+
+    name: str
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.shared = MemoryStore(self.name, 1 << 30)
+
+    @property
+    def memory(self) -> str:
+        return f"memory://{self.name}"
+
+    @property
+    def file(self) -> str:
+        return f"file://{self.path}?size=1GiB"
+
+    def num_in_memory(self) -> int:
+        return len(self.shared._shelf.list_keys())
+
+    def num_in_files(self, prompt: int = 0) -> int:
+        topology = Topology(HEADS, 1, stages(1), 2)
+        names = CellNames(MODEL, [Kind(topology, CONTENT * 2)])
+        keys = [key for chunk in hashes_of(prompt) for key in names.of_chunk(chunk)]
+        store = FileStore(str(self.path), 1 << 30)
+        try:
+            return sum(store.exists(keys))
+        finally:
+            store.close()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(f"sides{next(NAMES)}", tmp_path / "cells")
+
+
+def one_rank(store: list[str], **options: str) -> Rank:
+    return Rank(store, Topology(HEADS, 1, stages(1), 2), 0, 0, 16, **options)
+
+
+def check_others_read(store: str, kv: torch.Tensor, prompt: int = 0) -> None:
+    """Ranks of another TP and PP, without host memory, find the prompt in that store alone."""
+    for rank in ranks(store, HEADS, (2, 2, 32)):
+        assert torch.equal(rank.load(prompt), kv[rank.part])
+        rank.close()
+
+
+def num_gets(counted: dict[str, float]) -> float:
+    """Cells that any store was asked for."""
+    return sum(v for k, v in counted.items() if k.startswith("kvpool_cells{direction=load"))
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+@pytest.mark.parametrize("num_stores", [0, 1, 2])
+def test_what_is_in_host_memory_is_loaded_without_a_store(
+    tiers: Tiers, num_stores: int, policy: str
+) -> None:
+    kv = random_kv(HEADS)
+    stores = [tiers.memory, tiers.file][:num_stores]
+    rank = one_rank([HOST, *stores], write_policy=policy)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    report = rank.side.worker.take_report()
+    assert report is not None
+    assert set(report.host[0].added) == {group_of(MODEL, chunk.hex()) for chunk in hashes_of(0)}
+    counted = rank.close()
+    assert num_gets(counted) == 0
+    assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS
+    for store in stores[-1:] if policy == "back" else stores:  # files outlive the process
+        check_others_read(store, kv)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_replicas_keep_in_host_memory_what_another_of_them_stores(
+    tiers: Tiers, policy: str
+) -> None:
+    """They take turns in storing chunks, but each of them loads all."""
+    kv = random_kv(1)
+    topology = Topology(1, 2, stages(1), 2)
+    both = [
+        Rank([HOST, tiers.memory], topology, rank, 0, 16, write_policy=policy) for rank in range(2)
+    ]
+    for rank in both:
+        rank.save(kv)
+    for rank in both:
+        assert torch.equal(rank.load(), kv)
+        assert num_gets(rank.close()) == 0
+    assert tiers.num_in_memory() == LAYERS // 2 * (TOKENS // CHUNK)
+
+
+@pytest.mark.parametrize("further", [False, True], ids=["one store", "two stores"])
+def test_write_back_stores_nothing_before_the_end(tiers: Tiers, further: bool) -> None:
+    """At the end it goes to the nearest tier that outlives the process, if there is one."""
+    kv = random_kv(HEADS)
+    rank = one_rank([HOST, tiers.memory, *[tiers.file] * further], write_policy="back")
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    assert tiers.num_in_memory() == 0
+    counted = rank.close()
+    assert counted["kvpool_evicted_cells{tier=host,fate=demoted}"] == NUM_CELLS
+    assert tiers.num_in_memory() == (0 if further else NUM_CELLS)
+    check_others_read(tiers.file if further else tiers.memory, kv)
+
+
+def test_what_a_full_directory_would_evict_is_handed_to_the_next_tier(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.02)
+    small = f"file://{tmp_path / 'small'}?size=4MiB"
+    rank = one_rank([small, tiers.file], write_policy="back")
+    kvs = []
+    while tiers.num_in_files(0) < NUM_CELLS:
+        assert len(kvs) < MOST_PROMPTS, "nothing was handed down"
+        kvs.append(random_kv(HEADS))
+        rank.save(kvs[-1], len(kvs) - 1)
+        full = len(kvs) * NUM_CELLS * 4096 > 3 << 20
+        deadline = time.monotonic() + (0.5 if full else 0.0)
+        while tiers.num_in_files(0) < NUM_CELLS and time.monotonic() < deadline:
+            time.sleep(0.01)  # the thread that asks the directory has its turn
+    for prompt, kv in enumerate(kvs):
+        assert torch.equal(rank.load(prompt), kv)
+    assert rank.close()["kvpool_evicted_cells{tier=file,fate=demoted}"] >= NUM_CELLS
+    check_others_read(tiers.file, kvs[0])
+
+
+def test_a_directory_is_not_closed_while_it_is_asked_what_it_would_evict(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take a lock that nobody gives back, and its scan is cut short where it is."""
+    monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.01)
+    asked, go_on = threading.Event(), threading.Event()
+    closed: list[FileStore] = []
+
+    def surplus(store: FileStore, max_keys: int) -> list[tuple[str, int]]:
+        asked.set()
+        assert go_on.wait(LIMIT_S)
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "surplus", surplus)
+        patch.setattr(FileStore, "close", lambda store: closed.append(store))
+        rank = one_rank([f"file://{tmp_path / 'a'}?size=4MiB", tiers.file], write_policy="back")
+        assert asked.wait(LIMIT_S)
+        rank.close()
+        go_on.set()
+    assert closed == []
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_what_has_left_host_memory_is_read_from_a_store(tiers: Tiers, policy: str) -> None:
+    """More prompts than the host tier has room for."""
+    prompts = 8
+    kvs = [random_kv(HEADS) for _ in range(prompts)]
+    assert prompts * NUM_CELLS * 4096 > 1 << 20
+    rank = one_rank(["host://1MiB", tiers.memory], write_policy=policy)
+    for prompt, kv in enumerate(kvs):
+        rank.save(kv, prompt)
+    for prompt, kv in enumerate(kvs):
+        assert torch.equal(rank.load(prompt), kv)
+    counted = rank.close()
+    assert 0 < num_gets(counted) <= prompts * NUM_CELLS
+    assert tiers.num_in_memory() == prompts * NUM_CELLS
+    check_others_read(tiers.memory, kvs[0])
+    check_others_read(tiers.memory, kvs[-1], prompts - 1)
+
+
+def test_what_is_found_further_away_is_copied_nearer(tiers: Tiers) -> None:
+    kv = random_kv(HEADS)
+    writer = one_rank([tiers.file])
+    writer.save(kv)
+    writer.close()
+    reader = one_rank([HOST, tiers.memory, tiers.file])
+    assert torch.equal(reader.load(), kv)
+    assert torch.equal(reader.load(), kv)
+    counted = reader.close()
+    assert counted["kvpool_hit_cells{tier=file}"] == NUM_CELLS
+    assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS
+    assert tiers.num_in_memory() == NUM_CELLS
+    check_others_read(tiers.memory, kv)
+
+
+# A tier that is not there
+
+
+def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Stores of that scheme cannot be reached, until the event is set."""
+    back = threading.Event()
+
+    def open_or_not(spec: StoreSpec, *, segment: bool) -> Store:
+        if spec.scheme == scheme and not back.is_set():
+            raise StoreUnreachable(f"{spec.url} is not there")
+        return open_store(spec, segment=segment)
+
+    monkeypatch.setattr(open_tiers, "open_store", open_or_not)
+    return back
+
+
+@pytest.mark.parametrize("host", [[], [HOST]], ids=["no host tier", "host tier"])
+@pytest.mark.parametrize("lost", ["memory", "file"])
+def test_a_tier_that_is_not_there_at_the_start_is_left_alone(
+    tiers: Tiers,
+    host: list[str],
+    lost: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kv = random_kv(HEADS)
+    without(lost, monkeypatch)
+    rank = one_rank([*host, tiers.memory, tiers.file])
+    assert f"{lost}://" in caplog.text
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    counted = rank.close()
+    left = "file" if lost == "memory" else "memory"
+    assert counted[f"kvpool_cells{{direction=save,store={left},outcome=done}}"] == NUM_CELLS
+    assert counted[f"kvpool_tier_up{{tier={lost}}}"] == 0
+    assert not [name for name in counted if f"store={lost}" in name]
+    check_others_read(tiers.file if left == "file" else tiers.memory, kv)
+    assert (tiers.num_in_memory(), tiers.num_in_files()) == (
+        (0, NUM_CELLS) if lost == "memory" else (NUM_CELLS, 0)
+    )
+
+
+@pytest.mark.parametrize("lost", ["memory", "file"])
+def test_a_tier_that_comes_later_is_found_and_used(
+    tiers: Tiers, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = random_kv(HEADS)
+    back = without(lost, monkeypatch)
+    rank = one_rank([tiers.memory if lost == "memory" else tiers.file])
+    back.set()
+    deadline = time.monotonic() + LIMIT_S
+    while not rank.side.tally.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    rank.close()
+    assert tiers.num_in_memory() + tiers.num_in_files() == NUM_CELLS
+
+
+def test_a_required_tier_that_is_not_there_stops_the_start(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without("file", monkeypatch)
+    with pytest.raises(ConfigError, match="the store is required"):
+        one_rank([HOST, tiers.memory, tiers.file + "&required=1"])
+
+
+# A trace
+
+
+def test_a_trace_has_every_batch_of_its_rank(tiers: Tiers, tmp_path: Path) -> None:
+    kv = random_kv(HEADS)
+    topology = Topology(HEADS, 2, stages(1), 2)
+    trace_file = str(tmp_path / "trace")
+    rank = Rank([HOST, tiers.memory], topology, 1, 0, 16, trace_file=trace_file)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv[rank.part])
+    counted = rank.close()
+    [path] = tmp_path.glob("trace*")
+    assert path.name == "trace.1.json"
+    events = msgspec.json.decode(path.read_bytes())
+    assert events[0]["args"] == {"name": "kvpool rank 1"}
+    batches = [event for event in events if event["ph"] == "X"]
+    cells = Counter[str]()
+    for batch in batches:
+        cells[batch["name"]] += batch["args"]["cells"]
+    assert cells == dict.fromkeys(("gather", "seal", "put", "scatter"), NUM_CELLS // 2)
+    assert {batch["args"]["tier"] for batch in batches} == {"host", "memory"}
+    marks = [event["name"] for event in events if event["ph"] == "i"]
+    assert sorted(marks) == ["load done", "save done"]
+    assert counted.get("kvpool_trace_dropped", 0) == 0
+
+
+def test_without_a_trace_file_nothing_is_written(tiers: Tiers, tmp_path: Path) -> None:
+    rank = one_rank([HOST, tiers.memory])
+    rank.save(random_kv(HEADS))
+    rank.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
+    rank = one_rank([f"{tiers.memory}?get_lanes=3&put_lanes=2", tiers.file])
+    names = Counter(t.name.rpartition("-")[0] for t in threading.enumerate() if "kvpool" in t.name)
+    kv = random_kv(HEADS)
+    rank.save(kv)
+    assert torch.equal(rank.load(), kv)
+    rank.close()
+    counts = {name: names[f"kvpool-{name}"] for name in ("get-0", "put-0", "get-1", "put-1")}
+    assert counts == {"get-0": 3, "put-0": 2, "get-1": 2, "put-1": 1}
+
+
+def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
+    specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
+    opened = open_tiers.open_tiers(specs, Patience(call_s=5.0, answer_s=5.0), segment=False)
+    limits = {
+        kind: [sides._limits_of(LaneName(kind, tier), 1, opened) for tier in (0, 1)]
+        for kind in (OpKind.PUT, OpKind.GET)
+    }
+    for limit, factor in zip(limits[OpKind.PUT] + limits[OpKind.GET], (1, 2, 1, 1), strict=True):
+        assert limit.batch_bytes == factor * sides.BATCH_BYTES <= limit.budget_bytes
+        assert limit.batch_ops == factor * sides.BATCH_CELLS
+    opened.close()

@@ -1,0 +1,229 @@
+"""Which blocks a plan is about, in every KV cache group, whatever the engine has let go."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.layout.topology import Group, Reach
+from vllm_kvpool.scheduler.block_pins import Place
+from vllm_kvpool.scheduler.block_tables import NO_PAGES, GroupTables, all_blocks
+from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages
+
+WINDOW, LOCAL = Reach(window=40), Reach(local_tokens=64)
+STALE = 99  # a block that is someone else's by now
+
+
+def table(num_blocks: int, first: int = 100) -> list[int]:
+    return list(range(first, first + num_blocks))
+
+
+# Examples
+
+
+def test_hits_are_aligned_to_the_blocks_of_all_groups() -> None:
+    assert GroupTables([Group(16), Group(48, WINDOW), Group(32, shared=False)]).block_size == 96
+
+
+def test_only_layers_that_read_the_last_tokens_make_blocks_go() -> None:
+    assert not GroupTables([Group(16), Group(16, WINDOW, shared=False)]).forgets
+    assert GroupTables([Group(16), Group(16, WINDOW)]).forgets
+
+
+def test_a_request_goes_on_from_a_block_only_where_nothing_before_it_is_missing() -> None:
+    assert GroupTables([Group(16)]).resumes
+    assert not GroupTables([Group(16), Group(16)]).resumes
+    assert not GroupTables([Group(16, WINDOW)]).resumes
+    assert not GroupTables([Group(16, LOCAL)]).resumes
+
+
+def test_a_load_fills_what_each_group_reads_and_nothing_of_groups_not_shared() -> None:
+    groups = [Group(16), Group(32, WINDOW), Group(16, shared=False), Group(16, LOCAL)]
+    tables = [table(8), [0, 0, 202, 203], table(8, 300), [0] * 4 + table(4, 404)]
+    # Token 128 sees 89 and later, of which the block begins at 64; it begins a local piece.
+    assert GroupTables(groups).of_load(tables, 32, 128) == (
+        JobPages((102, 103, 104, 105, 106, 107), 32, 32, 128),
+        JobPages((202, 203), 64, 64, 128),
+        NO_PAGES,
+        NO_PAGES,
+    )
+    assert GroupTables(groups).of_load(tables, 32, 127)[3] == JobPages(
+        (404, 405, 406, 407), 64, 64, 127
+    )
+
+
+def test_a_load_does_not_touch_what_the_engine_has() -> None:
+    [pages] = GroupTables([Group(16, WINDOW)]).of_load([table(8)], 112, 128)
+    assert pages == JobPages((107,), 112, 112, 128)
+
+
+@pytest.mark.parametrize(
+    ("ids", "pages"),
+    [
+        ([1, 2, 3, 0, 5, 6, 7, 8], JobPages((5, 6, 7, 8), 64, 64, 128)),
+        ([1, 2, 3, 4, 5, 0, 0, 8], JobPages((8,), 112, 112, 128)),
+        ([0] * 8, NO_PAGES),
+    ],
+)
+def test_what_the_engine_keeps_no_block_for_is_not_loaded(ids: list[int], pages: JobPages) -> None:
+    [loaded] = GroupTables([Group(16, Reach(window=100))]).of_load([ids], 0, 128)
+    assert loaded == pages
+
+
+def test_a_save_masks_what_was_let_go_and_fills_in_what_is_held() -> None:
+    groups = GroupTables([Group(16), Group(16, WINDOW)])
+    window = [0, STALE, STALE, STALE, 204, 205]  # token 96 reads from 57 on, block 3
+    held = {Place(1, 2): 72, Place(0, 0): 70, Place(1, 9): 79}
+    pages = groups.of_save([table(6), window], 32, 96, 103, held)
+    assert pages == (
+        JobPages((102, 103, 104, 105), 32, 32, 96),
+        JobPages((72, NULL_BLOCK, 204, 205), 32, 32, 96),
+    )
+    assert all_blocks(pages) == (102, 103, 104, 105, 72, 204, 205)
+
+
+def test_a_save_waits_for_blocks_that_are_never_let_go() -> None:
+    groups = GroupTables([Group(16), Group(16, WINDOW)])
+    assert groups.of_save([table(5), table(6)], 32, 96, 0, {}) is None
+    assert groups.of_save([table(6), table(5)], 32, 96, 0, {}) is None
+    assert groups.of_save([[1, 2, NULL_BLOCK, 4, 5, 6], table(6)], 32, 96, 0, {}) is None
+    assert groups.of_save([[NULL_BLOCK, *table(5)], table(6)], 32, 96, 0, {}) is not None
+
+
+def test_what_may_be_let_go_next_is_told() -> None:
+    groups = GroupTables([Group(16), Group(16, WINDOW), Group(32, LOCAL)])
+    tables = [table(8), [0, 201, 202, 203, 204, 205], [300, 301, 302]]
+    # Of what token 60 reads on; local pieces begin at 0.
+    assert list(groups.of_incomplete(tables, 32, 96, 60)) == [
+        *((Place(1, i), 200 + i) for i in range(2, 6)),
+        (Place(2, 1), 301),
+        (Place(2, 2), 302),
+    ]
+    # Token 80 reads from 41 on, and its piece begins at 64.
+    assert list(groups.of_incomplete(tables, 32, 96, 80)) == [
+        *((Place(1, i), 200 + i) for i in range(2, 6)),
+        (Place(2, 2), 302),
+    ]
+
+
+# Any groups and tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: tuple[Group, ...]
+    start: int
+    stop: int
+    computed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    reach = st.one_of(
+        st.just(Reach()),
+        st.builds(Reach, window=st.integers(1, 100)),
+        st.builds(Reach, local_tokens=st.integers(1, 100)),
+    )
+    group = st.builds(Group, st.sampled_from((8, 16, 24)), reach, st.booleans())
+    groups = tuple(draw(st.lists(group, min_size=1, max_size=4)))
+    start = draw(st.integers(0, 6)) * GroupTables(groups).block_size
+    stop = start + draw(st.integers(1, 200))
+    return Case(groups, start, stop, draw(st.integers(0, stop)))
+
+
+def engine_table(group: Group, index: int, computed: int, stop: int, gone: int) -> list[int]:
+    """As the engine has it once `computed` tokens are computed; `gone` stands for what is not."""
+    size = group.block_size
+    valid = group.reach.first_read(computed) // size
+    count = -(-stop // size)
+    return [gone] * min(valid, count) + [1000 * index + i + 1 for i in range(valid, count)]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_load_goes_where_the_engine_has_blocks_and_fills_them_whole(case: Case) -> None:
+    tables = [
+        engine_table(group, i, case.stop, case.stop, NULL_BLOCK)
+        for i, group in enumerate(case.groups)
+    ]
+    loaded = GroupTables(case.groups).of_load(tables, case.start, case.stop)
+    for i, (group, pages) in enumerate(zip(case.groups, loaded, strict=True)):
+        if not group.shared:
+            assert pages == NO_PAGES
+            continue
+        size = group.block_size
+        if pages == NO_PAGES:
+            assert not any(tables[i][case.start // size : -(-case.stop // size)])
+            continue
+        assert pages.token_stop == case.stop
+        assert pages.token_start <= max(case.start, group.reach.first_read(case.stop))
+        assert pages.token_start >= case.start
+        assert pages.token_start in (case.start, pages.table_start)
+        first = pages.table_start // size
+        assert pages.table_start == first * size <= pages.token_start
+        assert list(pages.block_ids) == tables[i][first : -(-case.stop // size)]
+        # Nothing that the engine has blocks for is left out.
+        wanted = [token for token in range(case.start, case.stop) if tables[i][token // size]]
+        assert wanted == list(range(pages.token_start, case.stop))
+
+
+@settings(deadline=None)
+@given(cases(), st.sampled_from((NULL_BLOCK, STALE)), st.data())
+def test_a_save_names_only_blocks_that_are_the_requests(
+    case: Case, gone: int, data: st.DataObject
+) -> None:
+    """By tables that mark what was let go, and by those that still name it."""
+    tables = [
+        engine_table(group, i, case.computed, case.stop, gone)
+        if not group.reach.is_whole
+        else table(-(-case.stop // group.block_size), 1000 * i + 1)
+        for i, group in enumerate(case.groups)
+    ]
+    places = [
+        Place(i, index)
+        for i, group in enumerate(case.groups)
+        if not group.reach.is_whole
+        for index in range(len(tables[i]))
+    ]
+    held = {place: 5000 + n for n, place in enumerate(places) if data.draw(st.booleans())}
+    pages = GroupTables(case.groups).of_save(tables, case.start, case.stop, case.computed, held)
+    assert pages is not None
+    for i, (group, each) in enumerate(zip(case.groups, pages, strict=True)):
+        if not group.shared:
+            assert each == NO_PAGES
+            continue
+        assert (each.token_start, each.token_stop) == (case.start, case.stop)
+        first = case.start // group.block_size
+        assert each.table_start == first * group.block_size
+        for index, block in enumerate(each.block_ids, first):
+            own = 1000 * i + index + 1
+            is_there = index >= group.reach.first_read(case.computed) // group.block_size
+            expected = own if is_there or group.reach.is_whole else held.get(Place(i, index), 0)
+            assert block == expected
+        assert len(each.block_ids) == -(-case.stop // group.block_size) - first
+    assert sum(len(each.block_ids) for each in pages) == GroupTables(case.groups).num_blocks(
+        case.start, case.stop
+    )
+    assert NULL_BLOCK not in all_blocks(pages)
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(1, 100))
+def test_everything_that_goes_before_the_next_step_was_told(case: Case, more: int) -> None:
+    """So that what is held and what is still there make up all of the tokens told of."""
+    computed, stop = case.computed, case.computed + more
+    start = min(case.start, computed)
+    groups = GroupTables(case.groups)
+    tables = [
+        engine_table(group, i, computed, stop, NULL_BLOCK) for i, group in enumerate(case.groups)
+    ]
+    told = dict(groups.of_incomplete(tables, start, stop, computed))
+    assert len(told) == len(list(groups.of_incomplete(tables, start, stop, computed)))
+    for i, group in enumerate(case.groups):
+        later = engine_table(group, i, stop, stop, NULL_BLOCK)
+        for index in range(start // group.block_size, len(later)):
+            if tables[i][index] != later[index] and group.shared:
+                assert told[Place(i, index)] == tables[i][index]
+    assert all(not case.groups[place.group].reach.is_whole for place in told)
+    assert all(case.groups[place.group].shared for place in told)

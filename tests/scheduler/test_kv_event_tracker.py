@@ -1,0 +1,299 @@
+"""What is announced follows what is stored: whole blocks, once each, taken back when they go."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from vllm_kvpool.scheduler import kv_event_tracker as module
+from vllm_kvpool.scheduler.kv_event_tracker import (
+    Announcement,
+    Announcer,
+    BlocksRemoved,
+    BlocksStored,
+    ChunkBlocks,
+    Cleared,
+    Medium,
+)
+from vllm_kvpool.scheduler.messages import Stored
+from vllm_kvpool.transfer.ops import JobId
+
+NEAR, FAR = Medium("CPU", "LOCAL"), Medium("STORAGE")
+MEDIA = (NEAR, FAR)
+
+
+def unit(prompt: str, chunk: int, chunk_tokens: int, block_size: int) -> ChunkBlocks:
+    """The blocks that end in a chunk of a prompt; names tell prompts apart from chunk 1 on."""
+    start = chunk * chunk_tokens
+    first, stop = start // block_size, (start + chunk_tokens) // block_size
+    needs = range(first * block_size // chunk_tokens, chunk) if stop > first else range(0)
+    return ChunkBlocks(
+        name(prompt, chunk),
+        tuple(block_name(prompt, block, chunk_tokens, block_size) for block in range(first, stop)),
+        tuple(name(prompt, each) for each in needs),
+        None,
+    )
+
+
+def name(prompt: str, chunk: int) -> str:
+    return f"{prompt if chunk else 'root'}{chunk}"
+
+
+def block_name(prompt: str, block: int, chunk_tokens: int, block_size: int) -> str:
+    """The prompts share a chunk, and one token more."""
+    return f"{prompt if (block + 1) * block_size > chunk_tokens + 1 else 'root'}/{block}"
+
+
+class Listener:
+    """Believes what it is told."""
+
+    def __init__(self) -> None:
+        self.blocks: set[tuple[Medium, object]] = set()
+
+    def hear(self, told: Iterable[Announcement]) -> None:
+        for each in told:
+            match each:
+                case BlocksStored(medium, of, start, stop):
+                    assert start < stop
+                    new = {(medium, block) for block in of.blocks[start:stop]}
+                    assert not new & self.blocks, "told twice"
+                    self.blocks |= new
+                case BlocksRemoved(medium, blocks):
+                    gone = {(medium, block) for block in blocks}
+                    assert len(gone) == len(blocks)
+                    assert gone <= self.blocks, "taken back what was never told"
+                    self.blocks -= gone
+                case Cleared():
+                    self.blocks.clear()
+
+
+class Machine(RuleBasedStateMachine):
+    """Chunks of two prompts that share their first one come and go in two media."""
+
+    @initialize(
+        chunk_tokens=st.sampled_from([2, 4, 6]), block_size=st.sampled_from([1, 2, 3, 4, 8])
+    )
+    def begin(self, chunk_tokens: int, block_size: int) -> None:
+        self.sizes = chunk_tokens, block_size
+        self.announcer = Announcer(MEDIA, num_ranks=1)
+        self.listener = Listener()
+        self.units: dict[str, ChunkBlocks] = {}
+        for prompt in "ab":
+            for chunk in range(6):
+                each = unit(prompt, chunk, *self.sizes)
+                self.units[each.chunk] = each
+        self.present: set[tuple[Medium, str]] = set()
+        self.looked: tuple[Medium, list[str]] | None = None  # a look that has not ended
+
+    @rule(medium=st.sampled_from(MEDIA), prompt=st.sampled_from("ab"), chunk=st.integers(0, 5))
+    def stored(self, medium: Medium, prompt: str, chunk: int) -> None:
+        each = self.units[name(prompt, chunk)]
+        if not self.announcer.knows(each.chunk):
+            self.announcer.learn(each)
+        self.announcer.stored(each.chunk, medium)
+        self.present.add((medium, each.chunk))
+        if self.looked is not None and self.looked[0] == medium and each.chunk in self.looked[1]:
+            self.looked[1].remove(each.chunk)  # gone or not, it is back
+
+    @rule(medium=st.sampled_from(MEDIA), prompt=st.sampled_from("ab"), chunk=st.integers(0, 5))
+    def gone(self, medium: Medium, prompt: str, chunk: int) -> None:
+        self.announcer.gone(name(prompt, chunk), medium)
+        self.present.discard((medium, name(prompt, chunk)))
+
+    @precondition(lambda self: self.looked is None)
+    @rule(medium=st.sampled_from(MEDIA), most=st.integers(1, 5))
+    def begin_to_look(self, medium: Medium, most: int) -> None:
+        chunks = self.announcer.to_look_at(medium, most)
+        there = {chunk for each, chunk in self.present if each == medium}
+        assert len(chunks) == len(set(chunks)) == min(most, len(there))
+        assert there.issuperset(chunks)
+        if chunks:
+            self.looked = medium, list(chunks)
+            self.asked = chunks
+
+    @precondition(lambda self: self.looked is not None)
+    @rule(are_gone=st.lists(st.booleans(), min_size=5, max_size=5))
+    def look_has_ended(self, are_gone: list[bool]) -> None:
+        """What was gone when it was looked at, and may have been stored again since."""
+        assert self.looked is not None
+        medium, left = self.looked
+        gone = [chunk for chunk, is_gone in zip(self.asked, are_gone, strict=False) if is_gone]
+        self.announcer.missed(gone, medium)
+        self.present -= {(medium, chunk) for chunk in gone if chunk in left}
+        self.looked = None
+
+    @rule()
+    def clear(self) -> None:
+        self.announcer.clear()
+        self.present.clear()
+        if self.looked is not None:
+            self.looked[1].clear()
+
+    @rule()
+    def all_forget(self) -> None:
+        self.listener.hear(self.announcer.take())
+        self.listener.blocks.clear()
+        self.announcer.repeat()
+
+    @invariant()
+    def the_listener_knows_what_is_there(self) -> None:
+        self.announcer.check()
+        self.listener.hear(self.announcer.take())
+        assert self.listener.blocks == {
+            (medium, block)
+            for medium, chunk in self.present
+            for i, block in enumerate(self.units[chunk].blocks)
+            if i or all((medium, need) in self.present for need in self.units[chunk].needs)
+        }
+
+
+TestMachine = Machine.TestCase
+
+
+def simple(chunk: str) -> ChunkBlocks:
+    return ChunkBlocks(chunk, (f"{chunk}0", f"{chunk}1"), (), None)
+
+
+def told(announcer: Announcer) -> list[str]:
+    """Announcements in words: `+a0 a1 STORAGE`, `-a0 a1 STORAGE`, `cleared`."""
+    words = []
+    for each in announcer.take():
+        match each:
+            case BlocksStored(medium, of, start, stop):
+                words.append(f"+{' '.join(map(str, of.blocks[start:stop]))} {medium.name}")
+            case BlocksRemoved(medium, blocks):
+                words.append(f"-{' '.join(map(str, blocks))} {medium.name}")
+            case Cleared():
+                words.append("cleared")
+    return words
+
+
+def with_chunks(chunks: str, num_ranks: int = 2) -> Announcer:
+    announcer = Announcer(MEDIA, num_ranks)
+    for chunk in chunks:
+        announcer.learn(simple(chunk))
+    return announcer
+
+
+def stored(*tiers: int, missed: tuple[int, ...] = ()) -> Stored:
+    return Stored(1, frozenset(tiers), frozenset(missed))
+
+
+def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
+    announcer = with_chunks("ab")
+    announcer.planned(JobId(1), 5, "ab")
+    announcer.ended(JobId(1), stored(1))
+    assert told(announcer) == []
+    announcer.ended(JobId(1), stored())  # it was not this rank's turn
+    assert told(announcer) == ["+a0 a1 STORAGE", "+b0 b1 STORAGE"]
+    assert announcer.num_jobs == 0
+
+
+def test_a_chunk_that_one_rank_could_not_store_is_not_announced() -> None:
+    announcer = with_chunks("abc")
+    announcer.planned(JobId(1), 5, "abc")
+    announcer.ended(JobId(1), stored(1, missed=(6,)))
+    announcer.ended(JobId(1), stored(1))
+    assert told(announcer) == ["+a0 a1 STORAGE", "+c0 c1 STORAGE"]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "wanted"), [((), []), ((0,), ["+a0 a1 CPU"]), ((0, 1), ["+a0 a1 STORAGE"])]
+)
+def test_cells_in_several_tiers_are_no_nearer_than_the_farthest(
+    tiers: tuple[int, ...], wanted: list[str]
+) -> None:
+    announcer = with_chunks("a", num_ranks=1)
+    announcer.planned(JobId(1), 0, "a")
+    announcer.ended(JobId(1), stored(*tiers))
+    assert told(announcer) == wanted
+
+
+def test_a_save_of_before_a_reset_announces_nothing() -> None:
+    announcer = with_chunks("a", num_ranks=1)
+    announcer.planned(JobId(1), 0, "a")
+    announcer.clear()
+    announcer.learn(simple("a"))
+    announcer.ended(JobId(1), stored(1))
+    assert told(announcer) == []
+
+
+def test_what_is_forgotten_is_made_up_for_by_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNKS", 2)
+    announcer = with_chunks("ab")
+    announcer.stored("a", FAR)
+    assert announcer.knows("a")  # and is the newest now
+    announcer.learn(simple("c"))
+    assert not announcer.knows("b")
+    announcer.learn(simple("d"))
+    announcer.check()
+    assert told(announcer) == ["+a0 a1 STORAGE"]
+    announcer.gone("a", FAR)
+    assert told(announcer) == []
+    announcer.clear()
+    assert told(announcer) == ["cleared"]
+
+
+def test_a_queue_that_nobody_takes_ends_in_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    announcer = with_chunks("abcde")
+    for chunk in "abcd":
+        announcer.stored(chunk, FAR)
+    announcer.check()
+    assert told(announcer) == ["cleared"]
+    announcer.stored("a", FAR)  # nobody knows of it any more
+    assert told(announcer) == ["+a0 a1 STORAGE"]
+
+
+def test_saves_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_JOBS", 3)
+    announcer = with_chunks("a")
+    for job in range(5):
+        announcer.planned(JobId(job), 0, "a")
+    assert announcer.num_jobs == 3
+    announcer.check()
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=8))
+def test_a_chunk_is_announced_once_per_medium(chunks: list[str]) -> None:
+    announcer = with_chunks("abc")
+    for chunk in chunks:
+        announcer.stored(chunk, FAR)
+    assert sorted(told(announcer)) == [f"+{c}0 {c}1 STORAGE" for c in sorted(set(chunks))]
+
+
+def test_all_that_is_announced_is_looked_at_in_turn() -> None:
+    announcer = with_chunks("abcde", num_ranks=1)
+    for chunk in "abcde":
+        announcer.stored(chunk, FAR)
+    looks = []
+    for _ in range(5):
+        looks.append("".join(announcer.to_look_at(FAR, 2)))
+        announcer.missed((), FAR)
+    assert looks == ["ab", "cd", "ea", "bc", "de"]
+    assert announcer.to_look_at(NEAR, 2) == ()
+
+
+def test_a_look_that_never_ends_keeps_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNKS", 3)
+    announcer = with_chunks("abc", num_ranks=1)
+    for chunk in "abc":
+        announcer.stored(chunk, FAR)
+    told(announcer)
+    assert announcer.to_look_at(FAR, 3) == ("a", "b", "c")
+    for chunk in "vwxyz":
+        announcer.stored(chunk, FAR)
+        announcer.check()
+    announcer.missed(("a",), FAR)
+    assert told(announcer) == []
+    announcer.to_look_at(FAR, 3)
+    announcer.missed(("a",), FAR)
+    assert told(announcer) == ["-a0 a1 STORAGE"]

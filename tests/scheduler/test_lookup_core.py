@@ -1,0 +1,465 @@
+"""What lookups ask of which tier and when they are answered, on a clock of the test's."""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import CellKey, make_namespace
+from vllm_kvpool.layout.topology import Kind, Reach, Topology
+from vllm_kvpool.scheduler.lookup_core import (
+    QUICK_SHARE,
+    Lookup,
+    LookupCore,
+    LookupOutcome,
+    LookupResult,
+    PresenceCheck,
+    RemoveAll,
+    TierCall,
+)
+from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.transfer.ops import HostChange
+
+CHUNK = 4
+NAMESPACE = make_namespace("model", "0" * 12)
+PLAIN = CellNames(NAMESPACE, [Kind(Topology(2, 1, ((0, 4),), 2), row_bytes=16)])
+WINDOWED = CellNames(
+    NAMESPACE,
+    [
+        Kind(Topology(1, 1, ((0, 2),), 2, kind="full"), row_bytes=16),
+        Kind(Topology(1, 1, ((0, 2),), 2, kind="window"), row_bytes=16, reach=Reach(window=6)),
+    ],
+)
+NUM_CHUNKS = 12
+TOKENS = tuple(range(NUM_CHUNKS * CHUNK))
+TIMEOUT_S = 0.5
+FAST_S = 0.002
+ANSWERED, STORE_ERROR = LookupOutcome.ANSWERED, LookupOutcome.STORE_ERROR
+TIMED_OUT = LookupOutcome.TIMED_OUT
+
+
+def chain_of(tokens: Sequence[int] = TOKENS) -> ChunkChain:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(tokens)
+    return chain
+
+
+HASHES = chain_of().hashes
+
+
+@dataclass
+class Tier:
+    """What a store holds and how long each of its calls takes: the first of `delays`, in turn, and
+    the last of them from then on. A call that takes None fails after `FAST_S`."""
+
+    keys: set[CellKey] = field(default_factory=set)
+    delays: list[float | None] = field(default_factory=lambda: [FAST_S])
+    num_calls: int = 0
+    num_keys: int = 0
+
+    def take_delay(self) -> float | None:
+        return self.delays.pop(0) if len(self.delays) > 1 else self.delays[0]
+
+
+class World:
+    """A core, its tiers and the time."""
+
+    def __init__(
+        self, tiers: Sequence[Tier], names: CellNames = PLAIN, host_ranks: int = 0
+    ) -> None:
+        self.names = names
+        self.tiers = tiers
+        self.now = 100.0
+        self.pace: list[tuple[int, bool]] = []
+        self.core = LookupCore(
+            len(tiers),
+            names,
+            CHUNK,
+            host_ranks,
+            1,
+            TIMEOUT_S,
+            lambda tier, is_left_alone: self.pace.append((tier, is_left_alone)),
+        )
+        self.results: dict[int, tuple[LookupResult, float]] = {}
+        self.max_running: Counter[int] = Counter()
+        self._running: list[tuple[float, int, TierCall, list[bool] | bool | None]] = []
+        self._count = 0
+
+    def hold(self, tier: int, chunks: Iterable[int], cells: slice = slice(None)) -> None:
+        for chunk in chunks:
+            for kind in range(len(self.names.kinds)):
+                self.tiers[tier].keys.update(self.names.of_chunk(HASHES[chunk], kind)[cells])
+
+    def ask(self, lookup_id: int = 1, *, expect: int = 0, expect_s: float = 0.0) -> None:
+        until = self.now + expect_s
+        lookup = Lookup(
+            lookup_id, RequestIdentity, TOKENS, True, expect, until, until + 0.9 * TIMEOUT_S
+        )
+        self.core.open(lookup, chain_of(), self.now)
+        self.turn()
+
+    def turn(self) -> None:
+        for call in self.core.turn(self.now):
+            tier = self.tiers[call.tier]
+            assert all(other.tier != call.tier for _, _, other, _ in self._running), "two at a time"
+            delay = tier.take_delay()
+            tier.num_calls += 1
+            tier.num_keys += len(call.keys)
+            self._count += 1
+            value: list[bool] | bool | None = None
+            if delay is not None and call.namespaces is not None:
+                tier.keys = {key for key in tier.keys if not key.startswith(tuple(call.namespaces))}
+                value = True
+            elif delay is not None:
+                value = [key in tier.keys for key in call.keys]
+            ends = self.now + (FAST_S if delay is None else delay)
+            heapq.heappush(self._running, (ends, self._count, call, value))
+        while self.core.results:
+            result = self.core.results.popleft()
+            assert result.lookup_id not in self.results, "answered twice"
+            self.results[result.lookup_id] = result, self.now
+
+    def run(self, until: Callable[[], bool] = lambda: False, limit_s: float = 60.0) -> None:
+        """Let time pass until nothing more is to come."""
+        stop = self.now + limit_s
+        while not until():
+            next_return = self._running[0][0] if self._running else math.inf
+            then = min(next_return, self.core.next_due())
+            if then > stop:
+                self.now = stop if then < math.inf else self.now
+                return
+            self.now = max(self.now, then)
+            if next_return <= self.now:
+                _, _, call, value = heapq.heappop(self._running)
+                self.core.returned(call, value, self.now)
+            self.turn()
+
+    def answer(self, lookup_id: int = 1) -> tuple[int, LookupOutcome, float]:
+        """What a lookup that begins now finds, how it ends and after how many seconds."""
+        began = self.now
+        self.ask(lookup_id)
+        self.run(lambda: lookup_id in self.results)
+        result, at = self.results[lookup_id]
+        return result.found_chunks, result.outcome, at - began
+
+
+def prefix(tiers: Iterable[Tier], names: CellNames, host: Iterable[int] = ()) -> int:
+    """How many chunks a search finds that sees the cells of all those tiers at once."""
+    keys = set().union(*(tier.keys for tier in tiers))
+    in_host = set(host)
+    search = HitSearch(NUM_CHUNKS, names.kinds, CHUNK, 1)
+    while not search.done:
+        questions = search.questions()
+        wanted = [names.of_questions([question], HASHES)[0] for question in questions]
+        search.tell(
+            questions,
+            [
+                question.chunk in in_host or keys.issuperset(cells)
+                for question, cells in zip(questions, wanted, strict=True)
+            ],
+        )
+    return search.found
+
+
+# A slow tier costs what is in it
+
+
+def test_what_lies_near_is_answered_without_asking_far() -> None:
+    world = World([Tier(), Tier(delays=[1.0])])
+    world.hold(0, range(NUM_CHUNKS))
+    for number in range(8):
+        assert world.answer(number) == (NUM_CHUNKS, ANSWERED, pytest.approx(FAST_S))
+    assert world.tiers[1].num_calls == 0
+
+
+def test_what_lies_near_is_answered_at_the_deadline_while_a_far_tier_thinks() -> None:
+    world = World([Tier(), Tier(delays=[1.0])])
+    world.hold(0, range(5))
+    world.hold(1, range(NUM_CHUNKS))
+    assert world.answer() == (5, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
+
+
+def test_hits_in_near_tiers_do_not_wait_for_lookups_of_far_ones() -> None:
+    """One that needs the far tier is under way when others come that do not."""
+    world = World([Tier(), Tier(delays=[1.0])])
+    world.ask(0)
+    world.hold(0, range(NUM_CHUNKS))
+    world.run(lambda: world.tiers[1].num_calls == 1)
+    for number in range(1, 9):
+        found, outcome, seconds = world.answer(number)
+        assert (found, outcome) == (NUM_CHUNKS, ANSWERED)
+        assert seconds <= 2 * FAST_S
+
+
+def test_host_memory_waits_for_nobody() -> None:
+    world = World([Tier(delays=[1.0]), Tier(delays=[1.0])], host_ranks=1)
+    world.core.host_changed(0, HostChange(tuple(PLAIN.group(each) for each in HASHES), ()))
+    assert world.answer() == (NUM_CHUNKS, ANSWERED, 0)
+    world.core.host_changed(0, HostChange((), (PLAIN.group(HASHES[7]),)))
+    assert world.answer(2) == (7, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
+
+
+def test_a_tier_behind_a_slow_one_is_asked_in_time() -> None:
+    world = World([Tier(), Tier(delays=[9.0]), Tier()])
+    world.hold(0, range(2))
+    world.hold(1, range(5))
+    world.hold(2, range(2, 8))
+    assert world.answer() == (8, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
+
+
+def test_when_nobody_answers_in_time_the_lookup_says_so() -> None:
+    world = World([Tier(delays=[9.0])])
+    world.hold(0, range(5))
+    assert world.answer() == (0, TIMED_OUT, pytest.approx(0.9 * TIMEOUT_S))
+
+
+def test_a_call_that_hangs_is_not_waited_for_by_those_that_come_later() -> None:
+    world = World([Tier(), Tier(delays=[9.0])])
+    world.hold(0, range(3))
+    world.answer()
+    world.now += 2 * TIMEOUT_S
+    for number in (2, 3):  # of the near tier two rounds
+        assert world.answer(number) == (3, ANSWERED, pytest.approx(2 * FAST_S))
+
+
+# A tier that keeps missing the deadline
+
+
+def slow_far_tier(delay_s: float = 1.0) -> World:
+    """A world whose far tier has just been left alone."""
+    world = World([Tier(), Tier(delays=[delay_s])])
+    world.hold(0, range(3))
+    world.hold(1, range(6))
+    for number in range(FAILURES_TO_OPEN):
+        assert world.answer(-number) == (3, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
+        assert world.pace == ([(1, True)] if number == FAILURES_TO_OPEN - 1 else [])
+        world.run()
+    return world
+
+
+@pytest.mark.parametrize("delay_s", [1.0, 0.3])  # of the latter each call is in time, two are not
+def test_a_tier_that_keeps_missing_the_deadline_is_left_alone(delay_s: float) -> None:
+    world = slow_far_tier(delay_s)
+    calls = world.tiers[1].num_calls
+    for number in range(1, 5):
+        found, outcome, seconds = world.answer(number)
+        assert (found, outcome) == (3, ANSWERED)
+        assert seconds < 10 * FAST_S
+    assert world.tiers[1].num_calls <= calls + 1  # one is a trial
+
+
+def test_it_is_used_again_once_it_answers_quickly() -> None:
+    world = slow_far_tier()
+    world.now += FIRST_PAUSE_S
+    assert world.answer(1)[0] == 3  # a trial, which is as slow as ever
+    world.run()
+    assert world.pace == [(1, True)]
+    world.tiers[1].delays = [QUICK_SHARE * TIMEOUT_S / 2]
+    world.now += 2 * FIRST_PAUSE_S
+    assert world.answer(2)[0] == 3  # a trial, which nobody waits for
+    world.run()
+    assert world.pace == [(1, True), (1, False)]
+    assert world.answer(3)[:2] == (6, ANSWERED)
+    assert world.pace == [(1, True), (1, False)]
+
+
+def test_after_a_return_one_miss_is_enough() -> None:
+    world = slow_far_tier()
+    world.tiers[1].delays = [FAST_S, 1.0]
+    world.now += FIRST_PAUSE_S
+    world.answer(1)
+    world.run()
+    assert world.pace == [(1, True), (1, False)]
+    world.answer(2)
+    assert world.pace == [(1, True), (1, False), (1, True)]
+
+
+def test_lookups_of_one_call_count_once() -> None:
+    world = World([Tier(), Tier(delays=[1.0])])
+    for number in range(20):
+        world.ask(number)
+    world.run()
+    assert len(world.results) == 20
+    assert world.pace == []
+
+
+def test_one_that_is_now_and_then_late_is_used() -> None:
+    world = World([Tier(), Tier(delays=[1.0, FAST_S] * 9)])
+    for number in range(9):
+        world.answer(number)
+        world.run()
+    assert world.pace == []
+
+
+# Whatever tiers do
+
+DELAYS = st.lists(
+    st.one_of(st.just(FAST_S), st.floats(0, 1.5), st.just(9.0), st.none()), min_size=1, max_size=4
+)
+CHUNKS = st.sets(st.integers(0, NUM_CHUNKS - 1))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[World, list[bool], set[int]]:
+    """A world, which of its tiers always answer fast, and what is in host memory."""
+    names = draw(st.sampled_from([PLAIN, WINDOWED]))
+    is_fast = draw(st.lists(st.booleans(), min_size=0, max_size=3))
+    tiers = [Tier(delays=[FAST_S] if fast else draw(DELAYS)) for fast in is_fast]
+    host = draw(CHUNKS) if draw(st.booleans()) else set()
+    world = World(tiers, names, host_ranks=1 if host else 0)
+    for number in range(len(tiers)):
+        world.hold(number, range(draw(st.integers(0, NUM_CHUNKS))))
+        world.hold(
+            number, draw(CHUNKS), draw(st.sampled_from([slice(None), slice(1), slice(1, 9)]))
+        )
+    kinds = range(len(names.kinds))
+    groups = tuple(names.group(HASHES[chunk], kind) for chunk in host for kind in kinds)
+    world.core.host_changed(0, HostChange(groups, ()))
+    return world, is_fast, host
+
+
+@given(worlds(), st.lists(st.floats(0, 2), min_size=1, max_size=8), st.booleans())
+def test_an_answer_is_what_those_have_that_answer_in_time_and_never_more_than_exists(
+    given_world: tuple[World, list[bool], set[int]], pauses: list[float], expects: bool
+) -> None:
+    world, is_fast, host = given_world
+    fast = [tier for tier, fast in zip(world.tiers, is_fast, strict=True) if fast]
+    least, most = prefix(fast, world.names, host), prefix(world.tiers, world.names, host)
+    began = {}
+    for number, pause_s in enumerate(pauses):
+        began[number] = world.now
+        expect_s = 0.3 if expects and number % 2 else 0.0
+        world.ask(number, expect=NUM_CHUNKS if expect_s else 0, expect_s=expect_s)
+        stop = world.now + pause_s
+        world.run(lambda stop=stop: world.now >= stop, pause_s)  # type: ignore[misc]
+        world.now = max(world.now, stop)
+    world.run()
+    assert len(world.results) == len(pauses)
+    for number, (result, at) in world.results.items():
+        assert least <= result.found_chunks <= most
+        assert at <= began[number] + 0.3 + 0.9 * TIMEOUT_S + 2.0  # pauses above are jumps
+
+
+@given(worlds())
+def test_where_all_tiers_answer_in_time_nothing_is_left_unfound(
+    given_world: tuple[World, list[bool], set[int]],
+) -> None:
+    world, _, host = given_world
+    for tier in world.tiers:
+        tier.delays = [FAST_S]
+    assert world.answer()[0] == prefix(world.tiers, world.names, host)
+
+
+# Expectations, removals and checks, while a tier hangs
+
+
+def test_what_is_expected_is_found_in_a_near_tier_while_a_far_one_hangs() -> None:
+    world = World([Tier(), Tier(delays=[9.0])])
+    began = world.now
+    world.ask(expect=5, expect_s=10.0)
+    world.run(limit_s=1.0)
+    assert not world.results
+    world.hold(0, range(5))
+    world.run(lambda: bool(world.results))
+    assert world.results[1][0].found_chunks == 5
+    assert world.now < began + 1.2
+
+
+def test_what_is_expected_is_found_in_a_slow_tier() -> None:
+    """Two rounds of it take longer than the near tier's polls are apart."""
+    world = World([Tier(), Tier(delays=[0.2])])
+    world.ask(expect=10, expect_s=10.0)
+    world.run(limit_s=1.0)
+    world.hold(1, range(10))
+    began = world.now
+    world.run(lambda: bool(world.results))
+    assert world.results[1][0].found_chunks == 10
+    assert world.now - began < 1.0
+
+
+def test_a_tier_that_hangs_does_not_keep_others_from_being_emptied() -> None:
+    world = World([Tier(delays=[9.0]), Tier()])
+    for tier in range(2):
+        world.hold(tier, range(3))
+    world.ask()
+    removed: list[bool] = []
+    world.core.remove_all(RemoveAll(removed.append), world.now)
+    world.turn()
+    world.run(limit_s=1.0)
+    assert not world.tiers[1].keys
+    assert removed == []
+    world.run()
+    assert not world.tiers[0].keys
+    assert removed == [True]
+
+
+def test_what_was_known_before_a_removal_is_not_believed() -> None:
+    world = World([Tier(), Tier(delays=[0.3])])
+    world.hold(0, range(5))
+    world.ask()
+    world.run(lambda: world.tiers[1].num_calls == 1)
+    world.core.remove_all(RemoveAll(lambda removed: None), world.now)
+    world.turn()
+    world.run(lambda: bool(world.results))
+    assert world.results[1][0].found_chunks == 0
+
+
+def test_a_check_asks_each_tier_for_what_nearer_ones_lack() -> None:
+    world = World([Tier(), Tier()])
+    world.hold(0, range(3))
+    world.hold(1, range(2, 5))
+    names = [PLAIN.group(each) for each in HASHES]
+    said: list[list[str]] = []
+    world.core.check(PresenceCheck(2, tuple(names), 0, said.append), world.now)
+    world.turn()
+    world.run()
+    assert said == [names[5:]]
+    assert [tier.num_keys for tier in world.tiers] == [NUM_CHUNKS, NUM_CHUNKS - 3]
+
+
+@pytest.mark.parametrize("delays", [[None], [FAST_S]])
+def test_a_check_of_a_tier_that_cannot_say_finds_nothing_gone(delays: list[float | None]) -> None:
+    world = slow_far_tier() if delays == [FAST_S] else World([Tier(), Tier(delays=delays)])
+    said: list[list[str]] = []
+    chunk = PLAIN.group(HASHES[9])
+    world.core.check(PresenceCheck(2, (chunk,), 0, said.append), world.now)
+    world.turn()
+    world.run()
+    assert said == [[]]
+
+
+@example([])
+@given(st.lists(st.sampled_from(["ask", "forget", "remove", "check", "wait", "host"]), max_size=12))
+def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
+    world = World([Tier(), Tier(delays=[0.3, 9.0, None, FAST_S])], host_ranks=1)
+    world.hold(1, range(NUM_CHUNKS))
+    removed: list[bool] = []
+    said: list[list[str]] = []
+    for number, message in enumerate(messages):
+        if message == "ask":
+            world.ask(number, expect=number, expect_s=0.2 * (number % 2))
+        elif message == "forget":
+            world.core.forget(number - 1)
+        elif message == "remove":
+            world.core.remove_all(RemoveAll(removed.append), world.now)
+        elif message == "check":
+            check = PresenceCheck(2, (PLAIN.group(HASHES[0]),), 0, said.append)
+            world.core.check(check, world.now)
+        elif message == "host":
+            world.core.host_changed(0, HostChange((PLAIN.group(HASHES[0]),), ()))
+        else:
+            world.run(limit_s=0.4)
+            world.now += 0.1
+        world.turn()
+    world.run()
+    assert len(removed) == messages.count("remove")
+    assert len(said) == messages.count("check")
+    assert world.core.num_open == 0
+    assert len(world.results) >= messages.count("ask") - messages.count("forget")

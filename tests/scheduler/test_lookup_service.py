@@ -1,0 +1,633 @@
+"""The lookup service: answers that threads of its own get from the stores."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import SimpleQueue
+
+import pytest
+
+from tests.support.faults import Fault, FaultyStore
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import (
+    ContextRank,
+    HeadPart,
+    KeyMaker,
+    LayerSpan,
+    in_epoch,
+    make_namespace,
+    namespace_of,
+)
+from vllm_kvpool.layout.topology import Kind, Topology
+from vllm_kvpool.scheduler.lookup_core import (
+    MAX_KEYS_PER_ROUND,
+    Lookup,
+    LookupOutcome,
+    LookupResult,
+    PresenceCheck,
+)
+from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.transfer.ops import HostChange
+
+CHUNK = 4
+NAMESPACE = make_namespace("model", "0" * 12)
+TOPOLOGY = Topology(2, 1, ((0, 4),), 2)
+NAMES = CellNames(NAMESPACE, [Kind(TOPOLOGY, row_bytes=16)])
+TOKENS = tuple(range(40))
+NUM_CHUNKS = len(TOKENS) // CHUNK
+LIMIT_S = 30.0
+ANSWERED, STORE_ERROR = LookupOutcome.ANSWERED, LookupOutcome.STORE_ERROR
+UNSHAREABLE = LookupOutcome.UNSHAREABLE
+
+
+def chain_of(tokens: tuple[int, ...] = TOKENS) -> ChunkChain:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(tokens)
+    return chain
+
+
+class Pool:
+    """A lookup service over stores that hold what the test puts there."""
+
+    def __init__(self, num_stores: int = 1, host_ranks: int = 0) -> None:
+        self.memories = [MemoryStore("", 1 << 20) for _ in range(num_stores)]
+        self.stores = [FaultyStore(memory) for memory in self.memories]
+        self.service = LookupService(self.stores, NAMES, CHUNK, host_ranks)
+
+    @property
+    def memory(self) -> MemoryStore:
+        return self.memories[0]
+
+    @property
+    def store(self) -> FaultyStore:
+        return self.stores[0]
+
+    def hold(self, chunks: range, *, but: int = -1, only: int = -1, tier: int = 0) -> None:
+        """Store the cells of those chunks, except the cell number `but` of each, or `only` one."""
+        hashes = chain_of().hashes
+        keys = [
+            key
+            for chunk in chunks
+            for i, key in enumerate(NAMES.of_chunk(hashes[chunk]))
+            if i != but and only in (-1, i)
+        ]
+        buffer = make_buffer(1)
+        self.memories[tier].put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+
+    def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
+        """A rank says which chunks have come into its host memory, and left it."""
+        hashes = chain_of().hashes
+        change = HostChange(
+            tuple(NAMES.group(hashes[i]) for i in added),
+            tuple(NAMES.group(hashes[i]) for i in removed),
+        )
+        self.service.host_changed(rank, change)
+
+    def found(self) -> int:
+        """How much of the prompt a lookup finds now."""
+        self.ask()
+        answer = self.answer()
+        assert answer.outcome is ANSWERED
+        return answer.found_chunks
+
+    def ask(
+        self,
+        lookup_id: int = 1,
+        *,
+        tokens: tuple[int, ...] = TOKENS,
+        identify: Callable[[], RequestIdentity | None] = RequestIdentity,
+        search: bool = True,
+        expect_chunks: int = 0,
+        wait_s: float = LIMIT_S,
+    ) -> None:
+        deadline = time.monotonic() + wait_s
+        self.service.submit(
+            Lookup(
+                lookup_id,
+                identify,
+                tokens,
+                search,
+                expect_chunks,
+                expect_until=deadline,
+                answer_by=deadline + LIMIT_S,
+            )
+        )
+
+    def answers(self, count: int = 1) -> dict[int, LookupResult]:
+        """Exactly `count` more answers."""
+        got: dict[int, LookupResult] = {}
+        while len(got) < count:
+            before = len(got)
+            self.service.wait(LIMIT_S)
+            got.update({answer.lookup_id: answer for answer in self.service.take_results()})
+            assert len(got) > before, "no answer"
+        assert len(got) == count
+        return got
+
+    def answer(self) -> LookupResult:
+        [answer] = self.answers().values()
+        return answer
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pool]]:
+    made: list[Pool] = []
+
+    def make(num_stores: int = 1, host_ranks: int = 0) -> Pool:
+        made.append(Pool(num_stores, host_ranks))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        for store in pool.stores:
+            store.heal()
+        assert pool.service.close()
+
+
+@pytest.fixture
+def pool(make: Callable[..., Pool]) -> Pool:
+    return make()
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        yield
+
+
+@pytest.mark.parametrize("stored", range(NUM_CHUNKS + 1))
+def test_the_answer_is_the_stored_prefix_and_the_chain(pool: Pool, stored: int) -> None:
+    pool.hold(range(stored))
+    pool.ask(7)
+    answer = pool.answer()
+    assert answer.chain is not None
+    assert answer.chain.hashes == chain_of().hashes
+    assert (answer.lookup_id, answer.found_chunks, answer.outcome) == (7, stored, ANSWERED)
+
+
+@pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
+def test_a_chunk_without_one_of_its_cells_is_absent(pool: Pool, cell: int) -> None:
+    pool.hold(range(5))
+    pool.hold(range(5, 6), but=cell)
+    pool.ask()
+    assert pool.answer().found_chunks == 5
+
+
+@pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
+@pytest.mark.parametrize("stored", [0, 1, 5])
+def test_chunks_that_all_lack_a_cell_are_absent(pool: Pool, stored: int, cell: int) -> None:
+    """As while one of several ranks is still saving, or when it cannot save."""
+    pool.hold(range(stored))
+    pool.hold(range(stored, NUM_CHUNKS), but=cell)
+    pool.ask()
+    assert pool.answer().found_chunks == stored
+
+
+def test_another_identity_has_other_chunks(pool: Pool) -> None:
+    pool.hold(range(NUM_CHUNKS))
+    pool.ask(identify=lambda: RequestIdentity(cache_salt="x"))
+    assert pool.answer().found_chunks == 0
+
+
+def test_many_lookups_share_rounds(pool: Pool) -> None:
+    pool.hold(range(6))
+    pool.store.inject(Fault.BLOCKED, "exists", times=1)
+    pool.ask(0)
+    assert pool.store.entered.wait(LIMIT_S)
+    for lookup_id in range(1, 50):
+        pool.ask(lookup_id, tokens=TOKENS[: lookup_id % len(TOKENS)])
+    pool.store.release()
+    answers = pool.answers(50)
+    for lookup_id in range(1, 50):
+        assert answers[lookup_id].found_chunks == min(6, lookup_id % len(TOKENS) // CHUNK)
+    assert pool.store.calls["exists"] < 10
+
+
+def test_rounds_are_bounded(pool: Pool) -> None:
+    per_lookup = 2 * len(NAMES.of_chunk(b"x")) + NUM_CHUNKS - 2
+    count = MAX_KEYS_PER_ROUND // per_lookup + 20
+    pool.store.inject(Fault.BLOCKED, "exists", times=1)
+    pool.ask(count)
+    assert pool.store.entered.wait(LIMIT_S)
+    for lookup_id in range(count):
+        pool.ask(lookup_id)
+    pool.store.release()
+    pool.answers(count + 1)
+    assert pool.store.max_keys <= MAX_KEYS_PER_ROUND + per_lookup
+
+
+def test_without_a_search_only_the_chain_is_told(pool: Pool) -> None:
+    pool.hold(range(3))
+    pool.ask(search=False)
+    answer = pool.answer()
+    assert answer.chain is not None
+    assert (len(answer.chain), answer.found_chunks, answer.outcome) == (NUM_CHUNKS, 0, ANSWERED)
+    assert pool.store.calls == {}
+
+
+def test_less_than_a_chunk_asks_nothing(pool: Pool) -> None:
+    pool.ask(tokens=TOKENS[: CHUNK - 1])
+    assert pool.answer().outcome is ANSWERED
+    assert pool.store.calls == {}
+
+
+# Waiting for what another engine is putting
+
+
+def test_a_lookup_waits_for_what_it_expects(pool: Pool) -> None:
+    pool.hold(range(2))
+    pool.store.inject(Fault.SLOW, "exists")  # counts rounds through `wait`
+    rounds = threading.Semaphore(0)
+    pool.store.faults._wait = rounds.release
+    pool.ask(expect_chunks=5)
+    for _ in range(8):
+        assert rounds.acquire(timeout=LIMIT_S)
+    assert pool.service.take_results() == []
+    pool.hold(range(2, 7))
+    answer = pool.answer()
+    assert (answer.found_chunks, answer.outcome) == (7, ANSWERED)
+
+
+def test_at_the_deadline_it_takes_what_there_is(pool: Pool) -> None:
+    pool.hold(range(2))
+    began = time.monotonic()
+    pool.ask(expect_chunks=5, wait_s=0.05)
+    answer = pool.answer()
+    assert time.monotonic() - began >= 0.05
+    assert (answer.found_chunks, answer.outcome) == (2, ANSWERED)
+
+
+def test_more_than_the_prompt_is_not_waited_for(pool: Pool) -> None:
+    pool.hold(range(NUM_CHUNKS))
+    pool.ask(expect_chunks=NUM_CHUNKS + 1)
+    assert pool.answer().found_chunks == NUM_CHUNKS
+
+
+def test_one_that_waits_does_not_hold_up_others(pool: Pool) -> None:
+    pool.ask(1, expect_chunks=5)
+    pool.hold(range(1))
+    pool.ask(2)
+    assert pool.answers()[2].found_chunks == 1
+    pool.hold(range(5))
+    assert pool.answers()[1].found_chunks == 5
+
+
+# Faults
+
+
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE, Fault.CRASH])
+def test_a_store_that_fails_is_an_answer_with_the_chain(
+    pool: Pool, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.hold(range(3))
+    pool.store.inject(fault, "exists", times=1)
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        pool.ask(1)
+        answer = pool.answer()
+    assert answer.chain is not None
+    assert (len(answer.chain), answer.found_chunks) == (NUM_CHUNKS, 0)
+    assert answer.outcome is STORE_ERROR
+    pool.ask(2)
+    assert pool.answer().found_chunks == 3
+
+
+def test_without_a_store_there_is_a_chain() -> None:
+    service = LookupService((), NAMES, CHUNK)
+    service.submit(Lookup(1, RequestIdentity, TOKENS, True, 0, 0.0, 0.0))
+    service.wait(LIMIT_S)
+    [answer] = service.take_results()
+    assert answer.chain is not None
+    assert (len(answer.chain), answer.found_chunks, answer.outcome) == (NUM_CHUNKS, 0, STORE_ERROR)
+    confirmed: list[bool] = []
+    service.remove_all(confirmed.append)
+    assert service.close()
+    assert confirmed == [False]
+
+
+def raises(error: Exception) -> Callable[[], RequestIdentity]:
+    def identify() -> RequestIdentity:
+        raise error
+
+    return identify
+
+
+@pytest.mark.parametrize(
+    "identify",
+    [lambda: None, raises(FileNotFoundError("adapter")), raises(KeyError("bug"))],
+    ids=["unnamed", "file", "bug"],
+)
+def test_a_request_that_cannot_be_named_is_not_shared(
+    pool: Pool,
+    identify: Callable[[], RequestIdentity | None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        pool.ask(1, identify=identify)
+        assert pool.answer() == LookupResult(1, None, 0, UNSHAREABLE)
+    pool.ask(2)
+    assert pool.answer().outcome is ANSWERED
+
+
+def test_tokens_that_cannot_be_hashed_are_not_shared(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        pool.ask(tokens=(-1,) * CHUNK)
+        assert pool.answer().outcome is UNSHAREABLE
+
+
+def test_closing_leaves_a_stuck_thread_behind() -> None:
+    pool = Pool()
+    pool.store.inject(Fault.BLOCKED, "exists")
+    pool.ask()
+    assert pool.store.entered.wait(LIMIT_S)
+    assert not pool.service.close()
+    pool.store.release()
+    for thread in pool.service._threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_closing_does_not_wait_for_those_that_wait() -> None:
+    pool = Pool()
+    pool.ask(expect_chunks=5)
+    pool.store.inject(Fault.BLOCKED, "exists")
+    pool.store.release()
+    assert pool.service.close()
+
+
+# Forgetting and removing
+
+
+def test_what_is_forgotten_is_not_asked_any_more(pool: Pool) -> None:
+    pool.ask(1, expect_chunks=5)
+    pool.service.forget(1)
+    pool.service.forget(99)
+    pool.ask(2, search=False)
+    assert set(pool.answers()) == {2}
+    assert pool.service.core.num_open == 0
+
+
+def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:
+    pool.hold(range(3))
+    maker = KeyMaker(make_namespace("model", "1" * 12), ContextRank())
+    other = maker.key(HeadPart(0), LayerSpan(0, 2), b"x")
+    pool.memory.put([other], [make_buffer(1)], [ChunkRef("")])
+    confirmed: list[bool] = []
+    pool.service.remove_all(confirmed.append)
+    pool.ask()
+    assert pool.answer().found_chunks == 0
+    assert confirmed == [True]
+    assert pool.memory.exists([other]) == [True]
+
+
+def test_a_failed_removal_is_told(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.store.inject(Fault.UNREACHABLE, "remove_namespace")
+    confirmed: list[bool] = []
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        pool.service.remove_all(confirmed.append)
+        pool.ask()
+        pool.answer()
+    assert confirmed == [False]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_store_that_breaks_its_contract_fails_the_removal_alone(pool: Pool) -> None:
+    pool.store.inject(Fault.CRASH, "remove_namespace", times=1)
+    confirmed: list[bool] = []
+    pool.service.remove_all(confirmed.append)
+    pool.hold(range(3))
+    assert pool.found() == 3
+    assert confirmed == [False]
+
+
+# Several tiers
+
+
+def test_a_chunk_may_lie_in_any_tier_and_its_cells_in_different_ones(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(3)
+    pool.hold(range(2), tier=0)
+    pool.hold(range(2, 4), tier=2)
+    pool.hold(range(4, 5), tier=1, only=1)
+    pool.hold(range(4, 5), tier=2, but=1)
+    pool.hold(range(5, 6), tier=1, but=1)
+    assert pool.found() == 5
+
+
+def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(2)
+    pool.hold(range(NUM_CHUNKS), tier=0)
+    assert pool.found() == NUM_CHUNKS
+    assert pool.stores[1].calls == {}
+    pool.memories[0].remove(NAMES.of_chunk(chain_of().hashes[-1])[:1])
+    assert pool.found() == NUM_CHUNKS - 1
+    assert pool.stores[1].max_keys == 1
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
+def test_while_a_tier_fails_the_other_is_asked(
+    make: Callable[..., Pool], bad: int, fault: Fault
+) -> None:
+    pool = make(2)
+    pool.hold(range(2), tier=1 - bad)
+    pool.hold(range(2, 4), tier=bad)
+    pool.stores[bad].inject(fault, "exists")
+    assert pool.found() == 2
+    assert pool.found() == 2
+    pool.stores[bad].heal()
+    assert pool.found() == 4
+
+
+@pytest.mark.usefixtures("quiet")
+def test_when_no_tier_answers_the_lookup_says_so(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    pool.hold(range(4))
+    for store in pool.stores:
+        store.inject(Fault.UNREACHABLE, "exists")
+    for _ in range(3):
+        pool.ask()
+        answer = pool.answer()
+        assert answer.chain is not None
+        assert (len(answer.chain), answer.found_chunks) == (NUM_CHUNKS, 0)
+        assert answer.outcome is STORE_ERROR
+
+
+def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    for tier in range(2):
+        pool.hold(range(3), tier=tier)
+    confirmed: list[bool] = []
+    pool.service.remove_all(confirmed.append)
+    assert pool.found() == 0
+    assert confirmed == [True]
+    assert [memory._shelf.list_keys() for memory in pool.memories] == [[], []]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.usefixtures("quiet")
+def test_a_tier_that_cannot_be_emptied_does_not_keep_others_from_it(
+    make: Callable[..., Pool], bad: int
+) -> None:
+    pool = make(2)
+    for tier in range(2):
+        pool.hold(range(3), tier=tier)
+    pool.stores[bad].inject(Fault.UNREACHABLE, "remove_namespace")
+    confirmed: list[bool] = []
+    pool.service.remove_all(confirmed.append)
+    assert pool.found() == 3
+    assert confirmed == [False]
+    assert pool.memories[1 - bad]._shelf.list_keys() == []
+
+
+# Host memory of the ranks
+
+
+def test_what_every_rank_has_in_host_memory_is_found_without_asking(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(host_ranks=2)
+    for rank in range(2):
+        pool.tell(rank, range(NUM_CHUNKS))
+    assert pool.found() == NUM_CHUNKS
+    assert pool.store.calls == {}
+
+
+def test_what_some_ranks_have_is_asked_for(make: Callable[..., Pool]) -> None:
+    pool = make(host_ranks=2)
+    pool.tell(0, range(5))
+    pool.tell(1, range(3))
+    assert pool.found() == 3
+    pool.hold(range(3, 4))
+    assert pool.found() == 4  # host memory first, then the store
+    pool.tell(1, range(3, 5))
+    assert pool.found() == 5
+    pool.tell(0, removed=range(1, 3))
+    assert pool.found() == 1
+    assert pool.store.calls["exists"] > 0
+
+
+def test_host_memory_needs_no_store(make: Callable[..., Pool]) -> None:
+    pool = make(0, host_ranks=1)
+    assert pool.found() == 0
+    pool.tell(0, range(4))
+    assert pool.found() == 4
+    confirmed: list[bool] = []
+    pool.service.remove_all(confirmed.append)
+    assert pool.found() == 0
+    assert confirmed == [True]
+
+
+def test_a_reset_forgets_what_ranks_had_and_takes_what_they_say_later(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(host_ranks=1)
+    pool.tell(0, range(4))
+    pool.service.remove_all(lambda removed: None)
+    assert pool.found() == 0
+    pool.tell(0, removed=range(4))
+    pool.tell(0, range(2))
+    assert pool.found() == 2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_host_memory_is_found_while_no_store_answers(make: Callable[..., Pool]) -> None:
+    pool = make(host_ranks=1)
+    pool.hold(range(NUM_CHUNKS))
+    pool.tell(0, range(4))
+    pool.store.inject(Fault.UNREACHABLE, "exists")
+    for _ in range(3):
+        assert pool.found() == 4
+    pool.ask(2, identify=lambda: RequestIdentity(cache_salt="x"))  # of which nothing is here
+    assert pool.answer().outcome is STORE_ERROR
+
+
+# Epochs
+
+
+def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
+    """Each finds what is stored under its own names, and says which those were."""
+    hashes, buffer = chain_of().hashes, make_buffer(1)
+    stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
+    for epoch, count in stored.items():
+        keys = [k for each in hashes[:count] for k in NAMES.in_epoch(epoch).of_chunk(each)]
+        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+    for lookup_id, epoch in enumerate([*stored, *reversed(stored)]):
+        pool.service.submit(
+            Lookup(
+                lookup_id, RequestIdentity, TOKENS, True, 0, 0.0, time.monotonic() + LIMIT_S, epoch
+            )
+        )
+    answers = pool.answers(2 * len(stored)).values()
+    assert sorted((a.epoch, a.found_chunks) for a in answers) == sorted([*stored.items()] * 2)
+
+
+@pytest.mark.parametrize("epochs", [("",), ("a",), ("a", ""), ("b", "a"), ()])
+def test_a_removal_takes_the_epochs_it_names(pool: Pool, epochs: tuple[str, ...]) -> None:
+    buffer, all_epochs = make_buffer(1), ("", "a", "b")
+    for epoch in all_epochs:
+        keys = NAMES.in_epoch(epoch).of_chunk(chain_of().hashes[0])
+        pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+    done: SimpleQueue[bool] = SimpleQueue()
+    pool.service.remove_all(done.put, epochs)
+    assert done.get(timeout=LIMIT_S)
+    left = {namespace_of(key) for key in pool.memory._shelf.list_keys()}
+    assert left == {in_epoch(NAMESPACE, e) for e in all_epochs if e not in epochs}
+
+
+def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, quiet: None) -> None:
+    pool.store.inject(Fault.ERROR, "remove_namespace", times=1)
+    done: SimpleQueue[bool] = SimpleQueue()
+    pool.service.remove_all(done.put, ("a", "b"))
+    assert not done.get(timeout=LIMIT_S)
+    assert pool.store.calls["remove_namespace"] == 2
+
+
+def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:
+    """Of these chunks, those that a look at so many tiers misses."""
+    said: SimpleQueue[list[str]] = SimpleQueue()
+    names = [NAMES.group(each) for each in chain_of().hashes]
+    asked = tuple(names[chunk] for chunk in chunks)
+    pool.service.check(PresenceCheck(num_tiers, asked, first_turn, said.put))
+    return {names.index(each) for each in said.get(timeout=LIMIT_S)}
+
+
+def test_a_look_says_what_is_gone(pool: Pool) -> None:
+    pool.hold(range(3))
+    assert gone_of(pool, range(5)) == {3, 4}
+    assert gone_of(pool, ()) == set()
+
+
+def test_a_cell_that_is_gone_is_missed_when_it_is_its_turn(pool: Pool) -> None:
+    num_cells = len(NAMES.of_chunk(bytes(20)))
+    pool.hold(range(1), but=2)
+    missed = [gone_of(pool, [0], first_turn=turn) for turn in range(num_cells)]
+    assert missed == [{0} if turn == 2 else set() for turn in range(num_cells)]
+
+
+def test_a_chunk_may_lie_in_several_tiers() -> None:
+    pool = Pool(num_stores=3)
+    try:
+        for cell in range(len(NAMES.of_chunk(bytes(20)))):
+            pool.hold(range(1), only=cell, tier=cell % 2)
+        pool.hold(range(1, 2), tier=2)
+        for turn in range(4):
+            assert gone_of(pool, (0, 1), num_tiers=2, first_turn=turn) == {1}
+        assert gone_of(pool, (1,), num_tiers=3) == set()
+    finally:
+        pool.service.close()
+
+
+def test_of_a_tier_that_cannot_say_nothing_is_gone(pool: Pool) -> None:
+    pool.store.inject(Fault.ERROR, "exists", times=1)
+    assert gone_of(pool, (0, 1)) == set()
+    assert gone_of(pool, (0, 1)) == {0, 1}

@@ -1,0 +1,89 @@
+"""The thread that keeps manifests in stores; `close` waits for all that was asked before."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.storage import guard_bench
+from tests.storage.guard_bench import LONG_S, Stage
+from tests.support.faults import Fault
+from vllm_kvpool.errors import StoreUnreachable
+from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.scheduler.manifest_writer import ManifestWriter
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome
+from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, read_manifest, write_manifest
+from vllm_kvpool.testing.memory import make_buffer
+
+FIRST = make_namespace("model", "0" * 12)
+SECOND = make_namespace("model", "1" * 12)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with guard_bench.stage() as stage:
+        yield stage
+
+
+def manifest(namespace: Namespace = FIRST, **values: int) -> Manifest:
+    return Manifest(namespace, FIRST, "", values)
+
+
+def kept(stage: Stage, namespace: Namespace) -> Manifest | None:
+    buffer = make_buffer(MANIFEST_BYTES)
+    [outcome] = stage.inner.get([manifest_key(namespace)], [buffer])
+    return read_manifest(buffer.view, namespace) if outcome is GetOutcome.OK else None
+
+
+def writer(stage: Stage) -> ManifestWriter:
+    return ManifestWriter([stage.guard], make_buffer(MANIFEST_BYTES))
+
+
+def write(stage: Stage, *manifests: Manifest) -> None:
+    thread = writer(stage)
+    for each in manifests:
+        thread.write(each.namespace, write_manifest(each))
+    assert thread.close()
+
+
+def test_every_namespace_has_its_own(stage: Stage) -> None:
+    stage.start()
+    write(stage, manifest(layers=4), manifest(SECOND, layers=5))
+    assert kept(stage, FIRST) == manifest(layers=4)
+    assert kept(stage, SECOND) == manifest(SECOND, layers=5)
+
+
+def test_the_first_writer_wins(stage: Stage) -> None:
+    stage.start()
+    write(stage, manifest(layers=4))
+    write(stage, manifest(layers=5))
+    assert kept(stage, FIRST) == manifest(layers=4)
+
+
+@pytest.mark.parametrize("nbytes", [MANIFEST_BYTES, 100])
+def test_a_damaged_one_is_replaced(stage: Stage, nbytes: int) -> None:
+    stage.start()
+    stage.inner.put([manifest_key(FIRST)], [make_buffer(nbytes)], [ChunkRef("chunk")])
+    write(stage, manifest(layers=4))
+    assert kept(stage, FIRST) == manifest(layers=4)
+
+
+def test_a_store_that_is_away_gets_it_when_it_is_back(stage: Stage) -> None:
+    stage.troubles = [StoreUnreachable("away")]
+    stage.start()
+    thread = writer(stage)
+    thread.write(FIRST, write_manifest(manifest(layers=4)))
+    assert stage.next_news() is False
+    stage.pass_time(LONG_S)
+    assert stage.next_news() is True
+    assert thread.close()
+    assert kept(stage, FIRST) == manifest(layers=4)
+
+
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.FULL, Fault.FAILED])
+def test_a_store_that_takes_none_is_left_alone(stage: Stage, fault: Fault) -> None:
+    stage.start()
+    stage.store.inject(fault, "put", manifest_key(FIRST), times=1)
+    write(stage, manifest(layers=4))
+    assert kept(stage, FIRST) is None
+    write(stage, manifest(layers=4))  # the next start
+    assert kept(stage, FIRST) == manifest(layers=4)

@@ -1,0 +1,1446 @@
+"""The scheduler side: what is asked, offered, loaded and saved for each request."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.fakes import FakeClock, FakePins, FakeRequest
+from tests.support.faults import Fault, FaultyStore
+from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions, Role
+from vllm_kvpool.identity.cell_names import ChunkNames
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import key_of_stem, make_namespace
+from vllm_kvpool.layout.topology import Group, Kind, Topology
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
+from vllm_kvpool.scheduler.block_tables import GroupTables, all_blocks
+from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
+from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.transfer.ops import (
+    NULL_BLOCK,
+    HostChange,
+    JobId,
+    JobPages,
+    LoadPlan,
+    PrefetchPlan,
+    SavePlan,
+)
+
+CHUNK = 32
+KINDS = (Kind(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
+NAMES = CellNames(make_namespace("model", "0" * 12), KINDS)
+LIMIT_S = 30.0
+PENDING, NOTHING = (None, False), (0, False)
+View = FakeRequest[RequestOptions, RequestIdentity]
+
+
+def hashes_of(tokens: Sequence[int]) -> list[bytes]:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(tokens)
+    return chain.hashes
+
+
+class PatientLookups(LookupService):
+    """Answers when the stores do: the scheduler's clock stands still, this one's does not."""
+
+    def submit(self, lookup: Lookup) -> None:
+        super().submit(replace(lookup, answer_by=time.monotonic() + LIMIT_S))
+
+
+class Bench:
+    """A scheduler over a real lookup service and a store of the test's. Time stands still."""
+
+    def __init__(
+        self,
+        block: int = 16,
+        role: Role = Role.BOTH,
+        num_ranks: int = 1,
+        max_pinned: int = 1000,
+        config: KVPoolConfig | None = None,
+        host_tier: bool = False,
+        stops_at_first: bool = False,
+        in_lockstep: bool = False,
+        num_replicas: int = 1,
+    ) -> None:
+        self.block = block
+        self.num_replicas = num_replicas
+        self.memory = MemoryStore("", 1 << 24)
+        self.store = FaultyStore(self.memory)
+        self.lookups = PatientLookups((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
+        self.clock = FakeClock(time.monotonic())
+        self.tally = Tally()
+        self.pins = FakePins()
+        self.scheduler = PoolScheduler(
+            config or KVPoolConfig(),
+            role,
+            PoolShape(
+                CHUNK,
+                (Group(block),),
+                num_ranks,
+                max_pinned,
+                num_replicas,
+                prefetches=host_tier,
+                stops_at_first=stops_at_first,
+                in_lockstep=in_lockstep,
+                stems=NAMES.stems(CHUNK),
+            ),
+            self.lookups,
+            self.tally,
+            self.clock,
+        )
+        self.scheduler.saves.ledger.pins = self.pins
+        self.views: dict[str, View] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.next_block = 1
+
+    # The store
+
+    def hold(self, tokens: Sequence[int], chunks: range) -> None:
+        buffer = make_buffer(1)
+        for chunk in chunks:
+            keys = NAMES.of_chunk(hashes_of(tokens)[chunk])
+            self.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+
+    # The engine
+
+    def add(
+        self,
+        request_id: str = "a",
+        num_tokens: int = 100,
+        options: RequestOptions | None = None,
+        **traits: bool,
+    ) -> View:
+        """A request whose prompt is 0, 1, 2, …"""
+        view: View = FakeRequest(
+            request_id,
+            list(range(num_tokens)),
+            options or RequestOptions(),
+            RequestIdentity(),
+            **traits,
+        )
+        self.views[request_id] = view
+        self.tables[request_id] = []
+        self.scheduler.add(view)
+        self.scheduler.check()
+        return view
+
+    def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
+        """The answer to come; the lookup is waited for."""
+        while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
+            answered = len(self.lookups._results)
+            self.lookups.wait(LIMIT_S)
+            assert self.lookups._results or answered, "no answer"
+        self.scheduler.check()
+        return offer
+
+    def grow(self, request_id: str, num_tokens: int) -> None:
+        table = self.tables[request_id]
+        while len(table) * self.block < num_tokens:
+            table.append(self.next_block)
+            self.next_block += 1
+
+    def allocate(self, request_id: str, computed: int, external: int) -> None:
+        self.grow(request_id, computed + external)
+        tables = (self.tables[request_id],) if external else ()
+        self.scheduler.allocated(request_id, tables, external)
+        self.views[request_id].num_computed_tokens = computed + external
+        self.scheduler.check()
+
+    def step(self, **scheduled: int) -> StepPlan:
+        """An engine step that computes so many tokens of each request."""
+        for request_id, count in scheduled.items():
+            self.grow(request_id, self.views[request_id].num_computed_tokens + count)
+        plan = self.scheduler.plan_step(Step(scheduled, lambda name: (self.tables[name],)))
+        for request_id, count in scheduled.items():
+            self.views[request_id].num_computed_tokens += count
+        self.scheduler.check()
+        self.pins.check()
+        return plan
+
+    def admit(self, request_id: str = "a") -> tuple[int | None, bool]:
+        """Match and allocate; what is offered is not yet loaded."""
+        offer = self.match(request_id)
+        self.allocate(request_id, 0, offer[0] or 0)
+        return offer
+
+    def gather(self, plan: StepPlan, ranks: int = 1) -> None:
+        self.scheduler.apply(StepReport(gathered={s.job_id: ranks for s in plan.saves}))
+        self.scheduler.check()
+
+    def load_stops(self, request_id: str, tokens: int) -> None:
+        self.scheduler.apply(StepReport(load_stops={request_id: tokens}))
+        self.scheduler.load_ended(request_id)
+        self.views[request_id].num_computed_tokens = tokens // self.block * self.block
+        self.scheduler.check()
+
+    def finish(self, request_id: str = "a") -> dict[str, dict[str, Any]] | None:
+        answer = self.scheduler.finish(request_id, (self.tables[request_id],))
+        self.scheduler.check()
+        return answer
+
+    def settle(self) -> StepPlan:
+        """Let the lookup service answer what it has been asked, and take it."""
+        self.lookups.wait(LIMIT_S)
+        assert self.lookups._results, "no answer"
+        return self.step()
+
+    def take_answers(self) -> None:
+        """Have every lookup answered without a step: another request's `match` takes them."""
+        while self.scheduler._asked:
+            self.lookups.wait(LIMIT_S)
+            assert self.lookups._results, "no answer"
+            self.scheduler._take_results()
+
+    def end_reset(self) -> None:
+        """A rank says that it knows, and the namespace is removed once more."""
+        self.scheduler.apply(StepReport(dropped={self.scheduler._reset.generation: 1}))
+        self.lookups.submit(Lookup(-1, RequestIdentity, range(CHUNK), True, 0, 0.0, 0.0))
+        self.settle()
+
+    def counts(self, name: str) -> dict[str, float]:
+        return {
+            k.removeprefix(name): v for k, v in self.tally.snapshot().items() if k.startswith(name)
+        }
+
+    def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
+        """The save of those chunks, as it should be planned."""
+        start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
+        hashes = hashes_of(self.views[request_id].tokens())
+        return SavePlan(
+            JobId(job),
+            request_id,
+            chunks.start,
+            tuple(hashes[chunks.start : chunks.stop]),
+            (
+                JobPages(
+                    tuple(self.tables[request_id][start:stop]),
+                    start * self.block,
+                    chunks.start * CHUNK,
+                    chunks.stop * CHUNK,
+                ),
+            ),
+            before=tuple(hashes[max(0, chunks.start - self.num_replicas) : chunks.start]),
+        )
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    made: list[Bench] = []
+    yield made
+    for bench in made:
+        bench.store.heal()
+        assert bench.lookups.close()
+
+
+class Maker:
+    def __init__(self, made: list[Bench]) -> None:
+        self._made = made
+
+    def __call__(self, **arguments: object) -> Bench:
+        self._made.append(Bench(**arguments))  # type: ignore[arg-type]
+        return self._made[-1]
+
+
+@pytest.fixture
+def make(benches: list[Bench]) -> Maker:
+    return Maker(benches)
+
+
+@pytest.fixture
+def bench(make: Maker) -> Bench:
+    return make()
+
+
+# Lookups and offers
+
+
+def test_a_lookup_is_pending_until_the_store_answers(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    assert bench.store.entered.wait(LIMIT_S)
+    assert bench.scheduler.match("b", 0) == PENDING
+    assert bench.scheduler.match("b", 0) == PENDING
+    bench.store.release()
+    assert bench.match("b") == (96, True)
+    assert bench.match("b") == (96, True)  # asked again, the answer is at hand
+    assert bench.store.calls["exists"] <= 4
+
+
+@dataclass
+class Waits:
+    """How often the scheduler's thread waits for lookups, and for how long at most."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def wait(self, timeout_s: float) -> None:
+        self.seconds.append(timeout_s)
+
+
+@pytest.fixture
+def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    made = Waits()
+    monkeypatch.setattr(bench.lookups, "wait", made.wait)
+    return made
+
+
+def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
+    bench: Bench, waits: Waits
+) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        bench.add(name)
+    for number in range(1, 4):
+        for name in names:
+            assert bench.scheduler.match(name, 0) == PENDING
+        assert len(waits.seconds) == number - 1  # nobody waits in `match`
+        bench.step()
+    assert all(0 < seconds <= IDLE_WAIT_MAX_S for seconds in waits.seconds)
+    bench.clock.advance(1)
+    assert all(bench.scheduler.match(name, 0) == NOTHING for name in names)
+    bench.step()
+    assert len(waits.seconds) == 3
+
+
+def test_a_busy_engine_does_not_wait_for_lookups(bench: Bench, waits: Waits) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    bench.add("a", options=RequestOptions(load=False, save=False))
+    bench.step(a=1)
+    bench.step()  # what it computes may still be under way
+    assert waits.seconds == []
+    bench.step()
+    assert len(waits.seconds) == 1
+
+
+def test_while_a_request_loads_the_workers_wait_alone(bench: Bench, waits: Waits) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add("a")
+    while bench.scheduler.match("a", 0) == PENDING:
+        LookupService.wait(bench.lookups, LIMIT_S)
+    bench.allocate("a", 0, 64)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    for _ in range(3):
+        assert bench.step().idle
+    assert waits.seconds == []
+
+
+def test_an_engine_that_steps_with_others_never_waits(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data-parallel engines step together: one that waits, on either side, holds up all."""
+    bench, waits = make(in_lockstep=True), Waits()
+    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    for _ in range(3):
+        assert bench.scheduler.match("a", 0) == PENDING
+        assert not bench.step().idle
+    assert waits.seconds == []
+
+
+@pytest.mark.parametrize(
+    ("block", "prompt", "stored", "computed", "offer"),
+    [
+        (16, 100, 3, 0, (96, True)),
+        (16, 100, 2, 0, (64, True)),
+        (16, 100, 0, 0, NOTHING),
+        (16, 100, 3, 32, (64, True)),
+        (16, 100, 3, 48, (48, True)),
+        (16, 100, 3, 80, (16, True)),
+        (16, 100, 3, 96, NOTHING),  # the local prefix covers it
+        (16, 100, 1, 64, NOTHING),
+        (64, 100, 3, 0, (64, True)),  # floored to blocks
+        (48, 100, 2, 0, (48, True)),
+        (48, 100, 3, 48, (48, True)),
+        (128, 200, 3, 0, NOTHING),
+        (128, 200, 6, 0, (128, True)),
+        (16, 96, 3, 0, (95, True)),  # a full hit computes its last token
+        (16, 97, 3, 0, (96, True)),
+        (16, 96, 3, 80, (15, True)),
+        (32, 32, 1, 0, (31, True)),
+        (16, 31, 0, 0, NOTHING),
+        (16, 1, 0, 0, NOTHING),
+    ],
+)
+def test_an_offer_is_whole_blocks_beyond_what_is_computed(
+    make: Maker, block: int, prompt: int, stored: int, computed: int, offer: tuple[int, bool]
+) -> None:
+    bench = make(block=block)
+    bench.hold(range(1000), range(stored))
+    bench.add(num_tokens=prompt)
+    assert bench.match(num_computed=computed) == offer
+
+
+def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    view = bench.add()
+    assert bench.match(num_computed=32) == (64, True)
+    assert bench.match(num_computed=48) == (48, True)
+    assert bench.step().loads == ()
+    bench.allocate("a", 48, 48)
+    plan = bench.step()
+    assert plan.loads == (
+        LoadPlan(
+            job_id=JobId(2),
+            request_id="a",
+            first_chunk=1,
+            hashes=tuple(hashes_of(view.tokens())[1:3]),
+            pages=(JobPages(tuple(bench.tables["a"][3:6]), 48, 48, 96),),
+            token_start=48,
+            token_stop=96,
+            before=(hashes_of(view.tokens())[0],),
+        ),
+    )
+    assert plan.idle
+    assert bench.step().loads == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "prompt", "computed", "chunks", "blocks"),
+    [
+        (16, 96, 0, range(3), range(6)),  # the full hit's last block, though not its last token
+        (16, 96, 80, range(2, 3), range(5, 6)),
+        (48, 100, 48, range(1, 3), range(1, 2)),
+        (64, 100, 0, range(2), range(1)),
+    ],
+)
+def test_a_load_has_the_chunks_and_blocks_it_needs(
+    make: Maker, block: int, prompt: int, computed: int, chunks: range, blocks: range
+) -> None:
+    bench = make(block=block)
+    bench.hold(range(1000), range(3))
+    view = bench.add(num_tokens=prompt)
+    count, _ = bench.match(num_computed=computed)
+    assert count is not None
+    bench.allocate("a", computed, count)
+    [load] = bench.step().loads
+    assert load.hashes == tuple(hashes_of(view.tokens())[chunks.start : chunks.stop])
+    assert load.first_chunk == chunks.start
+    [pages] = load.pages
+    assert pages.block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
+    assert (load.token_start, load.token_stop) == (computed, computed + count)
+
+
+def test_an_offer_that_is_not_taken_is_no_load(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.match()
+    bench.allocate("a", 0, 0)
+    assert bench.step(a=100).loads == ()
+
+
+def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) -> Bench:
+    """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
+    bench = make(stops_at_first=stops_at_first)
+    bench.hold(range(1000), range(3))
+    bench.add("a")
+    bench.add("b")
+    assert bench.match("a") == (96, True)
+    assert bench.match("b") == (96, True)
+    bench.allocate("b", 0, 96)
+    bench.step()
+    assert bench.match("a") == (96, True)  # as long as the load goes on nobody has to give way
+    bench.add("c")
+    bench.match("c")
+    bench.scheduler._requests["c"].tried = False  # it has not come so far in line
+    bench.scheduler.load_ended("b")
+    return bench
+
+
+def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Maker) -> None:
+    bench = load_beside_one_without_blocks(make)
+    for _ in range(2):
+        assert bench.scheduler.match("a", 0) == PENDING
+    bench.allocate("b", 96, 0)
+    bench.step(b=4)
+    assert bench.match("a") == (96, True)
+    bench.allocate("a", 0, 96)
+    bench.scheduler.check()
+
+
+def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) -> None:
+    bench = load_beside_one_without_blocks(make)
+    assert bench.match("c") == (96, True)  # it stands before it
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.scheduler._requests["c"].tried = False
+    assert bench.scheduler.match("c", 0) == PENDING
+    bench.allocate("b", 96, 0)
+    assert bench.match("c") == (96, True)  # nobody that has loaded is left
+    bench.step(b=4)
+    assert bench.match("a") == (96, True)
+
+
+def test_nobody_gives_way_where_those_that_have_loaded_have_their_own_line(make: Maker) -> None:
+    bench = load_beside_one_without_blocks(make, stops_at_first=False)
+    assert bench.match("a") == (96, True)
+
+
+@pytest.mark.parametrize("how", ["runs", "ends", "comes to nothing"])
+def test_nobody_gives_way_where_something_runs_or_can(make: Maker, how: str) -> None:
+    bench = load_beside_one_without_blocks(make)
+    if how == "runs":
+        bench.add("other", options=RequestOptions(load=False, save=False))
+        bench.step(other=1)
+    elif how == "ends":
+        bench.finish("b")
+    else:
+        bench.match("b")
+    assert bench.match("a") == (96, True)
+
+
+def test_a_lookup_that_takes_too_long_is_a_miss(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.clock.advance(0.49)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(0.01)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    assert bench.counts("kvpool_lookups") == {"{outcome=timed_out}": 1}
+
+
+def test_an_answer_that_is_just_too_late_says_what_to_save(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.clock.advance(1)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    bench.allocate("a", 0, 0)
+    bench.store.release()
+    bench.settle()
+    assert bench.step(a=100).saves == (bench.save(2, range(3)),)
+
+
+def test_a_request_whose_lookup_was_too_late_is_saved(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("a")
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.add("b")
+    bench.clock.advance(1)
+    assert bench.scheduler.match("a", 0) == bench.scheduler.match("b", 0) == NOTHING
+    bench.allocate("b", 0, 0)
+    bench.store.release()
+    bench.settle()
+    while "b" not in bench.scheduler.saves._until_due:
+        bench.settle()
+    assert len(bench.step(b=100).saves) == 1
+
+
+def test_a_store_that_fails_is_a_miss_and_the_request_is_saved(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.store.inject(Fault.UNREACHABLE, "exists", times=1)
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        bench.add()
+        assert bench.admit() == NOTHING
+    assert bench.step(a=100).saves == (bench.save(2, range(3)),)
+    assert bench.counts("kvpool_miss_tokens") == {"{reason=store_error}": 100}
+
+
+def test_a_lookup_waits_for_the_tokens_it_expects(bench: Bench) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK + 5))
+    bench.clock.advance(9)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.hold(range(1000), range(1, 2))
+    assert bench.match() == (64, True)
+
+
+def test_what_has_come_by_the_deadline_is_loaded(bench: Bench) -> None:
+    bench.hold(range(1000), range(1))
+    # The lookup service ends it, by its own clock; the scheduler would wait for longer.
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK, expect_timeout_ms=30))
+    assert bench.match() == (32, True)
+
+
+# Who loads and who saves
+
+
+@pytest.mark.parametrize(
+    ("traits", "options", "offer", "saves"),
+    [
+        ({}, RequestOptions(), (32, True), 1),
+        ({}, RequestOptions(load=False), NOTHING, 1),
+        ({}, RequestOptions(save=False), (32, True), 0),
+        ({}, RequestOptions(load=False, save=False), NOTHING, 0),
+        ({"shareable": False}, RequestOptions(), NOTHING, 0),
+        ({"reads_cache": False}, RequestOptions(), NOTHING, 1),
+    ],
+)
+def test_a_request_takes_part_as_it_wishes_and_may(
+    bench: Bench, traits: dict[str, bool], options: RequestOptions, offer: object, saves: int
+) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=options, **traits)
+    assert bench.admit() == offer
+    if offer != NOTHING:
+        bench.step()
+        bench.scheduler.load_ended("a")
+    plan = bench.step(a=100 - bench.views["a"].num_computed_tokens)
+    assert len(plan.saves) == saves
+    assert (bench.finish() is None) == (saves == 0)
+    bench.gather(plan)
+
+
+@pytest.mark.parametrize(
+    ("role", "save_decode", "saves"),
+    [
+        (Role.PRODUCER, False, True),
+        (Role.BOTH, False, True),
+        (Role.CONSUMER, False, False),
+        (Role.CONSUMER, True, True),
+    ],
+)
+def test_roles_load_and_producers_save(
+    make: Maker, role: Role, save_decode: bool, saves: bool
+) -> None:
+    bench = make(role=role, config=KVPoolConfig(save_decode=save_decode))
+    bench.hold(range(1000), range(1))
+    bench.add()
+    assert bench.admit() == (32, True)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bool(bench.step(a=68).saves) == saves
+
+
+def test_a_request_without_an_identity_stays_out(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    view: View = FakeRequest("a", list(range(100)), RequestOptions(), None)
+    bench.views["a"], bench.tables["a"] = view, []
+    bench.scheduler.add(view)
+    assert bench.admit() == NOTHING
+    assert bench.step(a=100).saves == ()
+    assert bench.finish() is None
+    assert bench.counts("kvpool_miss_tokens") == {"{reason=unshareable}": 100}
+
+
+def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:
+    assert bench.scheduler.match("x", 0) == NOTHING
+    bench.scheduler.allocated("x", ((1,),), 16)
+    bench.scheduler.load_ended("x")
+    bench.scheduler.apply(StepReport(load_stops={"x": 0}))
+    assert bench.scheduler.finish("x", ()) is None
+    assert bench.step() == StepPlan(idle=True)
+
+
+def test_auto_loads_only_what_loading_brings_sooner(make: Maker) -> None:
+    bench = make(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
+    bench.hold(range(1000), range(3))
+    bench.add()
+    assert bench.match() == (96, True)  # nothing is known yet
+    bench.add("busy", num_tokens=1000, options=RequestOptions(load=False, save=False))
+    bench.step(busy=500)
+    bench.clock.advance(1)
+    bench.step(busy=500)  # 500 tokens a second are computed
+    bench.scheduler.apply(StepReport(load_tokens=100, load_seconds=1))
+    assert bench.match() == NOTHING
+    bench.scheduler.apply(StepReport(load_tokens=100_000, load_seconds=1))
+    assert bench.match() == (96, True)
+
+
+# Failed loads
+
+
+@pytest.mark.parametrize(
+    ("kept", "offer"), [(0, NOTHING), (31, (16, True)), (32, (32, True)), (70, (64, True))]
+)
+def test_after_a_failed_load_no_more_is_asked_for_than_came(
+    bench: Bench, kept: int, offer: tuple[int, bool]
+) -> None:
+    bench.hold(range(1000), range(3))
+    bench.add()
+    assert bench.admit() == (96, True)
+    bench.step()
+    bench.load_stops("a", kept)
+    assert bench.match() == offer
+    assert bench.counts("kvpool_hit_tokens") == {"": kept}
+    assert bench.counts("kvpool_miss_tokens{reason=load_failed}") == {"": 96 - kept}
+
+
+def test_what_could_not_be_loaded_is_computed_and_saved(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.admit()
+    bench.step()
+    bench.load_stops("a", 40)
+    assert bench.views["a"].num_computed_tokens == 32
+    assert bench.step(a=68).saves == (bench.save(3, range(1, 3)),)
+
+
+def test_the_memory_of_a_failed_load_survives_a_preemption(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    view = bench.add()
+    bench.admit()
+    bench.step()
+    bench.load_stops("a", 32)
+    bench.gather(bench.step(a=68))
+    view.preempt()
+    assert bench.match() == (32, True)
+
+
+def test_a_full_load_counts_as_hit(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add()
+    bench.admit()
+    bench.step()
+    bench.scheduler.load_ended("a")
+    bench.scheduler.load_ended("a")
+    assert bench.counts("kvpool_hit_tokens") == {"": 64}
+    assert bench.counts("kvpool_miss_tokens") == {"{reason=absent}": 32, "{reason=short}": 4}
+
+
+# Saves
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_save_names_as_many_chunks_before_it_as_there_are_replicas(
+    make: Maker, num_replicas: int
+) -> None:
+    """So that each rank finds the one before that it keeps itself."""
+    bench = make(num_replicas=num_replicas)
+    bench.add()
+    bench.admit()
+    hashes = hashes_of(bench.views["a"].tokens())
+    for chunk in range(3):
+        [save] = bench.step(a=CHUNK).saves
+        assert save.before == tuple(hashes[max(0, chunk - num_replicas) : chunk])
+
+
+def test_a_chunk_is_saved_by_the_step_that_completes_it(bench: Bench) -> None:
+    bench.add()
+    bench.admit()
+    assert bench.step(a=31).saves == ()
+    assert bench.step(a=1).saves == (bench.save(2, range(1)),)
+    assert bench.step(a=10).saves == ()
+    assert bench.step(a=57).saves == (bench.save(3, range(1, 3)),)
+    assert bench.step(a=1).saves == ()
+    assert bench.counts("kvpool_saved_tokens") == {"": 96}
+    assert bench.finish() == {"kvpool": {"tokens": 96}}
+
+
+def test_a_request_is_told_what_its_cells_are_called(bench: Bench) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(name_cells=True))
+    bench.admit()
+    bench.step()
+    bench.scheduler.load_ended("a")
+    plan = bench.step(a=100 - bench.views["a"].num_computed_tokens)
+    assert len(plan.saves) == 1
+    answer = bench.finish()
+    assert answer is not None
+    assert answer["kvpool"]["tokens"] == 96
+    # As it is sent to who asks, found and saved chunks alike.
+    names = msgspec.convert(answer["kvpool"]["cells"], ChunkNames)
+    told = [key_of_stem(each.stem, chunk) for chunk in names.chunks for each in names.stems]
+    assert told == [key for each in hashes_of(range(96)) for key in NAMES.of_chunk(each)]
+    assert {each.nbytes for each in names.stems} == {HEADER_BYTES + CHUNK * 16}
+    bench.gather(plan)
+
+
+def test_cells_of_other_weights_are_not_told(bench: Bench) -> None:
+    bench.add(options=RequestOptions(name_cells=True))
+    bench.scheduler.begin_epoch("other")
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    assert bench.finish() == {"kvpool": {"tokens": 96, "cells": {"stems": (), "chunks": ()}}}
+
+
+def test_of_a_very_long_prompt_the_first_cells_are_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_NAMED_CHUNKS", 2)
+    bench.add(options=RequestOptions(name_cells=True))
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    answer = bench.finish()
+    assert answer is not None
+    assert len(answer["kvpool"]["cells"]["chunks"]) == 2
+
+
+def test_blocks_stay_pinned_until_every_rank_has_gathered(make: Maker) -> None:
+    bench = make(num_ranks=2)
+    bench.add()
+    bench.admit()
+    plan = bench.step(a=64)
+    assert bench.pins.references == dict.fromkeys(bench.tables["a"], 1)
+    assert bench.scheduler.saves.has_pins
+    assert bench.finish() == {"kvpool": {"tokens": 64}}
+    bench.gather(plan)
+    assert bench.scheduler.saves.has_pins
+    bench.gather(plan)
+    assert bench.pins.references == {}
+    assert not bench.scheduler.saves.has_pending
+    assert bench.counts("kvpool_pinned_blocks") == {"": 0}
+
+
+@pytest.mark.parametrize(
+    ("block", "saves"),
+    [
+        (48, [(range(1), range(0, 1)), (range(1, 2), range(0, 2)), (range(2, 3), range(1, 2))]),
+        (64, [(range(1), range(0, 1)), (range(1, 2), range(0, 1)), (range(2, 3), range(1, 2))]),
+    ],
+)
+def test_chunks_and_blocks_need_not_fit(
+    make: Maker, block: int, saves: list[tuple[range, range]]
+) -> None:
+    bench = make(block=block)
+    bench.add(num_tokens=96)
+    bench.admit()
+    for job, (chunks, blocks) in enumerate(saves, 2):
+        [save] = bench.step(a=32).saves
+        assert save == bench.save(job, chunks)
+        assert save.pages[0].block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
+
+
+def test_what_is_stored_is_not_saved(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add()
+    bench.admit()
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bench.step(a=36).saves == (bench.save(3, range(2, 3)),)
+
+
+def test_decoded_tokens_are_saved_only_if_asked(make: Maker) -> None:
+    for save_decode in (False, True):
+        bench = make(config=KVPoolConfig(save_decode=save_decode))
+        view = bench.add(num_tokens=60)
+        bench.admit()
+        assert len(bench.step(a=60).saves) == 1
+        for token in range(4):
+            view.output.append(token)
+            saves = bench.step(a=1).saves
+            due = (bench.save(3, range(1, 2)),) if save_decode and token == 3 else ()
+            assert saves == due
+        view.output.append(9)
+        assert bench.finish() == {"kvpool": {"tokens": 64 if save_decode else 32}}
+
+
+def test_drafts_and_tokens_in_flight_are_not_saved(make: Maker) -> None:
+    bench = make(config=KVPoolConfig(save_decode=True))
+    view = bench.add(num_tokens=60)
+    bench.admit()
+    bench.step(a=60)
+    view.output.append(1)
+    assert bench.step(a=5).saves == ()  # four of them drafts: 65 tokens, 61 known
+    view.output += [2, 3]
+    view.num_computed_tokens = 63
+    assert bench.step(a=1).saves == ()
+    view.output.append(4)
+    view.num_computed_tokens = 63
+    assert len(bench.step(a=1).saves) == 1
+
+
+def test_the_last_sampled_token_is_not_saved(make: Maker) -> None:
+    bench = make(config=KVPoolConfig(save_decode=True), max_pinned=2)
+    view = bench.add(num_tokens=63)
+    bench.admit()
+    plan = bench.step(a=63)
+    bench.gather(plan)
+    view.output.append(1)
+    view.num_computed_tokens = 64  # an engine that counts what it has scheduled
+    assert bench.finish() == {"kvpool": {"tokens": 32}}
+    assert bench.step().saves == ()
+
+
+def test_steps_without_room_look_at_nobody_and_then_at_whom_there_is_room_for(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one chunk may be pinned; 64 requests of 512 chunks each are due."""
+    bench = make(max_pinned=CHUNK // 16)
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        bench.add(name, num_tokens=512 * CHUNK)
+    for name in names:
+        bench.admit(name)
+    bench.step(**dict.fromkeys(names, 511 * CHUNK))
+    [(job, pinned)] = bench.scheduler.saves.ledger._pinned.items()
+    looks: list[int] = []
+    num_blocks = GroupTables.num_blocks
+
+    def counted(tables: GroupTables, start: int, stop: int) -> int:
+        looks.append(stop)
+        return num_blocks(tables, start, stop)
+
+    monkeypatch.setattr(GroupTables, "num_blocks", counted)
+    for _ in range(3):
+        assert bench.step(**dict.fromkeys(names, 1)).saves == ()
+    assert len(looks) <= 2 * len(names)  # each of them once
+    saved = []
+    for _ in range(len(names)):
+        bench.scheduler.apply(StepReport(gathered={job: 1}))
+        looks.clear()
+        [save] = bench.step(**dict.fromkeys(names, 0)).saves
+        assert len(looks) < 30
+        job = save.job_id
+        saved.append(save.request_id)
+    assert sorted(saved) == sorted(names)  # in turn
+    assert pinned.ranks_left == 0
+
+
+def test_the_pinned_blocks_are_bounded_and_the_rest_waits(make: Maker) -> None:
+    bench = make(max_pinned=3)
+    view = bench.add(num_tokens=128)
+    bench.admit()
+    first = bench.step(a=128)
+    assert first.saves == (bench.save(2, range(1)),)
+    view.output.append(1)
+    assert bench.step(a=1).saves == ()
+    bench.gather(first)
+    view.output.append(1)
+    second = bench.step(a=1)
+    assert second.saves == (bench.save(3, range(1, 2)),)
+    bench.gather(second)
+    assert bench.finish() == {"kvpool": {"tokens": 96}}
+    assert bench.scheduler.saves.has_pending
+    late = bench.step()
+    assert [(s.first_chunk, len(s.hashes)) for s in late.saves] == [(2, 1)]
+    bench.gather(late)
+    assert not bench.scheduler.saves.has_pending
+    assert bench.pins.references == {}
+
+
+def test_blocks_that_are_gone_are_not_saved(bench: Bench) -> None:
+    bench.add()
+    bench.admit()
+    bench.step(a=16)
+    bench.tables["a"][0] = NULL_BLOCK
+    assert bench.step(a=32).saves == ()
+
+
+def test_a_preempted_request_asks_again_and_saves_on(bench: Bench) -> None:
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    bench.hold(view.tokens(), range(2))
+    view.preempt()
+    bench.tables["a"] = []
+    assert bench.admit() == (64, True)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bench.step(a=36).saves == (bench.save(5, range(2, 3)),)
+
+
+def test_a_preempted_request_that_cannot_be_shared_any_more_is_let_be(bench: Bench) -> None:
+    """An adapter's files may be gone by then."""
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    view.preempt()
+    bench.tables["a"] = []
+    view.identified = None
+    assert bench.admit() == NOTHING
+    assert bench.step(a=100).saves == ()
+    assert bench.finish() is None
+
+
+def test_a_preempted_request_without_its_cells_saves_on(bench: Bench) -> None:
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    view.preempt()
+    bench.tables["a"] = []
+    assert bench.admit() == NOTHING
+    assert bench.step(a=70).saves == ()
+    assert bench.step(a=30).saves == (bench.save(4, range(2, 3)),)
+
+
+def test_a_lookup_that_another_has_replaced_is_not_remembered(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    view = bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    view.preempt()
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.finish()
+    assert bench.scheduler._asked == {}
+
+
+def test_a_lookup_that_takes_too_long_after_a_preemption_is_a_miss(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    view = bench.add()
+    assert bench.match() == (96, True)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    assert bench.store.entered.wait(LIMIT_S)
+    view.preempt()
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(1)
+    assert bench.scheduler.match("a", 0) == NOTHING
+
+
+def test_a_request_that_ends_before_its_answer_leaves_nothing(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    assert bench.scheduler.match("a", 0) == PENDING
+    assert bench.finish() == {"kvpool": {"tokens": 0}}
+    bench.store.release()
+    bench.step()
+    assert not bench.scheduler.saves.has_pending
+
+
+def test_a_request_that_ends_while_loading_saves_nothing(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add()
+    bench.admit()
+    bench.step()
+    assert bench.finish() == {"kvpool": {"tokens": 64}}
+    bench.scheduler.apply(StepReport(load_stops={"a": 0}))
+    bench.scheduler.load_ended("a")
+    assert bench.step() == StepPlan(idle=True)
+
+
+# The host tier
+
+
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(100, 3), (96, 3), (64, 2)])
+def test_what_a_waiting_request_will_load_is_fetched_before_its_turn(
+    make: Maker, num_tokens: int, chunks: int
+) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    view = bench.add(num_tokens=num_tokens)
+    assert bench.settle().prefetches == (
+        PrefetchPlan("a", tuple(hashes_of(view.tokens())[:chunks])),
+    )
+    assert bench.step().prefetches == ()
+    assert bench.match() != NOTHING
+    assert bench.step().prefetches == ()
+
+
+def test_a_request_whose_turn_has_come_is_not_fetched_for(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add("a")
+    bench.add("b")
+    assert bench.match("a") == (96, True)
+    bench.take_answers()
+    assert [prefetch.request_id for prefetch in bench.step().prefetches] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("host_tier", "stored", "options"),
+    [
+        (False, 3, RequestOptions()),
+        (True, 0, RequestOptions()),
+        (True, 3, RequestOptions(load=False)),
+    ],
+    ids=["no host tier", "nothing stored", "may not load"],
+)
+def test_nothing_is_fetched_for_what_will_not_be_loaded(
+    make: Maker, host_tier: bool, stored: int, options: RequestOptions
+) -> None:
+    bench = make(host_tier=host_tier)
+    bench.hold(range(1000), range(stored))
+    bench.add(options=options)
+    assert bench.settle().prefetches == ()
+
+
+def test_a_prefetch_is_forgotten_with_its_request(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.take_answers()
+    bench.finish("a")
+    assert bench.step().prefetches == ()
+
+
+def test_a_prefetch_is_forgotten_at_a_reset(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.take_answers()
+    assert bench.scheduler.reset()
+    assert bench.step().prefetches == ()
+
+
+def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
+    bench = make(host_tier=True)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.lookups.wait(LIMIT_S)
+    assert bench.scheduler.reset()
+    assert bench.step().prefetches == ()
+
+
+def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
+    bench = make(host_tier=True, num_ranks=2)
+    groups = tuple(NAMES.group(chunk_hash) for chunk_hash in hashes_of(range(100)))
+    bench.scheduler.apply(StepReport(host={rank: HostChange(groups, ()) for rank in (0, 1)}))
+    bench.add()
+    assert bench.match() == (96, True)
+    assert bench.store.calls == {}
+    bench.scheduler.apply(StepReport(host={1: HostChange((), groups[2:])}))
+    bench.add("b")
+    assert bench.match("b") == (64, True)
+
+
+# Resets
+
+
+def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
+    bench = make(num_ranks=2)
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.admit()
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bench.scheduler.reset()
+    bench.scheduler.check()
+    assert bench.memory._shelf.list_keys() == []
+    # Puts that were under way may land until every rank knows.
+    bench.hold(range(1000), range(1))
+    plan = bench.step(a=4)
+    assert plan.generation == 1
+    assert plan.saves == ()
+    bench.scheduler.apply(StepReport(dropped={1: 1}))
+    assert bench.store.calls["remove_namespace"] == 1
+    bench.scheduler.apply(StepReport(dropped={1: 1}))
+    bench.add("b")
+    assert bench.match("b") == NOTHING
+    assert bench.store.calls["remove_namespace"] == 2
+    assert bench.memory._shelf.list_keys() == []
+    # What was loaded before is of the weights before; what is computed from now on is not.
+    bench.allocate("b", 0, 0)
+    plan = bench.step(a=1, b=100)
+    assert [save.request_id for save in plan.saves] == ["b"]
+    bench.gather(plan, ranks=2)
+
+
+def test_what_was_computed_before_a_reset_is_not_saved_after_it(bench: Bench) -> None:
+    """The weights may have changed; only what is computed anew is of the new ones."""
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    view.output += [1, 2, 3]
+    assert bench.step(a=1).saves == ()
+    assert bench.scheduler.reset()
+    assert bench.step(a=1).saves == ()
+    bench.end_reset()
+    assert bench.step(a=1).saves == ()
+    view.num_preemptions, view.num_computed_tokens = 1, 0
+    bench.admit()
+    [save] = bench.step(a=100).saves
+    assert (save.first_chunk, len(save.hashes)) == (0, 3)
+    bench.gather(StepPlan(saves=(save,)))
+
+
+def test_a_request_that_ends_while_loading_saves_nothing_after_a_reset(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add()
+    bench.admit()
+    bench.step()
+    assert bench.scheduler.reset()
+    bench.step()
+    bench.end_reset()
+    assert bench.finish() == {"kvpool": {"tokens": 0}}
+    assert bench.step().saves == ()
+
+
+def test_a_reset_that_the_store_does_not_confirm_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.store.inject(Fault.ERROR, "remove_namespace", times=1)
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
+        assert not bench.scheduler.reset()
+    monkeypatch.setattr(scheduler_module, "RESET_WAIT_S", 0.01)
+    bench.store.inject(Fault.BLOCKED, "remove_namespace")
+    assert not bench.scheduler.reset()
+    assert bench.step().generation == 2
+
+
+def test_a_reset_drops_the_saves_of_requests_that_have_ended(make: Maker) -> None:
+    bench = make(max_pinned=2)
+    bench.add(num_tokens=100)
+    bench.admit()
+    bench.gather(bench.step(a=100))
+    bench.finish()
+    assert bench.scheduler.saves.has_pending
+    assert bench.scheduler.reset()
+    assert bench.step().saves == ()
+    assert not bench.scheduler.saves.has_pending
+
+
+def test_an_answer_of_before_a_reset_is_not_used(bench: Bench) -> None:
+    bench.hold(range(1000), range(3))
+    bench.add()
+    bench.lookups.wait(LIMIT_S)
+    assert bench.scheduler.reset()
+    assert bench.match() == NOTHING
+
+
+# Anything in any order
+
+
+@dataclass
+class Live:
+    """A request as the engine's scheduler keeps it."""
+
+    view: View
+    state: str = "waiting"  # waiting, loading, running
+    load: tuple[int, int] = (0, 0)
+    limit: int = 1 << 30
+    planned: set[int] = field(default_factory=set)  # chunks saved, and valid since
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Plays vLLM's scheduler and all ranks of workers; knows which tokens are computed."""
+
+    @initialize(
+        block=st.sampled_from((16, 32, 48, 64)),
+        num_ranks=st.integers(1, 2),
+        spare=st.integers(1, 8),
+        save_decode=st.booleans(),
+        role=st.sampled_from(Role),
+    )
+    def begin(self, block: int, num_ranks: int, spare: int, save_decode: bool, role: Role) -> None:
+        self.bench = Bench(
+            block,
+            role,
+            num_ranks,
+            max_pinned=-(-CHUNK // block) + spare,
+            config=KVPoolConfig(save_decode=save_decode),
+        )
+        self.block, self.num_ranks = block, num_ranks
+        self.saves_at_all = role is not Role.CONSUMER or save_decode
+        self.live: dict[str, Live] = {}
+        self.ended_loads: list[str] = []
+        self.saves: dict[int, tuple[SavePlan, int]] = {}  # and ranks that have not gathered
+        self.expected_loads: list[tuple[str, int, int]] = []
+        self.arrived = 0
+
+    def with_state(self, *states: str) -> list[str]:
+        return sorted(r for r, live in self.live.items() if live.state in states)
+
+    @rule(
+        length=st.integers(1, 200),
+        load=st.booleans(),
+        save=st.booleans(),
+        reads_cache=st.sampled_from((True, True, True, False)),
+    )
+    def arrive(self, length: int, load: bool, save: bool, reads_cache: bool) -> None:
+        self.arrived += 1
+        request_id = f"r{self.arrived}"
+        options = RequestOptions(save=save, load=load)
+        view = self.bench.add(request_id, length, options, reads_cache=reads_cache)
+        self.live[request_id] = Live(view)
+        if (load and reads_cache) or (save and self.saves_at_all):
+            self.bench.lookups.wait(LIMIT_S)
+            self.plan()  # takes the answer, so that a run can be repeated
+
+    @precondition(lambda self: self.with_state("waiting"))
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.with_state("waiting")))
+        live = self.live[request_id]
+        local = data.draw(st.integers(0, (live.view.num_tokens - 1) // self.block)) * self.block
+        count, is_async = self.bench.match(request_id, local)
+        assert count is not None
+        assert is_async == (count > 0)
+        stop = local + count
+        if count:
+            assert stop <= live.view.num_tokens - 1
+            assert stop % self.block == 0 or stop == live.view.num_tokens - 1
+            assert stop <= live.limit
+            assert live.view.options.load
+            assert live.view.reads_cache
+        if data.draw(st.sampled_from((True, True, True, False))):
+            self.bench.allocate(request_id, local, count)
+            live.state = "loading" if count else "running"
+            live.load = (local, stop)
+            if count:
+                self.expected_loads.append((request_id, local, stop))
+            self.plan()
+
+    @precondition(lambda self: self.with_state("running"))
+    @rule(data=st.data(), drafts=st.integers(0, 2))
+    def step(self, data: st.DataObject, drafts: int) -> None:
+        scheduled: dict[str, int] = {}
+        for request_id in self.with_state("running"):
+            view = self.live[request_id].view
+            left = view.num_tokens - view.num_computed_tokens
+            count = data.draw(st.integers(0, left))
+            if count:
+                scheduled[request_id] = count + (drafts if count == left else 0)
+        self.plan(scheduled)
+        for request_id in scheduled:
+            view = self.live[request_id].view
+            if view.num_computed_tokens >= view.num_tokens:
+                view.num_computed_tokens = view.num_tokens  # drafts were all wrong
+                view.output.append(view.num_tokens % 5)
+
+    def plan(self, scheduled: dict[str, int] | None = None) -> None:
+        """One step of the engine: check all that the workers are told to do."""
+        before = {r: live.view.num_computed_tokens for r, live in self.live.items()}
+        plan = self.bench.step(**(scheduled or {}))
+        assert [(p.request_id, p.token_start, p.token_stop) for p in plan.loads] == (
+            self.expected_loads
+        )
+        self.expected_loads = []
+        for load in plan.loads:
+            live = self.live[load.request_id]
+            first, last = load.token_start // CHUNK, -(-load.token_stop // CHUNK)
+            assert list(load.hashes) == hashes_of(live.view.tokens())[first:last]
+            start, stop = load.token_start // self.block, -(-load.token_stop // self.block)
+            [pages] = load.pages
+            assert (pages.token_start, pages.token_stop) == (load.token_start, load.token_stop)
+            assert list(pages.block_ids) == self.bench.tables[load.request_id][start:stop]
+        for save in plan.saves:
+            self.check_save(save, before, scheduled or {})
+            self.saves[save.job_id] = (save, self.num_ranks)
+
+    def check_save(self, save: SavePlan, before: dict[str, int], scheduled: dict[str, int]) -> None:
+        chunks = range(save.first_chunk, save.first_chunk + len(save.hashes))
+        assert chunks
+        [pages] = save.pages
+        assert all(self.bench.pins.references[block] for block in pages.block_ids)
+        live = self.live.get(save.request_id)
+        if live is None:
+            return  # of a request that has ended; checked when it did
+        assert live.view.options.save
+        assert self.saves_at_all
+        computed = before[save.request_id] + scheduled[save.request_id]
+        assert chunks.stop * CHUNK <= min(computed, live.view.num_tokens)
+        assert list(save.hashes) == hashes_of(live.view.tokens())[chunks.start : chunks.stop]
+        start, stop = chunks.start * CHUNK // self.block, -(-chunks.stop * CHUNK // self.block)
+        assert list(pages.block_ids) == self.bench.tables[save.request_id][start:stop]
+        assert pages.table_start == start * self.block
+        assert (pages.token_start, pages.token_stop) == (chunks.start * CHUNK, chunks.stop * CHUNK)
+        assert not live.planned & set(chunks)
+        live.planned |= set(chunks)
+
+    @precondition(lambda self: self.with_state("loading") or self.ended_loads)
+    @rule(data=st.data(), is_whole=st.booleans())
+    def end_load(self, data: st.DataObject, is_whole: bool) -> None:
+        request_id = data.draw(st.sampled_from(self.with_state("loading") + self.ended_loads))
+        if request_id in self.ended_loads:
+            self.ended_loads.remove(request_id)
+            self.bench.scheduler.apply(StepReport(load_stops={request_id: 0}))
+            self.bench.scheduler.load_ended(request_id)
+            return
+        live = self.live[request_id]
+        start, stop = live.load
+        kept = stop if is_whole else data.draw(st.integers(start, stop))
+        if kept == stop:
+            self.bench.scheduler.load_ended(request_id)
+        else:
+            self.bench.load_stops(request_id, kept)
+            live.limit = min(live.limit, kept)
+            live.planned -= set(range(kept // CHUNK, 100))
+        live.state = "running"
+        if kept < stop and live.view.num_computed_tokens == 0:
+            live.state = "waiting"
+            self.bench.tables[request_id] = []
+
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data(), is_stored=st.booleans())
+    def gather(self, data: st.DataObject, is_stored: bool) -> None:
+        job = data.draw(st.sampled_from(sorted(self.saves)))
+        save, left = self.saves.pop(job)
+        ranks = data.draw(st.integers(1, left))
+        self.bench.scheduler.apply(StepReport(gathered={save.job_id: ranks}))
+        if left > ranks:
+            self.saves[job] = (save, left - ranks)
+        elif is_stored:
+            keys = [key for h in save.hashes for key in NAMES.of_chunk(h)]
+            self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
+
+    @precondition(lambda self: self.with_state("running"))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.with_state("running")))
+        self.live[request_id].view.preempt()
+        self.live[request_id].state = "waiting"
+        self.bench.tables[request_id] = []
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        keys = sorted(self.bench.memory._shelf.list_keys())
+        if keys:
+            self.bench.memory.remove([data.draw(st.sampled_from(keys))])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.live))))
+
+    def end(self, request_id: str) -> None:
+        live = self.live.pop(request_id)
+        answer = self.bench.finish(request_id)
+        if live.state == "loading":
+            self.ended_loads.append(request_id)
+        if live.view.options.save and self.saves_at_all:
+            assert answer is not None
+            tokens = answer["kvpool"]["tokens"]
+            assert tokens % CHUNK == 0
+            assert tokens <= live.view.num_tokens
+        else:
+            assert answer is None
+
+    @rule()
+    def reset(self) -> None:
+        assert self.bench.scheduler.reset()
+        for live in self.live.values():
+            live.planned.clear()
+
+    @rule()
+    def reset_is_known(self) -> None:
+        self.plan()  # saves that are due are told to somebody
+        self.bench.end_reset()  # so that a run can be repeated
+
+    @invariant()
+    def holds(self) -> None:
+        self.bench.scheduler.check()
+        self.bench.pins.check()
+        held = [block for save, _ in self.saves.values() for block in all_blocks(save.pages)]
+        late = [b for save in self.bench.scheduler.saves._late for b in all_blocks(save.pages)]
+        assert sorted(self.bench.pins.references.elements()) == sorted(held + late)
+        assert self.bench.scheduler.saves.has_pins == bool(held + late)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        for request_id in sorted(self.live):
+            self.end(request_id)
+        for request_id in self.ended_loads:
+            self.bench.scheduler.load_ended(request_id)
+        self.plan()
+        for save, left in self.saves.values():
+            self.bench.scheduler.apply(StepReport(gathered={save.job_id: left}))
+        self.saves.clear()
+        self.holds()
+        assert self.bench.pins.references == {}
+        assert not self.bench.scheduler.saves.has_pending
+        assert self.bench.scheduler.saves._until_due == self.bench.scheduler._requests == {}
+        assert self.bench.lookups.close()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

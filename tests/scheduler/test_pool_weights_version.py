@@ -1,0 +1,590 @@
+"""Weights that change while requests run: what is found, loaded and saved, and as what.
+
+"" is the epoch of the weights that an engine starts with. Everything runs over a real lookup
+service and a memory store; `Engine` further down computes tags in place of KV and so knows what a
+cell is of.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tests.scheduler.test_pool_scheduler import (
+    LIMIT_S,
+    NAMES,
+    NOTHING,
+    PENDING,
+    Bench,
+    hashes_of,
+)
+from tests.support.faults import Fault
+from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
+from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.scheduler.messages import StepReport
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.transfer.ops import HostChange, JobId, SavePlan
+
+FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def make(**arguments: object) -> Bench:
+        made.append(Bench(**arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.store.heal()
+        assert bench.lookups.close()
+
+
+@pytest.fixture
+def bench(make: Make) -> Bench:
+    return make()
+
+
+def hold(bench: Bench, chunks: range, epoch: str, tokens: Sequence[int] = range(1000)) -> None:
+    """The cells of those chunks are in the store, of that epoch."""
+    names, buffer = NAMES.in_epoch(epoch), make_buffer(1)
+    for chunk in chunks:
+        keys = names.of_chunk(hashes_of(tokens)[chunk])
+        bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+
+
+def num_cells(bench: Bench, epoch: str) -> int:
+    start = f"{NAMES.in_epoch(epoch).namespace}@"
+    return sum(key.startswith(start) for key in bench.memory._shelf.list_keys())
+
+
+def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
+    """Of each: the request, its chunks, the epoch."""
+    return [
+        (s.request_id, range(s.first_chunk, s.first_chunk + len(s.hashes)), s.epoch) for s in saves
+    ]
+
+
+def begin(bench: Bench, epoch: str, *, is_reset: bool = True) -> None:
+    """The weights change; `is_reset`: then the engine's own cache is emptied, as vLLM asks for."""
+    bench.scheduler.begin_epoch(epoch)
+    bench.scheduler.check()
+    if is_reset:
+        bench.scheduler.own_cache_was_reset()
+
+
+# What is found
+
+
+def test_nothing_of_before_is_found_until_it_returns(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)
+    hold(bench, range(1), NEWER)
+    for number, (epoch, offer) in enumerate(
+        [
+            (FIRST, (96, True)),
+            (NEW, NOTHING),
+            (NEWER, (32, True)),
+            (FIRST, (96, True)),
+            (NEW, NOTHING),
+        ]
+    ):
+        begin(bench, epoch)
+        bench.add(str(number))
+        assert bench.match(str(number)) == offer
+
+
+def test_an_answer_of_before_is_not_used(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)
+    bench.add()
+    assert bench.match() == (96, True)  # and an offer
+    begin(bench, NEW)
+    assert bench.match() == NOTHING
+    bench.allocate("a", 0, 0)
+    assert bench.step(a=50).loads == ()
+
+
+def test_an_answer_that_has_not_been_taken_is_not_used(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)
+    bench.add()
+    bench.lookups.wait(LIMIT_S)
+    begin(bench, NEW)
+    assert bench.match() == NOTHING
+
+
+def test_a_lookup_under_way_is_asked_again(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)
+    hold(bench, range(1), NEW)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    begin(bench, NEW)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.store.release()
+    assert bench.match() == (32, True)
+    bench.allocate("a", 0, 32)
+    [load] = bench.step().loads
+    assert (load.epoch, len(load.hashes)) == (NEW, 1)
+
+
+def test_what_the_new_epoch_has_is_loaded_and_the_rest_saved(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)
+    hold(bench, range(2), NEW)
+    bench.add()
+    assert bench.match() == (96, True)
+    begin(bench, NEW)
+    assert bench.admit() == (64, True)
+    [load] = bench.step().loads
+    assert load.epoch == NEW
+    bench.scheduler.load_ended("a")
+    assert what(bench.step(a=36).saves) == [("a", range(2, 3), NEW)]
+
+
+def test_changes_one_after_the_other_leave_the_last(bench: Bench) -> None:
+    hold(bench, range(3), NEW)
+    bench.add()
+    for epoch in (NEW, NEWER, NEW, NEWER):
+        begin(bench, epoch)
+        bench.scheduler.match("a", 0)
+    assert bench.match() == NOTHING
+    begin(bench, NEW)
+    assert bench.match() == (96, True)
+    assert len(bench.scheduler._asked) == 0
+
+
+def test_a_change_there_and_back_finds_what_was_found_before(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)
+    bench.add()
+    bench.match()
+    begin(bench, NEW)
+    begin(bench, FIRST)
+    # Nothing of it has been computed under other weights, but what was found has been forgotten.
+    assert bench.match() in ((96, True), NOTHING)
+    bench.add("b")
+    assert bench.match("b") == (96, True)
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["answer waits", "answer taken"])
+def test_a_prefetch_of_before_is_dropped(make: Make, is_taken: bool) -> None:
+    bench = make(host_tier=True)
+    hold(bench, range(3), FIRST)
+    bench.add()
+    bench.take_answers() if is_taken else bench.lookups.wait(LIMIT_S)
+    begin(bench, NEW)
+    assert bench.step().prefetches == ()
+
+
+def test_a_prefetch_says_of_which_epoch(make: Make) -> None:
+    bench = make(host_tier=True)
+    hold(bench, range(3), FIRST)
+    hold(bench, range(2), NEW)
+    begin(bench, NEW)
+    bench.add()
+    [prefetch] = bench.settle().prefetches
+    assert (prefetch.epoch, len(prefetch.hashes)) == (NEW, 2)
+
+
+def test_what_ranks_have_of_one_epoch_is_not_found_in_another(make: Make) -> None:
+    bench = make(host_tier=True, num_ranks=2)
+    first, new = (
+        tuple(NAMES.in_epoch(epoch).group(chunk_hash) for chunk_hash in hashes_of(range(96)))
+        for epoch in (FIRST, NEW)
+    )
+    assert not set(first) & set(new)
+    for rank in (0, 1):
+        bench.scheduler.apply(StepReport(host={rank: HostChange(first, ())}))
+    # One rank has told of the new epoch, and one of the old: nobody has all of it.
+    begin(bench, NEW)
+    bench.scheduler.apply(StepReport(host={0: HostChange(new, ())}))
+    bench.add("a")
+    assert bench.match("a") == NOTHING
+    bench.scheduler.apply(StepReport(host={1: HostChange(new[:2], ())}))
+    bench.add("b")
+    assert bench.match("b") == (64, True)
+    for rank in (0, 1):
+        bench.scheduler.apply(StepReport(host={rank: HostChange((), first)}))
+    bench.add("c")
+    assert bench.match("c") == (64, True)
+
+
+def test_a_store_that_hangs_across_the_change_tells_nothing_of_before(bench: Bench) -> None:
+    """What the first epoch has stored is not taken for stored in the new one."""
+    hold(bench, range(3), FIRST)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    begin(bench, NEW)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(10)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    bench.allocate("a", 0, 0)
+    bench.store.release()
+    bench.take_answers()
+    saves = bench.step(a=100).saves
+    assert what(saves) in ([], [("a", range(3), NEW)])
+    assert bench.counts("kvpool_lookups")["{outcome=timed_out}"] == 1
+    bench.finish()
+    assert what([*saves, *bench.step().saves]) == [("a", range(3), NEW)]
+
+
+# What is saved, and as what
+
+
+def test_a_request_that_runs_across_the_change_is_not_saved(bench: Bench) -> None:
+    bench.add(num_tokens=200)
+    bench.admit()
+    before = bench.step(a=70)
+    assert what(before.saves) == [("a", range(2), FIRST)]
+    begin(bench, NEW)
+    for _ in range(3):
+        assert bench.step(a=40).saves == ()
+    assert bench.finish() == {"kvpool": {"tokens": 0}}
+    assert bench.step().saves == ()
+    bench.gather(before)
+    assert bench.pins.references == {}
+    assert not bench.scheduler.saves.has_pending
+
+
+def test_a_request_that_waits_is_saved_as_of_the_new_epoch(bench: Bench) -> None:
+    hold(bench, range(3), FIRST)  # which says nothing of the new one
+    bench.add()
+    bench.take_answers()
+    begin(bench, NEW)
+    assert bench.admit() == NOTHING
+    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+
+
+def test_saves_planned_before_stay_of_the_old_epoch(make: Make) -> None:
+    bench = make(num_ranks=2)
+    bench.add()
+    bench.admit()
+    plan = bench.step(a=100)
+    begin(bench, NEW)
+    assert what(plan.saves) == [("a", range(3), FIRST)]
+    assert bench.scheduler.saves.has_pins
+    bench.gather(plan)
+    begin(bench, NEWER)
+    assert bench.scheduler.saves.has_pins
+    bench.gather(plan)
+    assert bench.pins.references == {}
+
+
+def test_a_late_save_of_before_is_of_the_old_epoch(make: Make) -> None:
+    """It is planned when its request ends, and told with the next step, after the change."""
+    bench = make(max_pinned=3)
+    bench.add(num_tokens=64).output.append(1)
+    bench.admit()
+    bench.gather(bench.step(a=64))
+    assert bench.finish() == {"kvpool": {"tokens": 64}}
+    begin(bench, NEW)
+    bench.add("b", num_tokens=32)
+    bench.match("b")
+    late = bench.step()
+    assert what(late.saves) == [("a", range(1, 2), FIRST)]
+    bench.gather(late)
+    assert bench.pins.references == {}
+
+
+def test_a_late_save_of_after_is_of_the_new_epoch(make: Make) -> None:
+    bench = make(max_pinned=3)
+    begin(bench, NEW)
+    bench.add(num_tokens=64).output.append(1)
+    bench.admit()
+    bench.gather(bench.step(a=64))
+    bench.finish()
+    late = bench.step()
+    assert what(late.saves) == [("a", range(1, 2), NEW)]
+    bench.gather(late)
+
+
+def test_a_save_that_had_to_wait_is_not_made_after_the_change(make: Make) -> None:
+    bench = make(max_pinned=3)
+    bench.add(num_tokens=128)
+    bench.admit()
+    first = bench.step(a=100)
+    assert what(first.saves) == [("a", range(1), FIRST)]
+    begin(bench, NEW)
+    bench.gather(first)
+    assert bench.step(a=28).saves == ()
+    bench.finish()
+    assert bench.step().saves == ()
+
+
+@pytest.mark.parametrize("kept", [0, 32, 40, 64])
+def test_a_load_across_the_change_is_not_saved(bench: Bench, kept: int) -> None:
+    """Neither what it brings, nor what is computed behind it; also if it fails in part."""
+    hold(bench, range(2), FIRST)
+    view = bench.add()
+    assert bench.admit() == (64, True)
+    assert [load.epoch for load in bench.step().loads] == [FIRST]
+    begin(bench, NEW)
+    bench.load_stops("a", kept) if kept < 64 else bench.scheduler.load_ended("a")
+    if view.num_computed_tokens:  # else vLLM asks anew, as below
+        assert bench.step(a=100 - view.num_computed_tokens).saves == ()
+        bench.finish()
+        assert bench.step().saves == ()
+
+
+def test_a_load_across_the_change_that_brings_nothing_leaves_a_new_request(bench: Bench) -> None:
+    hold(bench, range(2), FIRST)
+    bench.add()
+    bench.admit()
+    bench.step()
+    begin(bench, NEW)
+    bench.load_stops("a", 0)
+    bench.tables["a"] = []
+    assert bench.admit() == NOTHING
+    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+
+
+def test_a_load_allocated_but_not_told_yet_is_of_the_old_epoch(bench: Bench) -> None:
+    hold(bench, range(2), FIRST)
+    bench.add()
+    bench.admit()
+    begin(bench, NEW)
+    [load] = bench.step().loads
+    assert load.epoch == FIRST
+    bench.scheduler.load_ended("a")
+    assert bench.step(a=36).saves == ()
+
+
+def test_a_preempted_request_is_asked_and_saved_anew(bench: Bench) -> None:
+    hold(bench, range(1), NEW)
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    begin(bench, NEW)
+    assert bench.step(a=10).saves == ()
+    view.preempt()
+    bench.tables["a"] = []
+    assert bench.admit() == (32, True)
+    assert [load.epoch for load in bench.step().loads] == [NEW]
+    bench.scheduler.load_ended("a")
+    assert what(bench.step(a=68).saves) == [("a", range(1, 3), NEW)]
+
+
+def test_a_request_preempted_before_the_change_is_asked_and_saved_anew(bench: Bench) -> None:
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    hold(bench, range(2), FIRST)
+    view.preempt()
+    bench.tables["a"] = []
+    begin(bench, NEW)
+    assert bench.admit() == NOTHING
+    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+
+
+def test_a_running_request_is_not_saved_although_its_first_epoch_returns(bench: Bench) -> None:
+    bench.add()
+    bench.admit()
+    bench.step(a=40)
+    begin(bench, NEW)
+    bench.step(a=10)
+    begin(bench, FIRST)
+    assert bench.step(a=50).saves == ()
+    bench.finish()
+    assert bench.step().saves == ()
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_an_answer_that_comes_while_it_runs_does_not_save_it(make: Make, save_decode: bool) -> None:
+    """The lookup was too late; then the weights changed; then its hashes came."""
+    bench = make(config=KVPoolConfig(save_decode=save_decode))
+    bench.store.inject(Fault.BLOCKED, "exists")
+    view = bench.add()
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.clock.advance(1)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    bench.allocate("a", 0, 0)
+    bench.step(a=40)
+    begin(bench, NEW)
+    bench.store.release()
+    bench.settle()
+    assert bench.step(a=60).saves == ()
+    view.output += range(60)
+    assert bench.step(a=50).saves == ()
+    bench.finish()
+    assert bench.step().saves == ()
+
+
+# The engine's own cache
+
+
+def test_old_blocks_of_the_engine_are_not_saved_as_new(bench: Bench) -> None:
+    """Until its own cache has been emptied, what it has found there may be of other weights."""
+    begin(bench, NEW, is_reset=False)
+    for name, local in (("a", 32), ("b", 0)):
+        bench.add(name)
+        assert bench.match(name, local) == NOTHING
+        bench.allocate(name, local, 0)
+    assert what(bench.step(a=68, b=100).saves) == [("b", range(3), NEW)]
+    bench.scheduler.own_cache_was_reset()
+    bench.add("c")
+    bench.match("c", 32)
+    bench.allocate("c", 32, 0)
+    assert what(bench.step(c=68).saves) == [("c", range(3), NEW)]
+    assert bench.finish("a") == {"kvpool": {"tokens": 0}}
+    assert bench.step().saves == ()
+
+
+def test_a_load_behind_old_blocks_is_not_saved(bench: Bench) -> None:
+    hold(bench, range(2), NEW)
+    begin(bench, NEW, is_reset=False)
+    bench.add()
+    assert bench.match("a", 16) == (48, True)
+    bench.allocate("a", 16, 48)
+    assert [load.epoch for load in bench.step().loads] == [NEW]
+    bench.scheduler.load_ended("a")
+    assert bench.step(a=36).saves == ()
+
+
+def test_a_second_change_makes_the_blocks_of_the_first_old(bench: Bench) -> None:
+    begin(bench, NEW)
+    begin(bench, NEWER, is_reset=False)
+    bench.add()
+    bench.match("a", 32)
+    bench.allocate("a", 32, 0)
+    assert bench.step(a=68).saves == ()
+
+
+def test_a_request_that_saw_old_blocks_and_waits_on_is_saved_after_the_reset(
+    bench: Bench,
+) -> None:
+    begin(bench, NEW, is_reset=False)
+    bench.add()
+    assert bench.match("a", 32) == NOTHING  # and there was no room for it
+    bench.scheduler.own_cache_was_reset()
+    assert bench.admit() == NOTHING
+    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+
+
+def test_a_preempted_request_may_find_old_blocks_too(bench: Bench) -> None:
+    view = bench.add()
+    bench.admit()
+    bench.gather(bench.step(a=70))
+    begin(bench, NEW, is_reset=False)
+    view.preempt()
+    assert bench.match("a", 64) == NOTHING
+    bench.allocate("a", 64, 0)
+    assert bench.step(a=36).saves == ()
+
+
+# Engines that share
+
+
+@pytest.mark.parametrize(("epochs", "shared"), [((NEW, NEW), True), ((NEW, NEWER), False)])
+def test_engines_share_an_epoch_by_its_name(
+    make: Make, epochs: tuple[str, str], shared: bool
+) -> None:
+    one, two = make(), make()
+    begin(one, epochs[0])
+    begin(two, epochs[1])
+    one.add()
+    one.admit()
+    [save] = one.step(a=100).saves
+    for chunk in range(3):
+        hold(two, range(chunk, chunk + 1), save.epoch)
+    two.add()
+    assert two.match() == ((96, True) if shared else NOTHING)
+
+
+# Resets
+
+
+def test_a_reset_after_a_change_removes_the_new_epoch_alone(bench: Bench) -> None:
+    for epoch in (FIRST, NEW, NEWER):
+        hold(bench, range(3), epoch)
+    begin(bench, NEW)
+    assert bench.scheduler.reset()
+    bench.end_reset()
+    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW, NEWER)] == [3, 0, 3]
+    begin(bench, FIRST)
+    assert bench.scheduler.reset()
+    bench.end_reset()
+    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW, NEWER)] == [0, 0, 3]
+
+
+def test_a_reset_that_ends_after_a_change_removes_what_it_was_for(bench: Bench) -> None:
+    """What was put while it ran is of the old epoch; the new one's cells are not its business."""
+    hold(bench, range(3), FIRST)
+    assert bench.scheduler.reset()
+    hold(bench, range(1), FIRST)  # a put that was under way
+    begin(bench, NEW)
+    hold(bench, range(3), NEW)  # of another engine
+    bench.end_reset()
+    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW)] == [0, 3]
+
+
+def test_two_resets_around_a_change_remove_both(bench: Bench) -> None:
+    assert bench.scheduler.reset()
+    begin(bench, NEW)
+    assert bench.scheduler.reset()
+    for epoch in (FIRST, NEW, NEWER):
+        hold(bench, range(2), epoch)  # puts that were under way
+    bench.end_reset()
+    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW, NEWER)] == [0, 0, 2]
+    bench.add()
+    assert bench.match() == NOTHING
+    bench.allocate("a", 0, 0)
+    assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
+
+
+def test_nothing_is_found_or_saved_while_a_reset_runs_across_a_change(bench: Bench) -> None:
+    hold(bench, range(3), NEW)
+    assert bench.scheduler.reset()
+    begin(bench, NEW)
+    bench.add()
+    assert bench.match() == NOTHING
+    bench.allocate("a", 0, 0)
+    assert bench.step(a=50).saves == ()
+
+
+def test_a_reset_that_fails_across_a_change_ends_all_the_same(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler"):
+        bench.store.inject(Fault.ERROR, "remove_namespace", times=3)
+        assert not bench.scheduler.reset()
+        begin(bench, NEW)
+        assert not bench.scheduler.reset()
+        bench.end_reset()
+    assert not bench.scheduler._reset.pending
+
+
+def test_requests_that_stay_out_of_the_pool_do_not_mind(bench: Bench) -> None:
+    bench.add(options=RequestOptions(load=False, save=False))
+    begin(bench, NEW)
+    assert bench.match() == NOTHING
+    assert bench.step(a=100).saves == ()
+    assert bench.finish() is None
+
+
+def test_job_numbers_go_on_across_a_change(bench: Bench) -> None:
+    bench.add()
+    bench.admit()
+    [one] = bench.step(a=100).saves
+    begin(bench, NEW)
+    bench.add("b")
+    bench.admit("b")
+    [two] = bench.step(b=100).saves
+    assert JobId(two.job_id) > one.job_id
+
+
+@pytest.mark.parametrize("first_epoch", [NEW, ""])
+def test_the_epoch_that_an_engine_starts_with_is_the_first(first_epoch: str) -> None:
+    """Whatever it is called: other engines have saved under it without having heard a name."""
+    topology = Topology(1, 1, ((0, 1),), 1)
+    shape = ModelShape.of_one_kind(NAMES.namespace, topology, 16, 100, 1, 16)
+    config = read_config({"store": "memory://epochs"}, env={})
+    side = SchedulerSide(config, Role.BOTH, shape, first_epoch=first_epoch)
+    heard = []
+    for epoch in (NEW, NEWER, NEW):
+        side.weights_changed(epoch)
+        heard.append(side.scheduler._epoch)
+    side.close()
+    assert heard == ([FIRST, NEWER, FIRST] if first_epoch else [NEW, NEWER, NEW])

@@ -1,0 +1,441 @@
+"""The search for a stored prefix: right for every length, in few rounds; and what ranks hold."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.identity.keys import (
+    CellKey,
+    ContextRank,
+    HeadPart,
+    KeyMaker,
+    ParsedKey,
+    RankPart,
+    group_of_key,
+    in_epoch,
+    key_of_stem,
+    make_namespace,
+)
+from vllm_kvpool.layout.topology import WHOLE, Context, Kind, Reach, Topology, cells_of_rank
+from vllm_kvpool.scheduler.prefix_search import (
+    FANOUT,
+    SAMPLES,
+    WINDOW_SCAN,
+    CellNames,
+    ChunkQuestion,
+    HitSearch,
+    HostCacheIndex,
+    PrefixSearch,
+    Question,
+)
+from vllm_kvpool.transfer.ops import HostChange, PrefetchPlan
+from vllm_kvpool.transfer.planner import Planner
+
+MAX_CHUNKS = 600
+NAMESPACE = make_namespace("model", "0" * 12)
+
+
+def search(present: list[bool], partly: Sequence[bool] = ()) -> tuple[int, int]:
+    """What is found, and in how many rounds. Of `partly` chunks the cell that is asked is there."""
+    state = PrefixSearch(len(present))
+    asked: set[ChunkQuestion] = set()
+    rounds = 0
+    while not state.done:
+        questions = state.questions()
+        assert questions
+        assert list(questions) == sorted(set(questions) - asked)
+        assert sum(whole for _, whole in questions) <= FANOUT + 1
+        assert sum(not whole for _, whole in questions) <= SAMPLES + 1
+        asked.update(questions)
+        before = state.found
+        answers = [
+            present[chunk] or (not whole and chunk < len(partly) and partly[chunk])
+            for chunk, whole in questions
+        ]
+        state.tell(questions, answers)
+        assert state.found >= before
+        rounds += 1
+    assert state.questions() == ()
+    assert state.found == 0 or ChunkQuestion(state.found - 1, True) in asked
+    return state.found, rounds
+
+
+def max_rounds(num_chunks: int) -> int:
+    """Samples leave 1 / (SAMPLES + 1) each round; the last few chunks are asked whole."""
+    narrowed, rounds = num_chunks, 0
+    while narrowed > FANOUT + 1:
+        narrowed = -(-narrowed // (SAMPLES + 1))
+        rounds += 1
+    return rounds + 2
+
+
+def max_rounds_deceived(num_chunks: int) -> int:
+    """And all over without samples, 1 / (FANOUT + 1) of what is left each round."""
+    return max_rounds(num_chunks) + 2 + math.ceil(math.log(max(1, num_chunks), FANOUT + 1))
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 2, 3, 4, 5, 6, 7, 63, 64, 65, 512, MAX_CHUNKS])
+def test_every_stored_length_is_found(num_chunks: int) -> None:
+    for stored in range(num_chunks + 1):
+        found, rounds = search([True] * stored + [False] * (num_chunks - stored))
+        assert found == stored
+        assert rounds <= (2 if num_chunks <= 512 else max_rounds(num_chunks))
+
+
+def test_lengths_up_to_the_longest_are_found() -> None:
+    for num_chunks in range(0, MAX_CHUNKS + 1, 7):
+        for stored in {0, 1, num_chunks // 3, num_chunks // 2, num_chunks - 1, num_chunks}:
+            if 0 <= stored <= num_chunks:
+                found, rounds = search([True] * stored + [False] * (num_chunks - stored))
+                assert found == stored
+                assert rounds <= max_rounds(num_chunks)
+
+
+@pytest.mark.parametrize("num_chunks", [4096, 30_000])
+def test_a_longer_prompt_takes_a_round_more(num_chunks: int) -> None:
+    for stored in (1, 17, num_chunks // 3, num_chunks - 1):
+        found, rounds = search([True] * stored + [False] * (num_chunks - stored))
+        assert (found, rounds <= 3) == (stored, True)
+
+
+def test_all_and_nothing_take_one_round() -> None:
+    for num_chunks in range(1, 100):
+        assert search([True] * num_chunks) == (num_chunks, 1)
+        assert search([False] * num_chunks) == (0, 1)
+    assert search([]) == (0, 0)
+
+
+def test_the_last_is_asked_for_whole_and_samples_before() -> None:
+    whole, sample = ([ChunkQuestion(i, kind) for i in range(10)] for kind in (True, False))
+    assert PrefixSearch(1).questions() == (whole[0],)
+    assert PrefixSearch(2).questions() == (whole[0], whole[1])
+    state = PrefixSearch(10)
+    assert state.questions() == (*sample[:9], whole[9])
+    state.tell(state.questions(), [True] * 6 + [False] * 4)
+    assert state.found == 0  # samples alone find nothing
+    assert state.questions() == (whole[5],)
+    state.tell(state.questions(), [False])
+    assert not state.done
+    assert state.questions() == tuple(whole[:5])
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=80))
+def test_holes_still_end_at_a_chunk_that_is_there(present: list[bool]) -> None:
+    found, rounds = search(present)
+    assert rounds <= max_rounds(len(present))
+    assert found == 0 or (present[0] and present[found - 1])
+    assert found == len(present) or not present[found]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, MAX_CHUNKS), st.integers(0, MAX_CHUNKS), st.randoms(use_true_random=False))
+def test_chunks_of_which_some_cells_are_there_are_not_found(
+    num_chunks: int, stored: int, random: Random
+) -> None:
+    stored = min(stored, num_chunks)
+    share = random.choice((0.1, 0.5, 0.9, 1.0))
+    partly = [random.random() < share for _ in range(num_chunks)]
+    found, rounds = search([True] * stored + [False] * (num_chunks - stored), partly)
+    assert found == stored
+    assert rounds <= max_rounds_deceived(num_chunks)
+
+
+def test_samples_take_turns_between_the_cells_of_a_chunk() -> None:
+    names = CellNames(NAMESPACE, [Kind(Topology(2, 1, ((0, 2),), 1), 16)])
+    hashes = [b"\xaa"] * 99
+    everything, ends = names.of_questions([Question(7, 0)], hashes)
+    assert (everything, ends) == (names.of_chunk(b"\xaa"), [4])
+    samples = [Question(i, 0, False) for i in range(8)]
+    assert names.of_questions(samples, hashes) == (everything * 2, list(range(1, 9)))
+    mixed = [Question(1, 0, False), Question(2, 0), Question(3, 0, False)]
+    assert names.of_questions(mixed, hashes) == (
+        [everything[1], *everything, everything[3]],
+        [1, 5, 6],
+    )
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
+    topology = Topology(4, 12, ((0, 3), (3, 5)), 2, per_head, context=Context(2, 3))
+    names = CellNames(NAMESPACE, [Kind(topology, 16)])
+    keys = [ParsedKey.parse(key) for key in names.of_chunk(b"\xaa")]
+    parts = [HeadPart(h) for h in range(4)] if per_head else [RankPart(r, 4) for r in range(4)]
+    contexts = [ContextRank(0, 1, d, 3) for d in range(3)]
+    expected = {
+        ParsedKey(NAMESPACE, context, part, span, b"\xaa")
+        for context in contexts
+        for span in topology.all_spans()
+        for part in parts
+    }
+    assert set(keys) == expected
+    assert len(keys) == len(expected)
+
+
+TP_AND_HEADS = [(1, 4), (2, 4), (4, 4), (8, 4), (6, 2), (1, 1), (4, 1)]
+
+
+@given(
+    st.sampled_from(TP_AND_HEADS),
+    st.sampled_from([((0, 6),), ((0, 3), (3, 6)), ((0, 1), (1, 6))]),
+    st.integers(1, 7),
+    st.booleans(),
+    st.data(),
+)
+def test_cells_are_named_as_ranks_store_them(
+    tp_and_heads: tuple[int, int],
+    stages: tuple[tuple[int, int], ...],
+    span: int,
+    per_head: bool,
+    data: st.DataObject,
+) -> None:
+    tp, heads = tp_and_heads
+    replicas = max(1, tp // heads)
+    context = Context(1, data.draw(st.sampled_from([n for n in (1, 2) if replicas % n == 0])))
+    topologies = [
+        Topology(heads, tp, stages, span, per_head, kind=name, context=context)
+        for name in data.draw(st.sampled_from([("",), ("full", "window")]))
+    ]
+    kinds = [Kind(each, row_bytes=16 * (i + 1)) for i, each in enumerate(topologies)]
+    chunk_tokens = 32
+    stored: dict[str, int] = {}
+    for tp_rank in range(tp):
+        for pp_rank in range(len(stages)):
+            planner = Planner(
+                cells_of_rank(kinds, tp_rank, pp_rank),
+                KeyMaker(NAMESPACE, context.rank(tp_rank, 0)),
+                chunk_tokens,
+                load_timeout_s=1.0,
+                context=context,
+            )
+            plan = PrefetchPlan("r", (b"\xaa",))
+            stored |= {cell.key: cell.nbytes for cell in planner.prefetch(plan).cells}
+    stems = CellNames(NAMESPACE, kinds).stems(chunk_tokens)
+    assert {key_of_stem(each.stem, "aa"): each.nbytes for each in stems} == stored
+    assert len(stems) == len(stored)
+
+
+def test_an_epoch_has_the_same_cells_by_other_names() -> None:
+    topology = Topology(4, 12, ((0, 3), (3, 5)), 2, context=Context(2, 3))
+    names = CellNames(NAMESPACE, [Kind(topology, 16)])
+    assert names.in_epoch("") is names
+    other = names.in_epoch("a")
+    assert other.namespace == in_epoch(NAMESPACE, "a")
+    assert len(of(other)) == len(of(names))
+    expected = [replace(ParsedKey.parse(key), namespace=other.namespace) for key in of(names)]
+    assert [ParsedKey.parse(key) for key in of(other)] == expected
+    assert {group_of_key(key) for key in of(other)} == {other.group(b"\xaa")}
+    assert other.group(b"\xaa") != names.group(b"\xaa")
+    assert of(names.in_epoch("a")) == of(other) != of(names.in_epoch("b"))
+
+
+def of(names: CellNames) -> list[CellKey]:
+    return names.of_chunk(b"\xaa")
+
+
+# Several kinds of layers
+
+
+def kind(reach: Reach = WHOLE, name: str = "k") -> Kind:
+    return Kind(Topology(1, 1, ((0, 1),), 1, kind=name), row_bytes=16, reach=reach)
+
+
+def hit(
+    present: Sequence[Sequence[bool]], kinds: Sequence[Kind], chunk_tokens: int, block: int
+) -> tuple[int, int, set[Question]]:
+    """What is found, in how many rounds, and by which questions; `present[kind][chunk]`."""
+    state = HitSearch(len(present[0]), kinds, chunk_tokens, block)
+    asked: set[Question] = set()
+    rounds = 0
+    while not state.done:
+        questions = state.questions()
+        assert questions
+        assert len(set(questions)) == len(questions)
+        assert not asked & set(questions)
+        asked.update(questions)
+        state.tell(questions, [present[q.kind][q.chunk] for q in questions])
+        rounds += 1
+    assert state.questions() == ()
+    return state.found, rounds, asked
+
+
+def needed(reach: Reach, chunk_tokens: int, block: int, end: int) -> set[int]:
+    """The chunks of which a load up to token `end` writes tokens; a block is filled whole."""
+    first = reach.first_read(end) // block * block
+    return {token // chunk_tokens for token in range(first, end)}
+
+
+def is_loadable(
+    present: Sequence[Sequence[bool]],
+    kinds: Sequence[Kind],
+    chunk_tokens: int,
+    block: int,
+    chunks: int,
+    first_end: int,
+) -> bool:
+    """Whether a load of so many chunks has all it needs, wherever from `first_end` on it ends."""
+    return all(
+        present[i][chunk]
+        for i, each in enumerate(kinds)
+        for end in range(max(0, first_end), chunks * chunk_tokens + 1)
+        for chunk in needed(each.reach, chunk_tokens, block, end)
+    )
+
+
+REACHES = st.one_of(
+    st.builds(Reach, window=st.integers(1, 60)), st.builds(Reach, local_tokens=st.integers(1, 60))
+)
+
+
+@st.composite
+def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[Kind], list[list[bool]], int, int]:
+    """Kinds, what is present of each, chunk and block size; a kind that needs all has a prefix."""
+    windows = draw(st.lists(REACHES, min_size=0 if whole else 1, max_size=2))
+    kinds = [kind(reach, f"w{i}") for i, reach in enumerate(windows)]
+    num_chunks = draw(st.integers(0, 14))
+    row = st.lists(
+        st.sampled_from((True, True, True, False)), min_size=num_chunks, max_size=num_chunks
+    )
+    present = [draw(row) for _ in kinds]
+    if whole:
+        for i in range(draw(st.integers(1, 2))):
+            place = draw(st.integers(0, len(kinds)))
+            count = draw(st.integers(0, num_chunks))
+            kinds.insert(place, kind(name=f"f{i}"))
+            present.insert(place, [True] * count + [False] * (num_chunks - count))
+    return kinds, present, draw(st.sampled_from((4, 8, 12))), draw(st.sampled_from((2, 4, 6, 16)))
+
+
+def most_rounds(num_chunks: int) -> int:
+    """The prefix, its windows, and then so many chunks at once."""
+    return max_rounds_deceived(num_chunks) + 2 + -(-num_chunks // WINDOW_SCAN)
+
+
+@settings(deadline=None, max_examples=300)
+@given(stored(whole=True))
+def test_the_longest_prefix_is_found_that_has_all_that_is_read(
+    case: tuple[list[Kind], list[list[bool]], int, int],
+) -> None:
+    kinds, present, chunk_tokens, block = case
+    num_chunks = len(present[0])
+    found, rounds, asked = hit(present, kinds, chunk_tokens, block)
+    # A load ends at a multiple of the block, or a token before the end of the prompt.
+    assert is_loadable(present, kinds, chunk_tokens, block, found, found * chunk_tokens - block + 1)
+    longest = max(
+        n
+        for n in range(num_chunks + 1)
+        if is_loadable(present, kinds, chunk_tokens, block, n, n * chunk_tokens - block)
+    )
+    assert found == longest
+    assert rounds <= most_rounds(num_chunks)
+    for i, each in enumerate(kinds):
+        if not each.reach.is_whole:  # nothing is taken for granted of these
+            stop = found * chunk_tokens
+            wanted = needed(each.reach, chunk_tokens, block, stop) if stop else set()
+            assert {Question(chunk, i) for chunk in wanted} <= asked
+
+
+@settings(deadline=None, max_examples=300)
+@given(stored(whole=False))
+def test_without_layers_that_read_all_what_is_found_has_all_that_is_read(
+    case: tuple[list[Kind], list[list[bool]], int, int],
+) -> None:
+    kinds, present, chunk_tokens, block = case
+    found, rounds, _ = hit(present, kinds, chunk_tokens, block)
+    assert rounds <= most_rounds(len(present[0]))
+    assert is_loadable(present, kinds, chunk_tokens, block, found, found * chunk_tokens - block + 1)
+    if all(map(all, present)):
+        assert found == len(present[0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=80), st.integers(1, 64), st.integers(1, 64))
+def test_one_kind_that_reads_all_is_searched_as_a_prefix(
+    present: list[bool], chunk_tokens: int, block: int
+) -> None:
+    """Question by question."""
+    state, simple = (
+        HitSearch(len(present), [kind()], chunk_tokens, block),
+        PrefixSearch(len(present)),
+    )
+    while not simple.done:
+        assert not state.done
+        chunks = simple.questions()
+        assert state.questions() == tuple(Question(chunk, 0, whole) for chunk, whole in chunks)
+        assert state.found == simple.found
+        answers = [present[chunk] for chunk, _ in chunks]
+        state.tell(state.questions(), answers)
+        simple.tell(chunks, answers)
+    assert state.done
+    assert (state.found, state.questions()) == (simple.found, ())
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 65, 600, 5000])
+@pytest.mark.parametrize("lost", [range(0), range(300, 400), range(0, 590), range(0, 600, 7)])
+def test_a_long_search_takes_few_rounds(window: int, lost: range) -> None:
+    present = [[True] * MAX_CHUNKS, [chunk not in lost for chunk in range(MAX_CHUNKS)]]
+    kinds = [kind(), kind(Reach(window=window), "w")]
+    found, rounds, _ = hit(present, kinds, 16, 16)
+    assert is_loadable(present, kinds, 16, 16, found, found * 16 - 15)
+    assert rounds <= most_rounds(MAX_CHUNKS)
+
+
+def test_chunks_before_the_window_are_not_asked_for() -> None:
+    """Which is what makes them free to be evicted."""
+    kinds = [kind(), kind(Reach(window=32), "w")]
+    present = [[True] * 100, [False] * 97 + [True] * 3]
+    found, rounds, asked = hit(present, kinds, 16, 16)
+    assert (found, rounds) == (100, 2)
+    assert {q.chunk for q in asked if q.kind == 1} == {97, 98, 99}
+
+
+# Host memory of the ranks
+
+CHUNKS = ["a", "b", "c", "d", "e"]
+
+
+def change(added: str = "", removed: str = "") -> HostChange:
+    """Of chunks by their digits."""
+    groups = [tuple(CHUNKS[int(digit)] for digit in digits) for digits in (added, removed)]
+    return HostChange(*groups)
+
+
+def test_a_chunk_is_here_once_every_rank_has_it() -> None:
+    mirror = HostCacheIndex(3)
+    for rank in (0, 1, 1, 2):
+        assert not mirror.has(CHUNKS[1])
+        mirror.apply(rank, change("1"))
+    assert mirror.has(CHUNKS[1])
+    assert not mirror.has(CHUNKS[2])
+    mirror.apply(1, change(removed="1"))
+    assert not mirror.has(CHUNKS[1])
+    mirror.apply(1, change("1"))
+    assert mirror.has(CHUNKS[1])
+    mirror.clear()
+    assert not mirror.has(CHUNKS[1])
+
+
+def test_removing_what_is_not_there_is_nothing() -> None:
+    mirror = HostCacheIndex(2)
+    mirror.apply(0, change("1"))
+    mirror.apply(1, change(removed="1"))
+    mirror.apply(0, change(removed="2"))
+    mirror.apply(1, change("1"))
+    assert mirror.has(CHUNKS[1])
+
+
+def test_a_chunk_that_nobody_has_leaves_nothing_behind() -> None:
+    mirror = HostCacheIndex(2)
+    for rank in (0, 1):
+        mirror.apply(rank, change("01234"))
+        mirror.apply(rank, change(removed="01234"))
+    assert mirror._ranks_of == {}
+
+
+def test_without_host_memory_nothing_is_here() -> None:
+    assert not HostCacheIndex(0).has(CHUNKS[1])

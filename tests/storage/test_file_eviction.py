@@ -1,0 +1,486 @@
+"""A full store keeps the beginnings of prompts, and what room costs does not grow with it."""
+
+import builtins
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.file import index as index_module
+from vllm_kvpool.storage.file.index import MAX_ROWS, SOFT_SHARE, CellRow, FileIndex
+from vllm_kvpool.storage.file.space import FORMAT_DIR, FileSpace
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.testing.memory import make_buffer
+
+FILE = 8192
+CELL = FILE - 500
+LIMIT_S = 60
+NAMESPACE = "m@fmt:0123456789ab"
+KINDS = ("", "@kind:window")
+Prompt = tuple[int, ...]
+
+
+def key_of(prompt: Prompt, kind: str, head: int) -> str:
+    """The key of a prompt's last chunk: what its tokens are so far is its hash."""
+    digest = "".join(f"{token:02x}" for token in prompt)
+    return f"{NAMESPACE}@pcp0of1@dcp0of1@head:{head}@layers:0-4{kind}@{digest}"
+
+
+def ref_of(prompt: Prompt, kind: str) -> ChunkRef:
+    parent = group_of_key(key_of(prompt[:-1], kind, 0)) if len(prompt) > 1 else ""
+    return ChunkRef(group_of_key(key_of(prompt, kind, 0)), parent, len(prompt) - 1)
+
+
+def save(store: Store, prompt: Prompt, first: int, heads: range, nbytes: int = CELL) -> None:
+    cells = [
+        (key_of(prompt[:stop], kind, head), ref_of(prompt[:stop], kind))
+        for stop in range(first + 1, len(prompt) + 1)
+        for kind in KINDS
+        for head in heads
+    ]
+    buffer = make_buffer(nbytes)
+    store.put([key for key, _ in cells], [buffer] * len(cells), [ref for _, ref in cells])
+
+
+def load(store: Store, prompt: Prompt, nbytes: int = CELL) -> None:
+    keys = [key_of(prompt[:stop], KINDS[0], 0) for stop in range(1, len(prompt) + 1)]
+    store.get(keys, [make_buffer(nbytes) for _ in keys])
+
+
+def orphans(store: Store, seen: set[Prompt], heads: range) -> list[Prompt]:
+    """Chunks that are there without one before them."""
+    found = []
+    for kind in KINDS:
+        there = {
+            prompt
+            for prompt in seen
+            if any(store.exists([key_of(prompt, kind, head) for head in heads]))
+        }
+        found += [p for p in there if len(p) > 1 and p[:-1] not in there]
+    return found
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+steps = st.lists(
+    st.tuples(st.sampled_from(["save", "save", "load", "restart"]), prompts, st.integers(0, 1)),
+    min_size=5,
+    max_size=40,
+)
+
+
+def walk(walked: list[tuple[str, Prompt, int]], stores: list[Store], reopen: object) -> None:
+    """Two writers share prompts' beginnings; each saves what of a prompt it does not find."""
+    heads = range(2)
+    seen: set[Prompt] = set()
+    for what, prompt, writer in walked:
+        store = stores[writer]
+        if what == "save":
+            there = [
+                all(store.exists([key_of(prompt[:n], kind, h) for kind in KINDS for h in heads]))
+                for n in range(1, len(prompt) + 1)
+            ]
+            first = there.index(False) if False in there else len(prompt)
+            save(store, prompt, first, heads)
+            seen |= {prompt[:n] for n in range(1, len(prompt) + 1)}
+        elif what == "load":
+            load(store, prompt)
+        else:
+            stores[writer] = reopen(writer)  # type: ignore[operator]
+        assert orphans(store, seen, heads) == []
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@given(walked=steps)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_chunk_never_outlives_one_before_it(
+    tmp_path_factory: pytest.TempPathFactory, policy: str, walked: list[tuple[str, Prompt, int]]
+) -> None:
+    root = tmp_path_factory.mktemp("pool") / "pool"
+    clock = iter(range(1_000_000, 1 << 60, 1000)).__next__
+
+    def open_store() -> FileStore:
+        return FileStore(str(root), 40 * FILE, "threads", POLICIES[policy], clock)
+
+    stores: list[Store] = [open_store(), open_store()]
+
+    def reopen(writer: int) -> FileStore:
+        stores[writer].close()
+        return open_store()
+
+    walk(walked, stores, reopen)
+    for store in stores:
+        store.close()
+
+
+@given(walked=steps)
+@settings(max_examples=100, deadline=None)
+def test_nor_in_the_store_of_this_process(walked: list[tuple[str, Prompt, int]]) -> None:
+    store = MemoryStore("", 40 * CELL)
+    walk(walked, [store, store], lambda writer: store)
+    store._shelf.check()
+
+
+def test_after_an_overflow_the_beginning_is_there(tmp_path: Path) -> None:
+    """28 of 40 chunks were left once, and no token of the prompt was of use."""
+    store = FileStore(str(tmp_path / "pool"), 60 * FILE)
+    prompt = tuple(range(40))
+    save(store, prompt, 0, range(1))
+    load(store, prompt)
+    save(store, tuple(range(100, 105)), 0, range(1))
+    left = [
+        all(store.exists([key_of(prompt[:n], kind, 0) for kind in KINDS])) for n in range(1, 41)
+    ]
+    assert 20 <= sum(left) < 40
+    assert left == sorted(left, reverse=True), "a chunk is there whose beginning is not"
+    store.close()
+
+
+def index_of(path: Path, chunks: int) -> FileIndex:
+    """The index of a store that is full of prompts of ten chunks."""
+    index = FileIndex(str(path), POLICIES["lru"], iter(range(1, 1 << 60)).__next__)
+    index.complete()
+    for first in range(0, chunks, 100):
+        rows = [
+            CellRow(
+                ChunkRef(f"{n}", f"{n - 1}" if n % 10 else "", n % 10),
+                NAMESPACE,
+                n.to_bytes(20, "big"),
+                FILE,
+            )
+            for n in range(first, first + 100)
+        ]
+        held = index.reserve("w", rows, chunks * FILE)
+        assert held is not None
+        index.settle(held, range(len(rows)))
+    return index
+
+
+def test_room_costs_the_same_however_much_is_stored(tmp_path: Path) -> None:
+    plans = []
+    for chunks in (500, 20_000):
+        index = index_of(tmp_path / f"index-{chunks}", chunks)
+        steps = 0
+
+        def count() -> int:
+            nonlocal steps
+            steps += 1
+            return 0
+
+        with index._reading() as db:
+            db.set_progress_handler(count, 100)
+        row = CellRow(ChunkRef("new"), NAMESPACE, b"n" * 20, FILE)
+        held = index.reserve("w", [row], chunks * FILE)
+        assert held is not None
+        assert len(held.evicted) == 1
+        index.settle(held, [0])
+        plans.append(steps)
+        index.close()
+    assert plans[1] <= plans[0] + 3, f"hundreds of steps of SQLite: {plans}"
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Iterator[FileSpace]:
+    tmp_path.joinpath("pool").mkdir(mode=0o700)
+    space = FileSpace(str(tmp_path / "pool"), 100 * FILE, POLICIES["lru"], lambda: 1)
+    yield space
+    space.close()
+
+
+CHILD = """
+import random, sys
+from pathlib import Path
+from tests.storage.test_file_eviction import FILE, load, save
+from vllm_kvpool.storage.file.store import FileStore
+root, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store = FileStore(root, size)
+chance = random.Random(seed)
+print("ready", flush=True)
+while True:
+    prompt = tuple(chance.randrange(3) for _ in range(chance.randrange(1, 12)))
+    save(store, prompt, 0, range(2))
+    load(store, prompt)
+"""
+
+
+def disk_bytes(root: Path) -> int:
+    """What objects and temporary files occupy, each counted once though it moves meanwhile."""
+    blocks: dict[int, int] = {}
+    for path in (root / FORMAT_DIR).rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and not path.name.startswith("index"):
+                status = path.stat()
+                blocks[status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
+
+
+def test_kills_keep_the_bound_and_the_index(tmp_path: Path) -> None:
+    """Four processes, of which one is killed and another takes its place, again and again."""
+    root, size = tmp_path / "pool", 400 * FILE
+    chance = random.Random(5)
+
+    def start(seed: int) -> "subprocess.Popen[str]":
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(root), str(size), str(seed)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    children = [start(seed) for seed in range(4)]
+    highest = 0
+    for seed in range(4, 10):
+        for _ in range(5):
+            highest = max(highest, disk_bytes(root))
+        victim = children.pop(chance.randrange(4))
+        victim.send_signal(signal.SIGKILL)
+        victim.communicate(timeout=LIMIT_S)
+        children.append(start(seed))
+    for child in children:
+        child.kill()
+        child.communicate(timeout=LIMIT_S)
+    assert size / 2 < highest <= size * (1 + SOFT_SHARE)
+    store = FileStore(str(root), size)
+    with store._space.index._reading() as db:
+        [(used, chunks, cells)] = db.execute(
+            "SELECT used_bytes, (SELECT sum(bytes) FROM chunk), (SELECT sum(bytes) FROM cell) "
+            "FROM store"
+        )
+        assert used == chunks == cells
+        assert db.execute("SELECT count(*) FROM hold").fetchone() == (0,)
+        assert db.execute(
+            "SELECT count(*) FROM chunk AS c WHERE children != "
+            "(SELECT count(*) FROM chunk AS d WHERE d.parent = c.id)"
+        ).fetchone() == (0,)
+        files = [path for path in (root / FORMAT_DIR / "objects").rglob("*") if path.is_file()]
+        known = {name.hex() for (name,) in db.execute("SELECT name FROM cell")}
+    assert {path.parent.name + path.name for path in files} == known
+    assert used == sum(path.stat().st_size for path in files) <= size * (1 + SOFT_SHARE)
+    put = store.put([key_of((7,), "", 0)], [make_buffer(CELL)], [ref_of((7,), "")])
+    assert put == [PutOutcome.STORED]
+    store.close()
+
+
+def test_a_lost_index_is_made_anew_while_puts_and_gets_go_on(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    prompt = tuple(range(30))
+    store = FileStore(str(root), 400 * FILE)
+    save(store, prompt, 0, range(1))
+    used = store._space.index.used_bytes()
+    store.close()
+    for name in ("index", "index-wal", "index-shm"):
+        (root / FORMAT_DIR / name).unlink(missing_ok=True)
+    (root / FORMAT_DIR / "index").write_bytes(b"no database" * 1000)
+    store = FileStore(str(root), 400 * FILE)
+    keys = [key_of(prompt[:n], "", 0) for n in range(1, 31)]
+    buffers = [make_buffer(CELL) for _ in keys]
+    assert store.get(keys, buffers) == [GetOutcome.OK] * 30
+    assert put_new(store, 0) is PutOutcome.STORED
+    assert store._space.wait_complete(LIMIT_S)
+    assert store._space.index.used_bytes() == used + FILE
+    small = FileStore(str(root), 40 * FILE)  # parents are known from the files again
+    put_new(small, 1)
+    assert orphans(small, {prompt[:n] for n in range(1, 31)}, range(1)) == []
+    assert small._space.index.used_bytes() <= 40 * FILE
+    assert small.exists(keys[:5]) == [True] * 5
+    small.close()
+    store.close()
+
+
+def put_new(store: FileStore, number: int) -> PutOutcome:
+    prompt = (200 + number,)
+    [outcome] = store.put([key_of(prompt, "", 0)], [make_buffer(CELL)], [ref_of(prompt, "")])
+    return outcome
+
+
+def test_an_index_that_is_lost_under_us_is_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    store, other = (FileStore(str(root), 400 * FILE) for _ in range(2))
+    save(store, (1, 2, 3), 0, range(1))
+    for name in ("index", "index-wal", "index-shm"):
+        (root / FORMAT_DIR / name).unlink(missing_ok=True)
+    assert [put_new(each, n) for n, each in enumerate((store, other))] == [PutOutcome.STORED] * 2
+    assert store._space.wait_complete(LIMIT_S)
+    assert store._space.index.used_bytes() == other._space.index.used_bytes() == 8 * FILE
+    store.close()
+    other.close()
+
+
+def test_what_an_earlier_release_stored_is_removed_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = tmp_path / "pool" / "v2" / "objects"
+    old.mkdir(parents=True, mode=0o700)
+    (old / "cell").write_bytes(bytes(FILE))
+    tmp_path.joinpath("pool").chmod(0o700)
+    store = FileStore(str(tmp_path / "pool"), 100 * FILE)
+    assert store._space.wait_complete(LIMIT_S)
+    assert not (tmp_path / "pool" / "v2").exists()
+    assert "cells of an earlier release" in caplog.text
+    store.close()
+
+
+def test_where_wal_is_refused_a_journal_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_kvpool.storage.file import index as module
+
+    class WithoutWal(module.sqlite3.Connection):
+        def execute(self, sql: str, *args: object) -> object:  # type: ignore[override]
+            if sql == "PRAGMA journal_mode = WAL":
+                raise module.sqlite3.OperationalError("locking protocol")
+            return super().execute(sql, *args)
+
+    connect = module.sqlite3.connect
+    monkeypatch.setattr(
+        module.sqlite3, "connect", lambda *a, **k: connect(*a, factory=WithoutWal, **k)
+    )
+    stores = [FileStore(str(tmp_path / "pool"), 40 * FILE) for _ in range(2)]
+    with stores[0]._space.index._reading() as db:
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    walked = [("save", tuple(random.Random(n).choices(range(3), k=6)), n % 2) for n in range(20)]
+    walk(walked, list(stores), None)
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[str]]]:
+    """Of each transaction: who began it, how many rows it changed, what files it asked for."""
+    seen: list[tuple[str, int, list[str]]] = []
+    under_way: dict[int, list[str]] = {}
+    writing = FileIndex._writing
+
+    @contextlib.contextmanager
+    def watched(self: FileIndex) -> Iterator[sqlite3.Connection]:
+        caller = sys._getframe(2).f_code.co_name
+        with writing(self) as db:
+            before, calls = db.total_changes, under_way.setdefault(threading.get_ident(), [])
+            yield db
+            del under_way[threading.get_ident()]
+        seen.append((caller, db.total_changes - before, calls))
+
+    def watch(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            under_way.get(threading.get_ident(), []).append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("access", "link", "listdir", "lstat", "mkdir", "open", "remove", "rename"):
+        watch(os, name)
+    for name in ("replace", "rmdir", "scandir", "stat", "statvfs", "unlink", "utime"):
+        watch(os, name)
+    watch(builtins, "open")
+    monkeypatch.setattr(FileIndex, "_writing", watched)
+    return seen
+
+
+# Rows that a transaction may change, those that triggers change included: for each of `MAX_ROWS`
+# cells a cell, a chunk, its parent, a hold and the sums; for each chunk evicted about ten.
+MOST_CHANGES = 12 * MAX_ROWS
+TRANSACTIONS = frozenset(
+    {
+        *("reserve", "make_room", "hold", "settle", "_forget", "remove_writer", "write_hits"),
+        *("remove_cells", "add_found", "complete", "check_after_power_loss"),
+    }
+)
+
+
+def test_a_transaction_asks_for_no_file_and_changes_a_bounded_number_of_rows(
+    tmp_path: Path,
+    transactions: list[tuple[str, int, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = tmp_path / "pool"
+    store = FileStore(str(root), 2000 * FILE)
+    for first in range(5):  # more than one transaction may evict, hold or release
+        save(store, tuple(range(first, first + 100)), 0, range(2))
+    load(store, tuple(range(100)))
+    store._space.index.write_hits()
+    store.close()
+    for name in ("index", "index-wal", "index-shm"):
+        (root / FORMAT_DIR / name).unlink(missing_ok=True)
+    store = FileStore(str(root), 100 * FILE)
+    assert store._space.wait_complete(LIMIT_S)
+    save(store, (250,), 0, range(2))  # evicts nearly all
+    assert store._space.index.used_bytes() <= 100 * FILE
+    code = CHILD.replace("while True", "while False") + KILLED_WITH_MUCH_BEGUN
+    arguments = [str(root), str(100 * FILE), "0"]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=LIMIT_S)
+    store._space._reclaim()
+    store.remove([key_of((250,), KINDS[0], 0)])
+    store.remove_namespace(NAMESPACE)
+    assert store._space.index.used_bytes() == 0
+    monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
+    store._space.index.check_after_power_loss()
+    store.close()
+    assert {name for name, _, _ in transactions} == TRANSACTIONS
+    assert [each for each in transactions if each[2]] == []
+    assert [each for each in transactions if each[1] > MOST_CHANGES] == []
+
+
+KILLED_WITH_MUCH_BEGUN = """
+import os
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.file.index import CellRow, MAX_ROWS
+refs = [ChunkRef(f"{n}") for n in range(MAX_ROWS)]
+rows = [CellRow(ref, "m@fmt:0123456789ab", bytes([n]) * 20, 4096) for n, ref in enumerate(refs)]
+assert store._space.reserve(rows, [4096] * len(rows)) is not None
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("damage", ["torn index", "torn cells"])
+def test_after_a_power_loss_what_is_damaged_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    root, prompt = tmp_path / "pool", tuple(range(30))
+    store = FileStore(str(root), 400 * FILE)
+    save(store, prompt, 0, range(1))
+    store.close()
+    if damage == "torn index":
+        index = root / FORMAT_DIR / "index"
+        size = index.stat().st_size
+        with index.open("r+b") as file:  # what was never written is zeros, but for the first page
+            file.seek(4096)
+            file.write(bytes(size - 4096))
+    else:
+        for path in sorted((root / FORMAT_DIR / "objects").rglob("*")):
+            if path.is_file() and path.name[0] in "01234567":
+                os.truncate(path, 100)
+    monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
+    store = FileStore(str(root), 400 * FILE)
+    keys = [key_of(prompt[:n], "", 0) for n in range(1, 31)]
+    found = store.get(keys, [make_buffer(CELL) for _ in keys])  # needs no index
+    whole = GetOutcome.OK if damage == "torn index" else GetOutcome.WRONG_SIZE
+    assert set(found) <= {GetOutcome.OK, GetOutcome.WRONG_SIZE}
+    assert whole in found
+    store._space._woken.set()
+    assert store._space.wait_complete(LIMIT_S)
+    with store._space.index._reading() as db:
+        assert db.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
+    gone = [key for key, outcome in zip(keys, found, strict=True) if outcome is not GetOutcome.OK]
+    store.remove(gone)
+    save(store, prompt, 0, range(1))
+    assert store.get(keys, [make_buffer(CELL) for _ in keys]) == [GetOutcome.OK] * 30
+    store.close()

@@ -1,0 +1,1166 @@
+"""FileStore: the contract, and what only real processes, kills and full disks can show."""
+
+import contextlib
+import errno
+import itertools
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
+from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.storage.base import (
+    Buffer,
+    ChunkRef,
+    EvictionCandidate,
+    GetOutcome,
+    PutOutcome,
+    Store,
+)
+from vllm_kvpool.storage.eviction import HALF_LIFE_NS, MAX_HALF_LIVES, POLICIES
+from vllm_kvpool.storage.file import batch as batch_module
+from vllm_kvpool.storage.file import index as index_module
+from vllm_kvpool.storage.file import io as io_module
+from vllm_kvpool.storage.file import paths as paths_module
+from vllm_kvpool.storage.file import uring
+from vllm_kvpool.storage.file.index import CellRow, IndexBusy
+from vllm_kvpool.storage.file.io import THREAD_COUNT, Done, Transfer, move
+from vllm_kvpool.storage.file.space import (
+    FORMAT_DIR,
+    OPENING_S,
+    FileSpace,
+    SpaceReservation,
+    object_name,
+)
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
+from vllm_kvpool.testing.memory import make_buffer, random_bytes
+
+MIB = 1 << 20
+FILE = 64 << 10
+CELL = FILE - 500  # with its key and footer, just such a file
+CHILD_LIMIT_S = 60
+
+
+class TestFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, root: Path) -> Iterator[Store]:
+        store = FileStore(str(root), 64 * MIB)
+        yield store
+        assert_counted(root)
+        store.close()
+        assert list((root / FORMAT_DIR / "writers").iterdir()) == []
+
+
+class TestFileStoreWithThreads(StoreContract):
+    @pytest.fixture
+    def store(self, root: Path) -> Iterator[Store]:
+        store = FileStore(str(root), 64 * MIB, "threads")
+        yield store
+        assert_counted(root)
+        store.close()
+
+
+class TestFileStoreThroughThePageCache(StoreContract):
+    @pytest.fixture(params=["auto", "threads"])
+    def store(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    ) -> Iterator[Store]:
+        os_open = os.open
+
+        def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return os_open(path, flags, mode)
+
+        monkeypatch.setattr(os, "open", refuse_direct)
+        store = FileStore(str(root), 64 * MIB, request.param)
+        assert not store._context.direct
+        yield store
+        assert_counted(root)
+        store.close()
+
+
+class TestLruFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, root: Path) -> Iterator[Store]:
+        store = FileStore(str(root), 64 * MIB, policy=POLICIES["lru"])
+        yield store
+        assert_counted(root)
+        store.close()
+
+
+class TestFileStoreWithoutHardLinks(StoreContract):
+    @pytest.fixture
+    def store(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        def link(source: str, target: str) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", link)
+        store = FileStore(str(root), 64 * MIB)
+        yield store
+        assert_counted(root)
+        store.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+def object_files(root: Path) -> list[Path]:
+    return [path for path in (root / FORMAT_DIR / "objects").rglob("*") if path.is_file()]
+
+
+def recycled_files(root: Path) -> list[Path]:
+    return [path for path in root.glob(f"{FORMAT_DIR}/writers/*/*") if path.name != "lock"]
+
+
+def disk_bytes(root: Path) -> int:
+    """What objects and unpublished files occupy, each counted once though it moves meanwhile."""
+    blocks: dict[int, int] = {}
+    for directory, _, names in os.walk(root / FORMAT_DIR):
+        for name in names:
+            if name != "lock" and not name.startswith("index"):
+                with contextlib.suppress(FileNotFoundError):  # just published
+                    status = os.lstat(os.path.join(directory, name))
+                    blocks[status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
+
+
+def used_bytes(root: Path) -> int:
+    with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index", timeout=10)) as db:
+        return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
+
+
+def assert_counted(root: Path) -> None:
+    files = object_files(root) + recycled_files(root)
+    assert used_bytes(root) == sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
+
+
+def reserve(space: FileSpace, *numbers: int) -> SpaceReservation:
+    """Room for a file each."""
+    rows = [
+        CellRow(ChunkRef(f"reserved {n}"), "m@fmt:0123456789ab", n.to_bytes(20, "big"), FILE)
+        for n in numbers
+    ]
+    reservation = space.reserve(rows, [FILE] * len(rows))
+    assert reservation is not None
+    return reservation
+
+
+def path_of(root: Path, key: str) -> Path:
+    return root / FORMAT_DIR / "objects" / object_name(key)
+
+
+CHILD = """
+import os, sys
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.testing.contract import key_of
+from vllm_kvpool.testing.memory import make_buffer, random_bytes
+root, namespace, cell, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+store = FileStore(root, size)
+buffer = make_buffer(cell)
+"""
+
+
+def start_child(code: str, root: Path, namespace: str, size: int) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD + code, str(root), namespace, str(CELL), str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_together_keep_the_size_and_never_read_half_an_object(root: Path) -> None:
+    size = 2 * MIB
+    namespace = new_namespace()
+    code = """
+got = full = 0
+me = int(sys.stdin.readline())
+for step in range(250):
+    number = (step * 7 + me * 13) % 90
+    buffer.view[:] = random_bytes(cell, number)
+    [put] = store.put([key_of(namespace, number)], [buffer], [ChunkRef("g")])
+    assert put in (PutOutcome.STORED, PutOutcome.EXISTED, PutOutcome.FULL), put
+    full += put is PutOutcome.FULL
+    number = (step * 5 + me) % 90
+    [get] = store.get([key_of(namespace, number)], [buffer])
+    assert get in (GetOutcome.OK, GetOutcome.MISSING), get
+    if get is GetOutcome.OK:
+        got += 1
+        assert bytes(buffer.view) == random_bytes(cell, number)
+store.close()
+print(got, full)
+"""
+    children = [start_child(code, root, namespace, size) for _ in range(3)]
+    for number, child in enumerate(children):
+        assert child.stdin is not None
+        child.stdin.write(f"{number}\n")
+        child.stdin.flush()
+    while not list(root.glob(f"{FORMAT_DIR}/objects/*")):
+        assert all(child.poll() is None for child in children)
+    peak_bytes = 0
+    while any(child.poll() is None for child in children):
+        peak_bytes = max(peak_bytes, disk_bytes(root))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            children[0].wait(0.005)
+    results = [child.communicate(timeout=CHILD_LIMIT_S)[0].split() for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert all(int(got) > 0 and int(full) < 25 for got, full in results), results
+    # Not exact: a walk is no moment, and may count a file that is then deleted and, for each
+    # child, the one that is written for it. What the index says at the end is exact.
+    assert size // 2 < peak_bytes <= size + len(children) * FILE
+    assert 0 < disk_bytes(root) <= used_bytes(root) <= size
+    assert list((root / FORMAT_DIR / "writers").iterdir()) == []
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_opener(root: Path) -> None:
+    size = 8 * MIB
+    namespace = new_namespace()
+    # The child reserves and half writes ten cells, as if in ten threads, and hangs in them.
+    code = """
+from tests.storage.test_files import reserve
+reservations = [reserve(store._space, n) for n in range(10)]
+for reservation in reservations:
+    fd, _ = reservation.open_temp(cell, 0)
+    os.write(fd, bytes(cell // 2))
+store.put([key_of(namespace, 0)], [buffer], [ChunkRef("g")])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    child = start_child(code, root, namespace, size)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    assert used_bytes(root) == 11 * FILE
+    alive = FileStore(str(root), size)
+    assert used_bytes(root) == 11 * FILE, "a living writer's reservations were taken"
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=CHILD_LIMIT_S)
+    store = FileStore(str(root), size)
+    assert used_bytes(root) == FILE
+    assert store.exists([key_of(namespace, 0)]) == [True]
+    assert len(list((root / FORMAT_DIR / "writers").iterdir())) == 2
+    assert disk_bytes(root) == FILE
+    store.close()
+    alive.close()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("space.rename_new", "os.close", "index.FileIndex.settle", "space.create_file"),
+        *("space.FileSpace._take_away", "batch.write_tail", "uring.Ring.wait"),
+    ],
+)
+def test_a_kill_anywhere_in_a_put_leaves_no_lock_and_no_charge(root: Path, where: str) -> None:
+    namespace = new_namespace()
+    code = f"""
+from vllm_kvpool.storage.file import batch
+from vllm_kvpool.storage.file import index
+from vllm_kvpool.storage.file import space
+from vllm_kvpool.storage.file import uring
+def die(*args, **kwargs):
+    os.kill(os.getpid(), 9)
+{where} = die
+store.put([key_of(namespace, n) for n in range(2)], [buffer] * 2, [ChunkRef("g")] * 2)
+"""
+    child = start_child(code, root, namespace, MIB)
+    child.communicate(timeout=CHILD_LIMIT_S)
+    assert child.returncode == -signal.SIGKILL
+    store = FileStore(str(root), MIB)
+    assert_counted(root)
+    buffer = make_buffer(CELL)
+    for number in range(2, 40):  # more than fits: evictions too work as before
+        assert put_one(store, key_of(namespace, number), buffer) is PutOutcome.STORED
+        assert disk_bytes(root) <= MIB
+    store.close()
+
+
+def test_the_least_recently_used_go_first(root: Path) -> None:
+    store = FileStore(str(root), 10 * FILE)
+    namespace = new_namespace()
+    keys = [key_of(namespace, number) for number in range(11)]
+    buffer = make_buffer(CELL)
+    for key in keys[:10]:
+        put_one(store, key, buffer)
+    assert get_one(store, keys[0], buffer) is GetOutcome.OK
+    assert put_one(store, keys[10], buffer) is PutOutcome.STORED
+    assert store.exists(keys) == [number != 1 for number in range(11)]
+    store.close()
+
+
+def test_objects_survive_a_restart_and_other_processes_see_them(root: Path) -> None:
+    namespace = new_namespace()
+    keys = [key_of(namespace, number) for number in range(3)]
+    store = FileStore(str(root), MIB)
+    buffer = make_buffer(CELL)
+    buffer.view[:] = random_bytes(CELL, 5)
+    store.put(keys, [buffer] * 3, [ChunkRef("g")] * 3)
+    store.close()
+    code = """
+keys = [key_of(namespace, number) for number in range(3)]
+print(store.exists(keys), store.get(keys[:1], [buffer])[0].value, end=" ")
+print(bytes(buffer.view) == random_bytes(cell, 5))
+"""
+    output, _ = start_child(code, root, namespace, MIB).communicate(timeout=CHILD_LIMIT_S)
+    assert output == "[True, True, True] ok True\n"
+
+
+def test_a_smaller_size_takes_effect_at_the_next_put(root: Path) -> None:
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    large = FileStore(str(root), 2 * MIB)
+    large.put([key_of(namespace, n) for n in range(30)], [buffer] * 30, [ChunkRef("g")] * 30)
+    small = FileStore(str(root), MIB)
+    assert put_one(small, key_of(namespace, 30), buffer) is PutOutcome.STORED
+    assert disk_bytes(root) <= MIB
+    small.close()
+    large.close()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
+def test_only_the_owner_has_access_whatever_the_umask(root: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        store = FileStore(str(root), MIB)
+        put_one(store, key_of(new_namespace(), 0), make_buffer(CELL))
+        store.close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(root.stat().st_mode)}
+    modes |= {stat.S_IMODE(path.stat().st_mode) for path in root.rglob("*") if path.is_dir()}
+    assert modes == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in object_files(root)} == {0o600}
+
+
+def test_a_symbolic_link_is_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"symbolic link; name .*/elsewhere"):
+        FileStore(str(root), MIB)
+
+
+def test_a_directory_that_others_can_write_is_refused(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o770)
+    with pytest.raises(ConfigError, match=rf"0770\); run: chmod 700 {root}"):
+        FileStore(str(root), MIB)
+    root.chmod(0o755)
+    FileStore(str(root), MIB).close()
+
+
+def test_a_directory_of_somebody_else_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="a directory of your own"):
+        FileStore(str(root), MIB)
+
+
+def test_a_path_that_cannot_be_made_is_refused(root: Path, tmp_path: Path) -> None:
+    root.write_bytes(b"")
+    with pytest.raises(ConfigError, match="not a directory"):
+        FileStore(str(root), MIB)
+    with pytest.raises(ConfigError, match=f"file store {root}/below cannot be used: File exists"):
+        FileStore(str(root / "below"), MIB)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        FileStore("/proc/kvpool", MIB)
+
+
+class FaultyDisk:
+    """Threads, whose system calls a test changes; as a full or broken disk would answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, size_bytes: int = MIB) -> None:
+        self.store = FileStore(str(root), size_bytes, "threads")
+        self.monkeypatch = monkeypatch
+        self.pwritev, self.preadv = os.pwritev, os.preadv
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, root: Path) -> Iterator[FaultyDisk]:
+    disk = FaultyDisk(monkeypatch, root)
+    yield disk
+    disk.store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_full_and_gives_the_charge_back(
+    root: Path, faulty: FaultyDisk, number: int
+) -> None:
+    store = faulty.store
+    keys = [key_of(new_namespace(), n) for n in range(4)]
+    buffer = make_buffer(CELL)
+    full_inodes: set[int] = set()
+
+    def pwritev_to_two(fd: int, views: list[memoryview], at: int) -> int:
+        inode = os.fstat(fd).st_ino
+        if len(full_inodes | {inode}) > 2:
+            raise OSError(number, os.strerror(number))
+        full_inodes.add(inode)
+        return faulty.pwritev(fd, [views[0][: FILE // 2]], at)  # short writes too
+
+    faulty.monkeypatch.setattr(os, "pwritev", pwritev_to_two)
+    outcomes = store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)
+    assert sorted(outcomes, key=str) == [PutOutcome.FULL] * 2 + [PutOutcome.STORED] * 2
+    assert used_bytes(root) == disk_bytes(root) == 2 * FILE
+    faulty.monkeypatch.undo()
+    assert set(store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4)) == {
+        PutOutcome.STORED,
+        PutOutcome.EXISTED,
+    }
+
+
+def test_an_unwritable_disk_fails_the_key_and_says_so_once(
+    root: Path, faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [key_of(new_namespace(), n) for n in range(3)]
+    buffer = make_buffer(CELL)
+
+    def pwritev(fd: int, views: list[memoryview], at: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    faulty.monkeypatch.setattr(os, "pwritev", pwritev)
+    outcomes = faulty.store.put(keys, [buffer] * 3, [ChunkRef("g")] * 3)
+    assert outcomes == [PutOutcome.FAILED] * 3
+    assert [record.getMessage().count("Input/output") for record in caplog.records] == [1]
+    assert used_bytes(root) == disk_bytes(root) == 0
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+def test_a_disk_that_answers_after_it_was_given_up_touches_no_other_file(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, method: str
+) -> None:
+    """What waits for a thread then has not looked up its number yet, which others were given."""
+    faulty = FaultyDisk(monkeypatch, root, 64 * MIB)  # with room for all in one part
+    store, patch = faulty.store, faulty.monkeypatch
+    keys = [key_of(new_namespace(), n) for n in range(2 * THREAD_COUNT)]
+    buffers = [make_buffer(CELL) for _ in keys]
+    if method == "get":
+        store.put(keys, buffers, [ChunkRef("")] * len(keys))
+    go_on = threading.Event()
+    touched: list[int] = []
+
+    def held(call: Callable[..., int]) -> Callable[..., int]:
+        def wait(fd: int, views: list[memoryview], at: int) -> int:
+            assert go_on.wait(CHILD_LIMIT_S)
+            touched.append(os.fstat(fd).st_ino)
+            return call(fd, views, at)
+
+        return wait
+
+    patch.setattr(os, "pwritev", held(faulty.pwritev))
+    patch.setattr(os, "preadv", held(faulty.preadv))
+    patch.setattr(io_module, "GIVE_UP_S", 0.05)
+    with contextlib.ExitStack() as ends:
+        before = open_numbers()
+        groups = ([ChunkRef("")] * len(keys),) if method == "put" else ()
+        with pytest.raises(BuffersInUse):
+            getattr(store, method)(keys, buffers, *groups)
+        kept = open_numbers() - before
+        others = [os.open(tmp_path, os.O_TMPFILE | os.O_RDWR) for _ in range(2 * len(keys))]
+        for fd in (*kept, *others):
+            ends.callback(os.close, fd)
+        helpers = [each for each in threading.enumerate() if each.name == "kvpool-disk"]
+        go_on.set()
+        for helper in helpers:
+            helper.join(CHILD_LIMIT_S)
+        assert len(touched) >= len(keys)
+        store.close()
+        assert not {os.fstat(fd).st_ino for fd in others} & set(touched)
+
+
+def test_a_directory_that_goes_while_its_disk_hangs_does_not_hide_that_memory_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """As a file system of a network may."""
+    faulty = FaultyDisk(monkeypatch, root)
+    store, keys = faulty.store, [key_of(new_namespace(), n) for n in range(2)]
+    go_on = threading.Event()
+    used: list[tuple[int, int]] = []
+    reserve_ = store._space.reserve
+
+    def wait(fd: int, views: list[memoryview], at: int) -> int:
+        used.append((fd, os.fstat(fd).st_ino))
+        assert go_on.wait(CHILD_LIMIT_S)
+        return faulty.pwritev(fd, views, at)
+
+    def reserve_once(*args: object) -> object:
+        monkeypatch.setattr(store._space, "reserve", gone)
+        return reserve_(*args)
+
+    def gone(*args: object) -> object:
+        raise StoreError("gone")
+
+    monkeypatch.setattr(os, "pwritev", wait)
+    monkeypatch.setattr(io_module, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(batch_module, "ROUND_BYTES", 1)
+    monkeypatch.setattr(store._space, "reserve", reserve_once)
+    with pytest.raises(BuffersInUse):
+        store.put(keys, [make_buffer(CELL) for _ in keys], [ChunkRef("")] * 2)
+    [(fd, inode)] = used
+    assert os.fstat(fd).st_ino == inode, "closed, so that its number may be another file's"
+    helpers = [each for each in threading.enumerate() if each.name == "kvpool-disk"]
+    go_on.set()
+    for helper in helpers:
+        helper.join(CHILD_LIMIT_S)
+    os.close(fd)
+    store.close()
+
+
+def open_numbers() -> set[int]:
+    """Of this process's files."""
+    listed = os.listdir("/proc/self/fd")  # with the number of this look, which is free again
+    return {int(name) for name in listed if os.path.exists(f"/proc/self/fd/{name}")}
+
+
+def test_a_file_that_ends_early_while_read_fails(faulty: FaultyDisk) -> None:
+    store, preadv = faulty.store, faulty.preadv
+    key = key_of(new_namespace(), 0)
+    buffer = make_buffer(CELL)
+    put_one(store, key, buffer)
+    faulty.monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(8192 - at, 0)]], at)
+    )
+    assert get_one(store, key, buffer) is GetOutcome.FAILED
+    faulty.monkeypatch.setattr(os, "preadv", lambda fd, v, at: preadv(fd, [v[0][:4096]], at))
+    buffer.view[:] = b"x" * CELL
+    assert get_one(store, key, buffer) is GetOutcome.OK
+    assert bytes(buffer.view) == bytes(CELL)
+
+
+def test_a_truncated_object_is_of_wrong_size_until_removed(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    key = key_of(new_namespace(), 0)
+    buffer = make_buffer(CELL)
+    put_one(store, key, buffer)
+    os.truncate(path_of(root, key), 100)
+    assert get_one(store, key, buffer) is GetOutcome.WRONG_SIZE
+    assert store.remove([key]) == 1
+    assert put_one(store, key, buffer) is PutOutcome.STORED
+    assert get_one(store, key, buffer) is GetOutcome.OK
+    store.close()
+
+
+def test_a_directory_that_vanishes_is_a_store_error(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    key = key_of(new_namespace(), 0)
+    buffer = make_buffer(CELL)
+    put_one(store, key, buffer)
+    root.rename(root.with_name("moved"))
+    with pytest.raises(StoreError, match="is gone"):
+        store.exists([key])
+    with pytest.raises(StoreError, match="is gone"):
+        store.put([key], [buffer], [ChunkRef("g")])
+    with pytest.raises(StoreError, match="is gone"):
+        store.get([key], [buffer])
+    with pytest.raises(StoreError, match="is gone"):
+        store.remove([key])
+    root.with_name("moved").rename(root)
+    assert get_one(store, key, buffer) is GetOutcome.OK
+    root.rename(root.with_name("moved"))
+    store.close()
+
+
+@pytest.mark.parametrize("lost", ["", "/objects", "/writers", "/index"])
+def test_lost_parts_are_made_again(root: Path, lost: str) -> None:
+    store = FileStore(str(root), MIB)
+    keys = [key_of(new_namespace(), number) for number in range(20)]
+    buffer = make_buffer(CELL)
+    put_one(store, keys[0], buffer)
+    (root / f"{FORMAT_DIR}{lost}").rename(root / "lost")
+    store.put(keys[1:2], [buffer], [ChunkRef("g")])
+    assert store._space.wait_complete(CHILD_LIMIT_S)
+    store.remove(keys[1:2])
+    assert store.put(keys[1:], [buffer] * 19, [ChunkRef("g")] * 19) == [PutOutcome.STORED] * 19
+    assert get_one(store, keys[19], buffer) is GetOutcome.OK
+    assert disk_bytes(root) <= used_bytes(root) <= MIB
+    store.close()
+
+
+def test_a_lock_that_stays_taken_makes_the_batch_full_after_a_bound(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "WAIT_S", 0.05)
+    store = FileStore(str(root), MIB)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    put_one(store, key_of(namespace, 0), buffer)
+    keys = [key_of(namespace, n) for n in range(16, 20)]
+    with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db:
+        db.isolation_level = None
+        db.execute("BEGIN IMMEDIATE")
+        assert store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4) == [PutOutcome.FULL] * 4
+        assert get_one(store, key_of(namespace, 0), buffer) is GetOutcome.OK
+    assert store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4) == [PutOutcome.STORED] * 4
+    store.close()
+
+
+def test_an_object_larger_than_the_store_is_full_and_evicts_nothing(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    namespace = new_namespace()
+    put_one(store, key_of(namespace, 0), make_buffer(CELL))
+    assert put_one(store, key_of(namespace, 1), make_buffer(MIB + 1)) is PutOutcome.FULL
+    assert store.exists([key_of(namespace, 0)]) == [True]
+    assert put_one(store, key_of(namespace, 1), make_buffer(MIB - 500)) is PutOutcome.STORED
+    store.close()
+
+
+def test_a_forked_child_may_use_the_store_and_the_parent_goes_on(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    pid = os.fork()
+    if pid == 0:
+        ok = put_one(store, key_of(namespace, 0), buffer) is PutOutcome.STORED
+        os._exit(0 if ok else 1)
+    assert put_one(store, key_of(namespace, 1), buffer) is PutOutcome.STORED
+    assert os.waitpid(pid, 0)[1] == 0
+    assert store.exists([key_of(namespace, n) for n in range(2)]) == [True, True]
+    assert_counted(root)
+    store.close()
+
+
+@pytest.mark.parametrize("renames_new", [True, False])
+def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, renames_new: bool) -> None:
+    spaces = [FileStore(str(root), MIB)._space for _ in range(2)]
+    path = path_of(root, key_of(new_namespace(), 0))
+    reservations = [reserve(space, 0) for space in spaces]
+    published = []
+    for space, reservation, letter in zip(spaces, reservations, (b"a", b"b"), strict=True):
+        space._renames_new = renames_new
+        fd, temp_path = reservation.open_temp(FILE, 0)
+        os.write(fd, letter * FILE)
+        os.close(fd)
+        published.append(space.publish(temp_path, str(path)))
+        reservation.stored.add(0)
+        space.settle(reservation)
+    assert published == [True, False]
+    assert path.read_bytes() == b"a" * FILE
+    assert used_bytes(root) == disk_bytes(root) == FILE
+    for space in spaces:
+        space.close()
+
+
+def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:
+    store = FileStore(str(root), 16 * FILE)
+    other = FileSpace(str(root), 16 * FILE, POLICIES["lru"], time.time_ns)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    reservations = [reserve(other, n) for n in range(8)]
+    keys = [key_of(namespace, number) for number in range(20)]
+    assert store.put(keys, [buffer] * 20, [ChunkRef("g")] * 20) == [PutOutcome.STORED] * 20
+    kept = len(object_files(root)) + len(recycled_files(root))
+    assert used_bytes(root) == (8 + kept) * FILE <= 16 * FILE
+    for reservation in reservations:
+        other.settle(reservation)
+    assert_counted(root)
+    other.close()
+    store.close()
+
+
+# Batches.
+
+
+def put_many(store: FileStore, keys: list[str], buffer: Buffer) -> None:
+    outcomes = store.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
+    assert set(outcomes) == {PutOutcome.STORED}, outcomes
+
+
+def test_room_for_more_is_made_while_the_disk_writes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "ROUND_BYTES", 2 * FILE)
+    store = FileStore(str(root), 64 * FILE)
+    put_many(store, [key_of(new_namespace(), n) for n in range(64)], make_buffer(CELL))  # full
+    events: list[str] = []
+    for name in ("reserve", "publish"):
+        method = getattr(store._space, name)
+        monkeypatch.setattr(
+            store._space,
+            name,
+            lambda *args, name=name, method=method: (events.append(name), method(*args))[1],
+        )
+    put_many(store, [key_of(new_namespace(), n) for n in range(8)], make_buffer(CELL))
+    assert events == ["reserve"] * 4 + ["publish"] * 8  # the queue is longer than that
+    assert_counted(root)
+    store.close()
+
+
+def test_where_no_room_can_be_made_what_is_being_written_is_stored(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "ROUND_BYTES", 2 * FILE)
+    store = FileStore(str(root), 64 * FILE)  # puts of more than 8 are made in parts
+    reserve_, num_calls = store._space.reserve, itertools.count()
+
+    def locked_out(rows: Sequence[CellRow], sizes: Sequence[int]) -> SpaceReservation | None:
+        if next(num_calls) == 2:
+            raise IndexBusy("somebody holds it")
+        return reserve_(rows, sizes)
+
+    monkeypatch.setattr(store._space, "reserve", locked_out)
+    keys = [key_of(new_namespace(), n) for n in range(20)]
+    outcomes = store.put(keys, [make_buffer(CELL)] * 20, [ChunkRef("")] * 20)
+    assert outcomes == [PutOutcome.STORED] * 4 + [PutOutcome.FULL] * 16
+    assert store.exists(keys) == [True] * 4 + [False] * 16
+    assert next(num_calls) == 3, "each would wait as long again"
+    assert_counted(root)
+    store.close()
+
+
+def open_files(root: Path) -> list[str]:
+    """What this process has open below the root; other tests' files may come and go."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(path for path in found if path.startswith(str(root)))
+
+
+def test_no_file_stays_open(root: Path) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    keys = [key_of(new_namespace(), n) for n in range(100)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys[:1], buffer)
+    before = open_files(root)
+    put_many(store, keys[1:], buffer)
+    store.get([*keys, "absent"], [buffer] * 101)
+    store.get(keys, [make_buffer(CELL + 1)] * 100)
+    os.truncate(path_of(root, keys[0]), FILE - 4096)
+    store.get(keys, [buffer] * 100)
+    assert open_files(root) == before
+    store.close()
+
+
+def test_a_batch_larger_than_the_store_is_put_in_parts(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    keys = [key_of(new_namespace(), n) for n in range(100)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys, buffer)
+    assert disk_bytes(root) <= MIB
+    assert store.exists(keys[-8:]) == [True] * 8
+    assert_counted(root)
+    store.close()
+
+
+def test_an_error_between_two_cells_waits_and_gives_all_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    keys = [key_of(new_namespace(), n) for n in range(20)]
+    buffers = [make_buffer(CELL) for _ in keys]
+    write_tail = batch_module.write_tail
+    calls: list[str] = []
+
+    def break_at_the_tenth(tail: memoryview, data: memoryview, key: str, *chunk: object) -> None:
+        calls.append(key)
+        if len(calls) == 10:
+            raise ZeroDivisionError
+        write_tail(tail, data, key, *chunk)
+
+    monkeypatch.setattr(batch_module, "write_tail", break_at_the_tenth)
+    with pytest.raises(ZeroDivisionError):
+        store.put(keys, buffers, [ChunkRef("")] * 20)
+    monkeypatch.undo()
+    assert_counted(root)
+    [writer] = (root / FORMAT_DIR / "writers").iterdir()
+    assert [path.name for path in writer.iterdir()] == ["lock"]
+    outcomes = store.put(keys, buffers, [ChunkRef("")] * 20)
+    assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTED}
+    assert store.get(keys, buffers) == [GetOutcome.OK] * 20
+    store.close()
+
+
+def test_processes_that_put_the_same_keys_store_each_once(root: Path) -> None:
+    namespace = new_namespace()
+    code = """
+sys.stdin.readline()
+keys = [key_of(namespace, n) for n in range(200)]
+buffers = [make_buffer(cell) for n in range(200)]
+for n, buffer in enumerate(buffers):
+    buffer.view[:] = random_bytes(cell, n)
+outcomes = store.put(keys, buffers, [ChunkRef("")] * 200)
+assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTED}, outcomes
+store.close()
+print(sum(outcome is PutOutcome.STORED for outcome in outcomes))
+"""
+    children = [start_child(code, root, namespace, 64 * MIB) for _ in range(3)]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    stored = [int(child.communicate(timeout=CHILD_LIMIT_S)[0]) for child in children]
+    assert sum(stored) == 200
+    store = FileStore(str(root), 64 * MIB)
+    buffers = [make_buffer(CELL) for _ in range(200)]
+    keys = [key_of(namespace, n) for n in range(200)]
+    assert store.get(keys, buffers) == [GetOutcome.OK] * 200
+    for n, buffer in enumerate(buffers):
+        assert bytes(buffer.view) == random_bytes(CELL, n)
+    assert_counted(root)
+    store.close()
+
+
+def test_a_writer_killed_in_mid_batch_leaves_whole_cells_or_none(root: Path) -> None:
+    namespace = new_namespace()
+    code = """
+import itertools
+for n in itertools.count(0, 50):
+    keys = [key_of(namespace, n + k) for k in range(50)]
+    buffers = [make_buffer(cell) for k in range(50)]
+    for k, buffer in enumerate(buffers):
+        buffer.view[:] = random_bytes(cell, n + k)
+    store.put(keys, buffers, [ChunkRef("")] * 50)
+    print(n, flush=True)
+"""
+    for round_ in range(3):
+        child = start_child(code, root, f"{namespace}", 8 * MIB)  # 128 cells: it evicts too
+        assert child.stdout is not None
+        while int(child.stdout.readline()) < 150 + 50 * round_:
+            pass
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=CHILD_LIMIT_S)
+        store = FileStore(str(root), 8 * MIB)
+        assert_counted(root)
+        buffer = make_buffer(CELL)
+        num_whole = 0
+        for n in range(1000):
+            outcome = get_one(store, key_of(namespace, n), buffer)
+            assert outcome in (GetOutcome.OK, GetOutcome.MISSING)
+            if outcome is GetOutcome.OK:
+                num_whole += 1
+                assert bytes(buffer.view) == random_bytes(CELL, n)
+        assert num_whole == len(object_files(root)) > 50
+        store.close()
+
+
+class LastFirst:
+    """A disk that performs and reports in the reverse of the order it was asked."""
+
+    name = "last first"
+
+    def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
+        for transfer in reversed(list(transfers)):
+            assert move(transfer, 0) == transfer.nbytes
+            yield Done(transfer.tag, 0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_first_of_a_key_in_one_put_stays_in_whatever_order_writes_end(root: Path) -> None:
+    store = FileStore(str(root), 64 * MIB)
+    store._disk = LastFirst()
+    buffers = [make_buffer(CELL) for _ in range(3)]
+    for letter, buffer in zip(b"abc", buffers, strict=True):
+        buffer.view[:] = bytes([letter]) * CELL
+    outcomes = store.put(["one", "two", "one"], buffers, [ChunkRef("")] * 3)
+    assert outcomes == [PutOutcome.STORED, PutOutcome.STORED, PutOutcome.EXISTED]
+    assert get_one(store, "one", buffers[2]) is GetOutcome.OK
+    assert bytes(buffers[2].view) == b"a" * CELL
+    store.close()
+
+
+# What is damaged.
+
+
+@pytest.mark.parametrize("at", [-1, -9, -20, -60])
+def test_a_damaged_footer_is_of_no_size(root: Path, at: int) -> None:
+    store = FileStore(str(root), MIB)
+    key = key_of(new_namespace(), 0)
+    buffer = make_buffer(CELL)
+    put_one(store, key, buffer)
+    path = path_of(root, key)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert get_one(store, key, buffer) is GetOutcome.WRONG_SIZE
+    store.close()
+
+
+def test_another_objects_file_is_not_taken_for_ours(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    keys = [key_of(new_namespace(), n) for n in range(2)]
+    buffer = make_buffer(CELL)
+    put_many(store, keys, buffer)
+    os.replace(path_of(root, keys[0]), path_of(root, keys[1]))
+    assert get_one(store, keys[1], buffer) is GetOutcome.WRONG_SIZE
+    store.close()
+
+
+# Order of eviction.
+
+
+class Clock:
+    """Nanoseconds, set by the test; begins before any file's real time."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**18
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 10**9)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_frequent_cells_outlive_those_used_once(root: Path, clock: Clock) -> None:
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    survivors = {}
+    for policy in POLICIES:
+        store = FileStore(str(root / policy), 10 * FILE, policy=POLICIES[policy], clock_ns=clock)
+        often = key_of(namespace, 0)
+        put_one(store, often, buffer)
+        for _ in range(5):
+            clock.advance(1)
+            assert get_one(store, often, buffer) is GetOutcome.OK
+        for number in range(1, 60):  # a scan of cells that nobody wants again
+            clock.advance(1)
+            put_one(store, key_of(namespace, number), buffer)
+        survivors[policy] = store.exists([often])
+        store.close()
+    assert survivors == {"lru": [False], "lrfu": [True]}
+
+
+def test_use_of_long_ago_is_forgotten(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 10 * FILE, policy=POLICIES["lrfu"], clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    often = key_of(namespace, 0)
+    put_one(store, often, buffer)
+    for _ in range(50):
+        get_one(store, often, buffer)
+    clock.now_ns += MAX_HALF_LIVES * HALF_LIFE_NS + 1
+    for number in range(1, 20):
+        put_one(store, key_of(namespace, number), buffer)
+    assert store.exists([often]) == [False]
+    store.close()
+
+
+@pytest.mark.parametrize(("policy", "is_left"), [("lru", False), ("lrfu", True)])
+def test_a_chunk_that_comes_back_after_its_eviction_counts_as_used_twice(
+    root: Path, clock: Clock, policy: str, is_left: bool
+) -> None:
+    store = FileStore(str(root), 10 * FILE, policy=POLICIES[policy], clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    again = key_of(namespace, 0)
+
+    def put(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            clock.advance(1)
+            put_one(store, key_of(namespace, number), buffer)
+
+    put(range(13))
+    assert store.exists([again]) == [False]
+    put([0, *range(13, 60)])
+    assert store.exists([again]) == [is_left]
+    store.close()
+
+
+def test_as_many_evicted_chunks_are_remembered_as_the_policy_asks_for(
+    root: Path, clock: Clock
+) -> None:
+    policy = POLICIES["lrfu"]
+    store = FileStore(str(root), 10 * FILE, policy=policy, clock_ns=clock)
+    put_many(store, [key_of(new_namespace(), n) for n in range(200)], make_buffer(CELL))
+    store.close()
+    with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db:
+        [count] = db.execute("SELECT count(*) FROM evicted").fetchone()
+    assert 9 * policy.remembered <= count <= 11 * policy.remembered
+
+
+# Files written over.
+
+
+def test_a_full_store_writes_over_the_files_of_evicted_cells(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    inodes: set[int] = set()
+    for number in range(400):
+        clock.advance(1)
+        buffer.view[:] = random_bytes(CELL, number)
+        put_one(store, key_of(namespace, number), buffer)
+        inodes.add(path_of(root, key_of(namespace, number)).stat().st_ino)
+        assert disk_bytes(root) <= 100 * FILE
+    assert len(inodes) <= 110
+    for number in range(350, 400):
+        assert get_one(store, key_of(namespace, number), buffer) is GetOutcome.OK
+        assert bytes(buffer.view) == random_bytes(CELL, number)
+    assert_counted(root)
+    store.close()
+
+
+@pytest.mark.parametrize("put_again", [False, True])
+def test_a_cell_written_over_while_it_is_read_is_missing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, put_again: bool
+) -> None:
+    store = FileStore(str(root), 100 * FILE, "threads")
+    other = FileStore(str(root), FILE, "threads")  # where each takes the room of the one before
+    namespace = new_namespace()
+    first, second = key_of(namespace, 0), key_of(namespace, 1)
+    buffer, fresh = make_buffer(CELL), make_buffer(CELL)
+    put_one(store, first, buffer)
+    preadv = os.preadv
+    inode = path_of(root, first).stat().st_ino
+
+    def read_the_tail_then_be_overtaken(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        tail_at = FILE - 4096
+        preadv(fd, views[1:], tail_at)  # a device may do the last part first
+        fresh.view[:] = b"z" * CELL
+        put_one(other, second, fresh)
+        assert path_of(root, second).stat().st_ino == inode
+        if put_again:
+            put_one(store, first, buffer)
+        return preadv(fd, views[:1], 0) + 4096
+
+    monkeypatch.setattr(os, "preadv", read_the_tail_then_be_overtaken)
+    assert get_one(store, first, buffer) is GetOutcome.MISSING
+    other.close()
+    store.close()
+
+
+def test_nothing_is_written_over_where_other_hosts_may_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths_module, "LOCAL_FILE_SYSTEMS", frozenset({"other"}))
+    store = FileStore(str(root), 20 * FILE)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    for number in range(60):
+        held = [os.open(path, os.O_RDONLY) for path in object_files(root)]
+        before = [os.pread(fd, 4096, 0) for fd in held]
+        buffer.view[:] = random_bytes(CELL, number)
+        put_one(store, key_of(namespace, number), buffer)
+        assert [os.pread(fd, 4096, 0) for fd in held] == before
+        for fd in held:
+            os.close(fd)
+    assert recycled_files(root) == []
+    assert_counted(root)
+    store.close()
+
+
+# Handing down.
+
+
+def test_what_is_beyond_the_watermark_is_named_coldest_first(root: Path, clock: Clock) -> None:
+    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(95)]
+    for key in keys[:85]:
+        clock.advance(1)
+        put_one(store, key, buffer)
+    assert store.surplus(100) == []
+    for key in keys[85:]:
+        clock.advance(1)
+        put_one(store, key, buffer)
+    get_one(store, keys[0], buffer)
+    expected = [EvictionCandidate(key, ChunkRef(group_of_key(key)), CELL) for key in keys[1:11]]
+    assert store.surplus(4) == expected[:4]
+    assert store.surplus(100) == expected
+    assert store.remove([each.key for each in expected]) == 10
+    assert store.surplus(100) == [], "what was handed down still counts"
+    store.surplus_done()
+    store.close()
+
+
+def test_one_process_at_a_time_hands_down(root: Path, clock: Clock) -> None:
+    namespace = new_namespace()
+    buffer = make_buffer(CELL)
+    stores = [FileStore(str(root), 20 * FILE, clock_ns=clock) for _ in range(2)]
+    put_many(stores[0], [key_of(namespace, n) for n in range(19)], buffer)
+    clock.advance(60)
+    assert len(stores[0].surplus(10)) == 2
+    assert stores[1].surplus(10) == []
+    assert len(stores[0].surplus(10)) == 2
+    stores[0].surplus_done()
+    assert len(stores[1].surplus(10)) == 2
+    assert stores[0].surplus(10) == []
+    stores[1].close()
+    assert len(stores[0].surplus(10)) == 2
+    stores[0].close()
+
+
+def test_a_killed_process_hands_down_no_more(root: Path) -> None:
+    namespace = new_namespace()
+    code = """
+store.put([key_of(namespace, n) for n in range(15)], [buffer] * 15, [ChunkRef("")] * 15)
+print(len(store.surplus(10)), flush=True)
+sys.stdin.read()
+"""
+    child = start_child(code, root, namespace, MIB)
+    assert child.stdout is not None
+    assert int(child.stdout.readline()) > 0
+    store = FileStore(str(root), MIB)
+    assert store.surplus(10) == []
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=CHILD_LIMIT_S)
+    assert len(store.surplus(10)) > 0
+    store.close()
+
+
+# Restarts.
+
+
+def test_a_writer_that_is_being_opened_is_not_taken_for_a_dead_one(root: Path) -> None:
+    store = FileStore(str(root), MIB)
+    opening = root / FORMAT_DIR / "writers" / ".opening"
+    opening.mkdir()
+    assert not store._space._reclaim()
+    long_ago = time.time() - OPENING_S - 1
+    os.utime(opening, (long_ago, long_ago))
+    assert store._space._reclaim()
+    assert not opening.exists()
+    store.close()
+
+
+def test_the_choice_is_logged_once_and_the_url_makes_it(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_kvpool")
+    spec = parse_store_url(f"file://{root}?io=threads&policy=lru")
+    store = open_store(spec, segment=False)
+    assert isinstance(store, FileStore)
+    assert store._space.index._policy is POLICIES["lru"]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert f"file store {root}: threads, as configured" in caplog.text
+    store.close()
+    with pytest.raises(ConfigError, match="io=ring; did you mean 'uring'"):
+        parse_store_url("file:///x?io=ring")
+    with pytest.raises(ConfigError, match="policy=lfu; "):
+        parse_store_url("file:///x?policy=lfu")
+
+
+def test_a_ring_that_was_asked_for_and_does_not_work(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uring, "_system_call", lambda *args: -errno.EPERM)
+    with pytest.raises(ConfigError, match=rf"{root}: io=uring does not work here: Operation not"):
+        FileStore(str(root), MIB, "uring")
+    assert list((root / FORMAT_DIR / "writers").iterdir()) == []
+    store = FileStore(str(root), MIB)
+    assert put_one(store, "key", make_buffer(CELL)) is PutOutcome.STORED
+    store.close()

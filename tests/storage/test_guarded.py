@@ -1,0 +1,366 @@
+"""A store that may be away: when it counts as away, and when it is there again."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from tests.storage import guard_bench
+from tests.storage.guard_bench import (
+    ANSWER_S,
+    BOUND_S,
+    BUFFERS,
+    CALL_S,
+    LIMIT_S,
+    LONG_S,
+    Stage,
+)
+from tests.support.faults import Fault
+from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.storage import guarded
+from vllm_kvpool.storage.base import GetOutcome
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.storage.calls import MAX_LEFT_BEHIND
+from vllm_kvpool.storage.guarded import CHECK_KEY, SLOW_FAILURE_S
+
+NUM_THREADS = 8
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with guard_bench.stage() as stage:
+        yield stage
+
+
+@pytest.fixture
+def up(stage: Stage) -> Stage:
+    """A store that is there; its calls end when they please."""
+    stage.start()
+    assert stage.next_news() is True
+    return stage
+
+
+@pytest.fixture
+def hasty(stage: Stage) -> Stage:
+    """One whose answers are waited for only so long."""
+    stage.start(answer_s=ANSWER_S)
+    assert stage.next_news() is True
+    return stage
+
+
+# Calls that fail
+
+
+def test_a_store_that_fails_a_few_times_in_a_row_is_away(up: Stage) -> None:
+    up.fail(FAILURES_TO_OPEN - 1)
+    assert up.no_news()
+    up.fail()
+    assert up.next_news() is False
+    assert up.is_away()
+    assert up.heard == [True, False]
+
+
+def test_a_success_in_between_starts_the_count_anew(up: Stage) -> None:
+    for _ in range(3):
+        up.fail(FAILURES_TO_OPEN - 1)
+        up.put()
+    assert up.heard == [True]
+
+
+def test_one_slow_failure_is_enough(up: Stage) -> None:
+    up.slow_s = SLOW_FAILURE_S + 0.1
+    up.store.inject(Fault.SLOW, "put")
+    up.put()  # slow alone is no failure
+    assert up.heard == [True]
+    up.fail()
+    assert up.heard == [True, False]
+    assert up.is_away()
+
+
+def test_a_failure_that_is_not_slow_is_not_enough(up: Stage) -> None:
+    up.slow_s = SLOW_FAILURE_S - 0.1
+    up.store.inject(Fault.SLOW, "put")
+    up.fail()
+    assert up.heard == [True]
+
+
+def test_outcomes_of_single_keys_say_nothing(up: Stage) -> None:
+    up.store.inject(Fault.FAILED)
+    for _ in range(FAILURES_TO_OPEN):
+        up.put()
+        up.guard.get(["key"], [BUFFERS[0]])
+    assert up.heard == [True]
+
+
+def test_bugs_pass_through_and_count_as_failures(up: Stage) -> None:
+    up.store.inject(Fault.CRASH, "put", times=FAILURES_TO_OPEN)
+    for _ in range(FAILURES_TO_OPEN):
+        with pytest.raises(RuntimeError, match="injected"):
+            up.put()
+    assert up.heard == [True, False]
+
+
+# Calls that hang
+
+
+def test_a_call_that_hangs_makes_the_store_away_for_the_next(up: Stage) -> None:
+    up.store.inject(Fault.BLOCKED, "get")
+    with up.hanging(lambda: up.guard.get(["key"], [BUFFERS[0]])):
+        up.clock.advance(CALL_S)
+        up.put()
+        assert up.heard == [True]
+        up.clock.advance(0.1)
+        assert up.is_away()
+        assert up.heard == [True, False]
+
+
+def test_the_oldest_of_the_calls_under_way_counts(up: Stage) -> None:
+    up.store.inject(Fault.BLOCKED, "get")
+    began = threading.Semaphore(0)
+    up.store.faults.on_call = lambda *call: began.release()
+    get = partial(up.guard.get, ["key"], [BUFFERS[0]])
+    with up.hanging(get), up.hanging(get):
+        assert began.acquire(timeout=LIMIT_S)
+        assert began.acquire(timeout=LIMIT_S)
+        up.clock.advance(CALL_S - 1.0)
+        up.put()
+        with up.hanging(get):
+            for _ in range(2):  # the put, and the last get
+                assert began.acquire(timeout=LIMIT_S)
+            up.clock.advance(1.1)
+            assert up.is_away()
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+@pytest.mark.parametrize("method", ["put", "remove"])
+def test_gets_go_on_whatever_writes_do(up: Stage, method: str, is_reported: bool) -> None:
+    writes: dict[str, Callable[[], object]] = {
+        "put": up.put,
+        "remove": lambda: up.guard.remove(["key"]),
+    }
+
+    def get() -> object:
+        return up.guard.get(["key"], [BUFFERS[0]])
+
+    up.put()
+    up.store.inject(Fault.BLOCKED, method)
+    with up.hanging(writes[method]):
+        up.clock.advance(CALL_S + 1.0)
+        if is_reported:
+            up.guard.report_stuck(writes=True)
+        for _ in range(3):
+            assert get() == [GetOutcome.OK]
+            assert up.guard.exists(["key"]) == [True]
+            for write in writes.values():
+                with pytest.raises(StoreUnreachable, match="takes no writes for now"):
+                    write()
+    up.clock.advance(LONG_S)
+    up.put()
+    assert get() == [GetOutcome.OK]
+    assert up.heard == [True]
+
+
+@pytest.mark.parametrize("method", ["surplus", "surplus_done", "remove_namespace"])
+def test_a_call_that_may_take_long_says_nothing(up: Stage, method: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "surplus": lambda: up.guard.surplus(3),
+        "surplus_done": up.guard.surplus_done,
+        "remove_namespace": lambda: up.guard.remove_namespace("n"),
+    }
+    up.store.inject(Fault.BLOCKED, method)
+    up.store.inject(Fault.ERROR, method)
+    with up.hanging(calls[method]) as ends:
+        up.clock.advance(10 * CALL_S)
+        up.put()
+    assert isinstance(ends[0], StoreError)
+    up.put()
+    assert up.heard == [True]
+
+
+def test_calls_of_those_who_shed_pass_through(up: Stage) -> None:
+    assert [each.key for each in up.guard.surplus(3)] == ["cell"]
+    up.guard.surplus_done()
+    assert up.store.calls["surplus_done"] == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
+def test_how_a_call_ends_is_no_news_once_the_store_has_answered_again(
+    up: Stage, fault: Fault
+) -> None:
+    up.store.inject(Fault.BLOCKED, "get")
+    up.store.inject(fault, "get")
+    with up.hanging(lambda: up.guard.get(["key"], [BUFFERS[0]])) as ends:
+        up.clock.advance(CALL_S + 1.0)
+        assert up.is_away()
+        assert up.next_news() is False
+        up.pass_time(LONG_S)
+        assert up.next_news() is True
+        up.put()  # the one that hangs does not count any more
+    assert len(ends) == 1
+    up.put()
+    assert up.heard == [True, False, True]
+
+
+# Somebody else's word
+
+
+def test_who_waits_in_vain_may_say_so(up: Stage) -> None:
+    for _ in range(3):
+        up.guard.report_stuck()
+    assert up.is_away()
+    assert up.heard == [True, False]
+    up.pass_time(LONG_S)
+    assert up.next_news() is False
+    assert up.next_news() is True
+    up.put()
+
+
+def test_who_waits_in_vain_for_what_is_not_open_changes_nothing(stage: Stage) -> None:
+    stage.troubles = [StoreUnreachable("away")]
+    stage.start()
+    stage.guard.report_stuck()
+    assert stage.heard == [False]
+    stage.pass_time(LONG_S)
+    assert stage.next_news() is False
+    assert stage.next_news() is True
+
+
+# Answers that are waited for so long
+
+
+def test_answers_are_waited_for_so_long_and_few_threads_are_left_behind(hasty: Stage) -> None:
+    hasty.store.inject(Fault.BLOCKED, "exists")
+    for turn in range(3 * MAX_LEFT_BEHIND):
+        began = time.monotonic()
+        with pytest.raises(StoreUnreachable):
+            hasty.guard.exists(["key"])
+        assert time.monotonic() - began < BOUND_S
+        if turn >= FAILURES_TO_OPEN:
+            hasty.pass_time(LONG_S)  # the store is asked in the background as well
+            hasty.wait_until(lambda: hasty.guard._pause_s() > 0)
+        assert hasty.store.faults.num_blocked <= MAX_LEFT_BEHIND
+    assert hasty.store.calls["exists"] == MAX_LEFT_BEHIND
+    assert hasty.heard == [True, False]
+    assert len(guard_bench.threads()) == 1 + MAX_LEFT_BEHIND
+    hasty.store.release()
+    for thread in guard_bench.threads():
+        if thread.name.startswith("kvpool-calls"):
+            thread.join(LIMIT_S)
+    hasty.pass_time(LONG_S)
+    assert [hasty.next_news(), hasty.next_news()] == [False, True]
+    assert hasty.guard.exists(["key"]) == [False]
+    assert len(guard_bench.threads()) == 2
+
+
+def test_an_answer_that_takes_long_enough_makes_the_store_away_at_once(hasty: Stage) -> None:
+    hasty.store.inject(Fault.BLOCKED, "exists")
+    hasty.store.faults.on_call = lambda *call: hasty.clock.advance(SLOW_FAILURE_S + 0.1)
+    with pytest.raises(StoreUnreachable, match="no answer"):
+        hasty.guard.exists(["key"])
+    assert hasty.is_away()
+
+
+def test_a_namespace_may_be_large_but_not_for_ever(
+    hasty: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty.store.inject(Fault.BLOCKED, "remove_namespace")
+    with hasty.hanging(lambda: hasty.guard.remove_namespace("n")) as ends:
+        time.sleep(2 * ANSWER_S)  # it has more time than others
+        assert ends == []
+    assert ends == [0]
+    monkeypatch.setattr(guarded, "REMOVE_ALL_S", ANSWER_S)
+    hasty.store.inject(Fault.BLOCKED, "remove_namespace")
+    with pytest.raises(StoreUnreachable, match="no answer"):
+        hasty.guard.remove_namespace("n")
+    assert hasty.guard.exists(["key"]) == [False]
+    assert hasty.heard == [True]
+
+
+def test_calls_that_lend_memory_are_made_by_their_caller(hasty: Stage) -> None:
+    """They cannot be cut short."""
+    made_by: dict[str, str] = {}
+    hasty.store.faults.on_call = lambda store, method, keys: made_by.update(
+        {method: threading.current_thread().name}
+    )
+    hasty.put()
+    hasty.guard.get(["key"], [BUFFERS[0]])
+    hasty.guard.remove(["key"])
+    hasty.guard.exists(["key"])
+    mine = threading.current_thread().name
+    assert made_by.pop("exists") == "kvpool-calls-stage"
+    assert set(made_by.values()) == {mine}
+    assert made_by.keys() == {"put", "get", "remove"}
+
+
+# Coming back
+
+
+def test_a_store_that_answers_again_is_there_again(up: Stage) -> None:
+    up.go_away()
+    asked: list[object] = []
+    up.store.faults.on_call = lambda *call: asked.append(call)
+    up.pass_time(LONG_S)
+    up.wait_until(lambda: bool(asked) and up.guard._pause_s() > 0)
+    assert up.is_away()
+    up.store.heal()
+    up.pass_time(LONG_S)
+    assert up.next_news() is True
+    up.put()
+    assert asked[:2] == [("", "exists", [CHECK_KEY])] * 2
+    assert up.attempts == 1
+
+
+def test_nothing_is_asked_before_its_time(up: Stage) -> None:
+    up.go_away()
+    up.store.heal()
+    up.pass_time(FIRST_PAUSE_S - 0.01)
+    assert up.no_news()
+    assert up.store.calls["exists"] == 0
+    up.pass_time(0.02)
+    assert up.next_news() is True
+
+
+def test_a_store_that_answers_too_slowly_is_not_there(hasty: Stage) -> None:
+    hasty.guard.report_stuck()
+    assert hasty.next_news() is False
+    hasty.store.inject(Fault.BLOCKED, "exists", key=CHECK_KEY)
+    hasty.pass_time(LONG_S)
+    hasty.wait_until(lambda: hasty.store.calls["exists"] == 1 and hasty.guard._pause_s() > 0)
+    hasty.store.release()  # too late
+    assert hasty.no_news()
+    assert hasty.is_away()
+    hasty.pass_time(LONG_S)
+    assert hasty.next_news() is True
+
+
+def test_pauses_grow_while_it_is_away_and_a_success_starts_anew(
+    up: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random, "random", lambda: 0.0)
+    up.go_away()
+    pauses = [up.guard._pause_s()]
+    for checks in range(1, 4):
+        up.pass_time(pauses[-1])
+        up.wait_until(lambda n=checks: up.store.calls["exists"] == n and up.guard._pause_s() > 0)
+        pauses.append(up.guard._pause_s())
+    assert pauses == pytest.approx([FIRST_PAUSE_S * 2**i for i in range(4)])
+    up.store.heal()
+    up.pass_time(pauses[-1])
+    assert up.next_news() is True
+    up.put()
+    up.fail(FAILURES_TO_OPEN - 1)
+    assert up.no_news()
+    up.go_away()
+    assert up.guard._pause_s() == pytest.approx(FIRST_PAUSE_S)
+
+
+def test_one_failure_is_enough_for_a_store_that_has_only_just_come_back(up: Stage) -> None:
+    up.go_away()
+    up.store.heal()
+    up.pass_time(LONG_S)
+    assert up.next_news() is True
+    up.fail()
+    assert up.next_news() is False

@@ -1,0 +1,146 @@
+"""A store that may be away, and many threads: those who listen, and those who call."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.storage import guard_bench
+from tests.storage.guard_bench import BOUND_S, LIMIT_S, LONG_S, Stage
+from tests.support.faults import Fault, FaultyStore
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.storage import breaker
+from vllm_kvpool.storage import guarded as guard
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
+from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
+from vllm_kvpool.testing.memory import make_buffer
+
+NUM_THREADS = 8
+
+
+@pytest.fixture
+def up() -> Iterator[Stage]:
+    with guard_bench.stage() as stage:
+        stage.start()
+        assert stage.next_news() is True
+        yield stage
+
+
+# Those who listen
+
+
+def test_every_listener_hears_how_it_stands_and_then_each_change(up: Stage) -> None:
+    heard: list[tuple[str, bool]] = []
+    up.guard.listen(lambda is_up: heard.append(("first", is_up)))
+    up.guard.report_stuck()
+    up.guard.listen(lambda is_up: heard.append(("second", is_up)))
+    assert up.next_news() is False
+    up.pass_time(LONG_S)
+    assert up.next_news() is True
+    up.guard.listen(lambda is_up: heard.append(("third", is_up)))
+    of = {name: [is_up for who, is_up in heard if who == name] for name, _ in heard}
+    assert of == {"first": [True, False, True], "second": [False, True], "third": [True]}
+
+
+def test_calls_that_fail_together_are_one_change(up: Stage) -> None:
+    for _ in range(20):
+        up.store.heal()
+        up.store.inject(Fault.ERROR, "put")
+        together = threading.Barrier(NUM_THREADS)
+
+        def fail(together: threading.Barrier = together) -> None:
+            together.wait(LIMIT_S)
+            for _ in range(FAILURES_TO_OPEN):
+                with pytest.raises(StoreError):
+                    up.put()
+
+        callers = [threading.Thread(target=fail) for _ in range(NUM_THREADS)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(LIMIT_S)
+        assert up.next_news() is False
+        up.pass_time(LONG_S)
+        assert up.next_news() is True
+    assert up.heard == [True] + [False, True] * 20
+
+
+# All of it at once
+
+
+def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call ends soon; with the faults gone the store is there, and nobody is left."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(guard, "SLOW_FAILURE_S", 0.01)
+    monkeypatch.setattr(guard, "REMOVE_ALL_S", 0.02)
+    store = FaultyStore(MemoryStore("", 1 << 20), lambda: time.sleep(0.015))
+    patience = Patience(call_s=0.02, answer_s=0.005)
+    guarded = GuardedStore(lambda: store, CAPABILITIES, guard_bench.NAME, patience)
+    heard: list[bool] = []
+    guarded.listen(heard.append)
+    stop = threading.Event()
+    counts = [0] * NUM_THREADS
+    worst = [0.0] * NUM_THREADS
+
+    def call(number: int) -> None:
+        chance = random.Random(number)
+        buffer = make_buffer(100)
+        while not stop.is_set():
+            keys = [f"n@{chance.randrange(8)}"]
+            began = time.monotonic()
+            try:
+                match chance.randrange(6):
+                    case 0:
+                        guarded.put(keys, [buffer], [ChunkRef("")])
+                    case 1:
+                        guarded.get(keys, [buffer])
+                    case 2:
+                        guarded.remove(keys)
+                    case 3:
+                        guarded.remove_namespace("n")
+                    case 4:
+                        guarded.report_stuck()
+                    case _:
+                        guarded.exists(keys)
+            except StoreError:
+                pass
+            counts[number] += 1
+            worst[number] = max(worst[number], time.monotonic() - began)
+            time.sleep(0.0005)
+
+    callers = [threading.Thread(target=call, args=(n,)) for n in range(NUM_THREADS)]
+    for caller in callers:
+        caller.start()
+    chance = random.Random(1)
+    for _ in range(40):
+        store.inject(chance.choice([Fault.ERROR, Fault.UNREACHABLE, Fault.SLOW, Fault.BLOCKED]))
+        time.sleep(0.02)
+        store.heal()
+        time.sleep(0.005)
+    stop.set()
+    for caller in callers:
+        caller.join(LIMIT_S)
+        assert not caller.is_alive()
+    assert min(counts) > 10
+    assert max(worst) < BOUND_S
+
+    def answers() -> bool:
+        try:
+            return guarded.exists(["key"]) == [False]
+        except StoreError:
+            return False
+
+    deadline = time.monotonic() + LIMIT_S
+    while not answers():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert heard == [i % 2 == 0 for i in range(len(heard))]
+    assert len(heard) >= 3  # away and back; more often on a machine that has the time
+    assert guarded._running == {}
+    guarded.close()
+    assert guard_bench.threads() == []

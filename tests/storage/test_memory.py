@@ -1,0 +1,63 @@
+"""MemoryStore: the contract, sharing by name and the order of eviction."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.memory import MemoryStore, Shelf
+from vllm_kvpool.testing.contract import StoreContract, get_one, put_one
+from vllm_kvpool.testing.memory import make_buffer
+
+MIB = 1 << 20
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = MemoryStore("", 64 * MIB)
+        yield store
+        store._shelf.check()
+        store.close()
+
+
+def test_stores_of_one_name_share_and_others_do_not() -> None:
+    buffer = make_buffer(100)
+    put_one(MemoryStore("one", MIB), "key", buffer)
+    assert MemoryStore("one", MIB).exists(["key"]) == [True]
+    assert MemoryStore("two", MIB).exists(["key"]) == [False]
+    assert MemoryStore("", MIB).exists(["key"]) == [False]
+    assert MemoryStore("", MIB).exists(["key"]) == [False]
+
+
+def test_a_name_has_one_size() -> None:
+    MemoryStore("sized", MIB)
+    with pytest.raises(ConfigError, match="size=1048576"):
+        MemoryStore("sized", 2 * MIB)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    shelf = Shelf(300)
+    for key in "abc":
+        assert shelf.add([(key, bytes(100), ChunkRef(key))]) == [PutOutcome.STORED]
+    assert shelf.take("a") is not None
+    assert shelf.add([("d", bytes(150), ChunkRef("d"))]) == [PutOutcome.STORED]
+    assert shelf.list_keys() == ["a", "d"]
+    shelf.check()
+
+
+def test_what_cannot_fit_is_full_and_evicts_nothing() -> None:
+    store = MemoryStore("", MIB)
+    small, large = make_buffer(100), make_buffer(MIB + 1)
+    put_one(store, "small", small)
+    assert put_one(store, "large", large) is PutOutcome.FULL
+    assert get_one(store, "small", small) is GetOutcome.OK
+
+
+def test_of_two_writers_of_one_key_the_first_wins() -> None:
+    shelf = Shelf(300)
+    assert shelf.add([("a", b"first", ChunkRef("a"))]) == [PutOutcome.STORED]
+    assert shelf.add([("a", b"other bytes", ChunkRef("a"))]) == [PutOutcome.EXISTED]
+    assert shelf.take("a") == b"first"
+    shelf.check()

@@ -1,0 +1,216 @@
+"""MooncakeStore against a real master: the contract, two processes, and a master that dies."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.mooncake_master import MooncakeMaster
+from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.storage import mooncake
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, cut_batches
+from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
+from vllm_kvpool.testing.memory import Arena, make_buffer, random_bytes
+
+pytestmark = pytest.mark.mooncake
+
+MIB = 1 << 20
+CHILD_LIMIT_S = 60
+
+
+def options_for(master: MooncakeMaster, segment_bytes: int = 128 * MIB) -> MooncakeOptions:
+    return MooncakeOptions(
+        master_host="127.0.0.1",
+        master_port=master.port,
+        protocol="tcp",
+        device="",
+        metadata="P2PHANDSHAKE",
+        segment_bytes=segment_bytes,
+        local_buffer_bytes=16 * MIB,
+        local_hostname="",
+    )
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster() as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def shared_store(master: MooncakeMaster) -> Iterator[Store]:
+    store = MooncakeStore(options_for(master), segment=True)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(shared_store: Store) -> Store:
+    return shared_store
+
+
+class TestMooncakeStore(StoreContract):
+    pass
+
+
+def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:
+    def cut(keys: str, sizes: list[int]) -> list[str]:
+        return [keys[part] for part in cut_batches(keys, sizes, max_keys=3, max_bytes=100)]
+
+    assert cut("", []) == []
+    assert cut("abcdefg", [1] * 7) == ["abc", "def", "g"]
+    assert cut("abcd", [60, 40, 1, 200]) == ["ab", "c", "d"]
+    assert cut("aabab", [1] * 5) == ["a", "ab", "ab"]
+
+
+CHILD = """
+import sys
+from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.base import ChunkRef, PutOutcome
+from vllm_kvpool.testing.contract import key_of
+from vllm_kvpool.testing.memory import Arena, random_bytes
+store = open_store(parse_store_url(sys.argv[1]), segment=True)
+arena = Arena(64 << 20)
+store.register(arena.buffer)
+keys = [key_of(sys.argv[2], number) for number in range(40)]
+sources = [arena.holding(random_bytes(1 << 20, number)) for number in range(40)]
+assert store.put(keys, sources, [ChunkRef("chunk")] * 40) == [PutOutcome.STORED] * 40
+print("ready", flush=True)
+sys.stdin.read()
+store.close()  # without unregister, which close must make up for
+"""
+
+
+def start_writer(master: MooncakeMaster, namespace: str) -> "subprocess.Popen[str]":
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, f"mooncake://{master.address}?segment=128MiB", namespace],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def test_what_another_process_put_arrives_and_is_gone_with_its_segment() -> None:
+    with MooncakeMaster() as master:
+        namespace = new_namespace()
+        child = start_writer(master, namespace)
+        store = MooncakeStore(options_for(master), segment=False)
+        arena = Arena(64 * MIB)
+        store.register(arena.buffer)
+        keys = [key_of(namespace, number) for number in range(41)]
+        assert store.exists(keys) == [True] * 40 + [False]
+        targets = [arena.take(MIB) for _ in keys]
+        assert store.get(keys, targets) == [GetOutcome.OK] * 40 + [GetOutcome.MISSING]
+        for number, target in enumerate(targets[:40]):
+            assert bytes(target.view) == random_bytes(MIB, number)
+        child.communicate("", timeout=CHILD_LIMIT_S)
+        assert child.returncode == 0
+        assert store.exists(keys) == [False] * 41
+        assert get_one(store, keys[0], targets[0]) is GetOutcome.MISSING
+        # A scheduler's client gives no memory, so nobody has any now.
+        assert put_one(store, keys[40], targets[40]) is PutOutcome.FULL
+        store.unregister(arena.buffer)
+        store.close()
+
+
+def test_a_writer_that_is_killed_costs_its_cells_and_no_error() -> None:
+    with MooncakeMaster() as master:
+        namespace = new_namespace()
+        with start_writer(master, namespace) as child:
+            store = MooncakeStore(options_for(master), segment=False)
+            child.kill()
+        target = make_buffer(MIB)
+        store.register(target)
+        assert get_one(store, key_of(namespace, 0), target) is GetOutcome.FAILED
+        assert put_one(store, key_of(namespace, 99), target) is PutOutcome.FAILED
+        store.unregister(target)
+        store.close()
+
+
+def test_a_pool_that_cannot_make_room_is_full() -> None:
+    with MooncakeMaster() as master:
+        store = MooncakeStore(options_for(master, segment_bytes=16 * MIB), segment=True)
+        buffer = make_buffer(32 * MIB)
+        store.register(buffer)
+        assert put_one(store, key_of(new_namespace(), 0), buffer) is PutOutcome.FULL
+        store.unregister(buffer)
+        store.close()
+
+
+def test_a_master_that_dies_is_unreachable_and_one_that_comes_back_is_empty() -> None:
+    with MooncakeMaster() as master:
+        store = MooncakeStore(options_for(master), segment=True)
+        buffer = make_buffer(4096)
+        store.register(buffer)
+        key = key_of(new_namespace(), 0)
+        assert put_one(store, key, buffer) is PutOutcome.STORED
+        master.kill()
+        with pytest.raises(StoreUnreachable, match=f"{master.address} does not answer"):
+            store.exists([key])
+        with pytest.raises(StoreUnreachable, match="does not answer"):
+            store.put([key], [buffer], [ChunkRef("g")])
+        with pytest.raises(StoreUnreachable, match="does not answer"):
+            store.get([key], [buffer])
+        with pytest.raises(StoreUnreachable):
+            store.remove([key])
+        with pytest.raises(StoreUnreachable):
+            store.remove_namespace(new_namespace())
+        assert master.start()
+        assert store.exists([key]) == [False]
+        store.unregister(buffer)
+        store.close()
+
+
+def test_a_call_after_close_is_an_error_not_a_crash(master: MooncakeMaster) -> None:
+    store = MooncakeStore(options_for(master), segment=False)
+    buffer = make_buffer(4096)
+    store.close()
+    for call in (
+        lambda: store.exists(["k"]),
+        lambda: store.put(["k"], [buffer], [ChunkRef("g")]),
+        lambda: store.get(["k"], [buffer]),
+        lambda: store.remove(["k"]),
+    ):
+        with pytest.raises(StoreError):
+            call()
+
+
+def test_a_put_of_more_than_one_native_batch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "MAX_BATCH_KEYS", 3)
+    monkeypatch.setattr(mooncake, "MAX_EXISTS_KEYS", 4)
+    namespace = new_namespace()
+    arena = Arena(MIB)
+    store.register(arena.buffer)
+    keys = [key_of(namespace, number) for number in range(10)]
+    sources = [arena.holding(random_bytes(5000, number)) for number in range(10)]
+    assert (
+        store.put(keys, sources, [ChunkRef(str(n)) for n in range(10)]) == [PutOutcome.STORED] * 10
+    )
+    assert store.exists([*keys, "absent"]) == [True] * 10 + [False]
+    targets = [arena.take(5000) for _ in keys]
+    assert store.get(keys, targets) == [GetOutcome.OK] * 10
+    assert [bytes(t.view) for t in targets] == [bytes(s.view) for s in sources]
+    store.unregister(arena.buffer)
+
+
+def test_close_leaves_a_hanging_call_alone() -> None:
+    with MooncakeMaster() as master, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mooncake, "CLOSE_WAIT_S", 0.1)
+        store = MooncakeStore(options_for(master), segment=False)
+        master.pause()
+        with ThreadPoolExecutor(1) as threads:
+            call = threads.submit(store.exists, ["key"])
+            while store._num_calls == 0:
+                assert not call.done()
+            store.close()
+            assert not call.done()
+            master.resume()
+            assert call.result(CHILD_LIMIT_S) == [False]
+        mooncake._left_open.pop().close()

@@ -1,0 +1,110 @@
+"""What differs between releases of vLLM: block tables from either kind of step, page sizes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.compat import BlockTables
+
+
+def step(
+    new: dict[str, list[int]] | None = None,
+    more: dict[str, list[int] | None] | None = None,
+    resumed: set[str] | None = None,
+) -> Any:
+    """What an older release says of a step: tables of new requests, what is added to others."""
+    more = more or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in (new or {}).items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(more),
+            new_block_ids=[None if ids is None else (ids,) for ids in more.values()],
+            resumed_req_ids=resumed or set(),
+        ),
+    )
+
+
+def test_tables_grow_with_what_steps_say() -> None:
+    tables = BlockTables()
+    table = tables.of_step(step(new={"a": [1, 2], "b": [3]}))
+    assert (table("a"), table("b"), table("c")) == ([[1, 2]], [[3]], ())
+    table = tables.of_step(step(more={"a": [4], "b": None}))
+    assert (table("a"), table("b")) == ([[1, 2, 4]], [[3]])
+
+
+def test_a_resumed_request_has_a_table_of_its_own() -> None:
+    tables = BlockTables()
+    tables.of_step(step(new={"a": [1, 2]}))
+    assert tables.of_step(step(more={"a": [7, 8]}, resumed={"a"}))("a") == [[7, 8]]
+    assert tables.of_step(step(more={"a": [9]}))("a") == [[7, 8, 9]]
+
+
+def test_a_request_that_has_ended_leaves_nothing() -> None:
+    tables = BlockTables()
+    tables.of_step(step(new={"a": [1]}))
+    tables.forget("a")
+    tables.forget("a")
+    assert tables.of_step(step())("a") == ()
+
+
+def test_what_an_engine_says_does_not_change_with_our_table() -> None:
+    ids = [1, 2]
+    tables = BlockTables()
+    tables.of_step(step(new={"a": ids}))
+    tables.of_step(step(more={"a": [3]}))
+    assert ids == [1, 2]
+
+
+def test_a_newer_release_resolves_tables_itself() -> None:
+    known = {"a": ([5, 6],)}
+    output: Any = SimpleNamespace(kv_connector_block_state=SimpleNamespace(get_block_ids=known.get))
+    table = BlockTables().of_step(output)
+    assert (table("a"), table("b")) == (([5, 6],), ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bytes_are_the_same_by_either_releases_names(dtype: torch.dtype) -> None:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=dtype)
+    item = torch.empty((), dtype=dtype).element_size()
+    older = SimpleNamespace(
+        block_size=32, num_kv_heads=2, real_page_size_bytes=2 * 32 * 2 * 64 * item
+    )
+    assert compat.row_bytes(spec) == compat.row_bytes(older) == 2 * 64 * item
+    assert compat.tokens_per_state(older) == compat.tokens_per_state(spec) == 1
+    assert not compat.has_own_content(older)
+
+
+# Which of the releases that are tested can be told of failed loads by request.
+BY_REQUEST = {"0.27.1": False, "0.32.0": True}
+
+
+def test_failed_loads_are_told_by_request_where_the_release_can() -> None:
+    """The first of two ranks has failed to load "a", both have loaded "b"."""
+    by_request = compat.reports_failed_loads_by_request()
+    assert by_request is BY_REQUEST[vllm.__version__]
+    first, second = (KVConnectorOutput(finished_recving={"a", "b"}) for _ in range(2))
+    if by_request:
+        first.failed_recving = {"a"}
+    merged = KVOutputAggregator(2).aggregate(
+        [ModelRunnerOutput.with_kv_conn_output_only(rank) for rank in (first, second)]
+    )
+    assert merged is not None
+    output = merged.kv_connector_output
+    assert output is not None
+    assert output.finished_recving == {"a", "b"}
+    assert getattr(output, "failed_recving", None) == ({"a"} if by_request else None)
+
+
+def test_the_width_of_values_is_that_of_keys_where_nothing_else_is_said() -> None:
+    older = SimpleNamespace(head_size=64)
+    assert compat.value_head_size(older) == 64
+    assert compat.value_head_size(SimpleNamespace(head_size=64, head_size_v=32)) == 32

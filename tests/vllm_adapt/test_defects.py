@@ -1,0 +1,139 @@
+"""What vLLM is known to compute wrongly: each row is found, and its neighbours are not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import LoRAConfig, PoolerConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.ops import torch_ops
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
+
+from tests.cache_tensors import tensors_of
+from tests.support.latent_models import DeepseekShape, make_deepseek
+from tests.support.models import LlamaShape, make_llama
+from vllm_kvpool.config import read_config
+from vllm_kvpool.vllm_adapt import compat, defects, engine_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+ROOT = Path(__file__).parent.parent.parent
+SHAPE = LlamaShape(kv_heads=4, layers=4)
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+MLA, POOLING, LORA = (defect.name for defect in defects.DEFECTS)
+Make = Callable[[Path], VllmConfig]
+
+
+def llama(**arguments: Any) -> Make:
+    return lambda directory: _config(make_llama(directory, SHAPE), **arguments)
+
+
+def deepseek(*, chunks: bool, prefixes: bool) -> Make:
+    def make(directory: Path) -> VllmConfig:
+        config = _config(make_deepseek(directory, DeepseekShape()))
+        config.scheduler_config.enable_chunked_prefill = chunks
+        config.cache_config.enable_prefix_caching = prefixes
+        return config
+
+    return make
+
+
+def with_lora(directory: Path) -> VllmConfig:
+    config = llama()(directory)
+    config.lora_config = LoRAConfig(max_lora_rank=8)
+    return config
+
+
+def pooling(kind: str) -> Make:
+    return llama(runner="pooling", pooler_config=PoolerConfig(seq_pooling_type=kind))
+
+
+def _config(model: Path, **arguments: Any) -> VllmConfig:
+    values = {"dtype": "float32", "skip_tokenizer_init": True} | arguments
+    return EngineArgs(model=str(model), **values).create_engine_config()
+
+
+# An engine, the device it runs on, its defects, and whether it loads and saves base requests.
+ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool]]] = [
+    (llama(), "cpu", [], (True, True)),
+    # Without AMX the platform turns both off.
+    (deepseek(chunks=False, prefixes=False), "cpu", [MLA], (False, True)),
+    (deepseek(chunks=True, prefixes=False), "cpu", [], (True, True)),
+    (deepseek(chunks=False, prefixes=True), "cpu", [], (True, True)),
+    (deepseek(chunks=False, prefixes=False), "npu", [], (True, True)),
+    # A mean of what is computed behind a hit is none of the prompt; vLLM ends the engine.
+    (pooling("MEAN"), "cpu", [POOLING], (False, True)),
+    (pooling("CLS"), "cpu", [POOLING], (False, True)),
+    (pooling("LAST"), "cpu", [], (True, True)),
+    (with_lora, "cpu", [LORA], (True, False)),
+]
+
+
+@pytest.mark.parametrize(("make", "device", "names", "allowed"), ENGINES)
+def test_what_an_engine_computes_wrongly_is_left_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Make,
+    device: str,
+    names: list[str],
+    allowed: tuple[bool, bool],
+) -> None:
+    config = make(tmp_path)
+    monkeypatch.setattr(compat, "device_type", lambda: device)
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    spec = LATENT if config.model_config.use_mla else SPEC
+    cache = KVCacheConfig(
+        num_blocks=100,
+        kv_cache_tensors=tensors_of(layers),
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )
+    facts = engine_config.read_engine(config, cache, read_config({}, env={}))
+    assert [defect.name for defect in facts.defects] == names
+    assert (facts.shape.loads, facts.saves_base) == allowed
+
+
+def test_every_row_has_an_engine_and_a_line_in_the_documents() -> None:
+    assert {name for _, _, names, _ in ENGINES for name in names} == {
+        defect.name for defect in defects.DEFECTS
+    }
+    rows = (ROOT / "docs" / "failures.md").read_text().splitlines()
+    for defect in defects.DEFECTS:
+        [row] = [row for row in rows if row.startswith(f"| {defect.name} |")]
+        assert ("nothing is loaded" in row) is not defect.loads
+        assert ("are not saved" in row) is not defect.saves_base
+
+
+def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a later release may."""
+    right = torch_ops.sgmv_expand
+
+    def sgmv_expand(inputs: Any, weights: Any, output: Any, *rest: Any) -> None:
+        before = output.clone()
+        right(inputs, weights, output, *rest)
+        adapters = rest[2].repeat_interleave(rest[1])
+        output[adapters < 0] = before[adapters < 0]
+
+    monkeypatch.setattr(torch_ops, "sgmv_expand", sgmv_expand)
+    assert defects.known_defects(with_lora(tmp_path)) == ()
+
+
+def test_lora_kernels_of_a_gpu_are_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+    from vllm.platforms import current_platform
+
+    config = with_lora(tmp_path)
+    other = f"{PunicaWrapperBase.__module__}.{PunicaWrapperBase.__qualname__}"
+    monkeypatch.setattr(type(current_platform), "get_punica_wrapper", lambda *_: other)
+    assert defects.known_defects(config) == ()

@@ -1,0 +1,465 @@
+"""What is read of vLLM's configuration, with real configuration objects and no engine."""
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+)
+
+from tests.cache_tensors import tensors_of
+from tests.support.models import LlamaShape, make_llama
+from vllm_kvpool.config import read_config
+from vllm_kvpool.connector import KVPoolConnector
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity import weights
+from vllm_kvpool.layout.topology import WHOLE, Group
+from vllm_kvpool.vllm_adapt import compat, engine_config, weights_version
+from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
+
+SHAPE = LlamaShape(kv_heads=4, layers=4)
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+
+# How backends say that they pack heads or tokens: since 0.32 in fields of every attention spec,
+# before in the ratio of latent specs, tokens alone.
+if "tokens_per_state" in {field.name for field in fields(FullAttentionSpec)}:
+    PACKED: list[tuple[KVCacheSpec, str]] = [
+        (replace(SPEC, num_head_slots=2), "cannot be cut"),
+        (replace(SPEC, tokens_per_state=4), "4 tokens"),
+    ]
+else:
+    LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    PACKED = [(replace(LATENT, compress_ratio=4), "4 tokens")]
+
+NUM_TENSORS = 2_000
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmConfig]:
+    """`vllm_config(shape, **engine arguments)`."""
+    directory = tmp_path_factory.mktemp("models")
+
+    def build(shape: LlamaShape = SHAPE, **arguments: Any) -> VllmConfig:
+        values = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 32} | arguments
+        return EngineArgs(model=str(make_llama(directory, shape)), **values).create_engine_config()
+
+    return build
+
+
+def cache_config(*specs: KVCacheSpec, layers: int = 4) -> KVCacheConfig:
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+    groups = [KVCacheGroupSpec(names, spec) for spec in specs]
+    return KVCacheConfig(num_blocks=100, kv_cache_tensors=tensors_of(names), kv_cache_groups=groups)
+
+
+def facts(config: VllmConfig, spec: KVCacheSpec = SPEC, **options: Any) -> EngineFacts:
+    return engine_config.read_engine(config, cache_config(spec), read_config(options, env={}))
+
+
+def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
+    read = facts(vllm_config())
+    [kind], [layers] = read.shape.kinds, read.kinds
+    assert (kind.name, kind.reach) == ("", WHOLE)
+    assert kind.topology.num_heads == 4
+    assert kind.topology.stages == ((0, 4),)
+    assert kind.row_bytes == layers.row_bytes == 2 * 32 * 4
+    assert (layers.key_bytes, layers.groups) == (128, (0,))
+    assert kind.topology.layer_span == 1
+    assert read.shape.groups == (Group(32),)
+    assert read.shape.loads
+    assert not read.shape.in_lockstep
+
+
+def test_data_parallel_engines_step_together(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    config.parallel_config.data_parallel_size = 2
+    assert facts(config).shape.in_lockstep
+
+
+def test_what_may_differ_between_engines_that_share(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    expected = facts(vllm_config()).shape.namespace
+    for config, spec in (
+        (vllm_config(block_size=96), replace(SPEC, block_size=96)),
+        (vllm_config(max_model_len=2048), SPEC),
+        (vllm_config(prefix_caching_hash_algo="sha256_cbor"), SPEC),
+        (vllm_config(enable_prefix_caching=False), SPEC),
+        (vllm_config(seed=7), SPEC),
+    ):
+        assert facts(config, spec).shape.namespace == expected
+    two = vllm_config()
+    two.parallel_config.tensor_parallel_size = 2
+    assert facts(two, replace(SPEC, num_kv_heads=2)).shape.namespace == expected
+    assert facts(vllm_config(), layer_span=2).shape.namespace == expected
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"])
+def test_where_the_bytes_lie_may_differ(
+    vllm_config: Callable[..., VllmConfig], layout: str
+) -> None:
+    config = vllm_config()
+    expected = facts(config).shape.namespace
+    config.cache_config.kv_cache_layout = layout
+    padded = replace(SPEC, page_size_padded=SPEC.page_size_bytes + 4096, block_stride_alignment=512)
+    assert facts(config, padded).shape.namespace == expected
+
+
+def test_contents_keep_engines_apart(vllm_config: Callable[..., VllmConfig]) -> None:
+    """Everything that makes rows of other bytes of the same KV, even of the same size."""
+    config = vllm_config()
+    mode = KVQuantMode
+    contents = [
+        ("auto", SPEC),
+        ("float16", replace(SPEC, dtype=torch.float16)),
+        ("bfloat16", replace(SPEC, dtype=torch.bfloat16)),
+        ("fp8_e4m3", replace(SPEC, dtype=torch.uint8, kv_quant_mode=mode.FP8_PER_TENSOR)),
+        ("fp8_e5m2", replace(SPEC, dtype=torch.uint8, kv_quant_mode=mode.FP8_PER_TENSOR)),
+        ("auto", replace(SPEC, dtype=torch.int8)),
+        ("auto", replace(SPEC, head_size=48, head_size_v=16)),
+        *(
+            (m.name.lower(), replace(SPEC, dtype=d, kv_quant_mode=m, state_content_bytes=72))
+            for m, d in (
+                (mode.INT8_PER_TOKEN_HEAD, torch.int8),
+                (mode.FP8_PER_TOKEN_HEAD, torch.uint8),
+                (mode.INT4_PER_TOKEN_HEAD, torch.uint8),
+                (mode.TURBOQUANT_K8V4, torch.uint8),
+                (mode.TURBOQUANT_4BIT_NC, torch.uint8),
+                (mode.ULTRAQUANT_4BIT, torch.uint8),
+            )
+        ),
+    ]
+    namespaces = []
+    for cache_dtype, spec in contents:
+        config.cache_config.cache_dtype = cast("Any", cache_dtype)
+        namespaces.append(facts(config, spec).shape.namespace)
+    assert len(set(namespaces)) == len(namespaces)
+
+
+def test_machines_of_other_byte_order_do_not_share(
+    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    here = facts(config).shape.namespace
+    other = "big" if sys.byteorder == "little" else "little"
+    monkeypatch.setattr(sys, "byteorder", other)
+    assert facts(config).shape.namespace != here
+
+
+def test_what_keeps_engines_apart(vllm_config: Callable[..., VllmConfig]) -> None:
+    plain = vllm_config()
+    half = replace(SPEC, dtype=torch.bfloat16)
+    one_per_rank = {"per_head_storage": False}
+    two = vllm_config()
+    two.parallel_config.tensor_parallel_size = 2
+    namespaces = [
+        facts(plain).shape.namespace,
+        facts(plain, chunk_tokens=128).shape.namespace,
+        facts(plain, namespace="tenant").shape.namespace,
+        facts(plain, half).shape.namespace,
+        facts(plain, **one_per_rank).shape.namespace,
+        facts(two, replace(SPEC, num_kv_heads=2), **one_per_rank).shape.namespace,
+        facts(vllm_config(replace(SHAPE, seed=1))).shape.namespace,
+        facts(vllm_config(dtype="bfloat16")).shape.namespace,
+        facts(vllm_config(hf_overrides={"rope_theta": 5000.0})).shape.namespace,
+        facts(vllm_config(load_format="dummy")).shape.namespace,
+    ]
+    assert len(set(namespaces)) == len(namespaces)
+
+
+def test_weights_id_says_that_weights_are_the_same(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    one, two = vllm_config(SHAPE), vllm_config(replace(SHAPE, seed=1))
+    digests = {facts(c, weights_id="v1").shape.namespace.partition("@")[2] for c in (one, two)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (replace(SPEC, kv_quant_mode=KVQuantMode.NVFP4), "cannot be cut"),
+        *PACKED,
+    ],
+)
+def test_formats_that_cannot_be_cut_are_refused_by_name(
+    vllm_config: Callable[..., VllmConfig], spec: KVCacheSpec, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        facts(vllm_config(), spec)
+
+
+def test_layers_may_have_other_heads_than_the_model_says(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """Some models have fewer in some layers; with one on each rank, how many cannot be told."""
+    config = vllm_config()
+    assert facts(config, replace(SPEC, num_kv_heads=2)).shape.kinds[0].topology.num_heads == 2
+    config.parallel_config.tensor_parallel_size = 2
+    assert facts(config, replace(SPEC, num_kv_heads=2)).shape.kinds[0].topology.num_heads == 4
+    assert facts(config, replace(SPEC, num_kv_heads=4)).shape.kinds[0].topology.num_heads == 8
+    with pytest.raises(ConfigError, match=r"one KV head on each rank, .* lower tensor_parallel"):
+        facts(config, replace(SPEC, num_kv_heads=1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "dcp_size", "interleave", "chunk_tokens", "words"),
+    [
+        (4, 4, 2, 1, 256, "over 2 ranks .* here 1 do"),
+        (4, 8, 4, 1, 256, "over 4 ranks .* here 2 do"),
+        (2, 4, 2, 16, 48, "48, .* rounds of 32"),
+        (4, 1, 2, 1, 256, "over 2 ranks .* here 1 do"),
+    ],
+)
+def test_tokens_that_cannot_be_dealt_out_are_refused(
+    vllm_config: Callable[..., VllmConfig],
+    heads: int,
+    tp_size: int,
+    dcp_size: int,
+    interleave: int,
+    chunk_tokens: int,
+    words: str,
+) -> None:
+    config = vllm_config(replace(SHAPE, kv_heads=heads))
+    config.parallel_config.tensor_parallel_size = tp_size
+    config.parallel_config.decode_context_parallel_size = dcp_size
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    spec = replace(SPEC, num_kv_heads=max(1, heads // tp_size))
+    with pytest.raises(ConfigError, match=words):
+        facts(config, spec, chunk_tokens=chunk_tokens)
+
+
+def test_pipeline_stages_are_known_to_the_scheduler(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """Its KV cache configuration carries the layer names of one stage only."""
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    read = engine_config.read_engine(config, cache_config(SPEC, layers=2), read_config({}, env={}))
+    assert read.shape.kinds[0].topology.stages == ((0, 2), (2, 4))
+    assert read.shape.num_ranks == 2
+
+
+def test_draft_layers_are_left_out(vllm_config: Callable[..., VllmConfig]) -> None:
+    names = [f"model.layers.{i}.self_attn.attn" for i in (10, 2, 0, 1, 3)]
+    group = KVCacheGroupSpec([*names, "draft_model.layers.0.self_attn.attn"], SPEC)
+    cache = KVCacheConfig(
+        num_blocks=1, kv_cache_tensors=tensors_of(group.layer_names), kv_cache_groups=[group]
+    )
+    config = vllm_config()
+    config.speculative_config = cast("Any", SimpleNamespace(method="eagle"))
+    [kind] = engine_config.read_engine(config, cache, read_config({}, env={})).kinds
+    assert kind.layers == tuple((f"model.layers.{i}.self_attn.attn", 0) for i in range(4))
+
+
+def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    read = facts(config)
+    caches = {f"model.layers.{i}.self_attn.attn": torch.zeros(10, 4, 32, 64) for i in (3, 1, 0, 2)}
+    pages = engine_config.layer_pages(caches, read, config)
+    assert [p.owner[0] is caches[f"model.layers.{i}.self_attn.attn"] for i, p in enumerate(pages)]
+    assert [len(p.runs) for p in pages] == [2] * 4  # transposed K, plain V
+    assert {p.row_bytes for p in pages} == {256}
+
+
+@pytest.mark.parametrize(
+    ("written", "asked", "policy", "is_told"),
+    [
+        ({}, {}, "recompute", True),
+        ({"kv_load_failure_policy": "fail"}, {}, "recompute", True),
+        ({"kv_load_failure_policy": "recompute"}, {}, "recompute", False),
+        ({}, {"load_failure": "fail"}, "fail", False),
+        ({}, {"load_failure": "recompute"}, "recompute", False),
+        ({"kv_load_failure_policy": "recompute"}, {"load_failure": "fail"}, "fail", False),
+        ({"kv_load_failure_policy": "fail"}, {"load_failure": "recompute"}, "recompute", False),
+    ],
+)
+def test_failed_loads_are_computed_unless_asked_otherwise(
+    vllm_config: Callable[..., VllmConfig],
+    caplog: pytest.LogCaptureFixture,
+    written: dict[str, str],
+    asked: dict[str, str],
+    policy: str,
+    is_told: bool,
+) -> None:
+    """What a user has written cannot be told from vLLM's default, so one is told what to do."""
+    transfer = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both", **written}
+    config = vllm_config(kv_transfer_config=transfer)
+    assert config.kv_transfer_config is not None
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm_kvpool"):
+        engine_config.prefer_recompute(config, read_config(asked, env={}))
+    assert config.kv_transfer_config.kv_load_failure_policy == policy
+    assert [record.levelname for record in caplog.records] == ["INFO"] * is_told
+    assert ("load_failure: fail in kv_connector_extra_config" in caplog.text) == is_told
+
+
+# The prefix cache of the engine
+
+
+class FakeBlockPool:
+    """Holds blocks as long as the test says."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's."""
+        return self.answers.pop(0)
+
+
+def test_a_reset_of_the_prefix_cache_is_told_whether_it_succeeds_or_not() -> None:
+    block_pool, told = FakeBlockPool(), list[bool]()
+    engine_config.PoolPins(cast("Any", block_pool), told.append)
+    block_pool.answers = [True, False, True]
+    assert [block_pool.reset_prefix_cache() for _ in range(3)] == [True, False, True] == told
+    assert block_pool.reset_prefix_cache.__doc__ == "As vLLM's."
+
+
+BY_LAYER = pytest.mark.skipif(
+    not compat.has_loads_within_steps(), reason="loads layer by layer are refused here"
+)
+
+
+@BY_LAYER
+def test_blocks_that_are_forgotten_are_found_no_more_and_stay_their_requests() -> None:
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+    blocks = pool.get_new_blocks(3)
+    for number, block in enumerate(blocks):
+        name = make_block_hash_with_group_id(BlockHash(bytes([number])), 0)
+        block.set_block_hash(name)
+        pool.cached_block_hash_to_block.insert(name, block)
+    pins = engine_config.PoolPins(pool, [].append)
+    pins.forget([block.block_id for block in blocks[1:]])
+    found = [pool.get_cached_block(BlockHash(bytes([i])), [0]) for i in range(3)]
+    assert found == [[blocks[0]], None, None]
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
+    pins.forget([blocks[1].block_id])  # again, or of one that never was to be found
+
+
+# Loads layer by layer
+
+
+@BY_LAYER
+def test_a_layer_is_known_by_the_first_layer_of_its_cells(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    config = vllm_config(async_scheduling=False)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    for options, first in (({}, [0, 1, 2, 3]), ({"layer_span": 3}, [0, 0, 0, 3])):
+        read = facts(config, layerwise=True, **options)
+        spans = engine_config.layer_spans(read, config)
+        assert spans == dict(zip(names, first, strict=True))
+
+
+def test_layers_ask_outside_of_cuda_graphs_where_they_have_to() -> None:
+    assert KVPoolConnector.requires_piecewise_for_cudagraph({"layerwise": True})
+    assert not KVPoolConnector.requires_piecewise_for_cudagraph({})
+
+
+# Weights
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
+    vllm_config: Callable[..., VllmConfig], load_format: str
+) -> None:
+    config = vllm_config(load_format=load_format)
+    expected = (
+        "" if load_format == "dummy" else weights_version.epoch_of_files(config.model_config.model)
+    )
+    assert engine_config.first_epoch(config) == expected
+    assert expected != engine_config.first_epoch(vllm_config(replace(SHAPE, seed=1)))
+
+
+def reads() -> int:
+    """How often this process has read from files."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("syscr")).split()[1])
+
+
+class Watcher:
+    """Is told of nothing here."""
+
+    def weights_changed(self, epoch: str) -> None:
+        raise AssertionError(epoch)
+
+
+def test_an_engine_reads_its_weights_once_and_its_ranks_never(
+    vllm_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The namespace, the first epoch and whoever watches over weights: of one process."""
+    monkeypatch.setattr(weights, "SETTLED_NS", -(10**12))  # as if written long ago
+    config = vllm_config()
+    copy = shutil.copytree(config.model_config.model, tmp_path / "model")
+    tensors = {f"experts.{i}": np.zeros(96, np.uint8) for i in range(NUM_TENSORS)}
+    save_file(tensors, copy / "more.safetensors")
+    config.model_config.model = str(copy)
+    caches, options = cache_config(SPEC), read_config({}, env={})
+    before = reads()
+    on_rank = engine_config.read_engine(config, caches, options, with_namespace=False)
+    assert reads() - before < 50
+    before = reads()
+    on_scheduler = engine_config.read_engine(config, caches, options)
+    engine_config.first_epoch(config)
+    weights_version.watch(Watcher(), config.model_config)
+    assert 3 * NUM_TENSORS < reads() - before < 4 * NUM_TENSORS
+    assert on_rank == replace(
+        on_scheduler, shape=replace(on_scheduler.shape, namespace=""), values={}
+    )
+
+
+def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None:
+    assert adapt_directory("no/such-model-anywhere") is None
+    assert adapt_directory(str(tmp_path)) == tmp_path
+
+
+def adapt_directory(name: str) -> Path | None:
+    from vllm_kvpool.vllm_adapt.namespace import local_directory
+
+    return local_directory(name, None)
+
+
+def test_without_triton_there_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside vLLM's CPU build there is never Triton: vLLM would believe that there is a GPU."""
+    engine_config.triton_is_here.cache_clear()
+    assert not engine_config.triton_is_here()
+    assert not engine_config.triton_is_here()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_workers_of_data_parallel_engines_are_numbered_through(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """As vLLM tells them: each engine counts its own ranks, and without experts all say that they
+    are the first engine."""
+    config = vllm_config()
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = 2
+    numbers = []
+    for parallel.data_parallel_index in range(3):
+        for parallel.rank in range(2):
+            numbers.append(engine_config.rank_place(config).number(2))
+    assert parallel.data_parallel_rank == 0
+    assert numbers == list(range(6))

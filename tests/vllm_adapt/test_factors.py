@@ -1,0 +1,380 @@
+"""Every field of vLLM's configuration counts, or is left out by name and with a reason.
+
+Runs under both releases: a field that one of them adds and nobody has classified counts.
+"""
+
+import dataclasses
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import vllm
+from vllm.config import AttentionConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config.quantization import QuantizationConfigArgs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.support.models import LlamaShape, make_llama
+from tests.support.vision_models import LlavaShape, make_llava
+from vllm_kvpool.config import read_config
+from vllm_kvpool.vllm_adapt.factors import (
+    _FORMS,
+    LEFT_OUT_OF_EMBEDDINGS,
+    LEFT_OUT_OF_KV,
+    NEUTRAL,
+    _as_it_is,
+    canonical,
+    factors,
+)
+from vllm_kvpool.vllm_adapt.namespace import engine_namespace, model_values
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+NEWER = "return_sampling_mask" in {field.name for field in dataclasses.fields(ModelConfig)}
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+UNSEEN = "a value that no release has"
+
+# What the tables name and one of the releases does not have.
+ONLY_OLDER = {
+    "CacheConfig.user_specified_mamba_block_size",
+    "ModelConfig.enable_return_routed_experts",
+}
+ONLY_NEWER = {
+    "AttentionConfig.hisparse_config",
+    "AttentionConfig.sparse_mla_prefill_workspace_factor",
+    "AttentionConfig.tokenspeed_mla_min_split_kv",
+    "CacheConfig.cache_hit_alignment_tokens",
+    "CacheConfig.effective_attention_block_size",
+    "CacheConfig.enable_mamba_shared_prefix_checkpoint",
+    "CacheConfig.hash_block_size",
+    "CacheConfig.kv_cache_layout",
+    "CacheConfig.prefix_cache_retention_interval",
+    "KernelConfig.enable_rocm_segmented_attn_autotune",
+    "ModelConfig.enable_nccl_comm_suspend",
+    "ModelConfig.enable_trace_replay",
+    "ModelConfig.is_submodel_config",
+    "ModelConfig.return_sampling_mask",
+    "ModelConfig.sleep_mode_offload_cudagraph",
+    "ModelConfig.sleep_preserve_parameter_names",
+    "ModelConfig.word_embeddings_untied_by_checkpoint",
+    "MultiModalConfig.allow_missing_mm_embeddings",
+    "VllmConfig.aux_output_config",
+    "VllmConfig.engram_config",
+    "VllmConfig.logging_config",
+    "VllmConfig.watermark_config",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def engine(model: Path, **arguments: Any) -> VllmConfig:
+    values = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 32} | arguments
+    return EngineArgs(model=str(model), **values).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def whole(directory: Path) -> VllmConfig:
+    """An engine whose configuration has every object that a table speaks of."""
+    config = engine(make_llama(directory, LlamaShape()), enable_lora=True)
+    config.model_config.multimodal_config = MultiModalConfig()
+    config.model_config.quantization_config = QuantizationConfigArgs()
+    return config
+
+
+def namespace(config: VllmConfig, **options: Any) -> str:
+    return str(engine_namespace(config, read_config(options, env={}), [], []).namespace)
+
+
+class Field(NamedTuple):
+    owner: Any
+    name: str
+    field: Any
+
+    @property
+    def full_name(self) -> str:
+        return f"{type(self.owner).__name__}.{self.name}"
+
+
+def fields_of(owner: Any, left_out: Any = LEFT_OUT_OF_KV) -> Iterator[Field]:
+    """Every field of a configuration and of the objects in it, but for those left out whole."""
+    for field in dataclasses.fields(owner):
+        each = Field(owner, field.name, field)
+        value = getattr(owner, field.name, None)
+        is_object = dataclasses.is_dataclass(value) and "vllm.config" in type(value).__module__
+        if is_object and each.full_name not in left_out:
+            yield from fields_of(value, left_out)
+        else:
+            yield each
+
+
+def changed(each: Field, read: Callable[[], Any]) -> bool:
+    """Whether another value of a field is seen."""
+    before, value = read(), getattr(each.owner, each.name, None)
+    had_it = hasattr(each.owner, each.name)
+    object.__setattr__(each.owner, each.name, UNSEEN)
+    try:
+        return bool(read() != before)
+    finally:
+        if had_it:
+            object.__setattr__(each.owner, each.name, value)
+        else:
+            object.__delattr__(each.owner, each.name)
+
+
+def test_every_field_counts_or_is_left_out_with_a_reason(whole: VllmConfig) -> None:
+    for each in fields_of(whole):
+        if each.full_name in LEFT_OUT_OF_KV:
+            assert len(LEFT_OUT_OF_KV[each.full_name]) > 5, each.full_name
+        else:
+            assert changed(each, lambda: namespace(whole)), each.full_name
+
+
+def test_what_is_left_out_is_not_seen(whole: VllmConfig) -> None:
+    """Whole objects aside, of which other things are read."""
+    for each in fields_of(whole):
+        if each.full_name in LEFT_OUT_OF_KV and not each.full_name.startswith("VllmConfig."):
+            assert not changed(each, lambda: factors(whole)), each.full_name
+
+
+def test_every_field_counts_for_embeddings_or_is_left_out_with_a_reason(whole: VllmConfig) -> None:
+    for each in fields_of(whole, LEFT_OUT_OF_EMBEDDINGS):
+        if each.full_name not in LEFT_OUT_OF_EMBEDDINGS:
+            read = lambda: model_values(whole, "", "", LEFT_OUT_OF_EMBEDDINGS)  # noqa: E731
+            assert changed(each, read), each.full_name
+
+
+def test_the_tables_name_only_what_there_is(whole: VllmConfig) -> None:
+    names = {each.full_name for each in fields_of(whole, {})}
+    names |= {f"VllmConfig.{field.name}" for field in dataclasses.fields(whole)}
+    assert "ModelConfig.enforce_eager" in names
+    elsewhere = set(LEFT_OUT_OF_EMBEDDINGS) - names - {"KernelConfig.ir_op_priority"}
+    assert elsewhere == (ONLY_OLDER if NEWER else ONLY_NEWER), vllm.__version__
+
+
+def test_the_defaults_of_this_release_are_neutral(whole: VllmConfig) -> None:
+    """Or a release would share nothing with the others."""
+    plain = {}
+    for each in fields_of(whole):
+        if each.full_name in LEFT_OUT_OF_KV:
+            continue
+        default = each.field.default
+        if each.field.default_factory is not dataclasses.MISSING:
+            default = each.field.default_factory()
+        elif hasattr(default, "get_default"):
+            default = default.get_default(call_default_factory=True)
+        form = _FORMS.get(each.full_name, _as_it_is)
+        plain[each.full_name] = canonical(form(default, whole))
+    assert plain == {name: NEUTRAL.get(name, "(not known)") for name in plain}
+
+
+@pytest.mark.parametrize("owner", [ModelConfig, AttentionConfig, LoRAConfig, VllmConfig])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_field_that_nobody_knows_counts(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: type, value: bool
+) -> None:
+    """As a later release may add one, with whatever default."""
+    made = dataclasses.make_dataclass("Later", [("later", bool, dataclasses.field(default=False))])
+    before = namespace(whole)
+    monkeypatch.setitem(
+        owner.__dataclass_fields__,  # type: ignore[attr-defined]
+        "later",
+        made.__dataclass_fields__["later"],
+    )
+    monkeypatch.setattr(owner, "later", value, raising=False)
+    assert namespace(whole) != before
+
+
+# Engines that differ
+
+
+class Case(NamedTuple):
+    """Two engines of one model."""
+
+    name: str
+    one: dict[str, Any]
+    other: dict[str, Any]
+    vision: bool = False
+
+
+FP8 = "fp8_per_channel_static"
+HALF = {"dtype": "bfloat16"}
+ONLINE: dict[str, Any] = {
+    **HALF,
+    "quantization": "online",
+    "quantization_config": {"linear": {"weight": FP8}},
+}
+LORA = {"enable_lora": True}
+APART = [
+    Case("LoRA targets", LORA, {**LORA, "lora_target_modules": ["o_proj"]}),
+    Case("LoRA dtype", LORA, {**LORA, "lora_dtype": "bfloat16"}),
+    Case("online quantisation", HALF, ONLINE),
+    Case(
+        "layers that online quantisation ignores",
+        ONLINE,
+        {
+            **ONLINE,
+            "quantization_config": {"linear": {"weight": FP8}, "ignore": ["re:.*"]},
+        },
+    ),
+    Case("a processor's options", {}, {"mm_processor_kwargs": {"do_normalize": False}}, True),
+    Case("media options", {}, {"media_io_kwargs": {"video": {"num_frames": 4}}}, True),
+    Case("video pruning", {}, {"video_pruning_rate": 0.5}, True),
+    Case("the encoder's layer", {}, {"hf_overrides": {"vision_feature_layer": -2}}, True),
+    Case("a kernel that quantises", {}, {"attention_backend": "FLASH_ATTN"}),
+    Case("the implementation", {}, {"model_impl": "transformers"}),
+]
+TOGETHER = [
+    Case("eager or compiled", {}, {"enforce_eager": True}),
+    Case("memory", {}, {"gpu_memory_utilization": 0.5, "max_num_seqs": 3}),
+    Case("loaders", {}, {"load_format": "safetensors"}),
+    Case("LoRA or none, for requests without", {}, LORA),
+    Case("room for adapters", LORA, {**LORA, "max_loras": 3, "max_lora_rank": 64}),
+    Case(
+        "LoRA targets in another order",
+        *(
+            {**LORA, "lora_target_modules": names}
+            for names in (["o_proj", "q_proj"], ["q_proj", "o_proj"])
+        ),
+    ),
+    Case("limits of media", {}, {"limit_mm_per_prompt": {"image": 3}}, True),
+    Case("names and caches of media", {}, {"mm_processor_cache_gb": 0}, True),
+    Case("names", {}, {"served_model_name": "another"}),
+]
+
+
+def here(cases: list[Case]) -> list[Case]:
+    """LLaVA cannot be imported by 0.27.1 beside the library of configurations that is installed."""
+    return [case for case in cases if NEWER or not case.vision]
+
+
+@pytest.mark.parametrize("case", here(APART), ids=lambda case: case.name)
+def test_engines_that_compute_otherwise_do_not_share(directory: Path, case: Case) -> None:
+    one, other = both(directory, case)
+    assert namespace(one) != namespace(other)
+
+
+@pytest.mark.parametrize("case", here(TOGETHER), ids=lambda case: case.name)
+def test_engines_that_compute_the_same_share(directory: Path, case: Case) -> None:
+    one, other = both(directory, case)
+    assert namespace(one) == namespace(other)
+
+
+def both(directory: Path, case: Case) -> tuple[VllmConfig, VllmConfig]:
+    model = (
+        make_llava(directory, LlavaShape()) if case.vision else make_llama(directory, LlamaShape())
+    )
+    return engine(model, **case.one), engine(model, **case.other)
+
+
+# Files
+
+
+@pytest.fixture
+def copied(directory: Path, tmp_path: Path) -> Path:
+    """A model whose files may be changed, with files that models of media have."""
+    copy = Path(shutil.copytree(make_llama(directory, LlamaShape()), tmp_path / "llama"))
+    for name in (
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "processor_config.json",
+    ):
+        (copy / name).write_text(json.dumps({"do_normalize": True}))
+    (copy / "tokenizer_config.json").write_text("{}")
+    return copy
+
+
+def rewrite(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=7))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "is_seen"),
+    [
+        ("preprocessor_config.json", {"do_normalize": False}, True),
+        ("processor_config.json", {"vision_feature_select_strategy": "full"}, True),
+        ("config.json", {"vision_feature_layer": -2}, True),
+        ("video_preprocessor_config.json", {"fps": 3}, True),
+        ("config.json", {"transformers_version": "0.0"}, False),
+        ("config.json", {}, False),  # spelt otherwise
+        ("tokenizer_config.json", {"padding_side": "left"}, False),
+    ],
+)
+def test_files_of_a_model_count_by_what_they_say(
+    copied: Path, name: str, values: dict[str, Any], is_seen: bool
+) -> None:
+    before = namespace(engine(copied))
+    rewrite(copied / name, **values)
+    assert (namespace(engine(copied)) != before) is is_seen
+
+
+def test_files_that_nobody_knows_count(copied: Path) -> None:
+    """Scales and options of quantisation lie in files of many names."""
+    before = namespace(engine(copied))
+    for name, is_seen in (("kv_scales.json", True), ("generation_config.json", False)):
+        (copied / name).write_text("{}")
+        assert (namespace(engine(copied)) != before) is is_seen
+        (copied / name).unlink()
+
+
+def test_a_models_own_code_counts_where_it_may_run(copied: Path) -> None:
+    before = namespace(engine(copied))
+    (copied / "modeling.py").write_text("pass")
+    config = engine(copied)
+    assert namespace(config) == before
+    config.model_config.trust_remote_code = True
+    assert namespace(config) != before
+
+
+def test_the_same_files_elsewhere_are_the_same_model(copied: Path, directory: Path) -> None:
+    there = Path(shutil.copytree(copied, directory / "elsewhere" / copied.name))
+    assert namespace(engine(there)) == namespace(engine(copied))
+
+
+def test_weights_id_stands_for_the_files_that_say_how_weights_are_kept(copied: Path) -> None:
+    before = namespace(engine(copied), weights_id="v1")
+    rewrite(copied / "config.json", something_of_the_writer=1)
+    assert namespace(engine(copied), weights_id="v1") == before
+    rewrite(copied / "preprocessor_config.json", do_normalize=False)
+    assert namespace(engine(copied), weights_id="v1") != before
+
+
+# Values that nobody can compare
+
+
+def test_a_function_counts_by_what_it_does(directory: Path) -> None:
+    def slower(config: Any, theta: float) -> Any:
+        if hasattr(config, "rope_parameters"):  # vLLM tries it on an empty one, too
+            config.rope_parameters["rope_theta"] = theta
+        return config
+
+    model = make_llama(directory, LlamaShape())
+    names = [
+        namespace(engine(model, hf_overrides=override))
+        for override in (
+            lambda config: slower(config, 5e3),
+            lambda config: slower(config, 5e3),
+            lambda config: slower(config, 7e3),
+        )
+    ]
+    assert names[0] == names[1] != names[2]
+
+
+def test_an_engine_with_a_value_that_cannot_be_compared_is_alone(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = [engine(make_llama(directory, LlamaShape())) for _ in range(2)]
+    for config in configs:
+        config.additional_config = {"made": object()}
+    with caplog.at_level(logging.WARNING, "vllm_kvpool"):
+        one, other = map(namespace, configs)
+    assert one != other
+    assert one == namespace(configs[0])
+    assert "additional_config: object objects cannot be compared" in caplog.text

@@ -1,0 +1,102 @@
+"""Which engines exchange embeddings: those that compute the same ones."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.support.vision_models import LlavaShape, make_llava
+from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.vllm_adapt import embeds
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def fingerprint(directory: Path, **arguments: Any) -> str:
+    values = {"dtype": "float32", "skip_tokenizer_init": True} | arguments
+    model = str(make_llava(directory, LlavaShape()))
+    config = EngineArgs(model=model, **values).create_engine_config()
+    return embeds.base_fingerprint(config, EmbedsConfig())
+
+
+LORA = {"enable_lora": True}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hf_overrides": {"vision_feature_layer": -2}},
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {"media_io_kwargs": {"image": {"image_mode": "L"}}},
+        {"dtype": "bfloat16"},
+        {**LORA, "enable_tower_connector_lora": True},
+        {
+            "dtype": "bfloat16",
+            "quantization": "online",
+            "quantization_config": {"linear": {"weight": "fp8_per_channel_static"}},
+        },
+    ],
+    ids=str,
+)
+def test_engines_that_encode_otherwise_are_no_peers(
+    directory: Path, arguments: dict[str, Any]
+) -> None:
+    plain = {"dtype": arguments["dtype"]} if "quantization" in arguments else {}
+    assert fingerprint(directory, **arguments) != fingerprint(directory, **plain)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mm_encoder_only": True},
+        {"kv_cache_dtype": "bfloat16", "block_size": 64, "max_model_len": 512},
+        {**LORA, "lora_target_modules": ["o_proj"]},
+        {"limit_mm_per_prompt": {"image": 7}, "mm_processor_cache_gb": 0},
+    ],
+    ids=str,
+)
+def test_an_encoder_and_a_language_engine_of_one_model_are_peers(
+    directory: Path, arguments: dict[str, Any]
+) -> None:
+    assert fingerprint(directory, **arguments) == fingerprint(directory)
+
+
+@dataclass
+class Group:
+    """A tensor-parallel group, as one of its ranks sees it."""
+
+    rank_in_group: int
+    told: Any = None
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        assert src == 0
+        if self.rank_in_group == 0:
+            self.told = value
+        return self.told
+
+
+def test_ranks_are_told_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Group(0)
+    monkeypatch.setattr(embeds, "get_tp_group", lambda: first)
+    assert embeds.told_by_first_rank(lambda: "print") == "print"
+    monkeypatch.setattr(embeds, "get_tp_group", lambda: Group(1, first.told))
+    assert embeds.told_by_first_rank(pytest.fail) == "print"
+
+
+def test_what_the_first_rank_cannot_read_is_said_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise OSError("gone")
+
+    first = Group(0)
+    for group in (first, Group(1)):
+        group.told = first.told
+        monkeypatch.setattr(embeds, "get_tp_group", lambda group=group: group)
+        with pytest.raises(OSError, match="gone"):
+            embeds.told_by_first_rank(fail)

@@ -1,0 +1,195 @@
+"""What cannot be shared correctly is refused at start, by name: each row of the support table.
+
+Specs are vLLM's own, changed by its own backends wherever those can be imported without a GPU.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
+from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+
+from tests import support_table
+from tests.support.models import LlamaShape, make_llama
+from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.vllm_adapt import cpu_pages, engine_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+SPEC = FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+LATENT = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+# As vLLM's FlashInfer backend has it, which cannot be imported without FlashInfer.
+NVFP4 = replace(
+    SPEC,
+    dtype=torch.uint8,
+    kv_quant_mode=KVQuantMode.NVFP4,
+    num_head_slots=2 * SPEC.num_kv_heads,
+    state_content_bytes=nvfp4_kv_cache_full_dim(SPEC.head_size),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=4))
+
+
+@pytest.fixture
+def config(model: Path) -> VllmConfig:
+    arguments = EngineArgs(model=str(model), dtype="float32", skip_tokenizer_init=True)
+    return arguments.create_engine_config()
+
+
+def cache_config(spec: KVCacheSpec, names: list[str] = LAYERS) -> KVCacheConfig:
+    tensors = [KVCacheTensor(size=0, layers=names, layer_stride=0, block_stride=0)]
+    groups = [KVCacheGroupSpec([*LAYERS], spec)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def start(spec: KVCacheSpec) -> Callable[[VllmConfig], object]:
+    """What both sides do first."""
+    return lambda config: engine_config.read_engine(
+        config, cache_config(spec), read_config({}, env={})
+    )
+
+
+def scales_at_run_time(config: VllmConfig) -> None:
+    # A field of older releases only.
+    object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+    start(SPEC)(config)
+
+
+def sharing_over_stages(config: VllmConfig) -> None:
+    """The worker of the first of two stages, one of whose layers has no pages."""
+    config.parallel_config.pipeline_parallel_size = 2
+    plain = replace(SPEC, dtype=torch.float32)
+    kv_cache_config = cache_config(plain, LAYERS[:1])
+    facts = engine_config.read_engine(config, kv_cache_config, read_config({}, env={}))
+    engine_config.layer_pages({LAYERS[0]: torch.zeros(8, 4, 64, 128)}, facts, config)
+
+
+def skipped_layers_over_stages(config: VllmConfig) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    config.cache_config.cache_dtype = "fp8"
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    start(SPEC)(config)
+
+
+def unequal_halves(config: VllmConfig) -> None:
+    cpu_pages.layer_pages(torch.zeros(8, 4, 64, 48), 128, 64, config)
+
+
+def layer_by_layer(config: VllmConfig, *groups: KVCacheGroupSpec) -> None:
+    plain = replace(SPEC, dtype=torch.float32)
+    kv_cache_config = cache_config(plain)
+    kv_cache_config.kv_cache_groups = list(groups) or [KVCacheGroupSpec([*LAYERS], plain)]
+    engine_config.read_engine(config, kv_cache_config, read_config({"layerwise": True}, env={}))
+
+
+def layers_of_a_window(config: VllmConfig) -> None:
+    window = SlidingWindowSpec(
+        block_size=64, num_kv_heads=4, head_size=64, dtype=torch.float32, sliding_window=128
+    )
+    layer_by_layer(config, KVCacheGroupSpec([*LAYERS], window))
+
+
+def layers_in_steps_planned_ahead(config: VllmConfig) -> None:
+    config.scheduler_config.async_scheduling = True
+    layer_by_layer(config)
+
+
+def layers_over_stages(config: VllmConfig) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    layer_by_layer(config)
+
+
+def layers_beside_another_connector(config: VllmConfig) -> None:
+    own = copy(config)
+    own.kv_transfer_config = KVTransferConfig(kv_connector="KVPoolConnector", kv_role="kv_both")
+    config.kv_transfer_config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")
+    with set_current_vllm_config(config):
+        layer_by_layer(own)
+
+
+def isa(name: str, dtype: torch.dtype) -> Callable[[VllmConfig], object]:
+    return lambda _: cpu_pages.check_isa(name, dtype)
+
+
+START: dict[str, Callable[[VllmConfig], Any]] = {
+    "NVFP4": start(NVFP4),
+    "B12X": start(B12xPagedAttentionBackend.customize_spec(SPEC)),
+    "ROCm": start(RocmAttentionBackend.customize_spec(SPEC)),
+    "unknown content": start(replace(SPEC, state_content_bytes=300)),
+    "unknown latent": start(replace(LATENT, cache_dtype_str="new_ds_mla", state_content_bytes=400)),
+    "DeepSeek V4": start(
+        replace(
+            LATENT,
+            dtype=torch.uint8,
+            head_size=512,
+            cache_dtype_str="fp8_ds_mla",
+            state_content_bytes=584,
+            model_version="deepseek_v4",
+        )
+    ),
+    "compressed": start(replace(LATENT, tokens_per_state=4)),
+    "indexer": start(replace(LATENT, head_size=132, cache_role=SparseCacheRole.INDEXER)),
+    "Mamba": start(MambaSpec(block_size=64, shapes=((4, 64),), dtypes=(torch.float32,))),
+    "prefix LM": start(replace(SPEC, non_causal=True)),
+    "unequal layers": start(
+        UniformTypeKVCacheSpecs(
+            block_size=64,
+            kv_cache_specs={name: replace(SPEC, head_size=64 + i) for i, name in enumerate(LAYERS)},
+        )
+    ),
+    "scales at run time": scales_at_run_time,
+    "KV sharing over stages": sharing_over_stages,
+    "skipped layers over stages": skipped_layers_over_stages,
+    "layer by layer, window": layers_of_a_window,
+    "layer by layer, asynchronous": layers_in_steps_planned_ahead,
+    "layer by layer, stages": layers_over_stages,
+    "layer by layer, beside others": layers_beside_another_connector,
+    "AMX tiles": isa("amx", torch.bfloat16),
+    "bfloat16 on ARM": isa("neon", torch.bfloat16),
+    "unknown CPU form": isa("nnpa", torch.float32),
+    "halves of CPU pages": unequal_halves,
+}
+
+
+@pytest.mark.parametrize("name", START)
+def test_refused(name: str, config: VllmConfig) -> None:
+    with pytest.raises(ConfigError) as caught:
+        START[name](config)
+    assert support_table.refusals()[name] in str(caught.value)
+
+
+def test_every_refusal_stands_in_the_table() -> None:
+    assert set(support_table.refusals()) == set(START)
+
+
+def test_the_indexer_is_refused_whatever_its_content(config: VllmConfig) -> None:
+    """Packed or not, its scales lie apart."""
+    packed = replace(LATENT, cache_role=SparseCacheRole.INDEXER, cache_dtype_str="fp8_ds_mla")
+    with pytest.raises(ConfigError, match="indexer"):
+        start(replace(packed, state_content_bytes=656))(config)

@@ -1,0 +1,219 @@
+"""vLLM's own Request objects as the pool sees them: what keeps requests apart."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from tests.test_config import NOT_READ
+from vllm_kvpool.config import RequestOptions
+from vllm_kvpool.identity.chunk_hash import ChunkChain
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.vllm_adapt.requests import AdapterDigests, RequestReader, VllmRequest
+
+CHUNK = 16
+IDS = list(range(100, 148))
+
+
+def image(identifier: str, offset: int = 4, length: int = 8) -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=identifier, mm_position=place
+    )
+
+
+def request(params: dict[str, Any] | None = None, **arguments: Any) -> Request:
+    extra = {"kv_transfer_params": params} if params is not None else None
+    values: dict[str, Any] = {"prompt_token_ids": IDS, "pooling_params": None} | arguments
+    return Request(
+        request_id="r", sampling_params=SamplingParams(max_tokens=4, extra_args=extra), **values
+    )
+
+
+def view(
+    *, named: bool = True, params: dict[str, Any] | None = None, **arguments: Any
+) -> VllmRequest:
+    return read(request(params, **arguments), named=named)
+
+
+def read(asked: Request, *, named: bool = True, tally: Tally | None = None) -> VllmRequest:
+    return RequestReader(tally or Tally(), media_are_named=named).read(asked)
+
+
+def hashes(seen: VllmRequest) -> list[bytes]:
+    identity = seen.identity()
+    assert identity is not None
+    chain = ChunkChain(CHUNK, identity)
+    chain.extend(seen.tokens())
+    return chain.hashes
+
+
+def adapter(directory: Path, content: bytes) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    return str(directory)
+
+
+@pytest.mark.parametrize("embeds", [None, torch.zeros(len(IDS), 4)])
+def test_the_tokens_are_the_prompt_and_what_has_come_since(embeds: torch.Tensor | None) -> None:
+    live = request(prompt_embeds=embeds)
+    seen = read(live)
+    assert list(seen.tokens()) == list(live.all_token_ids)
+    assert (seen.tokens() is live.prompt_token_ids) == (embeds is None)
+    live.append_output_token_ids([7, 8])
+    assert list(seen.tokens()) == list(live.all_token_ids)
+    assert list(seen.tokens())[-2:] == [7, 8]
+
+
+def test_everything_that_shapes_kv_keeps_requests_apart(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one", b"1" * 64)
+    two = adapter(tmp_path / "two", b"2" * 64)
+    embeds = torch.randn(len(IDS), 4)
+    only_embeds = {"prompt_token_ids": None}
+    seen = [
+        view(),
+        view(cache_salt="a"),
+        view(cache_salt="b"),
+        view(lora_request=LoRARequest("x", 1, one)),
+        view(lora_request=LoRARequest("x", 2, two)),
+        view(mm_features=[image("cat")]),
+        view(mm_features=[image("dog")]),
+        view(mm_features=[image("cat", offset=5)]),
+        view(mm_features=[image("cat", length=9)]),
+        view(prompt_embeds=embeds, **only_embeds),
+        view(prompt_embeds=embeds + 1, **only_embeds),
+        view(prompt_embeds=embeds.bfloat16(), **only_embeds),
+    ]
+    first = [hashes(v)[0] for v in seen]
+    assert len(set(first)) == len(first)
+
+
+def test_chunks_have_the_same_names_in_every_release(tmp_path: Path) -> None:
+    """Whatever a release makes of adapters, media, salts and embeddings itself."""
+    seen = view(
+        lora_request=LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64)),
+        mm_features=[image("cat", offset=20)],
+        cache_salt="a",
+        prompt_embeds=torch.arange(len(IDS) * 4, dtype=torch.float32).view(-1, 4),
+        prompt_is_token_ids=[i < 24 for i in range(len(IDS))],
+    )
+    assert hashes(seen)[-1].hex() == "4a3452b03cbc1629fb48695cbc63236092612cb5"
+
+
+def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one", b"1" * 64)
+    copy = adapter(tmp_path / "copy", b"1" * 64)
+    a = view(lora_request=LoRARequest("x", 1, one))
+    b = view(lora_request=LoRARequest("y", 5, copy))
+    assert hashes(a) == hashes(b)
+
+
+def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
+    tmp_path: Path,
+) -> None:
+    """The engine keeps the weights it has loaded, but reads the files again once it has let them
+    go: nobody knows which of them it has."""
+    path = adapter(tmp_path / "one", b"1" * 64)
+    digests = AdapterDigests()
+    before = digests.of(1, path, reload=False)
+    assert digests.of(1, path, reload=False) == before
+    adapter(tmp_path / "one", b"2" * 64)
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, reload=False)
+    new = digests.of(2, path, reload=False)
+    assert new != before
+    assert digests.of(1, path, reload=True) == new
+    assert digests.of(1, path, reload=False) == new
+
+
+def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "one", b"1" * 64)
+    digests = AdapterDigests()
+    before = digests.of(1, path, reload=False)
+    shutil.rmtree(path)
+    assert digests.of(1, path, reload=False) == before
+    adapter(tmp_path / "one", b"1" * 64)
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, reload=False)
+
+
+def test_an_adapter_that_cannot_be_read_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        view(lora_request=LoRARequest("x", 1, "/nowhere")).identity()
+
+
+def test_an_image_matters_from_where_it_begins() -> None:
+    plain, seen = hashes(view()), hashes(view(mm_features=[image("cat", offset=20)]))
+    assert seen[0] == plain[0]
+    assert seen[1] != plain[1]
+    assert seen[2] != plain[2]
+
+
+def test_placeholder_ids_of_embeddings_do_not_matter() -> None:
+    """Releases put different token ids where an embedding stands in."""
+    embeds = torch.randn(len(IDS), 4)
+    is_token = [i % 2 == 0 for i in range(len(IDS))]
+    other = [t if tok else 7 for t, tok in zip(IDS, is_token, strict=True)]
+    a = view(prompt_embeds=embeds, prompt_is_token_ids=is_token)
+    b = view(prompt_token_ids=other, prompt_embeds=embeds, prompt_is_token_ids=is_token)
+    assert hashes(a) == hashes(b)
+    assert hashes(a) != hashes(view())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "shareable"),
+    [
+        ({}, True, True),
+        ({}, False, True),
+        ({"mm_features": [image("cat")]}, True, True),
+        # Without any cache vLLM numbers media instead of naming them.
+        ({"mm_features": [image("cat")]}, False, False),
+        ({"mm_features": [image("renderer0-mm-3-image-0")]}, True, False),
+        ({"resumable": True}, True, False),
+    ],
+)
+def test_what_stays_out_of_the_pool(
+    arguments: dict[str, Any], named: bool, shareable: bool
+) -> None:
+    assert view(named=named, **arguments).shareable is shareable
+
+
+def test_prompt_logprobs_read_no_cache() -> None:
+    asked = Request("r", IDS, SamplingParams(prompt_logprobs=1), None)
+    assert not read(asked).reads_cache
+    assert view().reads_cache
+
+
+def test_what_is_not_saved_of_an_engine_that_adapts_base_requests(tmp_path: Path) -> None:
+    reader = RequestReader(Tally(), media_are_named=True, saves_base=False)
+    base = reader.read(request()).options
+    assert (base.save, base.load) == (False, True)
+    lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
+    assert reader.read(request(lora_request=lora)).options.save
+
+
+def test_a_requests_wishes() -> None:
+    assert view().options == RequestOptions()
+    wishes = {"kvpool": {"save": False, "expect_tokens": 512, "tokens": 3}}
+    assert view(params=wishes).options == RequestOptions(save=False, expect_tokens=512)
+
+
+@pytest.mark.parametrize(("ours", "message"), NOT_READ)
+def test_a_request_whose_wishes_are_not_understood_is_not_saved(
+    caplog: pytest.LogCaptureFixture, ours: object, message: str
+) -> None:
+    """It goes on, and may load; but it may have asked for privacy."""
+    tally = Tally()
+    options = read(request({"kvpool": ours}), tally=tally).options
+    assert (options.save, options.load) == (False, True)
+    assert tally.snapshot() == {"kvpool_failures{kind=request_options}": 1}
+    [record] = caplog.records
+    assert re.search(rf"request r: .*{message}.* not saved", record.getMessage())

@@ -1,0 +1,173 @@
+"""What Prometheus shows after steps of ours, through the classes vLLM hands over."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.samples import Sample
+
+from vllm_kvpool.metrics import EMBEDS_PREFIX, METRICS, PREFIX, SECONDS, Tally
+from vllm_kvpool.vllm_adapt.stats import REPLAYS_PER_STEP, KVPoolProm, KVPoolStats
+
+ENGINES = {0: ["model", "0"], 1: ["model", "1"]}
+LABELS = {"lane": "get", "tier": "file"}
+OP = "vllm:kvpool_op_seconds"
+
+
+class Bench:
+    """A registry of its own, and a tally whose steps are reported to it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.tally = Tally()
+        self.told = 0
+        types = {Counter: self._in(Counter), Gauge: self._in(Gauge), Histogram: self._histogram}
+        config: Any = SimpleNamespace(kv_transfer_config=None)
+        self.prom = KVPoolProm(config, types, ["model_name", "engine"], ENGINES)
+
+    def _in(self, kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=self.registry)
+
+    def _histogram(self, **options: Any) -> Histogram:
+        bench = self
+
+        class Counted(Histogram):
+            def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+                bench.told += 1
+                super().observe(amount, exemplar)
+
+        return Counted(**options, registry=self.registry)
+
+    def step(self, engine: int = 0) -> None:
+        """What vLLM does with a step's numbers."""
+        self.told = 0
+        stats = KVPoolStats.since_last(self.tally)
+        self.prom.observe({} if stats is None else stats.data, engine)
+
+    def samples(self, name: str) -> list[Sample]:
+        return [s for m in self.registry.collect() if m.name == name for s in m.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        value = self.registry.get_sample_value(
+            name, {"model_name": "model", "engine": "0", **labels}
+        )
+        return 0.0 if value is None else value
+
+    def buckets(self, **labels: str) -> list[float]:
+        """Values in each bucket, not cumulative."""
+        bounds = [*map(str, SECONDS), "+Inf"]
+        bounds[0] = "5e-05"
+        reached = [self.value(f"{OP}_bucket", le=le, **labels) for le in bounds]
+        return [b - a for a, b in zip([0.0, *reached], reached, strict=False)]
+
+
+def test_every_row_of_the_table_is_registered_as_its_kind() -> None:
+    bench = Bench()
+    kinds = {m.name: m.type for m in bench.registry.collect()}
+    # Both connectors of an engine register theirs in one place.
+    assert kinds == {
+        PREFIX + name: metric.kind.value
+        for name, metric in METRICS.items()
+        if not name.startswith(EMBEDS_PREFIX)
+    }
+
+
+def test_counters_gauges_and_histograms_arrive_under_their_engine() -> None:
+    bench = Bench()
+    bench.tally.add("kvpool_retries", 3, **LABELS)
+    bench.tally.set("kvpool_tier_up", 0, tier="a,b")
+    bench.tally.observe("kvpool_op_seconds", 0.25, **LABELS)
+    bench.step(engine=1)
+    on = {"engine": "1"}
+    assert bench.value("vllm:kvpool_retries_total", **LABELS, **on) == 3
+    assert bench.value("vllm:kvpool_tier_up", tier="a,b", **on) == 0
+    assert bench.value(f"{OP}_count", **LABELS, **on) == 1
+    assert bench.value(f"{OP}_sum", **LABELS, **on) == 0.25
+    assert {s.labels["engine"] for s in bench.samples(OP)} == {"1"}
+
+
+def test_buckets_and_sum_are_those_of_the_values_themselves() -> None:
+    bench = Bench()
+    values = [0.0, 0.00004, *SECONDS, *SECONDS, 0.0007, 0.0008, 29.0, 31.0, 1000.0]
+    plain = Histogram("plain", "", buckets=SECONDS, registry=CollectorRegistry())
+    for i, value in enumerate(values):
+        plain.observe(value)
+        bench.tally.observe("kvpool_op_seconds", value, **LABELS)
+        if i % 5 == 0:
+            bench.step()
+    bench.step()
+    reached = [s.value for m in plain.collect() for s in m.samples if s.name == "plain_bucket"]
+    expected = [b - a for a, b in zip([0.0, *reached], reached, strict=False)]
+    assert bench.buckets(**LABELS) == expected
+    assert bench.value(f"{OP}_count", **LABELS) == len(values)
+    assert bench.value(f"{OP}_sum", **LABELS) == pytest.approx(sum(values))
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.0005, 2.5])
+def test_the_mean_of_equal_values_stays_in_their_bucket(bound: float) -> None:
+    """Three times 0.1 are 0.30000000000000004, a third of which is more than 0.1."""
+    bench = Bench()
+    for count in range(1, 12):
+        for _ in range(count):
+            bench.tally.observe("kvpool_op_seconds", bound, **LABELS)
+        bench.step()
+    expected = [0.0] * (len(SECONDS) + 1)
+    expected[SECONDS.index(bound)] = sum(range(1, 12))
+    assert bench.buckets(**LABELS) == expected
+
+
+def test_a_burst_is_told_over_several_steps_and_all_of_it() -> None:
+    bench = Bench()
+    burst = 2 * REPLAYS_PER_STEP + 500
+    for i in range(burst):
+        bench.tally.observe("kvpool_op_seconds", 0.002 if i % 2 else 0.0021, **LABELS)
+    bench.step()
+    assert bench.told == REPLAYS_PER_STEP
+    # What comes after a burst is not held up until all of it is told.
+    bench.tally.observe("kvpool_op_seconds", 7.0, **LABELS)
+    bench.step()
+    assert bench.told == REPLAYS_PER_STEP
+    bench.step()
+    assert bench.told == burst + 1 - 2 * REPLAYS_PER_STEP
+    expected = [0.0] * (len(SECONDS) + 1)
+    expected[SECONDS.index(0.0025)], expected[SECONDS.index(10.0)] = burst, 1
+    assert bench.buckets(**LABELS) == expected
+    assert bench.value(f"{OP}_sum", **LABELS) == pytest.approx(burst * 0.00205 + 7.0)
+    bench.step()
+    assert bench.told == 0
+
+
+def test_series_in_a_burst_take_turns() -> None:
+    bench = Bench()
+    for lane in ("get", "put", "gather"):
+        for _ in range(REPLAYS_PER_STEP):
+            bench.tally.observe("kvpool_op_seconds", 1.0, lane=lane, tier="file")
+    for _ in range(REPLAYS_PER_STEP // 2):
+        bench.tally.observe("kvpool_op_seconds", 1.0, lane="get", tier="file")
+    counts = []
+    for _ in range(4):
+        bench.step()
+        counts.append(
+            [bench.value(f"{OP}_count", lane=n, tier="file") for n in ("get", "put", "gather")]
+        )
+    n = REPLAYS_PER_STEP
+    assert counts == [[n, 0, 0], [n, n, 0], [n, n, n], [1.5 * n, n, n]]
+
+
+def test_the_log_line_sums_a_histogram_up() -> None:
+    tally = Tally()
+    tally.add("kvpool_hit_tokens", 5)
+    for value in (0.00003, 0.00004):
+        tally.observe("kvpool_load_seconds", value)
+    first = KVPoolStats.since_last(tally)
+    assert first is not None
+    tally.observe("kvpool_load_seconds", 0.00005)
+    second = KVPoolStats.since_last(tally)
+    assert second is not None
+    assert first.aggregate(second).reduce() == {
+        "kvpool_hit_tokens": 5,
+        "kvpool_load_seconds.count": 3,
+        "kvpool_load_seconds.mean": 0.00004,
+        "kvpool_load_seconds.p90": 0.00004,
+    }

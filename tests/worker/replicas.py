@@ -1,0 +1,203 @@
+"""Ranks of one engine on one host that hold the same KV, in threads or in processes of their own.
+
+A model of one KV head; its prompts are three chunks of two cells.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from tests.support.copiers import warm_copier
+from vllm_kvpool.assembly.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.config import read_config
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.page_formats import from_token_content
+from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.replicas import Card
+from vllm_kvpool.worker.pool_worker import StepResults
+
+# Legend: L layers, H heads, T tokens, C content.
+LAYERS, SPAN, CONTENT, BLOCK, CHUNK, CHUNKS = 4, 2, 16, 16, 32, 6
+TOKENS = CHUNKS * CHUNK
+NUM_CELLS = CHUNKS * LAYERS // SPAN
+MODEL = make_namespace("replicas", "0" * 12)
+LIMIT_S = 30.0
+
+Gather = Callable[[bytes], Sequence[bytes]]
+
+
+def hashes_of(prompt: int) -> tuple[bytes, ...]:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(range(prompt * TOKENS, (prompt + 1) * TOKENS))
+    return tuple(chain.hashes)
+
+
+def kv_of(prompt: int) -> torch.Tensor:
+    """`[L, 1, T, C]`, the same in every process."""
+    generator = torch.Generator().manual_seed(prompt)
+    shape = (LAYERS, 1, TOKENS, CONTENT)
+    return torch.randint(-30000, 30000, shape, dtype=torch.int16, generator=generator)
+
+
+class ReplicaRank:
+    """One of `size` ranks; `gather` None: it knows of no other."""
+
+    def __init__(
+        self, rank: int, size: int, store: object, gather: Gather | None, **options: object
+    ) -> None:
+        self.rank = rank
+        shape = (LAYERS, 1 + TOKENS // BLOCK, 1, BLOCK, CONTENT)
+        every = torch.full(shape, -1, dtype=torch.int16)
+        self.pages = every[:, 1:]
+        model = ModelShape.of_one_kind(
+            namespace=MODEL,
+            topology=Topology(1, size, ((0, LAYERS),), SPAN),
+            block_size=BLOCK,
+            num_blocks=1 + TOKENS // BLOCK,
+            num_ranks=size,
+            row_bytes=CONTENT * 2,
+        )
+        extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
+        self.side = WorkerSide(
+            read_config(extra, env={}),
+            model,
+            RankPlace(rank, 0, rank),
+            [from_token_content(layer) for layer in every],
+            warm_copier,
+            finish_in_step=True,
+            gather=gather,
+        )
+        self.blocks = (JobPages(tuple(range(1, 1 + TOKENS // BLOCK)), 0, 0, TOKENS),)
+        self.jobs = itertools.count(1)
+        self.plan = StepPlan()
+        self.closed = False
+
+    def save(self, prompt: int) -> None:
+        blocks = kv_of(prompt).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        self.pages.copy_(blocks)
+        plan = SavePlan(JobId(next(self.jobs)), f"s{prompt}", 0, hashes_of(prompt), self.blocks)
+        self.side.worker.start_saves(StepPlan(saves=(plan,)))
+
+    def prefetch(self, prompt: int) -> None:
+        plan = PrefetchPlan(f"p{prompt}", hashes_of(prompt))
+        self.side.worker.start_loads(StepPlan(prefetches=(plan,)))
+
+    def reset(self, generation: int) -> None:
+        self.side.worker.start_loads(StepPlan(generation=generation))
+
+    def start_load(self, prompt: int, generation: int = 0) -> None:
+        self.pages.fill_(-1)
+        job = JobId(next(self.jobs))
+        load = LoadPlan(job, f"r{prompt}", 0, hashes_of(prompt), self.blocks, 0, TOKENS)
+        self.plan = StepPlan(loads=(load,), idle=True, generation=generation)
+        self.side.worker.start_loads(self.plan)
+
+    def finish_load(self) -> StepResults:
+        """Its end; whatever it says is loaded lies in the pages."""
+        deadline = time.monotonic() + LIMIT_S
+        while not (results := self.side.worker.finish_step(self.plan, set())).loaded:
+            assert time.monotonic() < deadline, "the load did not end"
+        return results
+
+    def has_loaded(self, prompt: int) -> bool:
+        """Whether the prompt's KV is in the pages, after `start_load`, and all of it."""
+        results = self.finish_load()
+        loaded = self.pages.transpose(1, 2).flatten(2, 3)
+        return not results.invalid_blocks and torch.equal(loaded, kv_of(prompt))
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter's sum over the labels that are not named."""
+        samples = self.side.tally.snapshot()
+        return sum(
+            value
+            for sample, value in samples.items()
+            if sample.split("{")[0] == name
+            and all(f"{key}={label}" in sample for key, label in labels.items())
+        )
+
+    @property
+    def gets(self) -> float:
+        """Cells that came from a store."""
+        return self.count("kvpool_cells", direction="load") - self.borrowed("")
+
+    def borrowed(self, outcome: str = "done") -> float:
+        """Cells asked of a replica, by outcome; "" for all."""
+        labels = {"outcome": outcome} if outcome else {}
+        return self.count("kvpool_cells", direction="load", store="replica", **labels)
+
+    @property
+    def num_kept(self) -> int:
+        """Cells in its host tier at the end."""
+        self.close()  # says how things stand
+        cell = HEADER_BYTES + SPAN * CHUNK * CONTENT * 2
+        slot_bytes = -(-cell // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        return round(self.count("kvpool_host_bytes") / slot_bytes)
+
+    def host_told(self) -> dict[int, set[str]]:
+        """What the scheduler side has been told: by rank, the chunks it has in host memory."""
+        report = self.side.worker.take_report()
+        host = {} if report is None else report.host
+        return {rank: set(change.added) - set(change.removed) for rank, change in host.items()}
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.side.close()
+
+
+@dataclass
+class Meeting:
+    """`gather` for ranks in threads: each waits for all. Ranks of one host follow each other."""
+
+    size: int
+    per_host: int
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=LIMIT_S)
+        self.said: dict[int, bytes] = {}
+
+    def gather_of(self, rank: int) -> Gather:
+        def gather(data: bytes) -> list[bytes]:
+            self.said[rank] = data
+            self.barrier.wait()
+            cards = [Card.unpack(self.said[each]) for each in range(self.size)]
+            return [
+                (card if n // self.per_host == rank // self.per_host else elsewhere(card)).pack()
+                for n, card in enumerate(cards)
+            ]
+
+        return gather
+
+
+def elsewhere(card: Card) -> Card:
+    """As if it were on another host."""
+    return msgspec.structs.replace(card, host=bytes(len(card.host)))
+
+
+def ranks_in_threads(
+    size: int, store: object, *, per_host: int = 0, **options: object
+) -> list[ReplicaRank]:
+    """Ranks that have met; each has an engine of its own."""
+    meeting = Meeting(size, per_host or size)
+    made: dict[int, ReplicaRank] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = ReplicaRank(rank, size, store, meeting.gather_of(rank), **options)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(made) == size, "a rank has not started"
+    return [made[rank] for rank in range(size)]

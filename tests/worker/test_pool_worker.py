@@ -1,0 +1,291 @@
+"""The worker side: what the engine is told of loads and saves, each once."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.fakes import FakeExecutor
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.transfer.ops import (
+    CancelRequest,
+    CellOutcome,
+    DropSaves,
+    HostChange,
+    JobId,
+    JobPages,
+    LoadDone,
+    LoadPlan,
+    PrefetchPlan,
+    SaveDone,
+    SaveGathered,
+    SavePlan,
+    SavesDropped,
+)
+from vllm_kvpool.worker.pool_worker import GATHER_WAIT_S, PoolWorker, StepResults
+
+CHUNK = 32
+MISSING, DONE = CellOutcome.MISSING, CellOutcome.DONE
+NOTHING = StepResults()
+
+
+class Bench:
+    def __init__(
+        self, block: int = 16, *, in_step: bool = False, rank: int = 0, resumes: bool = True
+    ) -> None:
+        self.executor = FakeExecutor()
+        self.tally = Tally()
+        self.worker = PoolWorker(
+            self.executor, CHUNK, block, in_step, self.tally, rank=rank, resumes=resumes
+        )
+
+    def step(self, plan: StepPlan | None, *finished: str) -> StepResults:
+        """One engine step, with every hook called as often as any release calls it."""
+        if plan is not None:
+            self.worker.start_loads(plan)
+            self.worker.start_loads(plan)
+            self.worker.start_saves(plan)
+            self.worker.start_saves(plan)
+        return self.worker.finish_step(plan, set(finished))
+
+
+def load_plan(
+    start: int = 0, stop: int = 4 * CHUNK, block: int = 16, job: int = 1, request: str = "a"
+) -> LoadPlan:
+    """Tokens [start, stop) of a table whose block ids begin at 100."""
+    first, last = start // CHUNK, -(-stop // CHUNK)
+    hashes = tuple(bytes([i]) for i in range(first, last))
+    blocks = tuple(range(100 + start // block, 100 - (-stop // block)))
+    table_start = start // block * block
+    pages = JobPages(blocks, table_start, start, stop)
+    return LoadPlan(JobId(job), request, first, hashes, (pages,), start, stop)
+
+
+def save_plan(job: int = 1, request: str = "a") -> SavePlan:
+    return SavePlan(JobId(job), request, 0, (b"x",), (JobPages((5, 6), 0, 0, CHUNK),))
+
+
+def loaded(plan: LoadPlan, ok_stop_chunk: int, reason: CellOutcome = MISSING) -> LoadDone:
+    return LoadDone(plan.job_id, plan.request_id, ok_stop_chunk, reason)
+
+
+# Loads
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("first_block", [0, 1, 3])
+@pytest.mark.parametrize("stop", [4 * CHUNK, 4 * CHUNK - 1, 5 * CHUNK + 7])
+def test_a_load_that_stops_invalidates_every_block_not_filled(
+    block: int, first_block: int, stop: int
+) -> None:
+    start = first_block * block
+    if start >= stop:
+        return
+    plan = load_plan(start, stop, block)
+    for ok_stop in range(plan.first_chunk, plan.first_chunk + len(plan.hashes) + 1):
+        bench = Bench(block)
+        assert bench.step(StepPlan(loads=(plan,))) == NOTHING
+        bench.executor.reports.append(loaded(plan, ok_stop))
+        kept = min(stop, max(start, ok_stop * CHUNK))
+        missing = {100 + token // block for token in range(kept, stop)}
+        assert bench.step(None) == StepResults(frozenset({"a"}), frozenset(missing))
+        # Blocks before the load are others' and never invalid.
+        assert min(missing, default=100 + first_block) >= 100 + first_block
+        report = bench.worker.take_report()
+        assert report is not None
+        assert report.load_stops == ({"a": kept} if kept < stop else {})
+        assert report.load_tokens == (0 if kept < stop else stop - start)
+
+
+@given(st.integers(1, 80), st.integers(0, 5), st.integers(1, 400), st.integers(0, 20))
+def test_invalid_blocks_for_any_sizes(
+    block: int, first_block: int, length: int, ok_chunks: int
+) -> None:
+    start = first_block * block
+    plan = load_plan(start, start + length, block)
+    bench = Bench(block)
+    bench.step(StepPlan(loads=(plan,)))
+    ok_stop = min(plan.first_chunk + ok_chunks, plan.first_chunk + len(plan.hashes))
+    bench.executor.reports.append(loaded(plan, ok_stop))
+    kept = min(start + length, max(start, ok_stop * CHUNK))
+    missing = {100 + token // block for token in range(kept, start + length)}
+    assert bench.step(None).invalid_blocks == missing
+
+
+@pytest.mark.parametrize("ok_stop", range(5))
+def test_where_nothing_goes_on_from_a_block_the_request_has_failed(ok_stop: int) -> None:
+    """Pages of a group that reads only the last tokens begin behind where the load may stop."""
+    plan = load_plan()
+    window = JobPages((107,), 7 * 16, 7 * 16, plan.token_stop)
+    plan = replace(plan, pages=(window,))
+    bench = Bench(resumes=False)
+    bench.step(StepPlan(loads=(plan,)))
+    bench.executor.reports.append(loaded(plan, ok_stop))
+    failed = {"a"} if ok_stop < 4 else set()
+    assert bench.step(None) == StepResults(frozenset({"a"}), failed=frozenset(failed))
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.load_stops == ({"a": ok_stop * CHUNK} if failed else {})
+
+
+def test_a_load_is_posted_once_and_reported_once() -> None:
+    bench = Bench()
+    plan = load_plan()
+    assert bench.step(StepPlan(loads=(plan,))) == NOTHING
+    assert bench.executor.posted == [plan]
+    bench.executor.reports.append(loaded(plan, 4, DONE))
+    assert bench.step(None) == StepResults(frozenset({"a"}), frozenset())
+    assert bench.step(None) == NOTHING
+
+
+def test_a_failed_load_is_counted_by_its_reason() -> None:
+    bench = Bench()
+    plan = load_plan()
+    bench.step(StepPlan(loads=(plan,)))
+    bench.executor.reports.append(loaded(plan, 2, CellOutcome.TIMED_OUT))
+    bench.step(None)
+    assert bench.tally.snapshot() == {"kvpool_failures{kind=load_timed_out}": 1}
+
+
+def test_the_load_of_a_request_that_has_ended_is_cancelled() -> None:
+    bench = Bench()
+    plan, other = load_plan(), load_plan(job=2, request="b")
+    bench.step(StepPlan(loads=(plan, other)))
+    assert bench.step(None, "a", "c") == NOTHING
+    assert bench.executor.posted == [plan, other, CancelRequest("a")]
+    bench.executor.reports.append(loaded(plan, 0, CellOutcome.CANCELLED))
+    # vLLM frees the request's blocks when it is told; the blocks are nobody else's until then.
+    assert bench.step(None).loaded == {"a"}
+
+
+def test_an_idle_step_waits_a_moment_for_a_load() -> None:
+    bench = Bench()
+    plan = load_plan()
+    bench.executor.on_wait = lambda: bench.executor.reports.append(loaded(plan, 4, DONE))
+    assert bench.step(StepPlan(loads=(plan,), idle=True)).loaded == {"a"}
+    assert bench.step(StepPlan(idle=True)) == NOTHING
+    bench.step(StepPlan(loads=(load_plan(job=2),)))
+    [waited_s] = bench.executor.waited
+    assert 0 < waited_s <= IDLE_WAIT_MAX_S
+
+
+# Saves
+
+
+def test_a_save_is_posted_once_and_its_gather_reported_once() -> None:
+    bench = Bench()
+    plan = save_plan()
+    assert bench.step(StepPlan(saves=(plan,))) == NOTHING
+    assert bench.executor.posted == [plan]
+    assert bench.executor.waited == []
+    assert bench.worker.take_report() is None
+    bench.executor.reports += [
+        SaveGathered(JobId(1), "a"),
+        SaveDone(JobId(1), "a", ((DONE, 1),)),
+    ]
+    assert bench.step(None) == NOTHING
+    assert bench.worker.take_report() == StepReport(gathered={JobId(1): 1})
+    assert bench.worker.take_report() is None
+
+
+def test_on_the_cpu_the_gather_ends_within_the_step() -> None:
+    bench = Bench(in_step=True)
+    plans = (save_plan(1), save_plan(2, "b"))
+    bench.executor.on_wait = lambda: bench.executor.reports.extend(
+        SaveGathered(plan.job_id, plan.request_id) for plan in plans
+    )
+    bench.step(StepPlan(saves=plans))
+    assert bench.executor.waited == [GATHER_WAIT_S]
+    assert bench.worker.take_report() == StepReport(gathered={JobId(1): 1, JobId(2): 1})
+    bench.step(StepPlan())
+    assert bench.executor.waited == [GATHER_WAIT_S]
+
+
+def test_a_step_waits_for_its_own_gathers() -> None:
+    bench = Bench(in_step=True)
+    others = [SaveGathered(JobId(9), "z"), SaveGathered(JobId(1), "a")]
+    bench.executor.on_wait = lambda: bench.executor.reports.extend(others)
+    bench.step(StepPlan(saves=(save_plan(1),)))
+    bench.step(StepPlan(saves=(save_plan(1), save_plan(2))))
+    assert bench.executor.ready == [True, False]
+
+
+def test_reports_of_a_step_are_merged() -> None:
+    bench = Bench()
+    plan, other = load_plan(), load_plan(0, CHUNK, job=2, request="b")
+    bench.step(StepPlan(loads=(plan, other), saves=(save_plan(3),)))
+    bench.executor.reports += [
+        loaded(plan, 1),
+        SaveGathered(JobId(3), "a"),
+        loaded(other, 1, DONE),
+    ]
+    assert bench.step(None).loaded == {"a", "b"}
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.load_stops == {"a": CHUNK}
+    assert report.gathered == {JobId(3): 1}
+    assert report.load_tokens == CHUNK
+    assert report.load_seconds > 0
+
+
+# The host tier
+
+
+def test_what_host_memory_holds_is_told_with_the_rank() -> None:
+    bench = Bench(rank=3)
+    bench.executor.reports += [HostChange(("x", "y"), ()), SaveDone(JobId(1), "a", ())]
+    assert bench.step(StepPlan()) == NOTHING
+    bench.executor.reports.append(HostChange(("z",), ("x",)))
+    bench.step(StepPlan())
+    assert bench.worker.take_report() == StepReport(host={3: HostChange(("y", "z"), ("x",))})
+    assert bench.worker.take_report() is None
+
+
+def test_prefetches_are_posted_once_and_nobody_waits_for_them() -> None:
+    bench = Bench()
+    prefetches = (PrefetchPlan("a", (b"x", b"y")), PrefetchPlan("b", (b"z",)))
+    assert bench.step(StepPlan(prefetches=prefetches, idle=True)) == NOTHING
+    assert bench.executor.posted == list(prefetches)
+    assert bench.executor.waited == []
+    assert bench.worker.take_report() is None
+
+
+def test_a_reset_comes_before_the_loads_and_prefetches_of_its_step() -> None:
+    bench = Bench()
+    prefetch, load = PrefetchPlan("b", (b"z",)), load_plan()
+    bench.step(StepPlan(loads=(load,), prefetches=(prefetch,), generation=1))
+    assert bench.executor.posted == [DropSaves(forget=True, generation=1), load, prefetch]
+
+
+# Resets, and no store
+
+
+def test_a_new_generation_drops_saves_before_its_own() -> None:
+    bench = Bench()
+    bench.step(StepPlan(saves=(save_plan(1),)))
+    plan = StepPlan(saves=(save_plan(2),), generation=1)
+    bench.step(plan)
+    bench.step(StepPlan(saves=(save_plan(3),), generation=1))
+    assert bench.executor.posted == [
+        save_plan(1),
+        DropSaves(forget=True, generation=1),
+        save_plan(2),
+        save_plan(3),
+    ]
+    assert bench.worker.take_report() is None  # what was begun before may still be on its way
+    bench.executor.reports.append(SavesDropped(1))
+    bench.step(None)
+    assert bench.worker.take_report() == StepReport(dropped={1: 1})
+
+
+def test_where_saves_are_stored_is_told_only_if_somebody_wants_to_know() -> None:
+    for wanted in (False, True):
+        bench = Bench()
+        bench.worker.tells_stored = wanted
+        bench.executor.reports.append(SaveDone(JobId(1), "a", ((DONE, 2),), (1,), (7,)))
+        bench.step(None)
+        stored = {JobId(1): Stored(1, frozenset({1}), frozenset({7}))}
+        assert bench.worker.take_report() == (StepReport(stored=stored) if wanted else None)

@@ -1,0 +1,230 @@
+"""Replicas in processes of their own, some of which are killed or hang at bad moments."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.worker.replicas import CHUNKS, LIMIT_S, NUM_CELLS, ReplicaRank, ranks_in_threads
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.transfer.ops import LoanEnded
+from vllm_kvpool.transfer.replicas import Card, ReplicaExchange
+
+SIZE = 3
+SHARE = NUM_CELLS // SIZE
+PATIENCE_S = 2.0
+LOAD_TIMEOUT_S = 2 * PATIENCE_S
+SHARED_MEMORY = Path("/dev/shm")
+SOCKETS = Path("/proc/net/unix")
+
+assert CHUNKS % SIZE == 0
+
+
+# In the child
+
+
+def hang(*args: object, **more: object) -> Any:
+    """For as long as the process lives."""
+    while True:
+        time.sleep(LIMIT_S)
+
+
+def hang_at(moment: str) -> None:
+    """From now on the process gets stuck at a moment of a loan."""
+    if moment == "fetching":
+        FileStore.get = hang  # type: ignore[method-assign]
+    elif moment == "asked":
+        ReplicaExchange.tell = hang  # type: ignore[method-assign]
+    elif moment == "copied":
+        tell = ReplicaExchange.tell
+
+        def tell_or_hang(self: ReplicaExchange, message: Any) -> None:
+            if isinstance(message, LoanEnded):
+                hang()
+            tell(self, message)
+
+        ReplicaExchange.tell = tell_or_hang  # type: ignore[method-assign]
+    elif moment == "copying":
+        np.copyto = hang
+
+
+def serve(pipe: Connection, rank: int, store: str, options: dict[str, object]) -> None:
+    """One rank, which does what it is told."""
+
+    def gather(card: bytes) -> list[bytes]:
+        pipe.send(card)
+        return list(pipe.recv())
+
+    one = ReplicaRank(rank, SIZE, store, gather, **options)
+    pipe.send("ready")
+    while True:
+        what, *about = pipe.recv()
+        if what == "hang at":
+            hang_at(*about)
+        elif what == "start load":
+            one.start_load(*about)
+        elif what == "has loaded":
+            pipe.send(one.has_loaded(*about))
+        elif what == "count":
+            outcomes = ("done", "missing", "timed_out", "unreachable")
+            pipe.send((one.gets, {x: n for x in outcomes if (n := one.borrowed(x))}))
+        elif what == "free slots":
+            pipe.send(one.count("kvpool_slots", state="free"))
+        elif what == "close":
+            one.close()
+            pipe.send("closed")
+            return
+
+
+# In the parent
+
+
+class Child:
+    """The other half of `serve`."""
+
+    def __init__(self, rank: int, store: str, options: dict[str, object]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.worker.test_replica_processes"])
+        self.pipe, pipe = context.Pipe()
+        self.process = context.Process(target=serve, args=(pipe, rank, store, options), daemon=True)
+        self.process.start()
+
+    def tell(self, what: str, *about: object) -> None:
+        self.pipe.send((what, *about))
+
+    def hears(self) -> Any:
+        assert self.pipe.poll(LIMIT_S), "the rank does not answer"
+        return self.pipe.recv()
+
+    def ask(self, what: str, *about: object) -> Any:
+        self.tell(what, *about)
+        return self.hears()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.join(LIMIT_S)
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(LIMIT_S)
+        self.process.close()
+
+
+Start = Callable[..., list[Child]]
+
+
+def files_of_ours() -> set[str]:
+    """But for those of embeddings, which other tests may use."""
+    names = {path.name for path in SHARED_MEMORY.iterdir()}
+    return {name for name in names if "kvpool" in name and not name.startswith("kvpool-ec-")}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Ranks over a store that has prompt 1; when they have ended they have left nothing."""
+    store = f"file://{tmp_path / 'pool'}?size=64MiB"
+    [writer] = ranks_in_threads(1, store)
+    writer.save(1)
+    writer.close()
+    files = files_of_ours()
+    children: list[Child] = []
+    sockets: list[str] = []
+
+    def started(**options: object) -> list[Child]:
+        options = {"load_timeout_s": LOAD_TIMEOUT_S, "call_timeout_s": LOAD_TIMEOUT_S, **options}
+        children.extend(Child(rank, store, options) for rank in range(SIZE))
+        cards = [child.hears() for child in children]
+        sockets.extend(Card.unpack(card).address.replace("\0", "@") for card in cards)
+        assert all(name in SOCKETS.read_text() for name in sockets)
+        for child in children:
+            child.pipe.send(cards)
+        assert [child.hears() for child in children] == ["ready"] * SIZE
+        return children
+
+    yield started
+    for child in children:
+        child.end()
+    assert files_of_ours() <= files
+    assert not any(name in SOCKETS.read_text() for name in sockets)
+
+
+def test_a_load_asks_the_store_once_for_each_cell(start: Start) -> None:
+    ranks = start()
+    for rank in ranks:
+        rank.tell("start load", 1)
+    assert [rank.ask("has loaded", 1) for rank in ranks] == [True] * SIZE
+    assert [rank.ask("count") for rank in ranks] == [(SHARE, {"done": 2 * SHARE})] * SIZE
+
+
+@pytest.mark.parametrize("moment", ["before", "fetching", "asked", "copied"])
+def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> None:
+    """The others fetch that part themselves, each once, and at once."""
+    lender, *others = start()
+    lender.tell("hang at", moment)
+    if moment == "before":
+        lender.signal(signal.SIGKILL)
+    for rank in others:
+        rank.tell("start load", 1)
+    if moment != "before":
+        time.sleep(PATIENCE_S / 4)  # whatever has come of it by then
+        lender.signal(signal.SIGKILL)
+    assert [rank.ask("has loaded", 1) for rank in others] == [True] * 2
+    counted = (2 * SHARE, {"done": SHARE, "unreachable": SHARE})
+    assert [rank.ask("count") for rank in others] == [counted] * 2
+
+
+@pytest.mark.parametrize("moment", ["stopped", "fetching", "asked", "copied"])
+def test_a_lender_that_hangs_is_waited_for_a_while(start: Start, moment: str) -> None:
+    """Less than a load may take, so that there is time for the tiers."""
+    lender, *others = start()
+    lender.tell("hang at", moment)
+    if moment == "stopped":
+        lender.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    for rank in others:
+        rank.tell("start load", 1)
+    assert [rank.ask("has loaded", 1) for rank in others] == [True] * 2
+    assert time.monotonic() - began >= PATIENCE_S * 0.9
+    for gets, outcomes in [rank.ask("count") for rank in others]:
+        assert gets == 2 * SHARE
+        assert outcomes["done"] == SHARE
+        assert outcomes.get("timed_out", 0) + outcomes.get("unreachable", 0) == SHARE
+
+
+def test_a_borrower_that_is_killed_holds_nothing(start: Start) -> None:
+    """The end of its connection says so, long before its loan runs out."""
+    lender, other, victim = start(load_timeout_s=4 * LIMIT_S, call_timeout_s=4 * LIMIT_S)
+    free = lender.ask("free slots")
+    victim.tell("hang at", "copying")
+    for rank in (lender, other, victim):
+        rank.tell("start load", 1)
+    assert [rank.ask("has loaded", 1) for rank in (lender, other)] == [True] * 2
+    victim.signal(signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT_S
+    while lender.ask("free slots") < free:
+        assert time.monotonic() < deadline, "a slot is lost"
+        time.sleep(0.05)
+    assert other.ask("close") == lender.ask("close") == "closed"
+
+
+def test_a_borrower_that_hangs_holds_nothing_for_ever(start: Start) -> None:
+    lender, other, victim = start()
+    free = lender.ask("free slots")
+    victim.tell("hang at", "copying")
+    for rank in (lender, other, victim):
+        rank.tell("start load", 1)
+    assert [rank.ask("has loaded", 1) for rank in (lender, other)] == [True] * 2
+    deadline = time.monotonic() + LIMIT_S
+    while lender.ask("free slots") < free:
+        assert time.monotonic() < deadline, "a slot is lost"
+        time.sleep(0.05)

@@ -1,0 +1,510 @@
+"""Puts the two sides together and takes them apart: what is opened, started, closed, in order.
+
+`SchedulerSide` owns metadata-only stores, the lookup service and the scheduler's bookkeeping;
+`WorkerSide` stores, the staging arena, the engine and its lanes. Both are made, used and closed by
+one thread.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from vllm_kvpool.assembly.open_tiers import (
+    HOST_DEVICE,
+    OpenTiers,
+    check_tiers,
+    lane_counts,
+    open_tiers,
+)
+from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
+from vllm_kvpool.identity.keys import KeyMaker, Namespace
+from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.layout.topology import (
+    Context,
+    Group,
+    Kind,
+    LocalCell,
+    Replica,
+    Topology,
+    cells_of_rank,
+)
+from vllm_kvpool.metrics import StatsFile, Tally
+from vllm_kvpool.scheduler.block_pins import HELD_SHARE
+from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.scheduler.lookup_core import PresenceCheck
+from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.manifest_writer import ManifestWriter
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.scheduler.request import PoolShape
+from vllm_kvpool.staging.arena import Arena
+from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.staging.devices import Device
+from vllm_kvpool.staging.pinned import PageLock, page_lock_for
+from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.manifest import MANIFEST_BYTES
+from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
+from vllm_kvpool.storage.url import StoreSpec, uses_device
+from vllm_kvpool.transfer.demotion import Custodian
+from vllm_kvpool.transfer.engine import Engine
+from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.lanes import LaneWork
+from vllm_kvpool.transfer.loans import ReplicaSet
+from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
+from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.replicas import ReplicaExchange
+from vllm_kvpool.transfer.tiers import Tier
+from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
+from vllm_kvpool.worker.pool_worker import PoolWorker
+
+BATCH_BYTES = 16 << 20  # of a store call
+COPY_BATCH_BYTES = 8 << 20  # of a copy: the first put, and after the last get the end, wait for one
+BATCH_CELLS = 64
+BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
+LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
+REPLICA_BATCH_CELLS = 32
+REPLICA_SHARE = 4  # at most a quarter of the slots waits for replicas, which may wait for ours
+KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked yet
+REPLICA_CALLS = 1.5  # a replica is waited for so many calls of its store, so that it asks another
+REPLICA_LOADS = 0.5  # and for that part of a load's time at most, so that the tiers can be asked
+PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
+LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
+VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What both sides know of the model and its engine."""
+
+    namespace: Namespace
+    """Empty where a worker is told later (`WorkerSide.use_namespace`)."""
+    kinds: tuple[Kind, ...]
+    groups: tuple[Group, ...]
+    num_blocks: int
+    num_ranks: int
+    loads: bool = True  # False where the engine could not survive a load that fails
+    stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
+
+    @classmethod
+    def of_one_kind(
+        cls,
+        namespace: Namespace,
+        topology: Topology,
+        block_size: int,
+        num_blocks: int,
+        num_ranks: int,
+        row_bytes: int,
+    ) -> Self:
+        """A model whose layers are all alike."""
+        kinds, groups = (Kind(topology, row_bytes),), (Group(block_size),)
+        return cls(namespace, kinds, groups, num_blocks, num_ranks)
+
+    @property
+    def context(self) -> Context:
+        """Context parallelism, which is the same for all kinds."""
+        return self.kinds[0].topology.context
+
+    @property
+    def cells_per_chunk(self) -> int:
+        """Of the whole model."""
+        return sum(
+            len(kind.topology.all_parts()) * len(kind.topology.all_spans()) for kind in self.kinds
+        )
+
+
+class SchedulerSide:
+    """The scheduler's process."""
+
+    def __init__(
+        self,
+        config: KVPoolConfig,
+        role: Role,
+        model: ModelShape,
+        rank: int = 0,
+        first_epoch: str = "",
+        device: Device = HOST_DEVICE,
+    ) -> None:
+        self.tally = Tally()
+        specs = tier_specs(config)
+        lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
+        patience = Patience(call_s=config.call_timeout_s, answer_s=lookup_s)
+        self._tiers = open_tiers(specs.stores, patience, segment=False, device=device)
+        names = CellNames(model.namespace, model.kinds)
+        self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
+        self.tiers = tuple(store.capabilities for store in self._tiers.stores)
+        self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
+        tables = GroupTables(model.groups)
+        block = tables.block_size
+        self._lookups = LookupService(
+            self._tiers.stores,
+            names,
+            config.chunk_tokens,
+            host_ranks,
+            block,
+            config.lookup_timeout_ms / 1000,
+            self._tiers.names,
+            self.tally,
+        )
+        least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
+        if tables.forgets:
+            least *= HELD_SHARE  # a chunk can always be saved, whatever is held
+        shape = PoolShape(
+            chunk_tokens=config.chunk_tokens,
+            groups=model.groups,
+            num_ranks=model.num_ranks,
+            max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
+            num_replicas=max(len(kind.topology.replicas_of(0)) for kind in model.kinds),
+            prefetches=config.prefetch and specs.host.nbytes > 0,
+            loads=model.loads,
+            stops_at_first=model.stops_at_first,
+            in_lockstep=model.in_lockstep,
+            stems=names.stems(config.chunk_tokens),
+        )
+        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.tally)
+        self._stats = stats_file(config, "scheduler", rank, self.tally)
+        self.first_epoch = first_epoch
+
+    def check(self, check: PresenceCheck) -> None:
+        """Look after what is stored, on the lookup service's threads."""
+        self._lookups.check(check)
+
+    def weights_changed(self, epoch: str) -> None:
+        """The weights are others now; an epoch equal to `first_epoch` is a return to the first."""
+        self.scheduler.begin_epoch("" if epoch == self.first_epoch else epoch)
+
+    def close(self) -> None:
+        """End the lookup service and close the stores."""
+        if self._lookups.close():
+            self._tiers.close()
+        else:
+            self._tiers.leave()
+        if self._stats is not None:
+            self._stats.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which worker of the engine this is."""
+
+    tp_rank: int
+    pp_rank: int
+    rank: int
+    pcp_rank: int = 0
+    dp_rank: int = 0
+
+    def number(self, num_ranks: int) -> int:
+        """Among all workers of data-parallel engines of so many ranks each: they are configured
+        alike, so that whatever they write must be told apart by this."""
+        return self.dp_rank * num_ranks + self.rank
+
+
+class WorkerSide:
+    """One rank's process. `make_copier` is called once for each lane that moves pages, which lie on
+    `device`. `gather` gives this rank's bytes to all ranks of its pipeline stage and returns all of
+    theirs, in one order; where ranks hold the same KV every rank calls it."""
+
+    def __init__(
+        self,
+        config: KVPoolConfig,
+        model: ModelShape,
+        place: RankPlace,
+        pages: Sequence[LayerPages],
+        make_copier: Callable[[Sequence[LayerPages]], Copier],
+        *,
+        finish_in_step: bool,
+        device: Device = HOST_DEVICE,
+        layer_spans: Mapping[str, int] | None = None,
+        gather: Callable[[bytes], Sequence[bytes]] | None = None,
+    ) -> None:
+        self._device = device
+        self.tally = Tally()
+        self._number = place.number(model.num_ranks)
+        self._namespace = model.namespace
+        specs = tier_specs(config)
+        context = model.context
+        cells = cells_of_rank(
+            model.kinds,
+            place.tp_rank,
+            place.pp_rank,
+            place.pcp_rank,
+            [layer.group for layer in pages],
+        )
+        self._exchange: ReplicaExchange | None = None
+        if gather is not None and model.loads:
+            self._exchange = _exchange_of(place, cells, gather, shares=device.shares_memory)
+        planner = Planner(
+            cells=cells,
+            keys=KeyMaker(model.namespace, context.rank(place.tp_rank, place.pcp_rank)),
+            chunk_tokens=config.chunk_tokens,
+            load_timeout_s=config.load_timeout_s,
+            keeps_all=specs.host.nbytes > 0,
+            block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
+            context=context,
+            siblings={} if self._exchange is None else self._exchange.siblings,
+        )
+        check_tiers(config, planner.max_cell_bytes())
+        patience = Patience(call_s=config.call_timeout_s)
+        self._tiers = open_tiers(specs.stores, patience, segment=True, device=device)
+        self._trace: Trace = NO_TRACE
+        self._arena: Arena | None = None
+        self._page_lock = page_lock_for(pages)
+        self._custodian: Custodian | None = None
+        self._manifests: ManifestWriter | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._tiers.close)
+            if self._exchange is not None:
+                undo.callback(self._exchange.close)
+            copiers = [make_copier(pages), make_copier(pages)]
+            self._executor = self._start(config, specs, planner, place, copiers)
+            undo.pop_all()
+        self.worker = PoolWorker(
+            self._executor,
+            config.chunk_tokens,
+            model.groups[0].block_size,
+            finish_in_step,
+            self.tally,
+            copiers,
+            place.rank,
+            GroupTables(model.groups).resumes,
+            layer_spans,
+            config.load_timeout_s,
+        )
+        if self._exchange is not None:
+            self.worker.speaks_for = {
+                kind: self._exchange.ranks_of(sorted(members))
+                for kind, members in _members(planner, self._exchange).items()
+            }
+        self._stats = stats_file(config, "worker", self._number, self.tally)
+        self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
+
+    def _start(
+        self,
+        config: KVPoolConfig,
+        specs: TierSpecs,
+        planner: Planner,
+        place: RankPlace,
+        copiers: Sequence[Copier],
+    ) -> Executor:
+        """Memory, engine and lanes over the open tiers."""
+        arena = Arena(
+            config.staging_nbytes,
+            planner.max_cell_bytes(),
+            specs.host.nbytes,
+            spare_nbytes=MANIFEST_BYTES,
+            alignment=self._device.memory_alignment,
+            memory_from=memory_source(self._device, specs.stores),
+            shared=self._exchange is not None,
+        )
+        for store in self._tiers.stores:
+            store.register(arena.whole)
+        if config.trace_file:
+            path = Path(f"{config.trace_file}.{self._number}.json")
+            self._trace = TraceFile(path, f"kvpool rank {self._number}", os.getpid())
+        work = LaneWork(
+            stores=self._tiers.stores,
+            names=self._tiers.names,
+            arena=arena,
+            gather_copier=copiers[0],
+            scatter_copier=copiers[1],
+            chunk_tokens=planner.local_chunk_tokens,
+            verify_checksum=config.verify is Verify.CHECKSUM,
+            tally=self.tally,
+            trace=self._trace,
+            borrow=None if self._exchange is None else self._exchange.borrow,
+        )
+        lanes = lane_counts(self._tiers, replicas=self._exchange is not None)
+        per_chunk = Counter(cell.span.kind for cell in planner.cells)
+        patience_s = min(
+            REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
+        )
+        replicas = None
+        if self._exchange is not None:
+            replicas = ReplicaSet(
+                self._exchange.number,
+                _members(planner, self._exchange),
+                2 * patience_s,  # more than a borrower waits
+                arena.num_slots // KEPT_SHARE,
+            )
+        engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes, replicas)
+        self._arena = arena
+        stores = self._tiers.stores
+        executor = Executor(
+            engine,
+            planner,
+            work.perform,
+            lanes,
+            self.tally,
+            self._trace,
+            config.call_timeout_s,
+            lambda lane: stores[lane.tier].report_stuck(writes=lane.kind in WRITES),
+            self._device.enter_thread,
+            self._exchange,
+        )
+        if self._exchange is not None:
+            self._exchange.start(arena, executor.post, patience_s)
+        for tier, store in enumerate(stores):
+            store.listen(partial(_tell_health, executor, tier, store))
+        if stores and place.rank == 0:
+            self._manifests = ManifestWriter(stores, arena.spare)
+        arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
+        shedding = {
+            tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
+        }
+        if shedding and config.write_policy is WritePolicy.BACK:
+            self._custodian = Custodian(
+                shedding, lambda tier, cells, answer: executor.post(PassOn(tier, cells, answer))
+            )
+        return executor
+
+    def use_namespace(self, namespace: Namespace) -> None:
+        """What cells are called in plans from now on."""
+        if namespace != self._namespace:
+            self._namespace = namespace
+            self._executor.post(UseNamespace(namespace))
+
+    def keep_manifest(self, namespace: Namespace, manifest: bytes) -> None:
+        """Have a manifest in every store; one rank does."""
+        if self._manifests is not None:
+            self._manifests.write(namespace, manifest)
+
+    def close(self) -> None:
+        """Finish saves for a bounded time, end the threads, release memory and store."""
+        if self._exchange is not None:  # whoever asks us asks the tiers from now on
+            self._exchange.close()
+        nobody_asks = self._custodian is None or self._custodian.close()
+        if self._manifests is not None:
+            nobody_asks = self._manifests.close() and nobody_asks
+        if self._executor.close(self._shutdown_s) and nobody_asks:
+            self._tiers.close(self._arena)
+            _release(self._arena, self._page_lock)
+        else:  # what still runs may use the memory, which therefore stays as it is
+            self._tiers.leave()
+        self._trace.close()
+        if self._stats is not None:
+            self._stats.close()
+
+
+def stats_file(config: KVPoolConfig, side: str, number: int, tally: Tally) -> StatsFile | None:
+    """Where one side's counters are written, if anywhere."""
+    if not config.stats_file:
+        return None
+    return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), tally)
+
+
+def _exchange_of(
+    place: RankPlace,
+    cells: Sequence[LocalCell],
+    gather: Callable[[bytes], Sequence[bytes]],
+    *,
+    shares: bool,
+) -> ReplicaExchange | None:
+    """None where no other rank on this host holds what this one does."""
+    if not any(cell.replicas for cell in cells):
+        return None
+    exchange = ReplicaExchange(Replica(place.tp_rank, place.pcp_rank), place.rank, shares=shares)
+    with contextlib.ExitStack() as undo:
+        undo.callback(exchange.close)
+        exchange.join(gather(exchange.card.pack()))
+        if any(set(cell.replicas) & exchange.siblings.keys() for cell in cells):
+            undo.pop_all()
+            return exchange
+    return None
+
+
+def _members(planner: Planner, exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
+    """The numbers of the ranks that share, for each kind of layers of which some do."""
+    siblings = exchange.siblings
+    members = {
+        cell.span.kind: {siblings[each] for each in cell.replicas if each in siblings}
+        for cell in planner.cells
+    }
+    return {
+        kind: frozenset(others | {exchange.number}) for kind, others in members.items() if others
+    }
+
+
+def memory_source(device: Device, specs: Sequence[StoreSpec]) -> Callable[[int], memoryview | None]:
+    """Where staging memory comes from: the device's runtime, unless files are written from it.
+
+    Page-locked memory of Ascend's runtime has been seen to fail direct I/O (EFAULT), but a store
+    that uses the device takes no other.
+    """
+    if any(uses_device(spec) for spec in specs):
+        return device.host_memory
+    if any(spec.scheme == "file" for spec in specs):
+        return lambda nbytes: None
+    return device.host_memory
+
+
+def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
+    is_quiet = arena is None or arena.close()
+    if page_lock is not None and is_quiet:
+        page_lock.close()
+
+
+def _tell_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
+    executor.post(TierHealth(tier, is_up, store.writable))
+
+
+def _limits_of(lane: LaneName, num_threads: int, tiers: OpenTiers) -> LaneLimits:
+    batch_bytes, num_batches = BATCH_BYTES, 1
+    if lane.tier == HOST:
+        batch_bytes = COPY_BATCH_BYTES
+    elif lane.kind is OpKind.PUT:
+        num_batches = tiers.stores[lane.tier].capabilities.batches_per_put
+    return LaneLimits(
+        num_threads + 1,  # so that none waits for the engine
+        num_batches * BATCH_CELLS,
+        num_batches * batch_bytes,
+        BUDGET_BATCHES * BATCH_BYTES,
+    )
+
+
+def make_engine(
+    config: KVPoolConfig,
+    specs: TierSpecs,
+    tiers: OpenTiers,
+    arena: Arena,
+    cells_per_chunk: Mapping[str, int],
+    lanes: Mapping[LaneName, int],
+    replicas: ReplicaSet | None = None,
+) -> Engine:
+    """The engine over an arena and open tiers."""
+    limits = {
+        lane: _limits_of(lane, count, tiers)
+        for lane, count in lanes.items()
+        if lane.tier != REPLICA
+    }
+    staging = arena.num_slots - arena.num_kept
+    if replicas is not None:
+        lane = LaneName(OpKind.GET, REPLICA)
+        room = staging // REPLICA_SHARE * arena.slot_bytes
+        limits[lane] = LaneLimits(lanes[lane] + 1, REPLICA_BATCH_CELLS, COPY_BATCH_BYTES, room)
+    residency = Residency(
+        SlotPool(arena.num_slots, staging // LOAD_RESERVE),
+        arena.num_kept,
+        POLICIES[specs.host.policy],
+        cells_per_chunk,
+    )
+    known = tuple(
+        Tier(name, store.capabilities.durable, store.capabilities.remote)
+        for name, store in zip(tiers.names, tiers.stores, strict=True)
+    )
+    return Engine(
+        residency,
+        known,
+        limits,
+        write_back=config.write_policy is WritePolicy.BACK,
+        slot_bytes=arena.slot_bytes,
+        replicas=replicas,
+    )

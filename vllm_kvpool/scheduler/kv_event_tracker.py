@@ -1,0 +1,328 @@
+"""What others are told of the pool: which of the engine's blocks are stored in which medium (pure).
+
+Owned by the scheduler's thread. A block is announced in a medium once every chunk that it overlaps
+is there, whole, and taken back when one of them has left. A chunk is told of once per medium,
+however often it is saved. Stores do not say what they evict: `to_look_at` names, in turn, chunks to
+look after, and `missed` is told which of them are gone.
+
+Bounded: of at most `MAX_CHUNKS` chunks is known what was announced, the newest; `clear` makes up
+for those forgotten by taking back everything. What is to be told waits in a queue of `MAX_WAITING`
+entries; should nobody take it, all of it is replaced by one `Cleared`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+from vllm_kvpool.scheduler.messages import Stored
+from vllm_kvpool.transfer.ops import JobId
+
+MAX_CHUNKS = 16_384
+MAX_JOBS = 4_096
+MAX_WAITING = 65_536
+
+
+class Medium(NamedTuple):
+    """Where KV lies, in the words of those who are told."""
+
+    name: str
+    locality: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBlocks:
+    """The engine's blocks that end in a chunk; `payload` is what tells more of them.
+
+    The first block may begin in earlier chunks, `needs`, nearest last.
+    """
+
+    chunk: str
+    blocks: tuple[Hashable, ...]
+    needs: tuple[str, ...]
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks [start, stop) of a chunk are in the medium."""
+
+    medium: Medium
+    of: ChunkBlocks
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """These blocks have left the medium."""
+
+    medium: Medium
+    blocks: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing that was announced holds any more, in any medium."""
+
+
+Announcement = BlocksStored | BlocksRemoved | Cleared
+
+
+@dataclass(slots=True)
+class _Job:
+    chunks: tuple[str, ...]
+    first_chunk: int
+    how: Stored | None = None
+
+
+@dataclass(slots=True)
+class _Content:
+    """What one medium holds."""
+
+    announced: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
+    """Chunk that is there -> the range of its blocks that is announced; next to look at first."""
+    renewed: set[str] | None = None
+    """What was stored (again) while it is looked who is gone; None if nobody looks."""
+    followers: dict[str, set[str]] = field(default_factory=dict)
+    """Chunk -> chunks that are there, and whose first block overlaps it."""
+    counts: dict[Hashable, int] = field(default_factory=dict)
+    """Block -> how many chunks it is announced for: those that differ after it share it."""
+
+    def renew(self, chunk: str) -> None:
+        """The chunk has been stored, whatever a look of before finds."""
+        if self.renewed is not None:
+            self.renewed.add(chunk)
+            if len(self.renewed) > MAX_CHUNKS:  # that look takes too long to tell anything
+                self.renewed = None
+
+    def has_all(self, chunks: Sequence[str]) -> bool:
+        return all(chunk in self.announced for chunk in chunks)
+
+    def link(self, blocks: ChunkBlocks) -> None:
+        """The chunk is there now."""
+        count = len(blocks.blocks)
+        self.announced[blocks.chunk] = (0 if self.has_all(blocks.needs) else min(1, count), count)
+        for need in blocks.needs:
+            self.followers.setdefault(need, set()).add(blocks.chunk)
+
+    def unlink(self, blocks: ChunkBlocks) -> None:
+        """The chunk is there no more."""
+        del self.announced[blocks.chunk]
+        for need in blocks.needs:
+            followers = self.followers[need]
+            followers.discard(blocks.chunk)
+            if not followers:
+                del self.followers[need]
+
+    def count_in(self, block: Hashable) -> bool:
+        """One more chunk has the block; whether it is the first."""
+        self.counts[block] = self.counts.get(block, 0) + 1
+        return self.counts[block] == 1
+
+    def count_out(self, block: Hashable) -> bool:
+        """One chunk less has the block; whether it was the last."""
+        self.counts[block] -= 1
+        if self.counts[block]:
+            return False
+        del self.counts[block]
+        return True
+
+
+class Announcer:
+    """See the module docstring. `media` says which medium each tier is."""
+
+    def __init__(self, media: Sequence[Medium], num_ranks: int) -> None:
+        self._tiers = tuple(media)
+        self._num_ranks = num_ranks
+        self._chunks: OrderedDict[str, ChunkBlocks] = OrderedDict()
+        self._media: dict[Medium, _Content] = {}
+        self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
+        self._waiting: list[Announcement] = []
+        self._has_forgotten = False
+
+    # What is known of chunks
+
+    def knows(self, chunk: str) -> bool:
+        """Whether `learn` need not be called (again)."""
+        if chunk not in self._chunks:
+            return False
+        self._chunks.move_to_end(chunk)
+        return True
+
+    def learn(self, blocks: ChunkBlocks) -> None:
+        """A chunk is about to be stored or fetched."""
+        self._chunks[blocks.chunk] = blocks
+        while len(self._chunks) > MAX_CHUNKS:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        chunk, blocks = self._chunks.popitem(last=False)
+        for content in self._media.values():
+            if chunk in content.announced:
+                self._has_forgotten = True
+                for block in blocks.blocks[slice(*content.announced[chunk])]:
+                    content.count_out(block)
+                content.unlink(blocks)
+
+    # Saves
+
+    def planned(self, job: JobId, first_chunk: int, chunks: Sequence[str]) -> None:
+        """A save has been planned; `ended` is told of it by every rank."""
+        self._jobs[job] = _Job(tuple(chunks), first_chunk)
+        while len(self._jobs) > MAX_JOBS:
+            self._jobs.popitem(last=False)
+
+    def ended(self, job_id: JobId, how: Stored) -> None:
+        """The save has ended in so many more ranks: after the last one, its chunks are stored."""
+        job = self._jobs.get(job_id)
+        if job is None:  # of before a reset
+            return
+        how = how if job.how is None else job.how.merged(how)
+        job.how = how
+        if how.ranks < self._num_ranks:
+            return
+        del self._jobs[job_id]
+        if not how.tiers:
+            return
+        medium = self._tiers[max(how.tiers)]  # all of it is no nearer than that
+        for index, chunk in enumerate(job.chunks, job.first_chunk):
+            if index not in how.missed:
+                self.stored(chunk, medium)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
+    # Media
+
+    def stored(self, chunk: str, medium: Medium) -> None:
+        """All cells of the chunk are in the medium."""
+        blocks = self._chunks.get(chunk)
+        content = self._media.setdefault(medium, _Content())
+        content.renew(chunk)
+        if blocks is None or chunk in content.announced:
+            return
+        content.link(blocks)
+        self._count_in(medium, content, blocks, *content.announced[chunk])
+        for follower in sorted(content.followers.get(chunk, ())):
+            behind = self._chunks[follower]
+            first, stop = content.announced[follower]
+            if first == 1 and content.has_all(behind.needs):
+                content.announced[follower] = (0, stop)
+                self._count_in(medium, content, behind, 0, 1)
+
+    def _count_in(
+        self, medium: Medium, content: _Content, blocks: ChunkBlocks, start: int, stop: int
+    ) -> None:
+        new = [content.count_in(block) for block in blocks.blocks[start:stop]]
+        self._tell_runs(medium, blocks, start, new)
+
+    def _tell_runs(
+        self, medium: Medium, blocks: ChunkBlocks, start: int, new: Sequence[bool]
+    ) -> None:
+        """Announce the blocks from `start` on that are new, those in a row together."""
+        for is_new, run in groupby(enumerate(new, start), lambda each: each[1]):
+            places = [place for place, _ in run]
+            if is_new:
+                self._tell(BlocksStored(medium, blocks, places[0], places[-1] + 1))
+
+    def gone(self, chunk: str, medium: Medium) -> None:
+        """Some cell of the chunk is in the medium no more."""
+        content = self._media.get(medium)
+        if content is None or chunk not in content.announced:
+            return
+        blocks = self._chunks[chunk]
+        start, stop = content.announced[chunk]
+        left = list(blocks.blocks[start:stop])
+        for follower in sorted(content.followers.get(chunk, ())):
+            first, last = content.announced[follower]
+            if first == 0 and last:
+                left.append(self._chunks[follower].blocks[0])
+                content.announced[follower] = (1, last)
+        content.unlink(blocks)
+        removed = tuple(block for block in left if content.count_out(block))
+        if removed:
+            self._tell(BlocksRemoved(medium, removed))
+
+    def to_look_at(self, medium: Medium, most: int) -> tuple[str, ...]:
+        """Chunks announced in the medium, those first that were not looked at for longest."""
+        content = self._media.get(medium)
+        if content is None or not content.announced:
+            return ()
+        chunks = tuple(islice(content.announced, most))
+        for chunk in chunks:
+            content.announced.move_to_end(chunk)
+        content.renewed = set()
+        return chunks
+
+    def missed(self, chunks: Sequence[str], medium: Medium) -> None:
+        """Of what was to be looked at last, these were gone; some may have been stored since."""
+        content = self._media.get(medium)
+        if content is None or content.renewed is None:  # all was forgotten meanwhile
+            return
+        renewed, content.renewed = content.renewed, None
+        for chunk in chunks:
+            if chunk not in renewed:
+                self.gone(chunk, medium)
+
+    def clear(self) -> None:
+        """Nothing of what was stored so far is there any more, and nothing of it is to come."""
+        self._jobs.clear()
+        media, self._media = self._media, {}
+        for medium, content in media.items():
+            if content.counts and not self._has_forgotten:
+                self._tell(BlocksRemoved(medium, tuple(content.counts)))
+        if self._has_forgotten:
+            self._tell(Cleared())
+        self._chunks.clear()
+        self._has_forgotten = False
+
+    def repeat(self) -> None:
+        """Those who are told have been made to forget everything: say once more what holds."""
+        for medium, content in list(self._media.items()):
+            told: set[Hashable] = set()
+            for chunk, (start, stop) in list(content.announced.items()):
+                blocks = self._chunks[chunk]
+                own = blocks.blocks[start:stop]
+                self._tell_runs(medium, blocks, start, [block not in told for block in own])
+                told.update(own)
+
+    # What is to be told
+
+    def _tell(self, announcement: Announcement) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting = [Cleared()]
+            self._media.clear()
+            self._jobs.clear()
+            return
+        self._waiting.append(announcement)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def take(self) -> list[Announcement]:
+        """What is to be told since the last call, in order."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def check(self) -> None:
+        """What must hold between calls; tests call it after each."""
+        assert len(self._chunks) <= MAX_CHUNKS
+        assert len(self._jobs) <= MAX_JOBS
+        assert len(self._waiting) <= MAX_WAITING
+        for content in self._media.values():
+            assert len(content.renewed or ()) <= MAX_CHUNKS
+            for chunk, (start, stop) in content.announced.items():
+                blocks = self._chunks[chunk]
+                assert stop == len(blocks.blocks)
+                assert start == (0 if content.has_all(blocks.needs) else min(1, stop))
+                assert all(chunk in content.followers[need] for need in blocks.needs)
+                assert all(block in content.counts for block in blocks.blocks[start:stop])
+            total = sum(stop - start for start, stop in content.announced.values())
+            assert total == sum(content.counts.values())
+            for followers in content.followers.values():
+                assert followers
+                assert followers <= content.announced.keys()

@@ -1,0 +1,660 @@
+"""What lookups ask of which tier, and when they are answered (pure: no thread, clock or store).
+
+`TieredSearch` is one prompt's: one search (`prefix_search.py`) for each number of tiers,
+nearest first. `LookupCore` holds the open lookups, gives each tier one call at a time and answers.
+`TierPace` decides when lookups go on without a tier. `lookup_service.py` has the threads.
+
+* Each tier is asked only for cells that those before it lack, so a round of near tiers costs a far
+  one nothing. What near tiers hold is known however long a far one takes.
+* A lookup is answered as soon as every tier has answered, or the prompt is found whole; at
+  `answer_by` with what is known by then.
+* A tier that has not answered for `PUT_OFF_SHARE` of the timeout is asked last from then on.
+* A tier for which lookups missed `answer_by` `FAILURES_TO_OPEN` times in a row is left alone. After
+  a pause it is asked for a lookup's first cells, for which nobody waits; it is used again if the
+  answer takes at most `QUICK_SHARE` of the timeout.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import compress, pairwise
+
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_group, kind_of_group
+from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
+from vllm_kvpool.storage.breaker import Breaker
+from vllm_kvpool.transfer.ops import HostChange
+
+MAX_KEYS_PER_ROUND = 4096
+POLL_MIN_S = 0.002
+POLL_MAX_S = 0.05
+PUT_OFF_SHARE = 0.25
+QUICK_SHARE = 0.25
+
+
+class LookupOutcome(Enum):
+    """How a lookup ended."""
+
+    ANSWERED = "answered"
+    UNSHAREABLE = "unshareable"  # the request's identity cannot be told across engines
+    STORE_ERROR = "store_error"
+    TIMED_OUT = "timed_out"  # nothing was found by the tiers that have answered in time
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A question. `identify` runs on the service's thread: it may read an adapter's files.
+
+    `search` False asks for the hash chain only. `expect_chunks` makes it wait until `expect_until`
+    for that many chunks. Whatever is known at `answer_by` is the answer. Both are in monotonic
+    seconds. `epoch` says which weights the cells are of.
+    """
+
+    lookup_id: int
+    identify: Callable[[], RequestIdentity | None]
+    tokens: Sequence[int]
+    search: bool
+    expect_chunks: int
+    expect_until: float
+    answer_by: float
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """`chain` is None when the request cannot be shared; else it is the receiver's from now on."""
+
+    lookup_id: int
+    chain: ChunkChain | None
+    found_chunks: int
+    outcome: LookupOutcome
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAll:
+    """Remove every cell of the own namespace in those epochs.
+
+    `done` is told, on the service's thread, whether every store has confirmed it.
+    """
+
+    done: Callable[[bool], None]
+    epochs: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceCheck:
+    """Whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
+
+    Chunks are named as by `group_of`; cells take turns from `first_turn` on. `done` is told, on the
+    service's thread, which chunks are gone; none of them if a tier cannot say.
+    """
+
+    num_tiers: int
+    chunks: tuple[str, ...]
+    first_turn: int
+    done: Callable[[list[str]], None]
+    epoch: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """Questions that are asked together: their cells, and where those of each question end."""
+
+    keys: list[CellKey]
+    ends: list[int]
+    present: list[bool]  # whether any tier has said that it has the cell
+    answered: set[int] = field(default_factory=set)  # tiers that lack what is not present
+    asked: set[int] = field(default_factory=set)  # tiers that are to be, or being, asked
+
+    def answers(self) -> list[bool]:
+        """Whether all cells of each question are there."""
+        return [all(self.present[a:b]) for a, b in pairwise((0, *self.ends))]
+
+
+@dataclass(slots=True, eq=False)
+class _Level:
+    """A search over the first tiers of an order, and what it asks now."""
+
+    search: HitSearch
+    questions: tuple[Question, ...] = ()
+    round: _Round | None = None
+
+
+class TieredSearch:
+    """The search of one prompt over host memory and tiers, of which some may be slow.
+
+    `keys_of` gives the cells of questions, those that no rank needs a store for left out, and where
+    those of each question end. With `has_host` host memory alone is searched, too. Search number n
+    is over host memory and the first n tiers of the order; what is known of a round is shared.
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        make_search: Callable[[], HitSearch],
+        keys_of: Callable[[Sequence[Question]], tuple[list[CellKey], list[int]]],
+        tiers: Iterable[int],
+        *,
+        has_host: bool = False,
+    ) -> None:
+        self._num_chunks = num_chunks
+        self._make_search = make_search
+        self._keys_of = keys_of
+        self._has_host = has_host
+        self._rounds: dict[tuple[Question, ...], _Round] = {}
+        self._wanted: dict[int, list[_Round]] = {}  # by tier
+        self._asked: dict[
+            int, list[tuple[_Round, Sequence[int]]]
+        ] = {}  # and positions of the cells
+        self._put_off: set[int] = set()
+        self.answered: set[int] = set()
+        """Tiers that have answered at least once."""
+        self.has_failed = False
+        """Whether a tier could not say."""
+        self.found = 0
+        """Chunks that can be loaded, by the longest search that is complete."""
+        self.restart(tiers)
+
+    def restart(self, tiers: Iterable[int]) -> None:
+        """Ask again for what was not there; a tier that has not answered keeps what it has said."""
+        self._order = list(tiers)
+        for tier in self._order:
+            self._wanted.setdefault(tier, [])
+            self._asked.setdefault(tier, [])
+        slow = set(self.waits_for)
+        for each in self._rounds.values():
+            each.answered &= slow
+        self._rounds = {
+            questions: each
+            for questions, each in self._rounds.items()
+            if each.answered or each.asked
+        }
+        self.has_failed = False
+        self._levels: dict[int, _Level] = {}
+        self._reorder(self._order)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing that could be answered would change `found`."""
+        return self.found >= self._num_chunks or self._levels[len(self._order)].search.done
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether any tier is left to ask."""
+        return bool(self._order)
+
+    @property
+    def waits_for(self) -> list[int]:
+        """Tiers whose answers are missing."""
+        return [tier for tier in self._order if self._asked[tier] or self._wanted[tier]]
+
+    def take_wanted(self, tier: int) -> list[CellKey]:
+        """What the tier is to be asked now; `told` or `failed` follows."""
+        if not self._wanted.get(tier):
+            return []
+        keys = []
+        for each in self._wanted[tier]:
+            places: Sequence[int] = range(len(each.keys))
+            if any(each.present):
+                places = [place for place in places if not each.present[place]]
+            self._asked[tier].append((each, places))
+            keys += [each.keys[place] for place in places]
+        self._wanted[tier].clear()
+        return keys
+
+    def told(self, tier: int, present: Sequence[bool]) -> None:
+        """The tier has answered what was taken last."""
+        self.answered.add(tier)
+        start = 0
+        for each, places in self._asked[tier]:
+            answers = present[start : start + len(places)]
+            start += len(places)
+            for place in compress(places, answers):
+                each.present[place] = True
+            each.asked.remove(tier)
+            each.answered.add(tier)
+        self._asked[tier].clear()
+        self._advance()
+
+    def failed(self, tier: int) -> None:
+        """The tier cannot say: go on without it."""
+        for each in [*self._wanted[tier], *(each for each, _ in self._asked[tier])]:
+            each.asked.remove(tier)
+        self._asked[tier].clear()
+        self._wanted[tier].clear()
+        self.has_failed = True
+        self._reorder([each for each in self._order if each != tier])
+
+    def put_off(self) -> None:
+        """Tiers whose answers are missing are slow: ask the others before them."""
+        self._put_off.update(self.waits_for)
+        self._reorder(self._order)
+
+    def _reorder(self, tiers: Sequence[int]) -> None:
+        """Ask those tiers; begin anew with the searches that are over others now."""
+        old, self._order = (
+            self._order,
+            sorted(tiers, key=lambda tier: (tier in self._put_off, tier)),
+        )
+        first = 0 if self._has_host or not self._order else 1
+        self._levels = {
+            n: self._levels[n]
+            if n in self._levels and set(old[:n]) == set(self._order[:n])
+            else _Level(self._make_search())
+            for n in range(first, len(self._order) + 1)
+        }
+        self._advance()
+
+    def _advance(self) -> None:
+        """Go as far as what is known carries each search; note what is wanted to go on."""
+        for n, level in self._levels.items():
+            search, tiers = level.search, self._order[:n]
+            while not search.done:
+                if level.round is None:
+                    level.questions = search.questions()
+                    level.round = self._round_of(level.questions)
+                if not self._is_answered(level.round, tiers):
+                    break
+                search.tell(level.questions, level.round.answers())
+                level.round = None
+            if search.done and search.found > self.found:
+                self.found = search.found
+                if self.found >= self._num_chunks:
+                    return
+
+    def _round_of(self, questions: tuple[Question, ...]) -> _Round:
+        each = self._rounds.get(questions)
+        if each is None:
+            keys, ends = self._keys_of(questions)
+            each = self._rounds[questions] = _Round(keys, ends, [False] * len(keys))
+        return each
+
+    def _is_answered(self, each: _Round, tiers: Sequence[int]) -> bool:
+        """Whether those tiers have answered; the first that has not is (to be) asked."""
+        if all(each.present):
+            return True
+        for tier in tiers:
+            if tier not in each.answered:
+                if tier not in each.asked:
+                    each.asked.add(tier)
+                    self._wanted[tier].append(each)
+                return False
+        return True
+
+
+class TierPace:
+    """Whether lookups go on without a tier, because its answers come too late."""
+
+    def __init__(self) -> None:
+        self._breaker = Breaker()
+        self.is_left_alone = False
+
+    def in_time(self) -> None:
+        """A lookup that has used the tier was answered in time."""
+        if not self.is_left_alone:
+            self._breaker.succeeded()
+
+    def late(self, now: float) -> bool:
+        """Lookups were answered without it; whether it is left alone from now on."""
+        if self.is_left_alone:
+            return False
+        self.is_left_alone = self._breaker.failed(now)
+        return self.is_left_alone
+
+    def may_be_tried(self, now: float) -> bool:
+        return self.is_left_alone and not self._breaker.is_open(now)
+
+    def tried(self, now: float, *, is_quick: bool) -> None:
+        """It has answered, or failed, when nobody waited for it."""
+        if is_quick:
+            self.is_left_alone = False
+        else:
+            self._breaker.tripped(now)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    lookup: Lookup
+    chain: ChunkChain
+    names: CellNames
+    search: TieredSearch
+    put_off_at: float
+    poll_at: float = math.inf  # when what is expected is asked for again
+    poll_s: float = POLL_MIN_S
+
+
+@dataclass(slots=True, eq=False)
+class _Removal:
+    message: RemoveAll
+    tiers_left: int
+    is_removed: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Check:
+    message: PresenceCheck
+    keys: list[CellKey]
+    missing: list[int]  # positions in `keys`
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TierCall:
+    """One call to a tier: `exists` of `keys`, or the removal of `namespaces`."""
+
+    tier: int
+    began: float
+    keys: Sequence[CellKey] = ()
+    namespaces: tuple[Namespace, ...] | None = None
+    asked: Sequence[tuple[_Open, TieredSearch, int]] = ()  # whose keys, and how many
+    owner: _Removal | _Check | None = None
+    is_trial: bool = False
+    is_late: bool = False  # lookups have been answered without it
+
+
+@dataclass(slots=True)
+class _Tier:
+    pace: TierPace = field(default_factory=TierPace)
+    call: TierCall | None = None
+    jobs: deque[tuple[_Removal | _Check, tuple[Namespace, ...] | None]] = field(
+        default_factory=deque
+    )
+    """What goes before lookups."""
+
+
+class LookupCore:
+    """See the module docstring. One thread calls it; `now` is in monotonic seconds.
+
+    `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
+    `block`: loads begin and end at multiples of it, but for the end of a full hit. `timeout_s`:
+    what a request waits for its lookup. `on_pace` is told when lookups begin or cease to leave a
+    tier alone.
+    """
+
+    def __init__(
+        self,
+        num_tiers: int,
+        names: CellNames,
+        chunk_tokens: int,
+        host_ranks: int,
+        block: int,
+        timeout_s: float,
+        on_pace: Callable[[int, bool], None] = lambda tier, is_left_alone: None,
+    ) -> None:
+        self._tiers = [_Tier() for _ in range(num_tiers)]
+        self._names = names
+        self._epoch, self._epoch_names = "", names  # of the newest lookup
+        self._chunk_tokens = chunk_tokens
+        self._block = block
+        self._timeout_s = timeout_s
+        self._on_pace = on_pace
+        self._host = HostCacheIndex(host_ranks)
+        self._open: dict[int, _Open] = {}
+        self._calls: list[TierCall] = []
+        self.results: deque[LookupResult] = deque()
+        """Answers, to be taken."""
+
+    # What comes
+
+    def open(self, lookup: Lookup, chain: ChunkChain, now: float) -> None:
+        """A request's chunks are known: look for them."""
+        if not lookup.search or not len(chain):
+            self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
+            return
+        names = self._names_of(lookup.epoch)
+        search = self._search(chain, names, self._usable(now))
+        opened = _Open(lookup, chain, names, search, now + self._timeout_s * PUT_OFF_SHARE)
+        self._open[lookup.lookup_id] = opened
+        self._try_tiers(opened, now)
+        self._settle(opened, now)
+
+    def forget(self, lookup_id: int) -> None:
+        """The answer is not wanted any more."""
+        self._open.pop(lookup_id, None)
+
+    def host_changed(self, rank: int, change: HostChange) -> None:
+        """A rank has told what its host memory holds now."""
+        self._host.apply(rank, change)
+
+    def remove_all(self, message: RemoveAll, now: float) -> None:
+        """Remove the own namespace from every tier, each by its own thread."""
+        self._host.clear()
+        for opened in list(self._open.values()):  # what it knows may be gone
+            opened.search = self._search(opened.chain, opened.names, self._usable(now))
+            self._settle(opened, now)
+        removal = _Removal(message, len(self._tiers), bool(self._tiers) or self._host.num_ranks > 0)
+        names = tuple(self._names.in_epoch(epoch).namespace for epoch in message.epochs)
+        for tier in self._tiers:
+            tier.jobs.append((removal, names))
+        if not self._tiers:
+            message.done(removal.is_removed)
+
+    def check(self, message: PresenceCheck, now: float) -> None:
+        """Look after what may have been evicted."""
+        names = self._names_of(message.epoch)
+        kinds = {kind.name: number for number, kind in enumerate(names.kinds)}
+        keys = [
+            names.one_of_chunk(hash_of_group(chunk), kinds[kind_of_group(chunk)], turn)
+            for turn, chunk in enumerate(message.chunks, message.first_turn)
+        ]
+        self._go_on_checking(_Check(message, keys, list(range(len(keys)))), 0, now)
+
+    def returned(self, call: TierCall, value: list[bool] | bool | None, now: float) -> None:
+        """A call has returned its value, or None if it has failed."""
+        tier = self._tiers[call.tier]
+        tier.call = None
+        if isinstance(value, list) and len(value) != len(call.keys):
+            value = None  # the store breaks its contract
+        if call.is_trial:
+            is_quick = value is not None and now - call.began <= self._timeout_s * QUICK_SHARE
+            tier.pace.tried(now, is_quick=is_quick)
+            if is_quick:
+                self._on_pace(call.tier, False)
+        elif isinstance(call.owner, _Removal):
+            call.owner.is_removed &= value is True
+            call.owner.tiers_left -= 1
+            if not call.owner.tiers_left:
+                call.owner.message.done(call.owner.is_removed)
+        elif isinstance(call.owner, _Check):
+            if isinstance(value, list):
+                call.owner.missing = [
+                    place
+                    for place, there in zip(call.owner.missing, value, strict=True)
+                    if not there
+                ]
+                self._go_on_checking(call.owner, call.tier + 1, now)
+            else:
+                call.owner.message.done([])
+        else:
+            self._exists_returned(call, value if isinstance(value, list) else None, now)
+
+    def _exists_returned(self, call: TierCall, present: list[bool] | None, now: float) -> None:
+        start = 0
+        for opened, search, count in call.asked:
+            stop = start + count
+            if present is None:
+                search.failed(call.tier)
+            else:
+                search.told(call.tier, present[start:stop])
+            start = stop
+            if opened.search is search and opened.lookup.lookup_id in self._open:
+                self._settle(opened, now)
+
+    # What follows
+
+    def turn(self, now: float) -> list[TierCall]:
+        """Do what is due; the calls that tiers are to be given now."""
+        for opened in list(self._open.values()):
+            self._attend(opened, now)
+        for number, tier in enumerate(self._tiers):
+            if tier.call is None and (call := self._next_call(number, tier, now)) is not None:
+                tier.call = call
+                self._calls.append(call)
+        calls, self._calls = self._calls, []
+        return calls
+
+    def next_due(self) -> float:
+        """When `turn` is to be called at the latest; infinite if nothing is due."""
+        return min(
+            (
+                min(opened.lookup.answer_by, opened.poll_at, opened.put_off_at)
+                for opened in self._open.values()
+            ),
+            default=math.inf,
+        )
+
+    def fail_all(self) -> None:
+        """A bug: answer every open lookup, so that nobody waits."""
+        for opened in list(self._open.values()):
+            self._finish(opened, LookupOutcome.STORE_ERROR)
+
+    def removals(self) -> list[TierCall]:
+        """Removals that no tier has been given yet; the service is about to end."""
+        return [
+            TierCall(tier=number, began=0.0, namespaces=namespaces, owner=job)
+            for number, tier in enumerate(self._tiers)
+            for job, namespaces in tier.jobs
+            if isinstance(job, _Removal)
+        ]
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no call is under way and no tier is left alone."""
+        return all(tier.call is None and not tier.pace.is_left_alone for tier in self._tiers)
+
+    # Lookups
+
+    def _names_of(self, epoch: str) -> CellNames:
+        if epoch != self._epoch:
+            self._epoch, self._epoch_names = epoch, self._names.in_epoch(epoch)
+        return self._epoch_names
+
+    def _usable(self, now: float) -> list[int]:
+        """Tiers that answer in time, as far as is known."""
+        return [
+            number
+            for number, tier in enumerate(self._tiers)
+            if not tier.pace.is_left_alone
+            and (tier.call is None or now - tier.call.began <= self._timeout_s)
+        ]
+
+    def _search(self, chain: ChunkChain, names: CellNames, tiers: Sequence[int]) -> TieredSearch:
+        hashes, host = chain.hashes, self._host
+
+        def make_search() -> HitSearch:
+            return HitSearch(len(chain), names.kinds, self._chunk_tokens, self._block)
+
+        def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
+            if not host.num_ranks:
+                return names.of_questions(questions, hashes)
+            keys: list[CellKey] = []
+            ends: list[int] = []
+            for question in questions:
+                if not host.has(names.group(hashes[question.chunk], question.kind)):
+                    keys += names.of_questions((question,), hashes)[0]
+                ends.append(len(keys))
+            return keys, ends
+
+        has_host = host.num_ranks > 0
+        return TieredSearch(len(chain), make_search, keys_of, tiers, has_host=has_host)
+
+    def _try_tiers(self, opened: _Open, now: float) -> None:
+        """Ask tiers that were left alone for a while; the lookup does not wait for them."""
+        for number, tier in enumerate(self._tiers):
+            if tier.call is None and not tier.jobs and tier.pace.may_be_tried(now):
+                keys = self._search(opened.chain, opened.names, [number]).take_wanted(number)
+                if keys:  # ranks do not have the whole prompt
+                    tier.call = TierCall(tier=number, began=now, keys=keys, is_trial=True)
+                    self._calls.append(tier.call)
+
+    def _attend(self, opened: _Open, now: float) -> None:
+        if now >= opened.lookup.answer_by:
+            self._answer_late(opened, now)
+            return
+        if now >= opened.poll_at:
+            opened.poll_at = math.inf
+            opened.search.restart(self._usable(now))
+            self._settle(opened, now)
+        elif now >= opened.put_off_at:
+            opened.put_off_at = math.inf
+            opened.search.put_off()
+            self._settle(opened, now)
+
+    def _settle(self, opened: _Open, now: float) -> None:
+        """Answer if the search has come to its end, or ask again later if more is expected."""
+        lookup, search = opened.lookup, opened.search
+        expected = min(lookup.expect_chunks, len(opened.chain))
+        if search.done and (search.found >= expected or now >= lookup.expect_until):
+            for tier in search.answered:
+                self._tiers[tier].pace.in_time()
+            self._finish(opened, self._outcome(search))
+        elif 0 < expected <= search.found:
+            self._finish(opened, LookupOutcome.ANSWERED)
+        elif search.found < expected and opened.poll_at == math.inf and now < lookup.expect_until:
+            opened.poll_at = min(now + opened.poll_s, lookup.expect_until)
+            opened.poll_s = min(POLL_MAX_S, opened.poll_s * 2)
+
+    def _outcome(self, search: TieredSearch) -> LookupOutcome:
+        """How a search that has come to its end has ended."""
+        if search.found or search.has_tiers or (self._host.num_ranks and not self._tiers):
+            return LookupOutcome.ANSWERED
+        if self._tiers and not search.has_failed:  # all of them are slow, and not waited for
+            return LookupOutcome.TIMED_OUT
+        return LookupOutcome.STORE_ERROR
+
+    def _answer_late(self, opened: _Open, now: float) -> None:
+        """The time is over: answer what is known, and note which tiers have not answered."""
+        for number in opened.search.waits_for:
+            tier = self._tiers[number]
+            if (
+                tier.call is not None
+                and tier.call.owner is None
+                and not tier.call.is_late  # a call counts once, however many lookups wait for it
+                and now - tier.call.began >= self._timeout_s * QUICK_SHARE
+            ):
+                tier.call.is_late = True
+                if tier.pace.late(now):
+                    self._on_pace(number, True)
+        is_known = opened.search.found or opened.search.done
+        self._finish(opened, LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT)
+
+    def _finish(self, opened: _Open, outcome: LookupOutcome) -> None:
+        self._open.pop(opened.lookup.lookup_id, None)
+        found = opened.search.found if outcome is LookupOutcome.ANSWERED else 0
+        self._answer(opened.lookup, opened.chain, found, outcome)
+
+    def _answer(
+        self, lookup: Lookup, chain: ChunkChain, found: int, outcome: LookupOutcome
+    ) -> None:
+        self.results.append(LookupResult(lookup.lookup_id, chain, found, outcome, lookup.epoch))
+
+    # Tiers
+
+    def _next_call(self, number: int, tier: _Tier, now: float) -> TierCall | None:
+        if tier.jobs:
+            job, namespaces = tier.jobs.popleft()
+            keys = [job.keys[place] for place in job.missing] if isinstance(job, _Check) else ()
+            return TierCall(tier=number, began=now, keys=keys, namespaces=namespaces, owner=job)
+        keys = []
+        asked = []
+        for opened in self._open.values():
+            if len(keys) >= MAX_KEYS_PER_ROUND:
+                break
+            if wanted := opened.search.take_wanted(number):
+                keys += wanted
+                asked.append((opened, opened.search, len(wanted)))
+        return TierCall(tier=number, began=now, keys=keys, asked=asked) if keys else None
+
+    def _go_on_checking(self, check: _Check, number: int, now: float) -> None:
+        if number >= check.message.num_tiers or not check.missing:
+            check.message.done([check.message.chunks[place] for place in check.missing])
+        elif number in self._usable(now):
+            self._tiers[number].jobs.append((check, None))
+        else:
+            check.message.done([])

@@ -1,0 +1,293 @@
+"""The threads that ask the stores for the scheduler, which never does.
+
+    scheduler's thread --Lookup, HostCacheUpdate …--> lookup thread --TierCall--> a thread per tier
+             ^------------- LookupResult -------------'      ^------- its value -------'
+
+The lookup thread owns the open lookups, the requests' hash chains until it hands them over in a
+`LookupResult`, and what the workers say of their host memory; `lookup_core.py` decides. A tier's
+thread owns nothing and performs one call at a time, so a tier that is slow, or being emptied, holds
+up no other. One that is away fails at once (`storage/guarded.py`).
+"""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.identity.chunk_hash import ChunkChain
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.scheduler.lookup_core import (
+    QUICK_SHARE,
+    Lookup,
+    LookupCore,
+    LookupOutcome,
+    LookupResult,
+    PresenceCheck,
+    RemoveAll,
+    TierCall,
+)
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import Store
+from vllm_kvpool.transfer.ops import HostChange
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 0.5
+JOIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The answer is not wanted any more."""
+
+    lookup_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostCacheUpdate:
+    """What has come into a rank's host memory, or left it."""
+
+    rank: int
+    change: HostChange
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    call: TierCall
+    value: list[bool] | bool | None
+
+
+_Message = Lookup | Forget | RemoveAll | HostCacheUpdate | PresenceCheck | _Returned
+
+
+class LookupService:
+    """See the module docstring. `submit`, `forget` and `take_results` never block.
+
+    `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
+    `block`: loads begin and end at multiples of it, but for the end of a full hit. `timeout_s`:
+    what a request waits for its lookup. `tier_names` are for messages and metrics.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        names: CellNames,
+        chunk_tokens: int,
+        host_ranks: int = 0,
+        block: int = 1,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+        tier_names: Sequence[str] = (),
+        tally: Tally | None = None,
+    ) -> None:
+        self._stores = stores
+        self._chunk_tokens = chunk_tokens
+        self._timeout_s = timeout_s
+        self._tier_names = tier_names or [str(number) for number in range(len(stores))]
+        self._tally = tally or Tally()
+        self.core = LookupCore(
+            len(stores), names, chunk_tokens, host_ranks, block, timeout_s, self._pace_changed
+        )
+        self._inbox: SimpleQueue[_Message | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._results: deque[LookupResult] = deque()  # guarded by _changed
+        self._tier_inboxes: list[SimpleQueue[TierCall | None]] = [SimpleQueue() for _ in stores]
+        self._threads = [
+            threading.Thread(target=self._run, name="kvpool-lookup", daemon=True),
+            *(
+                threading.Thread(
+                    target=partial(self._serve, store, inbox),
+                    name=f"kvpool-lookup-{name}",
+                    daemon=True,
+                )
+                for store, inbox, name in zip(
+                    stores, self._tier_inboxes, self._tier_names, strict=True
+                )
+            ),
+        ]
+        for name in self._tier_names:
+            self._tally.set("kvpool_lookup_tier_up", 1, tier=name)
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lookup: Lookup) -> None:
+        self._inbox.put(lookup)
+
+    def forget(self, lookup_id: int) -> None:
+        """The answer is not wanted any more; it may still come."""
+        self._inbox.put(Forget(lookup_id))
+
+    def remove_all(self, done: Callable[[bool], None], epochs: tuple[str, ...] = ("",)) -> None:
+        """Remove the own namespace; `done` is called on the lookup thread."""
+        self._inbox.put(RemoveAll(done, epochs))
+
+    def host_changed(self, rank: int, change: HostChange) -> None:
+        """A rank has told what its host memory holds now."""
+        self._inbox.put(HostCacheUpdate(rank, change))
+
+    def check(self, check: PresenceCheck) -> None:
+        """Look after what may have been evicted."""
+        self._inbox.put(check)
+
+    def take_results(self) -> list[LookupResult]:
+        if not self._results:  # a length is read atomically; saves the lock on most steps
+            return []
+        with self._changed:
+            results = list(self._results)
+            self._results.clear()
+        return results
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until there is an answer, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._results), timeout_s)
+
+    def close(self) -> bool:
+        """End the threads; whether all have ended, so that the stores may be closed."""
+        self._inbox.put(None)
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # The lookup thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get(timeout=self._pause())
+            except Empty:
+                message = Forget(-1)
+            if message is None:
+                break
+            self._take(message)
+            # A tier is asked for one prompt while the next is hashed; all else waits for a turn.
+            if isinstance(message, Lookup) or self._inbox.empty():
+                self._turn()
+        for call in self.core.removals():
+            self._tier_inboxes[call.tier].put(call)
+        for inbox in self._tier_inboxes:
+            inbox.put(None)
+
+    def _turn(self) -> None:
+        try:
+            for call in self.core.turn(time.monotonic()):
+                self._tier_inboxes[call.tier].put(call)
+        except Exception:
+            logger.exception("kvpool: lookups failed")
+            self.core.fail_all()
+        self._publish()
+
+    def _pause(self) -> float | None:
+        if not self._inbox.empty():
+            return None
+        due = self.core.next_due()
+        return None if due == math.inf else max(0.0, due - time.monotonic())
+
+    def _take(self, message: _Message) -> None:
+        try:
+            match message:
+                case Lookup():
+                    self._begin(message)
+                case _Returned():
+                    self.core.returned(message.call, message.value, time.monotonic())
+                case HostCacheUpdate():
+                    self.core.host_changed(message.rank, message.change)
+                case Forget():
+                    self.core.forget(message.lookup_id)
+                case RemoveAll():
+                    self.core.remove_all(message, time.monotonic())
+                case PresenceCheck():
+                    self.core.check(message, time.monotonic())
+        except Exception:
+            logger.exception("kvpool: %s failed", type(message).__name__)
+            self._give_up(message)
+
+    def _give_up(self, message: _Message) -> None:
+        """Whoever waits for the answer would wait for ever."""
+        match message:
+            case Lookup():
+                self._refuse(message)
+            case _Returned():
+                self.core.fail_all()
+            case RemoveAll():
+                message.done(False)
+            case PresenceCheck():
+                message.done([])
+
+    def _begin(self, lookup: Lookup) -> None:
+        try:
+            identity = lookup.identify()
+        except OSError as error:
+            logger.warning("kvpool: request not shared: %s", error)
+            identity = None
+        if identity is None:
+            self._refuse(lookup)
+            return
+        chain = ChunkChain(self._chunk_tokens, identity)
+        chain.extend(lookup.tokens)
+        self.core.open(lookup, chain, time.monotonic())
+
+    def _refuse(self, lookup: Lookup) -> None:
+        self.core.forget(lookup.lookup_id)
+        self.core.results.append(LookupResult(lookup.lookup_id, None, 0, LookupOutcome.UNSHAREABLE))
+
+    def _publish(self) -> None:
+        if self.core.results:
+            with self._changed:
+                self._results.extend(self.core.results)
+                self._changed.notify_all()
+            self.core.results.clear()
+
+    def _pace_changed(self, tier: int, is_left_alone: bool) -> None:
+        name = self._tier_names[tier]
+        self._tally.set("kvpool_lookup_tier_up", not is_left_alone, tier=name)
+        quick_ms = 1000 * self._timeout_s * QUICK_SHARE
+        if is_left_alone:
+            logger.warning(
+                "kvpool: lookups go on without %s: it did not answer within lookup_timeout_ms=%.0f "
+                "several times in a row; it is used again once it answers within %.0f ms",
+                name,
+                1000 * self._timeout_s,
+                quick_ms,
+            )
+        else:
+            logger.info("kvpool: lookups use %s again: it answered within %.0f ms", name, quick_ms)
+
+    # A tier's thread
+
+    def _serve(self, store: Store, inbox: "SimpleQueue[TierCall | None]") -> None:
+        while (call := inbox.get()) is not None:
+            value = _present(store, call) if call.namespaces is None else _removed(store, call)
+            self._inbox.put(_Returned(call, value))
+
+
+def _present(store: Store, call: TierCall) -> list[bool] | None:
+    """Which keys are there; None if the store cannot say."""
+    try:
+        return store.exists(call.keys)
+    except StoreError as error:
+        logger.debug("kvpool: lookup failed: %s", error)
+    except Exception:
+        logger.exception("kvpool: lookup failed")
+    return None
+
+
+def _removed(store: Store, call: TierCall) -> bool:
+    """Whether the store has confirmed that all namespaces are gone."""
+    is_removed = True
+    for namespace in call.namespaces or ():
+        try:
+            store.remove_namespace(namespace)
+        except StoreError as error:
+            logger.warning("kvpool: reset failed: %s", error)
+            is_removed = False
+        except Exception:
+            logger.exception("kvpool: reset failed")
+            is_removed = False
+    return is_removed

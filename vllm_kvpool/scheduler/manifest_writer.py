@@ -1,0 +1,100 @@
+"""The thread that keeps a namespace's manifest in every store, so that no step and no lane waits.
+
+One worker of an engine has it (rank 0). A manifest is written to each store that is there and lacks
+it; a damaged one is replaced. Where a store is away it is written when the store comes back. What
+cannot be written (a full or read-only store) is left until the next start: nothing depends on it.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
+from vllm_kvpool.identity.keys import Namespace, group_of_key, manifest_key
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.guarded import GuardedStore
+from vllm_kvpool.storage.manifest import MANIFEST_BYTES, read_manifest
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 0.5
+MOST_NAMESPACES = 16  # that wait for a store that is away; weights may change often
+
+_Message = tuple[Namespace, bytes] | int | None  # a manifest; a tier that is there; the end
+
+
+class ManifestWriter:
+    """See the module docstring. `buffer` is registered with every store, and the thread's own."""
+
+    def __init__(self, stores: Sequence[GuardedStore], buffer: Buffer) -> None:
+        assert buffer.nbytes == MANIFEST_BYTES, buffer.nbytes
+        self._stores = stores
+        self._buffer = buffer
+        self._owed: list[dict[Namespace, bytes]] = [{} for _ in stores]
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvpool-manifest", daemon=True)
+        self._thread.start()
+        for tier, store in enumerate(stores):
+            store.listen(partial(self._changed, tier))
+
+    def write(self, namespace: Namespace, content: bytes) -> None:
+        """Have a manifest in every store from now on; never blocks."""
+        self._inbox.put((namespace, content))
+
+    def close(self) -> bool:
+        """End the thread; whether it has ended, so that the stores may be closed."""
+        self._inbox.put(None)
+        self._thread.join(JOIN_S)
+        return not self._thread.is_alive()
+
+    def _changed(self, tier: int, is_up: bool) -> None:
+        if is_up:
+            self._inbox.put(tier)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while (message := self._inbox.get()) is not None:
+                tiers = range(len(self._stores))
+                if isinstance(message, tuple):
+                    for owed in self._owed:
+                        owed[message[0]] = message[1]
+                        if len(owed) > MOST_NAMESPACES:
+                            del owed[next(iter(owed))]
+                else:
+                    tiers = range(message, message + 1)
+                for tier in tiers:
+                    self._write_owed(tier)
+        except BuffersInUse:
+            logger.warning("kvpool: a store call has not ended; no manifest is written any more")
+        except Exception:
+            logger.exception("kvpool: no manifest is written any more")
+
+    def _write_owed(self, tier: int) -> None:
+        store, owed = self._stores[tier], self._owed[tier]
+        for namespace, content in list(owed.items()):
+            try:
+                outcome = self._write(store, namespace, content)
+            except StoreUnreachable:
+                return  # it comes back, or it does not
+            except BuffersInUse:
+                raise
+            except StoreError as error:
+                logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
+            else:
+                logger.debug("kvpool: manifest of %s: %s", namespace, outcome.value)
+            del owed[namespace]
+
+    def _write(self, store: GuardedStore, namespace: Namespace, content: bytes) -> PutOutcome:
+        key = manifest_key(namespace)
+        [got] = store.get([key], [self._buffer])
+        if got is GetOutcome.OK and read_manifest(self._buffer.view, namespace) is not None:
+            return PutOutcome.EXISTED
+        if got is not GetOutcome.MISSING:  # damaged, or of another release
+            store.remove([key])
+        self._buffer.view[:] = content
+        [outcome] = store.put([key], [self._buffer], [ChunkRef(group_of_key(key))])
+        return outcome

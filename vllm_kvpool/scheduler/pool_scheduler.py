@@ -1,0 +1,429 @@
+"""The scheduler side: per request, what is known of the pool, what is loaded, what is saved.
+
+Owned by the scheduler's thread; the lookup service answers. A request's life:
+
+    add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
+
+* `match` may be called any number of times; only `allocated` makes an offer a load.
+* A request that there are no blocks for gives way to those that have loaded (`_must_give_way`).
+* A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
+* When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
+  then is of the old weights, and nothing of it is saved as if it were of the new ones.
+* What is computed is saved chunk by chunk (`saves.py`).
+* With `layerwise` a load begins and ends in the step that its request runs in (`layered.py`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
+from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables
+from vllm_kvpool.scheduler.layerwise import LayeredLoads
+from vllm_kvpool.scheduler.load_cost import Pace, idle_wait_s
+from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
+from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, Step
+from vllm_kvpool.scheduler.reset import Reset
+from vllm_kvpool.scheduler.save_planner import Saves
+from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
+
+RESET_WAIT_S = 5.0
+ANSWER_SHARE = 0.9  # of the timeout: the answer is to be here before nobody waits for it any more
+
+
+class PoolScheduler:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        config: KVPoolConfig,
+        role: Role,
+        shape: PoolShape,
+        lookups: LookupService,
+        tally: Tally,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._shape = shape
+        self._lookups = lookups
+        self._tally = tally
+        self._clock = clock
+        self._role_saves = role is not Role.CONSUMER or config.save_decode
+        self._tables = GroupTables(shape.groups)
+        self._reset = Reset(shape.num_ranks)
+        self.saves = Saves(
+            shape, self._tables, self._reset, tally, self._take_id, save_decode=config.save_decode
+        )
+        self._requests: dict[str, RequestState] = {}
+        self._asked: dict[int, str] = {}  # lookups not yet answered -> their requests
+        self._loads: list[LoadPlan] = []  # allocated, for the next plan
+        self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
+        self._loaded: set[str] = set()  # requests that have loaded, and not run since
+        self._has_given_way = False  # somebody, since the last step was planned
+        self._layered = LayeredLoads()
+        self._next_id = 0
+        self._epoch = ""
+        self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
+        self._idle = True
+        self._pace = Pace()
+
+    # Arrival and lookup
+
+    def add(self, view: RequestView) -> None:
+        """A request has arrived: hash its prompt and look it up, on the lookup thread."""
+        options = view.options
+        state = RequestState(
+            view,
+            may_load=view.shareable and view.reads_cache and options.load and self._shape.loads,
+            may_save=view.shareable and self._role_saves and options.save,
+        )
+        self._requests[view.request_id] = state
+        if state.may_load or state.may_save:
+            self._ask(state)
+        else:
+            state.answer = LookupOutcome.UNSHAREABLE
+
+    def _ask(self, state: RequestState) -> None:
+        now = self._clock()
+        options = state.view.options
+        timeout = self._config.lookup_timeout_ms / 1000
+        state.preemptions = state.view.num_preemptions
+        state.epoch = self._epoch
+        state.found_chunks = 0
+        self.saves.let_go(state.view.request_id)
+        expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
+        self._asked.pop(state.lookup_id, None)
+        state.lookup_id = self._take_id()
+        state.asked_at, state.deadline = now, now + expect + timeout
+        state.answer = None
+        self._asked[state.lookup_id] = state.view.request_id
+        self._lookups.submit(
+            Lookup(
+                lookup_id=state.lookup_id,
+                identify=state.view.identity,
+                tokens=state.view.tokens(),
+                search=state.may_load,
+                expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
+                expect_until=now + expect,
+                answer_by=now + expect + timeout * ANSWER_SHARE,
+                epoch=self._epoch,
+            )
+        )
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _take_results(self) -> None:
+        for answer in self._lookups.take_results():
+            request_id = self._asked.pop(answer.lookup_id, None)
+            state = self._requests.get(request_id) if request_id is not None else None
+            if state is not None and state.lookup_id == answer.lookup_id:
+                self._answered(state, answer)
+
+    def _answered(self, state: RequestState, answer: LookupResult) -> None:
+        self._tally.add("kvpool_lookups", outcome=answer.outcome.value)
+        self._tally.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
+        is_over = self._reset.pending or answer.epoch != self._epoch
+        found = 0 if is_over else answer.found_chunks  # it may be gone by now
+        if state.answer is None:
+            state.answer = answer.outcome
+            state.found_chunks = found
+        state.chain = answer.chain
+        if state.chain is None:
+            state.may_load = state.may_save = False
+            self.saves.forget(state.view.request_id)
+            return
+        # What is stored need not be saved, unless a load of it has failed here.
+        known = found
+        if state.limit_tokens is not None:
+            known = min(known, state.limit_tokens // self._shape.chunk_tokens)
+        state.next_save = max(state.next_save, known)
+        self.saves.look(state)
+        if self._shape.prefetches and state.found_chunks and state.may_load:
+            request_id = state.view.request_id
+            hashes = tuple(state.chain.hashes[: state.found_chunks])
+            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self._epoch)
+
+    def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond `num_computed` (block aligned) that a load can bring.
+
+        (None, False) while the lookup is pending; (0, False) when there is nothing to load.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
+            return 0, False
+        if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
+            return None, False
+        if self._must_give_way(request_id, state):
+            return None, False
+        if not (state.may_load or state.may_save):
+            state.tried = True
+            return 0, False
+        if state.view.num_preemptions != state.preemptions or state.epoch != self._epoch:
+            self._ask(state)
+        # Nothing of it is computed but what the engine has found in its own cache.
+        state.stale = num_computed > 0 and self._has_old_blocks
+        self.saves.look(state)
+        self._take_results()
+        if state.answer is None:
+            if self._clock() < state.deadline:
+                return None, False
+            self._time_out(state)  # the answer may still come: its hashes are needed to save
+        self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
+        state.tried = True
+        stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
+        if self._reset.pending:
+            stop = 0
+        if stop <= num_computed or not self._worth_loading(stop - num_computed):
+            state.offer = None
+            return 0, False
+        state.offer = (num_computed, stop)
+        return stop - num_computed, not self._config.layerwise
+
+    def _must_give_way(self, request_id: str, state: RequestState) -> bool:
+        """Whether requests that have loaded come first: behind this one, they hold blocks it lacks.
+
+        vLLM 0.27 looks no further than the first request that it has no blocks for: where nothing
+        runs, nothing ever would. Nor must others pass it then that have not loaded.
+        """
+        if request_id in self._loaded:
+            self._loaded.remove(request_id)  # nothing has come of it, or this were not asked
+            return False
+        if not (self._shape.stops_at_first and self._idle and self._loaded):
+            return False
+        self._has_given_way |= state.tried
+        return self._has_given_way
+
+    def _time_out(self, state: RequestState) -> None:
+        state.answer = LookupOutcome.TIMED_OUT
+        self._tally.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
+
+    def _worth_loading(self, tokens: int) -> bool:
+        if self._config.load_policy is LoadPolicy.ALWAYS:
+            return True
+        return self._pace.loading_beats_computing(tokens)
+
+    # Loads
+
+    def allocated(self, request_id: str, tables: Sequence[BlockTable], num_external: int) -> None:
+        """Blocks are allocated; `num_external` of the offered tokens are to be loaded (or 0).
+
+        `tables`: the request's block table in each KV cache group.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        state.tried = False
+        if num_external == 0:
+            self._loaded.discard(request_id)
+        if not state.counted:
+            state.counted = True
+            for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
+                self._tally.add("kvpool_miss_tokens", tokens, reason=reason)
+        if num_external == 0 or state.offer is None or state.chain is None:
+            return
+        start, stop = state.offer
+        assert num_external == stop - start, (num_external, state.offer)
+        state.offer, state.load = None, (start, stop)
+        chunk = self._shape.chunk_tokens
+        first, last = start // chunk, -(-stop // chunk)
+        if self._config.layerwise:
+            self._layered.begin(request_id, state.view.tokens(), tables[0], start, stop)
+        self._loads.append(
+            LoadPlan(
+                job_id=JobId(self._take_id()),
+                request_id=request_id,
+                first_chunk=first,
+                hashes=tuple(state.chain.hashes[first:last]),
+                pages=self._tables.of_load(tables, start, stop),
+                token_start=start,
+                token_stop=stop,
+                epoch=state.epoch,
+                layered=self._config.layerwise,
+                before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
+            )
+        )
+
+    def step_ended(self) -> None:
+        """Every rank has reported the step, so its layered loads are over; `apply` comes before."""
+        for load in self._layered.take():
+            self.saves.layered_load_ended(load)
+            state = self._requests.get(load.request_id)
+            if state is not None:
+                state.load = None
+            self._count_loaded(load.start, load.kept, load.stop)
+
+    def load_ended(self, request_id: str) -> None:
+        """Every rank has reported the request's load; `apply` has taken how it went."""
+        state = self._requests.get(request_id)
+        if state is None or state.load is None:
+            return
+        (start, stop), state.load = state.load, None
+        self._loaded.add(request_id)
+        self.saves.look_again(request_id)  # its computed tokens have jumped
+        kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
+        self._count_loaded(start, kept, stop)
+
+    def _count_loaded(self, start: int, kept: int, stop: int) -> None:
+        self._tally.add("kvpool_hit_tokens", kept - start)
+        if kept < stop:
+            self._tally.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
+
+    # Steps
+
+    def plan_step(self, step: Step) -> StepPlan:
+        """The loads that are allocated and the saves that are due; pins the saves' blocks.
+
+        Waits a moment for lookups where nothing else is left to do (`_rest`).
+        """
+        self._take_results()
+        was_idle, self._idle = self._idle, not step.scheduled
+        self._loaded.difference_update(step.scheduled)
+        self._has_given_way = False
+        if self._config.load_policy is LoadPolicy.AUTO:
+            is_plain = not any(load.layered for load in self._loads)
+            self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
+        loads, self._loads = tuple(self._loads), []
+        saves = self.saves.of_step(step, self._requests, self._layered, self._epoch)
+        prefetches = tuple(self._prefetches.values())
+        self._prefetches.clear()
+        if was_idle and self._idle and not (loads or saves or prefetches):
+            self._rest()
+        may_wait = self._idle and not self._shape.in_lockstep
+        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
+
+    def _rest(self) -> None:
+        """Wait a moment for lookups, where neither this step nor the one before has any work.
+
+        Without a pause an engine in this process would spin on the cores that the answer needs.
+        The longer it has taken, the less a little more matters. While something is loaded the
+        workers wait for that, once a step.
+        """
+        asked = [self._requests[request_id] for request_id in self._asked.values()]
+        pending = [state.asked_at for state in asked if state.answer is None]
+        if self._shape.in_lockstep or not pending:
+            return
+        if not any(state.load for state in self._requests.values()):
+            self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
+
+    def apply(self, report: StepReport) -> None:
+        """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
+        self.saves.gathered(report.gathered)
+        for request_id, tokens in report.load_stops.items():
+            self._layered.stopped(request_id, tokens)
+            state = self._requests.get(request_id)
+            if state is not None:
+                # Otherwise the engine starts again from what it has itself.
+                kept = tokens if self._tables.resumes else 0
+                limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
+                state.limit_tokens = limit
+                state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
+                self.saves.look(state)
+        for rank, change in report.host.items():
+            self._lookups.host_changed(rank, change)
+        self._pace.loaded(report.load_tokens, report.load_seconds)
+        if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
+            end = partial(self._reset.end, self._reset.generation)
+            self._lookups.remove_all(end, self._reset.take_epochs())
+
+    # The end
+
+    def finish(
+        self, request_id: str, tables: Sequence[BlockTable]
+    ) -> dict[str, dict[str, Any]] | None:
+        """The request ends: plan what is still due, answer how many tokens are being saved.
+
+        And what their cells are called, if the request asks for it.
+        """
+        state = self._requests.pop(request_id, None)
+        self._loaded.discard(request_id)
+        self._prefetches.pop(request_id, None)
+        if state is None:
+            return None
+        if self._asked.pop(state.lookup_id, None) is not None:
+            self._lookups.forget(state.lookup_id)
+        if not state.may_save:
+            return None
+        self.saves.finish(state, tables, self._layered.get(request_id), self._epoch)
+        answer: dict[str, Any] = {"tokens": state.next_save * self._shape.chunk_tokens}
+        if state.view.options.name_cells:
+            answer["cells"] = msgspec.to_builtins(self._names_of(state))
+        return {"kvpool": answer}
+
+    def _names_of(self, state: RequestState) -> ChunkNames:
+        """What the cells that are stored, or being stored, are called.
+
+        None in a later epoch: who asks does so for an engine that starts, with the first weights.
+        """
+        if state.chain is None or self._epoch:
+            return ChunkNames((), ())
+        hashes = state.chain.hashes[: min(state.next_save, MAX_NAMED_CHUNKS)]
+        return ChunkNames(self._shape.stems, tuple(each.hex() for each in hashes))
+
+    def reset(self) -> bool:
+        """Remove every cell of the own namespace; whether the store has confirmed it in time.
+
+        What was being saved is dropped by the workers with the next step (see reset.py).
+        """
+        self._reset.begin(self._epoch)
+        self.saves.drop_late()
+        self._forget_what_was_found()
+        confirmed: SimpleQueue[bool] = SimpleQueue()
+        self._lookups.remove_all(confirmed.put, (self._epoch,))
+        try:
+            return confirmed.get(timeout=RESET_WAIT_S)
+        except Empty:
+            return False
+
+    def _forget_what_was_found(self) -> None:
+        self._prefetches.clear()
+        for state in self._requests.values():
+            state.found_chunks = state.next_save = 0
+            # The weights may be others from now on: what is computed by then is not saved.
+            state.stale = (
+                state.stale or state.view.num_computed_tokens > 0 or state.load is not None
+            )
+            self.saves.look(state)
+
+    def begin_epoch(self, epoch: str) -> None:
+        """The weights are others now. `epoch` says which; "" are those the engine started with.
+
+        Saves planned before hold KV of the old weights, and go on under the old epoch. What the
+        stores hold of it stays: other engines may have those weights.
+        """
+        self._epoch = epoch
+        self._has_old_blocks = True
+        self._forget_what_was_found()
+
+    def own_cache_was_reset(self) -> None:
+        """The engine's own prefix cache is empty: what it finds there is of the new weights."""
+        self._has_old_blocks = False
+
+    @property
+    def epoch(self) -> str:
+        """Which weights the engine has now."""
+        return self._epoch
+
+    def load_of(self, request_id: str) -> LoadPlan | None:
+        """The request's load that is allocated, and not planned yet."""
+        mine = (load for load in reversed(self._loads) if load.request_id == request_id)
+        return next(mine, None)
+
+    def check(self) -> None:
+        """What must hold between calls; tests call it after each."""
+        self.saves.check(self._requests)
+        for request_id in self._asked.values():
+            assert request_id in self._requests
+        assert self._loaded <= self._requests.keys()
+        for state in self._requests.values():
+            if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
+                assert state.found_chunks <= len(state.chain)

@@ -1,0 +1,282 @@
+"""How long the stored prefix of a request is, in few questions (pure).
+
+A prefix is stored from its first chunk on. Where there are few chunks, the search asks for all
+their cells at once. Else it asks for the last chunk and, of the first and up to `SAMPLES` chunks
+between, for one cell each; then for all cells of the few chunks between the last sample that is
+there and the first that is not. So two rounds, each one batched `exists`, do for up to 900 chunks,
+and one more for every 128 times as many. All cells of the last chunk found have been asked for;
+where a sample was there and the rest of its chunk is not, the search goes on before it without
+samples. Eviction can leave a hole that no question meets; loads verify.
+
+Layers that read only the last tokens (`Reach`) need only the chunks that hold those, and nobody
+keeps the others alive. So where a model has such layers, the prefix that the other layers have is
+cut to the longest one before which theirs are all there.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+from vllm_kvpool.identity.cell_names import CellStem
+from vllm_kvpool.identity.keys import CellKey, KeyMaker, Namespace, group_of, in_epoch
+from vllm_kvpool.layout.topology import Kind
+from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.transfer.ops import HostChange
+
+FANOUT = 7  # chunks asked for whole in one round
+SAMPLES = 127  # chunks of which one cell is asked for in one round
+WINDOW_SCAN = 64  # chunks looked at in one round, once the wanted ones are not all there
+
+
+class ChunkQuestion(NamedTuple):
+    """Whether a chunk is stored: all of its cells, or else one, which tells less."""
+
+    chunk: int
+    whole: bool
+
+
+class PrefixSearch:
+    """Narrows [found, absent): chunks before `found` are taken as stored, `absent` is not.
+
+    With `gaps` a chunk may be stored where earlier ones are not any more; no samples are taken.
+    """
+
+    def __init__(self, num_chunks: int, *, gaps: bool = False) -> None:
+        self.found = 0
+        self._likely = 0  # chunks before it are stored as far as samples tell; at least `found`
+        self._absent = num_chunks
+        self._first_round = True
+        self._gaps = gaps
+        self._samples = not gaps
+
+    @property
+    def done(self) -> bool:
+        return self.found >= self._absent
+
+    def questions(self) -> tuple[ChunkQuestion, ...]:
+        """What to ask next, in ascending order; empty when the search is done."""
+        if self.done:
+            return ()
+        low, high = self._likely, self._absent
+        if self._first_round:
+            if high - low <= FANOUT + 1:
+                return tuple(ChunkQuestion(x, True) for x in range(low, high))
+            last = ChunkQuestion(high - 1, True)
+            if self._gaps:
+                return (*(ChunkQuestion(x, True) for x in _spread(low, high - 1, FANOUT)), last)
+            samples = (low, *_spread(low + 1, high - 1, SAMPLES))
+            return (*(ChunkQuestion(x, False) for x in samples), last)
+        if high - low > FANOUT:
+            count = SAMPLES if self._samples else FANOUT
+            return tuple(ChunkQuestion(x, not self._samples) for x in _spread(low, high, count))
+        # With the last sample that was there: the rest of its chunk may not be.
+        return tuple(ChunkQuestion(x, True) for x in range(max(self.found, low - 1), high))
+
+    def tell(
+        self, questions: "Sequence[ChunkQuestion | Question]", present: Sequence[bool]
+    ) -> None:
+        """Take the answers to `questions`."""
+        self._first_round = False
+        for question, there in zip(questions, present, strict=True):
+            if there:
+                self._likely = question.chunk + 1
+                if question.whole:
+                    self.found = question.chunk + 1
+            elif not self._gaps:
+                self._absent = question.chunk
+                break
+        if self._gaps:
+            later = [each.chunk for each in questions if each.chunk >= self.found]
+            self._absent = min(later, default=self._absent)
+        if self._likely > self._absent:  # a sample was there, its chunk is not
+            self._likely = self.found
+            self._samples = False
+
+
+def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
+    """Up to `count` of [start, stop), evenly apart."""
+    width = max(0, stop - start)
+    if width <= count:
+        return tuple(range(start, stop))
+    return tuple(start + width * i // (count + 1) for i in range(1, count + 1))
+
+
+class Question(NamedTuple):
+    """Whether all cells of a chunk and a kind (its index) are stored, or one of them."""
+
+    chunk: int
+    kind: int
+    whole: bool = True
+
+
+class HitSearch:
+    """How many chunks can be loaded, over all kinds of layers of a model.
+
+    Loads begin and end at multiples of `block` tokens, or one token before the end of the prompt.
+    """
+
+    def __init__(
+        self, num_chunks: int, kinds: Sequence[Kind], chunk_tokens: int, block: int
+    ) -> None:
+        self._windows = [i for i, kind in enumerate(kinds) if not kind.reach.is_whole]
+        whole = [i for i, kind in enumerate(kinds) if kind.reach.is_whole]
+        self._anchors = whole or self._windows
+        self._prefix = PrefixSearch(num_chunks, gaps=not whole)
+        self._reach = [kind.reach for kind in kinds]
+        self._chunk_tokens = chunk_tokens
+        self._block = block
+        self._known: dict[Question, bool] = {}
+        self._bound: int | None = None  # chunks, once the prefix of the others is known
+        self._scan = False
+        self._settle()
+
+    @property
+    def found(self) -> int:
+        """How many chunks can be loaded, as far as is known; final when `done`."""
+        return self._prefix.found if self._bound is None else self._bound
+
+    @property
+    def done(self) -> bool:
+        return self._bound is not None and not self._unknown()
+
+    def questions(self) -> tuple[Question, ...]:
+        """What to ask next; empty when the search is done."""
+        if self._bound is None:
+            return tuple(
+                Question(chunk, kind, whole)
+                for chunk, whole in self._prefix.questions()
+                for kind in self._anchors
+            )
+        unknown = self._unknown()
+        if unknown and self._scan:
+            first = max(0, self._bound - WINDOW_SCAN)
+            around = [Question(c, k) for c in range(first, self._bound) for k in self._windows]
+            unknown = sorted({*unknown, *(q for q in around if q not in self._known)})
+        return tuple(unknown)
+
+    def tell(self, questions: Sequence[Question], present: Sequence[bool]) -> None:
+        """Take the answers to `questions`."""
+        if self._bound is None:
+            width = len(self._anchors)
+            there = [all(present[i : i + width]) for i in range(0, len(present), width)]
+            self._prefix.tell(questions[::width], there)
+        self._known.update(zip(questions, present, strict=True))
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._bound is None:
+            if not self._prefix.done:
+                return
+            self._bound = self._prefix.found
+        # A chunk that is wanted and not there is wanted after every end behind it, too.
+        while missing := [q.chunk for q in self._wanted() if self._known.get(q) is False]:
+            self._bound = min(missing)
+            self._scan = True
+
+    def _wanted(self) -> list[Question]:
+        """What the kinds that read only the last tokens need for the bound."""
+        assert self._bound is not None
+        # The load ends there, or up to a block before.
+        stop = max(0, self._bound * self._chunk_tokens - self._block)
+        wanted = []
+        for kind in self._windows:
+            first = self._reach[kind].first_read(stop) // self._block * self._block
+            chunks = range(first // self._chunk_tokens, self._bound)
+            wanted += [Question(chunk, kind) for chunk in chunks]
+        return wanted
+
+    def _unknown(self) -> list[Question]:
+        return [question for question in self._wanted() if question not in self._known]
+
+
+class HostCacheIndex:
+    """Which chunks each rank has in host memory, as far as the ranks have told."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._ranks_of: dict[str, set[int]] = {}  # group -> ranks
+
+    def apply(self, rank: int, change: HostChange) -> None:
+        for group in change.added:
+            self._ranks_of.setdefault(group, set()).add(rank)
+        for group in change.removed:
+            ranks = self._ranks_of.get(group)
+            if ranks is not None:
+                ranks.discard(rank)
+                if not ranks:
+                    del self._ranks_of[group]
+
+    def has(self, group: str) -> bool:
+        """Whether every rank has the whole chunk."""
+        return len(self._ranks_of.get(group, ())) == self.num_ranks > 0
+
+    def clear(self) -> None:
+        self._ranks_of.clear()
+
+
+class CellNames:
+    """The keys of every cell of a chunk: all heads, all spans, all context-parallel ranks."""
+
+    def __init__(self, namespace: Namespace, kinds: Sequence[Kind]) -> None:
+        self.namespace = namespace
+        self.kinds = tuple(kinds)
+        # All of a key but its hash is the same for every chunk.
+        self._stems = tuple(
+            tuple(
+                KeyMaker(namespace, rank).stem(part, span)
+                for rank in kind.topology.context.all_ranks()
+                for span in kind.topology.all_spans()
+                for part in kind.topology.all_parts()
+            )
+            for kind in kinds
+        )
+
+    def in_epoch(self, epoch: str) -> "CellNames":
+        """The same cells where the weights are others."""
+        return CellNames(in_epoch(self.namespace, epoch), self.kinds) if epoch else self
+
+    def group(self, chunk_hash: bytes, kind: int = 0) -> str:
+        """What all of one kind are called together."""
+        return group_of(self.namespace, chunk_hash.hex(), self.kinds[kind].name)
+
+    def of_questions(
+        self, questions: Iterable[Question], hashes: Sequence[bytes]
+    ) -> tuple[list[CellKey], list[int]]:
+        """The keys that must exist for each answer to be yes, and where those of each end.
+
+        `hashes` are those of all chunks. A loop without calls: it is done for hundreds at a time.
+        """
+        keys: list[str] = []
+        ends: list[int] = []
+        for chunk, kind, whole in questions:
+            text = hashes[chunk].hex()
+            stems = self._stems[kind]
+            if whole:
+                keys += [stem + text for stem in stems]
+            else:
+                # They take turns, so that what is missing of many chunks, such as a rank's cells,
+                # is noticed.
+                keys.append(stems[chunk % len(stems)] + text)
+            ends.append(len(keys))
+        return cast("list[CellKey]", keys), ends
+
+    def one_of_chunk(self, chunk_hash: str, kind: int, turn: int) -> CellKey:
+        """One of the keys of a chunk, each in turn; `chunk_hash` in hexadecimal."""
+        stems = self._stems[kind]
+        return CellKey(stems[turn % len(stems)] + chunk_hash)
+
+    def stems(self, chunk_tokens: int) -> tuple[CellStem, ...]:
+        """What the names of every chunk's cells begin with, and how large the cells are."""
+        return tuple(
+            CellStem(
+                KeyMaker(self.namespace, rank).stem(part, span),
+                HEADER_BYTES + kind.payload_bytes(span, chunk_tokens),
+            )
+            for kind in self.kinds
+            for rank in kind.topology.context.all_ranks()
+            for span in kind.topology.all_spans()
+            for part in kind.topology.all_parts()
+        )
+
+    def of_chunk(self, chunk_hash: bytes, kind: int = 0) -> list[CellKey]:
+        """Every key of a kind that must exist for the chunk to be a hit."""
+        return self.of_questions((Question(0, kind),), (chunk_hash,))[0]

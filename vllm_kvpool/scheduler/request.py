@@ -1,0 +1,125 @@
+"""A request as the scheduler side knows it, and the sizes in which it counts."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_kvpool.config import RequestOptions
+from vllm_kvpool.identity.cell_names import CellStem
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.layout.topology import Group
+from vllm_kvpool.scheduler.lookup_core import LookupOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The sizes that the scheduler side counts in."""
+
+    chunk_tokens: int
+    groups: tuple[Group, ...]
+    num_ranks: int
+    max_pinned_blocks: int
+    num_replicas: int = 1  # ranks of a pipeline stage that hold the same KV, where most do
+    prefetches: bool = False  # workers have host memory to bring cells into beforehand
+    loads: bool = True  # False where the engine could not survive a load that fails
+    stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    in_lockstep: bool = False  # engines step together: one that waits holds up all
+    stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
+
+
+class RequestView(Protocol):
+    """What the pool needs of an engine's request; counts are read fresh at every use."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def options(self) -> RequestOptions: ...
+    @property
+    def shareable(self) -> bool:
+        """False for requests that must stay out of the pool altogether."""
+
+    @property
+    def reads_cache(self) -> bool:
+        """False where cached KV must not be used (prompt log-probabilities)."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known by value, prompt and output."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV earlier steps have computed or are computing."""
+
+    @property
+    def num_preemptions(self) -> int: ...
+    def tokens(self) -> Sequence[int]:
+        """All known tokens; the sequence may grow later but does not change."""
+
+    def identity(self) -> RequestIdentity | None:
+        """What shapes the KV besides the tokens. Runs on the lookup thread; may read files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One engine step: tokens scheduled by request, and access to block tables.
+
+    `block_tables` gives a request's table in each KV cache group.
+    """
+
+    scheduled: Mapping[str, int]
+    block_tables: Callable[[str], Sequence[Sequence[int]]]
+    preempted: Collection[str] = ()
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Owned by the scheduler's thread, from the request's arrival to its end."""
+
+    view: RequestView
+    may_load: bool
+    may_save: bool
+    lookup_id: int = -1  # the newest lookup
+    asked_at: float = 0.0
+    deadline: float = 0.0
+    preemptions: int = 0  # of the request, when the newest lookup was asked
+    answer: LookupOutcome | None = None  # None while the lookup is pending
+    chain: ChunkChain | None = None
+    found_chunks: int = 0
+    limit_tokens: int | None = None  # a load has failed here: never ask for more again
+    offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
+    tried: bool = False  # it was matched, and has got no blocks since
+    load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
+    counted: bool = False
+    next_save: int = 0  # chunks before it are stored or on their way
+    stale: bool = False  # its KV is of before a reset, or of other weights: never to be saved
+    epoch: str = ""  # of the weights, when the newest lookup was asked
+
+    def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
+        """Stored tokens, floored to blocks, less the last token on a full hit."""
+        tokens = self.found_chunks * chunk_tokens
+        if self.limit_tokens is not None:
+            tokens = min(tokens, self.limit_tokens)
+        tokens -= tokens % block_size
+        return min(tokens, self.view.num_tokens - 1)
+
+    def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
+        """Prompt tokens that are not loaded where `hit` are, by reason."""
+        view = self.view
+        prompt = view.num_prompt_tokens
+        if not view.options.load or not view.reads_cache:
+            missed = {"not_wanted": prompt - hit}
+        elif not view.shareable or self.answer is LookupOutcome.UNSHAREABLE:
+            missed = {"unshareable": prompt - hit}
+        elif self.answer in (LookupOutcome.STORE_ERROR, LookupOutcome.TIMED_OUT):
+            missed = {self.answer.value: prompt - hit}
+        else:
+            chunked = prompt // chunk_tokens * chunk_tokens
+            found = min(chunked, self.found_chunks * chunk_tokens)
+            missed = {
+                "not_needed": found - hit,  # computed here, cut to blocks, or the last one
+                "absent": chunked - found,
+                "short": prompt - chunked,  # no full chunk
+            }
+        return [(reason, tokens) for reason, tokens in missed.items() if tokens > 0]

@@ -1,0 +1,282 @@
+"""Scheduler side of saves: which chunks of which request are due, and the blocks they need.
+
+* Blocks of a save are pinned from the plan of its step until every rank has gathered them; a save
+  that there is no room for waits until there is, in line: a step looks at no more requests than
+  there is room for.
+* Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
+  the engine lets them go before it is.
+* What a request leaves to be saved when it ends goes with the next step's plan.
+
+Owned by the scheduler's thread.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.scheduler.block_pins import PinLedger
+from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables, all_blocks
+from vllm_kvpool.scheduler.layerwise import LayeredLoad, LayeredLoads
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
+from vllm_kvpool.scheduler.reset import Reset
+from vllm_kvpool.transfer.ops import JobId, SavePlan
+
+
+class Saves:
+    """See the module docstring. `take_id` gives job numbers."""
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        tables: GroupTables,
+        reset: Reset,
+        tally: Tally,
+        take_id: Callable[[], int],
+        *,
+        save_decode: bool,
+    ) -> None:
+        self._shape = shape
+        self._tables = tables
+        self._reset = reset
+        self._tally = tally
+        self._take_id = take_id
+        self._save_decode = save_decode
+        self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
+        # Requests with chunks still to save -> tokens to schedule until the next one may be due.
+        # Counting them here spares a look at every running request in every step.
+        self._until_due: dict[str, float] = {}
+        # Requests that wait for room -> blocks of their next chunk; first who has waited longest.
+        self._in_line: dict[str, int] = {}
+        self._late: list[SavePlan] = []  # of finished requests, for the next plan
+
+    def look(self, state: RequestState) -> None:
+        """See in the request's next step what is due, whatever was known of it."""
+        if state.may_save and state.chain is not None:
+            self._until_due[state.view.request_id] = 0
+
+    def look_again(self, request_id: str) -> None:
+        """The same, if anything of it is still to be saved."""
+        if request_id in self._until_due:
+            self._until_due[request_id] = 0
+
+    def let_go(self, request_id: str) -> None:
+        """Hold none of its blocks for chunks that are not complete."""
+        self.ledger.let_go_all(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing of it is to be saved."""
+        self._until_due.pop(request_id, None)
+        self._in_line.pop(request_id, None)
+        self.ledger.let_go_all(request_id)
+
+    def of_step(
+        self,
+        step: Step,
+        requests: Mapping[str, RequestState],
+        layered: LayeredLoads,
+        epoch: str,
+    ) -> tuple[SavePlan, ...]:
+        """The saves that are due with the step, and those left from before; pins their blocks."""
+        saves, self._late = self._late, []
+        self._let_in()
+        until_due = self._until_due
+        for request_id, count in step.scheduled.items():
+            left = until_due.get(request_id)
+            if left is None:
+                continue
+            if request_id in layered:
+                until_due[request_id] = 0  # what the step computes is known to be right after it
+                continue
+            if left > count:
+                until_due[request_id] = left - count
+                continue
+            save = self._if_due(requests[request_id], count, step.block_tables, epoch)
+            if save is not None:
+                saves.append(save)
+        for request_id in step.preempted:
+            self.ledger.let_go_all(request_id)
+        return tuple(saves)
+
+    def _let_in(self) -> None:
+        """Look again at as many of those that wait for room as there is room for now."""
+        room = self.ledger.room
+        for request_id, num_blocks in list(islice(self._in_line.items(), max(0, room))):
+            room -= num_blocks
+            if room < 0:
+                break
+            del self._in_line[request_id]
+            self._until_due[request_id] = 0
+
+    def _if_due(
+        self,
+        state: RequestState,
+        scheduled: int,
+        block_tables: Callable[[str], Sequence[BlockTable]],
+        epoch: str,
+    ) -> SavePlan | None:
+        """The save of what is final once `scheduled` more tokens are computed, if anything is."""
+        request_id, chunk = state.view.request_id, self._shape.chunk_tokens
+        before = state.view.num_computed_tokens
+        computed = before + scheduled
+        final = min(computed, self._savable_tokens(state))
+        save = None
+        if final // chunk > state.next_save:
+            save = self._plan(state, final, partial(block_tables, request_id), before, epoch)
+        if self._all_saved(state):
+            self.forget(request_id)
+        elif self._tables.forgets:
+            self._hold(state, block_tables(request_id), before, computed)
+            self._until_due[request_id] = 1
+        elif save is None and self._has_no_room(state, final // chunk):
+            start = state.next_save * chunk
+            self._in_line[request_id] = self._tables.num_blocks(start, start + chunk)
+            self._until_due[request_id] = math.inf
+        else:
+            self._in_line.pop(request_id, None)
+            self._until_due[request_id] = max(1, (state.next_save + 1) * chunk - computed)
+        return save
+
+    def _has_no_room(self, state: RequestState, stop: int) -> bool:
+        """Whether chunks up to `stop` are due, and not even the first of them can be pinned."""
+        start = state.next_save * self._shape.chunk_tokens
+        return (
+            stop > state.next_save
+            and not self._reset.pending
+            and self._tables.num_blocks(start, start + self._shape.chunk_tokens) > self.ledger.room
+        )
+
+    def _hold(
+        self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
+    ) -> None:
+        """Hold what the engine may let go of the chunks still to save, and nothing else."""
+        request_id, start = state.view.request_id, state.next_save * self._shape.chunk_tokens
+        groups = self._shape.groups
+        over = [
+            place
+            for place in self.ledger.held(request_id)
+            if (place.block + 1) * groups[place.group].block_size <= start
+        ]
+        self.ledger.let_go(request_id, over)
+        for place, block_id in self._tables.of_incomplete(tables, start, computed, before):
+            if not self.ledger.hold(request_id, place, block_id):
+                break
+
+    def _savable_tokens(self, state: RequestState) -> int:
+        """Tokens from this one on are not saved (yet).
+
+        A token known by value whose KV is computed is final; drafts and tokens in flight are not
+        known yet.
+        """
+        view = state.view
+        return view.num_tokens if self._save_decode else view.num_prompt_tokens
+
+    def _all_saved(self, state: RequestState) -> bool:
+        """Whether nothing will be due again, unless a preemption or a failed load sets it back."""
+        prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
+        all_prompt = not self._save_decode and state.next_save >= prompt_chunks
+        return state.stale or all_prompt
+
+    def _plan(
+        self,
+        state: RequestState,
+        final: int,
+        block_tables: Callable[[], Sequence[BlockTable]],
+        computed: int,
+        epoch: str,
+    ) -> SavePlan | None:
+        """The save of the chunks that end at or before token `final`; None if it has to wait.
+
+        `computed` tokens had been computed when the engine last let blocks go.
+        """
+        chunk = self._shape.chunk_tokens
+        first, stop = state.next_save, final // chunk
+        if stop <= first or state.stale or self._reset.pending:
+            return None
+        # As many chunks as the pinned blocks have room for.
+        stop = first + bisect_right(
+            range(first + 1, stop + 1),
+            self.ledger.room,
+            key=lambda end: self._tables.num_blocks(first * chunk, end * chunk),
+        )
+        if stop == first:
+            return None
+        assert state.chain is not None
+        if len(state.chain) < stop:
+            state.chain.extend(state.view.tokens())
+        request_id = state.view.request_id
+        held = self.ledger.held(request_id)
+        pages = self._tables.of_save(block_tables(), first * chunk, stop * chunk, computed, held)
+        if pages is None:
+            return None
+        job_id = JobId(self._take_id())
+        self.ledger.pin(job_id, all_blocks(pages))
+        state.next_save = stop
+        self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
+        self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
+        hashes = state.chain.hashes
+        before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
+        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, before)
+
+    def finish(
+        self,
+        state: RequestState,
+        tables: Sequence[BlockTable],
+        layered: LayeredLoad | None,
+        epoch: str,
+    ) -> None:
+        """The request has ended: what is still due is saved with the next step."""
+        if state.chain is not None and (state.load is None or layered is not None):
+            # The last token sampled has no KV.
+            computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
+            final = min(computed, self._savable_tokens(state))
+            # These tables are the engine's own, in which empty places are marked.
+            save = self._plan(state, final, lambda: tables, 0, epoch)
+            if save is not None and layered is not None:
+                layered.save = save  # once it is known that its load has not failed
+            elif save is not None:
+                self._late.append(save)
+        self.forget(state.view.request_id)
+
+    def layered_load_ended(self, load: LayeredLoad) -> None:
+        """What the step has computed from it is saved, or forgotten if the load has failed."""
+        if load.failed and self.ledger.pins is not None:
+            self.ledger.pins.forget(load.lost_blocks(self._tables.block_size))
+        if load.save is not None and load.failed:
+            self.ledger.gathered(load.save.job_id, self._shape.num_ranks)
+        elif load.save is not None:
+            self._late.append(load.save)
+
+    def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
+        """So many more ranks have gathered a save's blocks."""
+        for job_id, ranks in ranks_by_job.items():
+            self.ledger.gathered(job_id, ranks)
+        if ranks_by_job:
+            self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
+
+    def drop_late(self) -> None:
+        """Give up saves that wait for a further step: there may be none. Hold no block."""
+        self.ledger.let_go_all()
+        for save in self._late:
+            self.ledger.gathered(save.job_id, self._shape.num_ranks)
+        self._late.clear()
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether blocks wait for their gather."""
+        return self.ledger.num_blocks > 0
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a further step is needed to release blocks."""
+        return self.has_pins or bool(self._late)
+
+    def check(self, requests: Mapping[str, RequestState]) -> None:
+        """What must hold between calls."""
+        self.ledger.check()
+        for request_id in self._until_due:
+            assert requests[request_id].may_save
+            assert requests[request_id].chain is not None
+        assert self._in_line.keys() <= self._until_due.keys()

@@ -1,0 +1,683 @@
+"""The space of a `file://` store: room, temporary files, publishing, eviction; one for a process.
+
+Owns `{root}/v3`: `index` (index.py), `objects/`, whose names store.py makes, `writers/{id}/` (one
+for each open store: unpublished and recycled files, and a lock that is held while the store lives)
+and two locks that are taken without waiting: who makes the index anew, who hands chunks down.
+
+A put reserves, which charges its cells and takes what has to go out of the index; deletes those
+files; writes; publishes; settles. No lock is held while a file is deleted, written or read.
+
+A full store deletes as much as it writes. Freeing a file's blocks and making a file cost five
+times as much as writing over one of the same size, so evicted files are written over. Somebody may
+still be reading one: a reader looks, when it has read all, whether its file still has its name;
+that this tells the truth needs a file system of one host.
+
+Any thread may call. A thread of its own writes hits down, ends what killed writers began and makes
+the index anew; `close` ends it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import count
+
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.identity.keys import group_of_key, namespace_of
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.eviction import EvictionPolicy
+from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
+from vllm_kvpool.storage.file.index import (
+    MAX_ROWS,
+    CellRow,
+    FileIndex,
+    Held,
+    IndexedCell,
+)
+from vllm_kvpool.storage.file.paths import (
+    HeldLock,
+    SymlinkGuard,
+    create_file,
+    directories,
+    entries,
+    is_local,
+    is_there,
+    make_directory,
+    open_lock,
+    open_to_overwrite,
+    rename_new,
+    take_away_foreign,
+    try_flock,
+)
+
+logger = logging.getLogger(__name__)
+
+FORMAT_DIR = "v3"
+NAME_DIGEST_BYTES = 20
+OLD_FORMAT_DIRS = ("v1", "v2")
+FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
+RESERVE_ATTEMPTS = 3  # the directory, or its index, may be gone at the first
+PUBLISH_ATTEMPTS = 4  # others may remove the directory that was made for an object
+RECYCLED_SHARE = 1 / 64  # of the size, kept for the next put at most
+HITS_EVERY_S = 1.0  # so long a hit may be known to its own process alone
+LOOK_EVERY_S = 10.0  # for killed writers, and an index to be made anew
+OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
+SHRINK_STEPS = 64  # of evictions that one reservation waits for
+END_S = 2.0
+
+_NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
+
+
+class Closing(Exception):
+    """The store is being closed while its index is made anew."""
+
+
+class RecycledFiles:
+    """Files of evicted cells in a writer's directory, to be written over. Any thread may call."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._paths: defaultdict[int, list[str]] = defaultdict(list)
+        self._charges: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What they are charged."""
+        with self._lock:
+            return sum(self._charges.values())
+
+    def add(self, path: str, nbytes: int, charge_bytes: int) -> None:
+        with self._lock:
+            self._paths[nbytes].append(path)
+            self._charges[path] = charge_bytes
+
+    def take(self, nbytes: int) -> str | None:
+        with self._lock:
+            if not self._paths[nbytes]:
+                return None
+            path = self._paths[nbytes].pop()
+            del self._charges[path]
+            return path
+
+    def charge_of(self, sizes: Iterable[int]) -> int:
+        """What those are charged that files of these sizes would be written over."""
+        with self._lock:
+            wanted = Counter(sizes)
+            paths = [path for size, n in wanted.items() for path in self._paths[size][-n:]]
+            return sum(self._charges[path] for path in paths)
+
+    def trim(self, room_bytes: int, sizes: Iterable[int]) -> None:
+        """Delete what is of none of the sizes, and what is too much for the room but for those
+        that files of these sizes will be written over."""
+        wanted = frozenset(sizes)
+        kept_bytes = self.charge_of(sizes) + max(min(self._max_bytes, room_bytes), 0)
+        with self._lock:
+            excess_bytes = sum(self._charges.values()) - kept_bytes
+            for size, paths in self._paths.items():
+                while paths and (excess_bytes > 0 or size not in wanted):
+                    path = paths.pop()
+                    excess_bytes -= self._charges.pop(path)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+
+
+class WriterDirectory:
+    """Our directory among the writers, until `close`."""
+
+    def __init__(self, writers: str) -> None:
+        # Its name begins with a dot until it is locked, or it would be taken for a dead writer's.
+        self.name = secrets.token_hex(8)
+        unlocked = os.path.join(writers, f".{self.name}")
+        make_directory(unlocked)
+        self.path = os.path.join(writers, self.name)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_remove_writer, unlocked)
+            self._lock_fd = open_lock(os.path.join(unlocked, "lock"))
+            undo.callback(os.close, self._lock_fd)
+            try_flock(self._lock_fd)
+            os.rename(unlocked, self.path)
+            undo.pop_all()
+        self._lock_path = os.path.join(self.path, "lock")
+        self._pid = os.getpid()
+        self._names = count()
+
+    @property
+    def is_usable(self) -> bool:
+        """False if the directory was taken away, or is that of the process which forked us."""
+        is_plain = not os.path.islink(self.path)
+        return self._pid == os.getpid() and is_plain and os.path.exists(self._lock_path)
+
+    def name_temp(self) -> str:
+        return f"{self.path}/{next(self._names)}"
+
+    def close(self) -> None:
+        """Take the directory away; every reservation must have been settled."""
+        if self._pid == os.getpid():
+            _remove_writer(self.path)
+        os.close(self._lock_fd)
+
+
+def _remove_writer(writer: str) -> None:
+    """As far as it is there; it may be gone with the root."""
+    with contextlib.suppress(OSError):
+        for entry in entries(writer):
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+        if not os.path.islink(writer):
+            os.rmdir(writer)
+
+
+class SpaceReservation:
+    """Cells that are charged, and the files that they are written to. Used by one thread."""
+
+    def __init__(self, held: Held, writer: WriterDirectory, recycled: RecycledFiles) -> None:
+        self.held = held
+        self.stored: set[int] = set()
+        """The numbers of the cells that have their file, whoever wrote it."""
+        self._writer = writer
+        self._recycled = recycled
+
+    def is_refused(self, i: int) -> bool:
+        """Whether a cell's chunk was just being evicted: it is not to be written."""
+        return self.held.chunks[i] is None
+
+    def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
+        """A file for an object's `nbytes`: a recycled or a new one; its fd and path."""
+        while (path := self._recycled.take(nbytes)) is not None:
+            fd = open_to_overwrite(path, nbytes, flags)
+            if fd is not None:
+                return fd, path
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        path = self._writer.name_temp()
+        return create_file(path, flags), path
+
+    def absent(self) -> list[IndexedCell]:
+        """The cells that were begun with and not stored."""
+        return [
+            IndexedCell(chunk, row.namespace, row.name, row.nbytes)
+            for i, (chunk, row) in enumerate(zip(self.held.chunks, self.held.rows, strict=True))
+            if chunk is not None and i not in self.stored
+        ]
+
+
+class FileSpace:
+    """See the module docstring; closed by its owner."""
+
+    def __init__(
+        self, root: str, size_bytes: int, policy: EvictionPolicy, clock_ns: Callable[[], int]
+    ) -> None:
+        self.root = root
+        self.size_bytes = size_bytes
+        self.unit_bytes = os.statvfs(root).f_frsize
+        self._base = os.path.join(root, FORMAT_DIR)
+        self.objects = os.path.join(self._base, "objects")
+        self._writers = os.path.join(self._base, "writers")
+        self.hand_down_lock = os.path.join(self._base, "hand_down.lock")
+        self._rebuild_lock = HeldLock(os.path.join(self._base, "rebuild.lock"))
+        self._renames_new = True  # some file systems of a network cannot
+        self._name_lock = os.path.join(self._base, "name.lock")
+        self._restore_lock = threading.Lock()
+        # The last is in use. Reservations under way may still have files in those before it.
+        self._own: list[WriterDirectory] = []
+        is_local_disk = is_local(root)
+        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE) if is_local_disk else -1)
+        self._is_local = is_local_disk
+        self._unsettled: deque[SpaceReservation] = deque()
+        self._closing = threading.Event()
+        self._woken = threading.Event()
+        self._index: FileIndex | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            self.restore()
+            self._index = FileIndex(
+                os.path.join(self._base, "index"),
+                policy,
+                clock_ns,
+                lambda path: self.guard().check(path),
+            )
+            self._reclaim()
+            self._complete_if_empty()
+        except BaseException:  # it may be tried again and again
+            self.close()
+            raise
+        self._thread = threading.Thread(target=self._tend, name="kvpool-files", daemon=True)
+        self._thread.start()
+
+    @property
+    def index(self) -> FileIndex:
+        assert self._index is not None
+        return self._index
+
+    def close(self) -> None:
+        """Take our writer directory away; our reservations must have been settled."""
+        self._closing.set()
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join(END_S)
+        if self._index is not None:
+            with contextlib.suppress(OSError, StoreError):
+                self._settle_all()
+                self._index.write_hits()
+                for writer in self._own:
+                    self._reclaim_writer(writer.name)
+            self._index.close()
+        for writer in self._own:
+            writer.close()
+        self._rebuild_lock.release()
+
+    def wait_complete(self, timeout_s: float) -> bool:
+        """Wait until the index knows every file; for tests and tools."""
+        deadline = time.monotonic() + timeout_s
+        while not (is_complete := self.index.is_complete) and time.monotonic() < deadline:
+            self._woken.set()
+            self._closing.wait(0.01)
+        return is_complete
+
+    @property
+    def own_directory(self) -> str:
+        """Where our unpublished files go; what else is left in it goes with us."""
+        return self._own[-1].path
+
+    def check_root(self) -> None:
+        """StoreError if the directory went away under us."""
+        if os.path.islink(self.root) or not os.path.isdir(self.root):
+            raise StoreError(f"file store {self.root} is gone; restore it or restart without it")
+
+    def guard(self) -> SymlinkGuard:
+        """To check paths with, those of one batch."""
+        return SymlinkGuard(self.root)
+
+    def restore(self) -> None:
+        """Make what is missing below the root."""
+        self.check_root()
+        with self._restore_lock:
+            for directory in (self._base, self.objects, self._writers):
+                make_directory(directory)
+            if not self._own or not self._own[-1].is_usable:
+                self._own.append(WriterDirectory(self._writers))
+        if self._index is not None and not self._index.is_complete:
+            self._complete_if_empty()
+
+    def _complete_if_empty(self) -> None:
+        if not any(self._found()) and not self._old_formats():
+            self.index.complete()
+
+    def charge_of(self, nbytes: int) -> int:
+        """What a file occupies: whole blocks of the file system, at least one."""
+        return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
+
+    def path_of(self, namespace: str, name: bytes) -> str:
+        """Where a cell lies."""
+        digits = name.hex()
+        return f"{self.objects}/{namespace}/{digits[:2]}/{digits[2:]}"
+
+    # Writing: reserve for a round; per object open a temp, then publish or discard it; settle.
+
+    def reserve(self, cells: Sequence[CellRow], sizes: Sequence[int]) -> SpaceReservation | None:
+        """Charge cells whose files have these bytes; evicts if needed; None if there is no room."""
+        for attempt in range(RESERVE_ATTEMPTS):
+            try:
+                self.guard().check(f"{self.own_directory}/")
+                self._settle_all()
+                if not self._own[-1].is_usable:
+                    raise FileNotFoundError(errno.ENOENT, "our directory is gone")
+                writer = self._own[-1]
+                self._recycled.trim(self.size_bytes, sizes)
+                kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
+                held = self.index.reserve(writer.name, cells, self.size_bytes, kept_bytes)
+                if held is not None:
+                    return self._make_room(held, writer, sizes)
+                if attempt > 0 or not self._reclaim():
+                    if not self.index.is_complete:
+                        self._woken.set()
+                    return None
+            except OSError as error:
+                if attempt + 1 == RESERVE_ATTEMPTS or error.errno not in (
+                    errno.ENOENT,
+                    errno.ESTALE,
+                ):
+                    raise
+                self.restore()
+                self._woken.set()
+        return None
+
+    def _make_room(
+        self, held: Held, writer: WriterDirectory, sizes: Sequence[int]
+    ) -> SpaceReservation | None:
+        """Delete what a reservation has evicted, and evict more if that was too little."""
+        reservation = SpaceReservation(held, writer, self._recycled)
+        has_room = False
+        try:
+            for _ in range(SHRINK_STEPS):
+                self._take_away(reservation.held.evicted, writer, Counter(sizes))
+                self._recycled.trim(reservation.held.room_bytes, sizes)
+                has_room = reservation.held.room_bytes >= 0
+                if has_room:
+                    return reservation
+                kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
+                more = self.index.make_room(reservation.held, self.size_bytes, kept_bytes)
+                if more is None:
+                    return None
+                reservation.held = more
+            return None
+        finally:
+            if not has_room:
+                self.settle(reservation)
+
+    @contextlib.contextmanager
+    def holding(self, chunks: Iterable[bytes]) -> Iterator[None]:
+        """Keep chunks from being evicted while others are written that may come after them."""
+        writer, held = self._own[-1], None
+        with contextlib.suppress(OSError):  # then the put itself will say so
+            held = self.index.hold(writer.name, chunks, self._recycled.nbytes)
+        try:
+            yield
+        finally:
+            if held is not None:
+                self.settle(SpaceReservation(held, writer, self._recycled))
+
+    def publish(self, temp_path: str, path: str) -> bool:
+        """Give a temp its name; False, and the temp deleted, if the name is taken."""
+        for _ in range(PUBLISH_ATTEMPTS):
+            try:
+                published = self._name(temp_path, path)
+            except FileNotFoundError:
+                self.check_root()
+                shard = os.path.dirname(path)
+                for directory in (self._base, self.objects, os.path.dirname(shard), shard):
+                    make_directory(directory)
+                continue
+            if not published:
+                self.discard(temp_path)
+            return published
+        raise FileNotFoundError(errno.ENOENT, "removed while it was written", temp_path)
+
+    def discard(self, temp_path: str) -> None:
+        """Delete a temp; its charge goes back with the settling."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp_path)
+
+    def settle(self, reservation: SpaceReservation) -> None:
+        """End a reservation whose temps are all published or discarded.
+
+        What the index cannot take down now, as its disk is full, it is told later.
+        """
+        self._unsettled.append(reservation)
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        while self._unsettled:
+            ended = self._unsettled.popleft()
+            try:
+                self._end_round(ended.held, ended.stored, ended.absent(), self._recycled.nbytes)
+            except (OSError, StoreError) as error:
+                self._unsettled.append(ended)
+                logger.debug("file store %s: settled later: %s", self.root, error)
+                return
+
+    def _end_round(
+        self,
+        held: Held,
+        stored: Collection[int],
+        unstored: Iterable[IndexedCell],
+        recycled_bytes: int | None = None,
+    ) -> None:
+        """Settle; what another writer of a cell has stored meanwhile keeps its row, or goes."""
+        absent = [cell for cell in unstored if not self._is_stored(cell)]
+        self.index.settle(held, stored, absent, recycled_bytes)
+        for cell in absent:
+            if self._is_stored(cell):
+                self._delete(cell)
+
+    def drop(self, cells: Iterable[tuple[bytes, bytes, str]]) -> int:
+        """Delete published cells, by the names of their chunks and their own, and by path; how
+        many there were."""
+        dropped: list[tuple[bytes, bytes]] = []
+        num_dropped = 0
+        guard = self.guard()
+        try:
+            for chunk, name, path in cells:
+                guard.check(path)
+                with contextlib.suppress(FileNotFoundError):
+                    mode = os.lstat(path).st_mode
+                    if stat.S_ISREG(mode):
+                        os.unlink(path)
+                    else:
+                        take_away_foreign(path, mode)
+                    num_dropped += 1
+                dropped.append((chunk, name))
+        finally:
+            self.index.remove_cells(dropped)
+        return num_dropped
+
+    def _name(self, temp_path: str, path: str) -> bool:
+        if self._renames_new:
+            try:
+                rename_new(temp_path, path)
+                return True
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_RENAME_NEW:
+                    raise
+                self._renames_new = False
+        fd = open_lock(self._name_lock)
+        try:  # one namer at a time: rename would replace
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.lexists(path):
+                return False
+            os.rename(temp_path, path)
+            return True
+        finally:
+            os.close(fd)
+
+    def _take_away(
+        self, evicted: Iterable[IndexedCell], writer: WriterDirectory, wanted: Counter[int]
+    ) -> None:
+        """Delete the files of evicted cells, or keep them to be written over."""
+        guard = self.guard()
+        for _, namespace, name, charge_bytes in evicted:
+            path = self.path_of(namespace, name)
+            with contextlib.suppress(FileNotFoundError):
+                guard.check(path)
+                status = os.lstat(path)
+                if not stat.S_ISREG(status.st_mode):
+                    take_away_foreign(path, status.st_mode)
+                elif self._is_local and status.st_size in wanted:
+                    temp_path = writer.name_temp()
+                    os.rename(path, temp_path)
+                    self._recycled.add(temp_path, status.st_size, charge_bytes)
+                else:
+                    os.unlink(path)
+
+    # What killed writers left
+
+    def _is_stored(self, cell: IndexedCell) -> bool:
+        return is_there(self.path_of(cell.namespace, cell.name))
+
+    def _delete(self, cell: IndexedCell) -> None:
+        path = self.path_of(cell.namespace, cell.name)
+        self.guard().check(path)
+        self.discard(path)
+
+    def _reclaim(self) -> bool:
+        """Take over what killed writers left; whether there were any."""
+        had_any = False
+        for writer, fd in self._dead_writers():
+            had_any = True
+            try:
+                name = os.path.basename(writer).encode(errors="replace").decode()
+                self._reclaim_writer(name)
+                _remove_writer(writer)
+            finally:
+                os.close(fd)
+        return had_any
+
+    def _reclaim_writer(self, name: str) -> None:
+        """Delete what a writer was about to evict, and forget what it was about to write."""
+        while (left := self.index.left_by(name)) is not None:
+            held, begun = left
+            for cell in held.evicted:
+                self._delete(cell)
+            self._end_round(held, (), begun)
+        self.index.remove_writer(name)
+
+    def _dead_writers(self) -> Iterator[tuple[str, int]]:
+        """The directories of writers that were killed, each with its lock, to be closed."""
+        for writer in directories(self._writers):
+            if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
+                continue
+            try:
+                fd = open_lock(os.path.join(writer.path, "lock"))
+            except OSError:
+                continue  # its owner just closed it
+            if try_flock(fd):
+                yield writer.path, fd
+            else:
+                os.close(fd)
+
+    # The thread that tends the index
+
+    def _tend(self) -> None:
+        look_at = 0.0
+        while not self._closing.is_set():
+            try:
+                self._settle_all()
+                self.index.write_hits()
+                if time.monotonic() >= look_at or self._woken.is_set():
+                    self._woken.clear()
+                    look_at = time.monotonic() + LOOK_EVERY_S
+                    self._look()
+            except Closing:
+                return
+            except (OSError, StoreError) as error:
+                logger.info("file store %s: its index is not up to date: %s", self.root, error)
+            if not self._closing.is_set():  # its wake may have been cleared above
+                self._woken.wait(HITS_EVERY_S)
+
+    def _look(self) -> None:
+        self._reclaim()
+        if self._is_local:  # on a network others start anew too, and files are not lost with us
+            self.index.check_after_power_loss()
+        if not self.index.is_complete and self._rebuild_lock.take():
+            try:
+                self._rebuild()
+            finally:
+                self._rebuild_lock.release()
+
+    def _rebuild(self) -> None:
+        """Bring every file into the index, while puts and gets go on."""
+        for directory in self._old_formats():
+            logger.warning(
+                "file store %s: removing %s, cells of an earlier release that this one cannot read",
+                self.root,
+                directory,
+            )
+            shutil.rmtree(directory, ignore_errors=True)
+        found: list[tuple[CellRow, int]] = []
+        num_found = 0
+        for item in self._found():
+            if self._closing.is_set():
+                raise Closing
+            found.append(item)
+            num_found += 1
+            if len(found) == MAX_ROWS:
+                self.index.add_found(found)
+                found.clear()
+        self.index.add_found(found)
+        self.index.complete()
+        logger.info("file store %s: its index was made anew, of %d files", self.root, num_found)
+
+    def _old_formats(self) -> list[str]:
+        paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]
+        return [path for path in paths if not os.path.islink(path) and os.path.isdir(path)]
+
+    def _found(self) -> Iterator[tuple[CellRow, int]]:
+        """Every published file, and when it was written."""
+        for namespace in directories(self.objects):
+            for shard in directories(namespace.path):
+                for entry in entries(shard.path):
+                    name = _digest(shard.name + entry.name)
+                    if name is None or not entry.is_file(follow_symlinks=False):
+                        continue
+                    with contextlib.suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        footer = read_file_footer(entry.path)
+                        chunk = _chunk_of(footer, namespace.name, name)
+                        nbytes = self.charge_of(status.st_size)
+                        row = CellRow(chunk, namespace.name, name, nbytes)
+                        yield row, status.st_mtime_ns
+
+
+def object_name(key: str) -> str:
+    """Where a key's object lies below the objects directory."""
+    name = name_digest(key).hex()
+    return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
+
+
+def name_digest(key: str) -> bytes:
+    """What the file of a key is called."""
+    return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
+
+
+def row_of(key: str, chunk: ChunkRef, nbytes: int) -> CellRow:
+    """A key's row; its chunk follows from the key, whatever a caller calls it."""
+    ref = ChunkRef(group_of_key(key), chunk.parent, chunk.position)
+    return CellRow(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
+
+
+def read_file_footer(path: str) -> Footer | None:
+    """What a file says it holds; None if it is gone or damaged."""
+    try:
+        fd = os.open(path, _READ)
+    except OSError:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        if size < PAGE_BYTES:
+            return None
+        footer = read_footer(os.pread(fd, PAGE_BYTES, size - PAGE_BYTES))
+        # Who asks for this object will take memory for as many bytes as it is said to have.
+        if footer and file_bytes(footer.object_bytes, footer.key or "") != size:
+            return None
+        return footer
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
+    """The chunk of a file; one whose key is not known is in one by itself."""
+    if footer is None or footer.key is None:
+        return ChunkRef(f"file:{name.hex()}")
+    if (namespace_of(footer.key) or FOREIGN) != namespace:
+        return ChunkRef(f"file:{name.hex()}")
+    return ChunkRef(group_of_key(footer.key), footer.parent, footer.position)
+
+
+def _digest(digits: str) -> bytes | None:
+    try:
+        name = bytes.fromhex(digits)
+    except ValueError:
+        return None
+    return name if name.hex() == digits else None
+
+
+def _age_s(entry: os.DirEntry[str]) -> float:
+    try:
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,158 @@
+"""What a namespace's name stands for, kept beside its cells for people to read.
+
+A manifest is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header
+(`cell_format.py`), then JSON, filled up with spaces:
+
+    {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "values": {...}}
+
+`first` is the namespace of the weights that the engine started with, `epoch` says which weights
+these are ("" for those). `values` are what the namespace's digest was made of, in an order and with
+names that may change between releases of this package. What is long is replaced by
+`{"omitted_bytes": n, "digest": "..."}`, what may be a secret by `HIDDEN`. Nothing decides by it.
+"""
+
+import hashlib
+import json
+import mmap
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_kvpool.errors import BuffersInUse
+from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
+from vllm_kvpool.storage.base import Buffer, GetOutcome, Store
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal, verify
+
+MANIFEST_BYTES = 16 << 10
+VERSION = 1
+HIDDEN = "(hidden)"
+DIGEST_BYTES = 8
+MOST_DEPTH = 3
+OMITTED_BYTES = 64  # at most, of what stands for what is omitted
+VALUES_BYTES = MANIFEST_BYTES - HEADER_BYTES - 1024
+
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+_SECRET_WORDS = frozenset(
+    (
+        *("secret", "password", "passwd", "credential", "credentials", "auth", "authorization"),
+        *("salt", "cookie", "bearer", "signature", "apikey"),
+    )
+)
+_OWNERS_OF_KEYS = frozenset(("api", "access", "private", "account", "encryption"))
+_USER_OF_URL = re.compile(r"(\w+://)[^/@\s]*@")
+_QUERY_OF_URL = re.compile(r"(\w+://[^\s?#]*)[?#]\S*")
+
+
+class Manifest(NamedTuple):
+    """What is known of a namespace."""
+
+    namespace: Namespace
+    first: Namespace
+    epoch: str
+    values: Mapping[str, Any]
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """A manifest as it is stored."""
+    text = _json(
+        {"kvpool_manifest": VERSION, **manifest._asdict(), "values": fitted(manifest.values)}
+    )
+    content = bytearray(HEADER_BYTES) + text.ljust(MANIFEST_BYTES - HEADER_BYTES)
+    assert len(content) == MANIFEST_BYTES, len(text)
+    seal(memoryview(content), key_digest(manifest_key(manifest.namespace)))
+    return bytes(content)
+
+
+def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a manifest has them: without secrets, and of what is deepest the longest omitted
+    until there is room."""
+    plain: dict[str, Any] = shown(values)
+    excess = len(_json(plain)) - VALUES_BYTES
+    for depth in range(MOST_DEPTH, 0, -1):
+        sized = [(len(_json(owner[name])), owner, name) for owner, name in _entries(plain, depth)]
+        sized.sort(key=lambda entry: -entry[0])
+        for nbytes, owner, name in sized:
+            if excess <= 0 or nbytes < 2 * OMITTED_BYTES:
+                break
+            owner[name] = _omitted(owner[name])
+            excess -= nbytes - OMITTED_BYTES
+    return plain if excess <= 0 else _omitted(plain)
+
+
+def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest | None:
+    """The manifest of a namespace, or None if these bytes are not it."""
+    if verify(memoryview(content), key_digest(manifest_key(namespace)), checksum=True) is not None:
+        return None
+    try:
+        stored = json.loads(bytes(content[HEADER_BYTES:]))
+        if stored.pop("kvpool_manifest") != VERSION:
+            return None
+        manifest = Manifest(**stored)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return manifest if manifest.namespace == namespace else None
+
+
+def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:
+    """The manifest that a store has of a namespace; None if it has none. Raises StoreError.
+
+    For tools, which have no memory of their own to read into.
+    """
+    memory = mmap.mmap(-1, MANIFEST_BYTES)
+    address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    buffer = Buffer(address, memoryview(memory))
+    store.register(buffer)
+    try:
+        [outcome] = store.get([manifest_key(namespace)], [buffer])
+    except BuffersInUse:
+        _in_use.append(buffer)
+        raise
+    store.unregister(buffer)
+    return read_manifest(buffer.view, namespace) if outcome is GetOutcome.OK else None
+
+
+_in_use: list[Buffer] = []
+"""Memory that calls which were given up may still write to."""
+
+
+def shown(value: Any, name: str = "") -> Any:
+    """A value for people: without what may be a secret, by its name or in a URL."""
+    if value is not None and _is_secret(name, value):
+        return HIDDEN
+    if isinstance(value, str):
+        return _QUERY_OF_URL.sub(rf"\1?{HIDDEN}", _USER_OF_URL.sub(r"\1", value))
+    if isinstance(value, Mapping):
+        return {str(each): shown(value[each], str(each)) for each in value}
+    if isinstance(value, list | tuple):
+        return [shown(each) for each in value]
+    return value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if "token" in words and isinstance(value, str):  # a number is the id of one
+        return True
+    return not _SECRET_WORDS.isdisjoint(words) or (
+        "key" in words and not _OWNERS_OF_KEYS.isdisjoint(words)
+    )
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _omitted(value: Any) -> dict[str, Any]:
+    text = _json(value)
+    digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
+    return {"omitted_bytes": len(text), "digest": digest}
+
+
+def _entries(values: dict[str, Any], depth: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """What lies `depth` objects deep, with the object that it is in."""
+    for name, value in values.items():
+        if depth == 1:
+            yield values, name
+        elif isinstance(value, dict):
+            yield from _entries(value, depth - 1)

@@ -1,0 +1,248 @@
+"""`memory://`: cells in this process's heap, for tests and for trying the package without a disk.
+
+Owns shelves: a bounded table of immutable objects, dropped chunk by chunk, a prompt's end first.
+Stores opened with one name share one shelf, which lives as long as the process; a store without a
+name has its own.
+
+Any thread may call; the shelf's lock guards the table only, bytes are copied outside it. An
+object is replaced or dropped whole, so a reader that holds one is never disturbed.
+Does not know urls (url.py) and survives nothing.
+"""
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
+
+STALE_PLACES = 64  # among the leaves, beyond as many as there are chunks
+
+CAPABILITIES = Capabilities(
+    name="memory",
+    durable=False,
+    remote=False,
+    parallel_gets=1,
+    parallel_puts=1,
+    free_exists=True,
+)
+
+
+class _Chunk:
+    """The objects of one chunk, and how many chunks there are that come after it."""
+
+    __slots__ = ("children", "objects", "parent", "score")
+
+    def __init__(self) -> None:
+        self.children = 0
+        self.objects: dict[str, bytes] = {}
+        self.parent = ""
+        self.score = 0
+
+
+class Shelf:
+    """At most `size_bytes` of objects, which go by whole chunks.
+
+    The least recently read or written goes first, of those that nothing comes after. A chunk
+    without objects stands for a parent that is not there.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        assert size_bytes > 0, size_bytes
+        self.size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._chunks: dict[str, _Chunk] = {}
+        self._leaves: list[tuple[int, str]] = []  # a heap by score; places that were left are stale
+        self._uses = 0
+        self._used_bytes = 0
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self._objects_of(key)
+
+    def add(self, cells: Sequence[tuple[str, bytes, ChunkRef]]) -> list[PutOutcome]:
+        """Keep the bytes of each key that is not taken, dropping other chunks to make room.
+
+        None of the chunks that these come after is dropped for them.
+        """
+        with self._lock:
+            held = [ref.parent for _, _, ref in cells if ref.parent in self._chunks]
+            for parent in held:
+                self._chunks[parent].children += 1
+            outcomes = [self._add(*cell) for cell in cells]
+            for parent in held:
+                self._chunks[parent].children -= 1
+                self._stand(parent)
+            return outcomes
+
+    def _add(self, key: str, data: bytes, ref: ChunkRef) -> PutOutcome:
+        if key in self._objects_of(key):
+            return PutOutcome.EXISTED
+        if len(data) > self.size_bytes:
+            return PutOutcome.FULL
+        chunk_id = group_of_key(key)
+        chunk = self._chunks.setdefault(chunk_id, _Chunk())
+        if not chunk.parent and ref.parent and not self._is_above(chunk_id, ref.parent):
+            chunk.parent = ref.parent
+            self._chunks.setdefault(ref.parent, _Chunk()).children += 1
+        chunk.children += 1  # or it would be dropped itself
+        has_room = self._make_room(len(data))
+        chunk.children -= 1
+        if has_room:
+            chunk.objects[key] = data
+            self._used_bytes += len(data)
+        self._use(chunk_id)
+        return PutOutcome.STORED if has_room else PutOutcome.FULL
+
+    def take(self, key: str) -> bytes | None:
+        """The object, whose chunk is now the most recently used, or None."""
+        with self._lock:
+            data = self._objects_of(key).get(key)
+            if data is not None:
+                self._use(group_of_key(key))
+            return data
+
+    def drop(self, key: str) -> bool:
+        """Remove one key; False if it is absent."""
+        with self._lock:
+            data = self._objects_of(key).pop(key, None)
+            if data is None:
+                return False
+            self._used_bytes -= len(data)
+            self._stand(group_of_key(key))
+            return True
+
+    def _objects_of(self, key: str) -> dict[str, bytes]:
+        chunk = self._chunks.get(group_of_key(key))
+        return {} if chunk is None else chunk.objects
+
+    def _is_above(self, chunk_id: str, other: str) -> bool:
+        while other and other != chunk_id:
+            chunk = self._chunks.get(other)
+            other = "" if chunk is None else chunk.parent
+        return other == chunk_id
+
+    def _use(self, chunk_id: str) -> None:
+        self._uses += 1
+        self._chunks[chunk_id].score = self._uses
+        self._stand(chunk_id)
+
+    def _stand(self, chunk_id: str) -> None:
+        """Give a chunk that nothing comes after its place among the leaves, or forget it."""
+        chunk = self._chunks.get(chunk_id)
+        while chunk is not None and not chunk.objects and not chunk.children:
+            del self._chunks[chunk_id]
+            chunk_id = chunk.parent
+            chunk = self._chunks.get(chunk_id)
+            if chunk is not None:
+                chunk.children -= 1
+        if chunk is not None and not chunk.children:
+            heapq.heappush(self._leaves, (chunk.score, chunk_id))
+            if len(self._leaves) > 2 * len(self._chunks) + STALE_PLACES:
+                self._leaves = [place for place in self._leaves if self._is_current(place)]
+                heapq.heapify(self._leaves)
+
+    def _is_current(self, place: tuple[int, str]) -> bool:
+        chunk = self._chunks.get(place[1])
+        return chunk is not None and not chunk.children and chunk.score == place[0]
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self._used_bytes + nbytes > self.size_bytes:
+            if not self._leaves:
+                return False
+            place = heapq.heappop(self._leaves)
+            if self._is_current(place):
+                objects = self._chunks[place[1]].objects
+                self._used_bytes -= sum(map(len, objects.values()))
+                objects.clear()
+                self._stand(place[1])
+        return True
+
+    def list_keys(self) -> list[str]:
+        """A copy of the keys, chunk by chunk, the least recently used first."""
+        with self._lock:
+            chunks = sorted(self._chunks.values(), key=lambda chunk: chunk.score)
+            return [key for chunk in chunks for key in chunk.objects]
+
+    def check(self) -> None:
+        """Assert that the count equals the bytes held and keeps the bound."""
+        with self._lock:
+            objects = [data for each in self._chunks.values() for data in each.objects.values()]
+            held_bytes = sum(map(len, objects))
+            parents = Counter(each.parent for each in self._chunks.values())
+            assert all(each.children == parents[i] for i, each in self._chunks.items())
+            assert self._used_bytes == held_bytes <= self.size_bytes, (self._used_bytes, held_bytes)
+
+
+_named: dict[str, Shelf] = {}
+_named_lock = threading.Lock()
+
+
+def open_shelf(name: str, size_bytes: int) -> Shelf:
+    """The shelf of that name, made by the first who asks; without a name a new one."""
+    if not name:
+        return Shelf(size_bytes)
+    with _named_lock:
+        shelf = _named.setdefault(name, Shelf(size_bytes))
+    if shelf.size_bytes != size_bytes:
+        raise ConfigError(
+            f"memory://{name} is already open in this process with size={shelf.size_bytes}; "
+            f"use that size instead of {size_bytes}, or another name"
+        )
+    return shelf
+
+
+class MemoryStore:
+    """A view of one shelf; implements `Store`."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._shelf = open_shelf(name, size_bytes)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES
+
+    def register(self, buffer: Buffer) -> None:
+        pass
+
+    def unregister(self, buffer: Buffer) -> None:
+        pass
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self._shelf for key in keys]
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
+    ) -> list[PutOutcome]:
+        assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
+        outcomes = [PutOutcome.EXISTED] * len(keys)
+        absent = [i for i, key in enumerate(keys) if key not in self._shelf]  # spares the copy
+        cells = [(keys[i], buffers[i].view.tobytes(), chunks[i]) for i in absent]
+        for i, outcome in zip(absent, self._shelf.add(cells), strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        assert len(keys) == len(buffers), (len(keys), len(buffers))
+        return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def remove(self, keys: Sequence[str]) -> int:
+        return sum(self._shelf.drop(key) for key in keys)
+
+    def remove_namespace(self, namespace: str) -> int:
+        prefix = f"{namespace}@"
+        return self.remove([key for key in self._shelf.list_keys() if key.startswith(prefix)])
+
+    def close(self) -> None:
+        pass
+
+    def _get(self, key: str, buffer: Buffer) -> GetOutcome:
+        data = self._shelf.take(key)
+        if data is None:
+            return GetOutcome.MISSING
+        if len(data) != buffer.nbytes:
+            return GetOutcome.WRONG_SIZE
+        buffer.view[:] = data
+        return GetOutcome.OK

@@ -1,0 +1,442 @@
+"""`mooncake://host:port`: cells in the memory of a Mooncake Store cluster.
+
+Owns one native client and the list of what is registered with it; with `mooncake_engine.py` the
+only importer of the `mooncake` wheel. Every call releases the GIL and may block for long: a master
+that stopped answering holds a call for `MC_RPC_TIMEOUT_MS` or more, so deadlines are the lanes'.
+
+Any thread may call; the native client has its own locks. A cell is one contiguous segment, and
+native calls are bounded in keys and bytes (thousands of segments in one call hang).
+The pool's memory is its members': what a process gave with `segment=` goes away with it.
+
+Over `ascend` the client works on the process's shared transfer engine, and memory is registered
+with that. Over A3's fabric memory (`fabric`) it has neither a shared engine nor registered memory.
+What a wheel lacks is looked for by name: NPU wheels lag behind.
+"""
+
+import contextlib
+import logging
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar, cast
+
+from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
+from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.mooncake_engine import SharedEngine, shared_engine
+
+logger = logging.getLogger(__name__)
+
+Outcome = TypeVar("Outcome", PutOutcome, GetOutcome)
+
+PROTOCOLS: Final = (
+    *("tcp", "rdma", "ascend", "barex", "cxl", "efa", "hip", "maca", "musa"),
+    *("nvlink", "nvlink_intra", "nvmeof", "ubshmem"),
+)
+DEVICE_PROTOCOLS: Final = ("ascend",)  # their threads and memory are the device's
+
+PROBE_TIMEOUT_S = 3.0
+# A call of a function that no master has, in the header of its RPC (magic number, version, two
+# kinds, number, function, two lengths): it answers that there is none.
+QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0, 0, 0)
+CLOSE_WAIT_S = 2.0  # vLLM leaves its workers about 4 s to exit
+MAX_BATCH_KEYS = 256
+MAX_BATCH_BYTES = 64 << 20
+MAX_EXISTS_KEYS = 4096
+MAX_REMOVE_KEYS = 4096
+
+# The client reads these in the environment alone. Its own 20 attempts of 30 s each hold the
+# interpreter's lock, and are the guard's to make; a call to a master that does not answer should
+# end before it is left behind.
+ENVIRONMENT: Final = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "5000"}
+
+# Mooncake's ErrorCode.
+OK = 0
+EXISTS = 1
+NO_ROOM = -200
+INVALID_PARAMS = -600
+NOT_READY = -703
+NOT_FOUND = -704
+ALREADY_EXISTS = -705
+TRANSFER_FAILED = -800
+RPC_CODES = range(-999, -899)  # the master could not be asked
+
+_REGEX_SYNTAX = re.compile(r"[\\^$.*+?()\[\]{}|]")
+
+_left_open: list["Native"] = []  # clients that are closed but cannot be; see `close`
+
+CAPABILITIES = Capabilities(
+    name="mooncake",
+    durable=True,
+    remote=True,
+    parallel_gets=1,  # over TCP two at a time are slower than one
+    parallel_puts=1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """What `setup` is told; url.py fills it in."""
+
+    master_host: str
+    master_port: int
+    protocol: str
+    device: str  # RDMA device names, comma-separated; "" lets Mooncake choose
+    metadata: str
+    segment_bytes: int
+    local_buffer_bytes: int
+    local_hostname: str  # where others reach us; "" is the address that leads to the master
+    fabric: bool = False  # Ascend A3's fabric memory
+
+    @property
+    def master_address(self) -> str:
+        host = f"[{self.master_host}]" if ":" in self.master_host else self.master_host
+        return f"{host}:{self.master_port}"
+
+
+class ReplicateConfig(Protocol):
+    """The wheel's settings of one put."""
+
+    group_ids: list[str]
+
+
+class Native(Protocol):
+    """The part of the wheel's `MooncakeDistributedStore` that we call."""
+
+    def setup(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+        engine: object = None,
+    ) -> int: ...
+    def register_buffer(self, address: int, nbytes: int) -> int: ...
+    def unregister_buffer(self, address: int) -> int: ...
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_put_from(
+        self, keys: list[str], addresses: list[int], sizes: list[int], config: ReplicateConfig
+    ) -> list[int]: ...
+    def batch_get_into(
+        self, keys: list[str], addresses: list[int], sizes: list[int]
+    ) -> list[int]: ...
+    def get_size(self, key: str) -> int: ...
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+    def remove_by_regex(self, pattern: str, force: bool) -> int: ...
+    def close(self) -> int: ...
+
+
+class Wheel(Protocol):
+    """The wheel's module `mooncake.store`."""
+
+    def MooncakeDistributedStore(self) -> Native: ...
+    def ReplicateConfig(self) -> ReplicateConfig: ...
+
+
+def import_wheel() -> Wheel:
+    """ConfigError with what to install if the wheel or a library it needs is missing."""
+    try:
+        import mooncake.store
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"mooncake:// needs the Mooncake wheel ({error}); run: pip install "
+            "mooncake-transfer-engine (CUDA), mooncake-transfer-engine-npu (Ascend) or "
+            "mooncake-transfer-engine-non-cuda"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"the Mooncake wheel cannot be loaded ({error}); on Debian and Ubuntu run: "
+            "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+        ) from error
+    return cast("Wheel", mooncake.store)
+
+
+def probe_master(options: MooncakeOptions) -> str:
+    """Our address as the master sees it, if it answers.
+
+    `setup` tries for minutes, and holds the interpreter's lock meanwhile: all threads would stand
+    still while a master accepts connections and says nothing. So it is asked something first.
+    """
+    address = (options.master_host, options.master_port)
+    try:
+        with socket.create_connection(address, timeout=PROBE_TIMEOUT_S) as connection:
+            host = connection.getsockname()[0]
+            connection.sendall(QUESTION)
+            connection.recv(1)  # an answer, or the end of the connection
+    except OSError as error:
+        raise StoreUnreachable(
+            f"no Mooncake master at {options.master_address}: {error} (waited for up to "
+            f"{PROBE_TIMEOUT_S:g} s); start it (mooncake_master --rpc_port={options.master_port}) "
+            "or correct the address in the store url"
+        ) from error
+    return str(host)
+
+
+def cut_batches(
+    keys: Sequence[str], sizes: Sequence[int], max_keys: int, max_bytes: int
+) -> Iterator[slice]:
+    """Cut a call into bounded runs in which no key comes twice.
+
+    Mooncake collapses a repeated key and fills only one of its buffers. A single buffer may exceed
+    `max_bytes`.
+    """
+    start = run_bytes = 0
+    seen: set[str] = set()
+    for index, (key, nbytes) in enumerate(zip(keys, sizes, strict=True)):
+        full = len(seen) == max_keys or run_bytes + nbytes > max_bytes
+        if seen and (full or key in seen):
+            yield slice(start, index)
+            start, run_bytes = index, 0
+            seen.clear()
+        seen.add(key)
+        run_bytes += nbytes
+    if seen:
+        yield slice(start, len(keys))
+
+
+def cut_keys(keys: Sequence[str], max_keys: int) -> Iterator[list[str]]:
+    for start in range(0, len(keys), max_keys):
+        yield list(keys[start : start + max_keys])
+
+
+def all_lost(codes: Sequence[int]) -> bool:
+    """Whether the master could not be asked about any key of a native call."""
+    return bool(codes) and all(code in RPC_CODES for code in codes)
+
+
+def checked(codes: list[int], num_keys: int) -> list[int]:
+    """A native client that is not set up answers with an empty list."""
+    if len(codes) != num_keys:
+        raise StoreError(f"Mooncake gave {len(codes)} results for {num_keys} keys")
+    return codes
+
+
+def set_up(
+    native: Native,
+    options: MooncakeOptions,
+    own_host: str,
+    engine: SharedEngine | None,
+    *,
+    segment: bool,
+) -> int:
+    """Connect a native client; its return code. `engine` is the one to work on, if any."""
+    device_only = options.protocol in DEVICE_PROTOCOLS
+    name, extra = own_host, {}
+    if engine is not None:
+        shared = engine.open(own_host)
+        name = f"{bare_host(own_host)}:{shared.get_rpc_port()}"
+        extra = {"engine": shared.get_engine()}
+    # A client that gives no memory and moves none should take none of the card's.
+    needs_buffer = not options.fabric and (segment or not device_only)
+    return native.setup(
+        name,
+        options.metadata,
+        options.segment_bytes if segment else 0,
+        options.local_buffer_bytes if needs_buffer else 0,
+        options.protocol,
+        options.device,
+        options.master_address,
+        **extra,
+    )
+
+
+def bare_host(address: str) -> str:
+    """An address without its port; IPv6 in brackets."""
+    if address.count(":") > 1 and not address.startswith("["):
+        return f"[{address}]"
+    return address if address.endswith("]") else address.rpartition(":")[0] or address
+
+
+# Everything else is FAILED. Mooncake answers 0 too for a key that existed.
+PUT_OUTCOMES: Final = {
+    OK: PutOutcome.STORED,
+    ALREADY_EXISTS: PutOutcome.EXISTED,
+    NO_ROOM: PutOutcome.FULL,
+}
+
+
+class MooncakeStore:
+    """A client of one cluster; implements `Store`."""
+
+    def __init__(self, options: MooncakeOptions, *, segment: bool) -> None:
+        self._wheel = import_wheel()
+        self._address = options.master_address
+        own_address = probe_master(options)
+        self._is_fabric = options.fabric
+        self._engine: SharedEngine | None = None
+        if options.protocol in DEVICE_PROTOCOLS and not options.fabric:
+            self._engine = shared_engine(options.protocol)
+        native = self._wheel.MooncakeDistributedStore()
+        own_host = options.local_hostname or own_address
+        code = set_up(native, options, own_host, self._engine, segment=segment)
+        if code != OK:
+            raise StoreUnreachable(
+                f"Mooncake's setup with the master at {self._address} failed with {code}; check "
+                f"protocol={options.protocol}, device={options.device}, "
+                f"metadata={options.metadata} and that {options.segment_bytes} bytes are free"
+            )
+        # Wheels before 0.3.12 have no groups; the Ascend documentation pins one.
+        self._has_groups = hasattr(self._wheel.ReplicateConfig(), "group_ids")
+        if self._has_groups:
+            logger.info("Mooncake at %s: cells of a chunk are evicted as a group", self._address)
+        else:
+            logger.info("Mooncake at %s: this wheel has no groups", self._address)
+        self._state = threading.Condition()  # guards what follows
+        self._native: Native | None = native  # None: closed
+        self._num_calls = 0
+        self._registered: set[int] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES
+
+    def register(self, buffer: Buffer) -> None:
+        with self._calling() as native:
+            self._register(native, buffer)
+        with self._state:
+            self._registered.add(buffer.address)
+
+    def unregister(self, buffer: Buffer) -> None:
+        with self._state:
+            assert buffer.address in self._registered, hex(buffer.address)
+            self._registered.remove(buffer.address)
+        with self._calling() as native:
+            self._unregister(native, buffer.address)
+
+    def _register(self, native: Native, buffer: Buffer) -> None:
+        if self._engine is not None:
+            self._engine.register(buffer.address, buffer.nbytes)
+            return
+        code = OK if self._is_fabric else native.register_buffer(buffer.address, buffer.nbytes)
+        if code != OK:
+            raise StoreError(
+                f"Mooncake cannot register {buffer.nbytes} bytes (code {code}); for RDMA check "
+                "`ulimit -l`, or lower staging_bytes"
+            )
+
+    def _unregister(self, native: Native, address: int) -> None:
+        if self._engine is not None:
+            self._engine.unregister(address)
+            return
+        code = OK if self._is_fabric else native.unregister_buffer(address)
+        if code != OK:
+            logger.warning("Mooncake cannot unregister %#x: code %d", address, code)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        found: list[bool] = []
+        for part in cut_keys(keys, MAX_EXISTS_KEYS):
+            with self._calling() as native:
+                codes = checked(native.batch_is_exist(part), len(part))
+            if min(codes) < 0:  # truthy, and no answer: -900 is what a dead master gives
+                raise StoreUnreachable(
+                    f"the Mooncake master at {self._address} does not answer (code {min(codes)})"
+                )
+            found += [code == EXISTS for code in codes]
+        return found
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
+    ) -> list[PutOutcome]:
+        assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
+        addresses = [buffer.address for buffer in buffers]
+        sizes = [buffer.nbytes for buffer in buffers]
+        outcomes: list[PutOutcome] = []
+        for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES):
+            config = self._wheel.ReplicateConfig()
+            if self._has_groups:
+                config.group_ids = [chunk.id for chunk in chunks[part]]
+            run = list(keys[part])
+            with self._calling() as native:
+                codes = native.batch_put_from(run, addresses[part], sizes[part], config)
+            checked(codes, len(run))
+            if all_lost(codes):
+                return self._give_up(outcomes, PutOutcome.FAILED, len(keys))
+            outcomes += [PUT_OUTCOMES.get(code, PutOutcome.FAILED) for code in codes]
+        return outcomes
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        assert len(keys) == len(buffers), (len(keys), len(buffers))
+        addresses = [buffer.address for buffer in buffers]
+        sizes = [buffer.nbytes for buffer in buffers]
+        outcomes: list[GetOutcome] = []
+        for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES):
+            run = list(keys[part])
+            with self._calling() as native:
+                codes = native.batch_get_into(run, addresses[part], sizes[part])
+            checked(codes, len(run))
+            if all_lost(codes):
+                return self._give_up(outcomes, GetOutcome.FAILED, len(keys))
+            outcomes += map(self._get_outcome, run, sizes[part], codes)
+        return outcomes
+
+    def remove(self, keys: Sequence[str]) -> int:
+        num_removed = 0
+        # Forced: whoever has just asked `exists` or read holds a lease for seconds.
+        for part in cut_keys(list(dict.fromkeys(keys)), MAX_REMOVE_KEYS):
+            with self._calling() as native:
+                codes = checked(native.batch_remove(part, True), len(part))
+            if all_lost(codes):
+                raise StoreUnreachable(f"the Mooncake master at {self._address} does not answer")
+            num_removed += codes.count(OK)
+        return num_removed
+
+    def remove_namespace(self, namespace: str) -> int:
+        pattern = "^" + _REGEX_SYNTAX.sub(r"\\\g<0>", namespace) + "@"
+        with self._calling() as native:
+            count = native.remove_by_regex(pattern, True)
+        if count < 0:
+            raise StoreUnreachable(f"the Mooncake master at {self._address} failed with {count}")
+        return count
+
+    def close(self) -> None:
+        with self._state:
+            native, self._native = self._native, None
+            assert native is not None, "closed twice"
+            # A native call that is still under way, or comes later, is a segmentation fault.
+            idle = self._state.wait_for(lambda: self._num_calls == 0, CLOSE_WAIT_S)
+        if not idle:
+            logger.warning("a call to Mooncake at %s hangs; left open until exit", self._address)
+            _left_open.append(native)
+            return
+        for address in self._registered:  # left registered, it has been seen to crash the exit
+            self._unregister(native, address)
+        native.close()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Native]:
+        """The native client, which `close` leaves alone for so long."""
+        with self._state:
+            if self._native is None:
+                raise StoreError(f"the store at {self._address} is closed")
+            native = self._native
+            self._num_calls += 1
+        try:
+            yield native
+        finally:
+            with self._state:
+                self._num_calls -= 1
+                self._state.notify_all()
+
+    def _get_outcome(self, key: str, nbytes: int, code: int) -> GetOutcome:
+        if code >= 0:
+            return GetOutcome.OK if code == nbytes else GetOutcome.WRONG_SIZE
+        if code in (NOT_FOUND, NOT_READY):
+            return GetOutcome.MISSING
+        if code in (INVALID_PARAMS, TRANSFER_FAILED):
+            # Either the sizes differ or something broke; only the master can tell.
+            with self._calling() as native:
+                object_bytes = native.get_size(key)
+            if object_bytes >= 0 and object_bytes != nbytes:
+                return GetOutcome.WRONG_SIZE
+        return GetOutcome.FAILED
+
+    def _give_up(self, outcomes: list[Outcome], failed: Outcome, num_keys: int) -> list[Outcome]:
+        """The rest would wait for the master just as long; unless some are known, none is."""
+        if not outcomes:
+            raise StoreUnreachable(f"the Mooncake master at {self._address} does not answer")
+        return outcomes + [failed] * (num_keys - len(outcomes))

@@ -1,0 +1,121 @@
+"""The list of tiers that a configuration names, nearest first.
+
+`host://8GiB?policy=lrfu` is this process's own memory, a tier that no store stands for; every other
+url is a store's (url.py). What cannot work is said before anything is opened: a tier in front of
+a faster one, a tier twice, host memory that is not the first. `tier_specs` reads the environment
+and Mooncake's own file; the rest is pure.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+from vllm_kvpool.config import KVPoolConfig, default_store_url, environment, json_named_by
+from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.sizes import parse_size
+from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvpool.storage.url import (
+    MAX_STORE_BYTES,
+    MIN_STORE_BYTES,
+    MOONCAKE_CONFIG_ENV,
+    Query,
+    StoreSpec,
+    names_no_master,
+    parse_store_url,
+)
+
+MAX_TIERS = 4  # behind host memory
+
+# How far away a store is: a tier further away never stands in front of a nearer one. Files may be
+# on a local disk or on a shared one, so they go either way with a pool in others' memory.
+_DISTANCE = {"memory": 0, "file": 1, "mooncake": 1, "s3": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """Cells kept in each worker's own memory; 0 bytes for none."""
+
+    nbytes: int = 0
+    policy: str = DEFAULT_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpecs:
+    """Every tier of an engine. Only with a host tier may `stores` be empty."""
+
+    host: HostTier
+    stores: tuple[StoreSpec, ...]
+
+
+def parse_tiers(
+    urls: Sequence[str],
+    mooncake_config: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> TierSpecs:
+    """Read a list of urls, nearest first; ConfigError says what to change.
+
+    `mooncake_config` and `environ` as in `parse_store_url`.
+    """
+    if not urls:
+        raise ConfigError("store lists no tier; leave it out for the default, or name a store url")
+    host = HostTier()
+    specs: list[StoreSpec] = []
+    for place, url in enumerate(urls):
+        if url.lower().startswith("host:"):
+            if place:
+                raise ConfigError(f"{url}: host memory is the nearest tier; put it first in store")
+            host = _parse_host(url)
+        else:
+            specs.append(parse_store_url(url, mooncake_config, environ))
+    if len(specs) > MAX_TIERS:
+        raise ConfigError(f"store lists {len(specs)} tiers behind host memory; at most {MAX_TIERS}")
+    for nearer, further in pairwise(specs):
+        if _DISTANCE[further.scheme] < _DISTANCE[nearer.scheme]:
+            raise ConfigError(
+                f"{nearer.url} stands before {further.url}, which is nearer; store lists tiers "
+                "nearest first: host, memory, file or mooncake, s3"
+            )
+    places = [(spec.scheme, spec.options) for spec in specs]
+    for number, (spec, place_of) in enumerate(zip(specs, places, strict=True)):
+        if any(_same_place(place_of, other) for other in places[:number]):
+            raise ConfigError(f"{spec.url} is listed twice; a tier may stand in store once")
+    return TierSpecs(host, tuple(specs))
+
+
+def tier_specs(config: KVPoolConfig) -> TierSpecs:
+    """The tiers that the configuration names, or the default one."""
+    urls = tuple(url or default_store_url() for url in config.store_urls)
+    nameless = any(names_no_master(url) for url in urls)
+    mooncake_config = json_named_by(MOONCAKE_CONFIG_ENV) if nameless else None
+    return parse_tiers(urls, mooncake_config, environment())
+
+
+def _same_place(one: tuple[str, object], other: tuple[str, object]) -> bool:
+    """Whether two stores would be the same one, whatever their sizes."""
+    if one[0] != other[0]:
+        return False
+    if one[0] == "memory" and not getattr(one[1], "name", ""):
+        return False  # each has its own
+    names = ("path", "name", "master_host", "master_port", "bucket", "prefix", "endpoint")
+    return all(getattr(one[1], n, None) == getattr(other[1], n, None) for n in names)
+
+
+def _parse_host(url: str) -> HostTier:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url}: {error}") from None
+    if not parts.netloc or parts.path.strip("/") or not url.lower().startswith("host://"):
+        raise ConfigError(f"{url}: write the size of host memory as host://8GiB")
+    query = Query(url, parts.query)
+    policy = query.text("policy", DEFAULT_POLICY)
+    if policy not in POLICIES:
+        raise ConfigError(f"{url}: unknown policy {policy}; {nearest(policy, POLICIES)}")
+    query.finish()
+    nbytes = parse_size(parts.netloc, f"{url}: size")
+    if not MIN_STORE_BYTES <= nbytes <= MAX_STORE_BYTES:
+        raise ConfigError(
+            f"{url}: the size must be from {MIN_STORE_BYTES} to {MAX_STORE_BYTES} bytes"
+        )
+    return HostTier(nbytes, policy)

@@ -1,0 +1,154 @@
+"""Cells that a store would evict next, on their way into the tier after it.
+
+Only with write-back: with write-through the tier after it was given the cell when it was saved. A
+cell is fetched, checked, put into the next tier and then removed where it was; host memory does not
+keep it. What cannot be put stays until the store evicts it.
+
+The thread of `Custodian` asks the stores, as that reads from disks, and waits for each hand-down
+to end before it asks again; the engine thread owns the rest.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.storage.base import Shedding
+from vllm_kvpool.transfer.context import CellOp, Desk
+from vllm_kvpool.transfer.fetches import Fetches
+from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.host_cache import Entry, EntryState
+from vllm_kvpool.transfer.ops import NOBODY, CellName, HandDown, HandedDown, OpKind
+from vllm_kvpool.transfer.saves import Put, Saves
+
+logger = logging.getLogger(__name__)
+
+ASK_EVERY_S = 1.0
+MAX_CELLS = 32  # of one hand-down: they take slots that saves could use
+WAIT_S = 60.0  # for a hand-down to end
+JOIN_S = 0.5
+
+
+@dataclass(slots=True)
+class Passage:
+    """A hand-down that is under way: what its last marker is about."""
+
+    job: HandDown
+    removes: list[Op]
+
+
+class HandDowns:
+    """See the module docstring; the engine thread's part."""
+
+    def __init__(self, desk: Desk, fetches: Fetches, saves: Saves) -> None:
+        self._desk = desk
+        self._fetches = fetches
+        self._saves = saves
+
+    def submit(self, job: HandDown) -> None:
+        """Start to move the cells; with no tier after it that can be asked, it ends at once."""
+        desk = self._desk
+        graph = Graph(NOBODY, Priority.DEMOTE)
+        passage = Passage(job, [])
+        further = desk.tiers_writable(job.tier + 1)
+        for cell in job.cells if further else ():
+            if cell.nbytes > desk.slot_bytes:  # of another model
+                continue
+            if self._fetches.is_leaving(job.tier, cell.key):
+                continue
+            entry = desk.residency.get(cell.key)
+            if entry is None:
+                entry = self._fetches.begin_at(job.tier, cell, graph)
+                self._pass_on(passage, graph, cell, entry, further[0], passing=True)
+            elif entry.state is EntryState.PRESENT and not entry.dirty:
+                self._pass_on(passage, graph, cell, entry, further[0], passing=False)
+        desk.scheduler.add(graph, None, passage, after=passage.removes, always=True)
+        desk.scheduler.close(graph)
+
+    def _pass_on(
+        self,
+        passage: Passage,
+        graph: Graph,
+        cell: CellName,
+        entry: Entry,
+        tier: int,
+        *,
+        passing: bool,
+    ) -> None:
+        desk = self._desk
+        copy = self._saves.begin_copy(entry)
+        copy.passing = passing
+        before = () if entry.op is None else (entry.op,)
+        # What a store gave is sealed. What a gather brought is not, unless a tier has it.
+        seal = desk.scheduler.add(graph, desk.lane(OpKind.SEAL), copy, cell.nbytes, before)
+        lane = desk.lane(OpKind.PUT, tier)
+        put = desk.scheduler.add(graph, lane, Put(cell, entry, copy, tier), cell.nbytes, (seal,))
+        copy.ops += (seal, put)
+        lane = desk.lane(OpKind.REMOVE, passage.job.tier)
+        passage.removes.append(desk.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
+
+    def ended(self, passage: Passage) -> None:
+        """Every cell has moved, or will not."""
+        moved = sum(op.state is OpState.DONE for op in passage.removes)
+        tier = self._desk.tiers[passage.job.tier].name
+        self._desk.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
+        self._desk.reports.append(HandedDown(passage.job.job_id, moved))
+
+
+class Custodian:
+    """Asks stores for what they would evict next. `post` hands a job to the engine, and the number
+    of cells that moved comes through the queue."""
+
+    def __init__(
+        self,
+        stores: Mapping[int, Shedding],
+        post: Callable[[int, tuple[CellName, ...], "SimpleQueue[int]"], None],
+    ) -> None:
+        self._stores = stores
+        self._post = post
+        self._closing = threading.Event()
+        self._answer: SimpleQueue[int] = SimpleQueue()  # that is waited for, or was
+        self._thread = threading.Thread(target=self._run, name="kvpool-custodian", daemon=True)
+        self._thread.start()
+
+    def close(self) -> bool:
+        """End the thread; a hand-down under way is left to the engine.
+
+        Returns whether it has ended, so that the stores may be closed.
+        """
+        self._closing.set()
+        self._answer.put(0)  # an engine that ends before the hand-down answers nothing
+        self._thread.join(JOIN_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        pause = ASK_EVERY_S
+        while not self._closing.wait(pause):
+            # Where much has to go there is no pause, unless nothing moves.
+            moved = [self._hand_down(tier, store) for tier, store in self._stores.items()]
+            pause = 0.0 if any(moved) else ASK_EVERY_S
+
+    def _hand_down(self, tier: int, store: Shedding) -> int:
+        try:
+            found = store.surplus(MAX_CELLS)
+            if not found:
+                return 0
+            cells = tuple(map(CellName._make, found))
+            answer: SimpleQueue[int] = SimpleQueue()
+            self._answer = answer  # before the look: who closes after it ends the wait
+            try:
+                if self._closing.is_set():
+                    return 0
+                self._post(tier, cells, answer)
+                return answer.get(timeout=WAIT_S)
+            except Empty:
+                return 0
+            finally:
+                store.surplus_done()
+        except StoreUnreachable:
+            return 0  # who watches over the store has said so, once
+        except (StoreError, OSError) as error:
+            logger.warning("kvpool: handing cells down: %s", error)
+            return 0

@@ -1,0 +1,218 @@
+"""vLLM's objects as the embedding connector's values: places, requests, encoders' identity."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+try:
+    from vllm.distributed.ec_transfer.ec_connector.utils import (
+        PlaceholderMetadataResolver,
+        collect_ec_item_metadata,
+    )
+except ImportError as error:
+    raise ImportError(
+        "KVPoolECConnector needs vLLM 0.32 or newer: before, vLLM cannot be told that a request's "
+        "embeddings are not to be had, nor when the model is loaded; KVPoolConnector works"
+    ) from error
+
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.storage.manifest import shown
+from vllm_kvpool.vllm_adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
+from vllm_kvpool.vllm_adapt.namespace import model_values
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+FINGERPRINT_BYTES = 16
+MAX_PORT = 65_535
+ANY_HOSTS = ("*", "0.0.0.0", "[::]")
+LOOPBACK = "127.0.0.1"
+
+
+class Endpoints(NamedTuple):
+    """Of one engine, by rank."""
+
+    listen: tuple[str, ...]
+    advertised: tuple[str, ...]
+    local: tuple[str, ...]
+    """For the engine's own scheduler."""
+    host: str
+
+
+def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
+    """`ec_connector_extra_config` as the user wrote it."""
+    assert vllm_config.ec_transfer_config is not None
+    return vllm_config.ec_transfer_config.ec_connector_extra_config or {}
+
+
+def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
+    """Ports run over ranks, then over data-parallel engines; ConfigError if they run out."""
+    transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
+    assert transfer is not None
+    host, port = str(transfer.ec_ip), int(transfer.ec_port)
+    if config.listen:
+        host, _, text = config.listen.removeprefix("tcp://").rpartition(":")
+        port = int(text)
+    ranks = parallel.tensor_parallel_size
+    first = port + parallel.data_parallel_index * ranks
+    if not 0 < first <= first + ranks - 1 <= MAX_PORT:
+        raise ConfigError(
+            f"the {ranks} ranks of this engine would listen at ports {first} to "
+            f"{first + ranks - 1}; choose another ec_port, or listen"
+        )
+    is_any = host in ANY_HOSTS
+    shown = config.advertise or (LOOPBACK if is_any else host)
+    if is_any and not config.advertise:
+        logger.warning(
+            "kvpool: embeddings listen at %s and no advertise says where peers reach this "
+            "engine: only those of this machine can",
+            host,
+        )
+
+    def each_rank(name: str) -> tuple[str, ...]:
+        return tuple(f"tcp://{name}:{first + rank}" for rank in range(ranks))
+
+    return Endpoints(
+        each_rank("*" if is_any and host != "[::]" else host),
+        each_rank(shown),
+        each_rank(LOOPBACK if is_any else host),
+        shown.strip("[]"),
+    )
+
+
+def tp_rank(vllm_config: "VllmConfig") -> int:
+    """This worker's; ranks run over tensor parallelism first."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank % parallel.tensor_parallel_size)
+
+
+def is_first_stage(vllm_config: "VllmConfig") -> bool:
+    """Whether this worker gathers embeddings: only the first stage of a pipeline does."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return int(parallel.rank // ranks % parallel.pipeline_parallel_size) == 0
+
+
+def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
+    """Digest of what decides an encoder's output for given media, but for later updates.
+
+    Reads the model's files, a sample of its weights among them. Raises OSError.
+    """
+    hf = vllm_config.model_config.hf_config
+    lora = vllm_config.lora_config
+    left_out = LEFT_OUT_OF_EMBEDDINGS
+    if lora is None or not lora.enable_tower_connector_lora:
+        left_out = {**left_out, "VllmConfig.lora_config": "adapters of the language model alone"}
+    values = {
+        "model_type": hf.model_type,
+        "parts": {
+            name: canonical(_plain(value))
+            for name in ("vision_config", "audio_config", "text_config", "thinker_config")
+            if (value := getattr(hf, name, None)) is not None
+        },
+        **model_values(vllm_config, config.weights_id, config.namespace, left_out),
+    }
+    logger.debug("kvpool: embeddings' fingerprint of %s", shown(values))
+    return hashlib.blake2b(encoded(values), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def told_by_first_rank(make: Callable[[], str]) -> str:
+    """What `make` gives in the first rank of this tensor-parallel group; every rank calls this.
+
+    Raises what `make` raises, in every rank.
+    """
+    group = get_tp_group()
+    made: Any = None
+    if group.rank_in_group == 0:
+        try:
+            made = make()
+        except Exception as error:
+            made = error
+    told = group.broadcast_object(made, src=0)
+    if isinstance(told, Exception):
+        raise told
+    return str(told)
+
+
+_SHAPES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "depth"),
+    *("num_attention_heads", "image_size", "patch_size", "spatial_merge_size", "embed_dim"),
+    *("deepstack_visual_indexes", "d_model", "encoder_layers", "num_mel_bins"),
+)
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    """A few values of a part's configuration: all of it differs between releases."""
+    return {name: getattr(part, name) for name in _SHAPES if hasattr(part, name)}
+
+
+def fingerprint_in(base: str, epoch: str) -> str:
+    """The fingerprint under an epoch of the weights; the first epoch's is the base."""
+    if not epoch:
+        return base
+    return hashlib.blake2b(f"{base}/{epoch}".encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:
+    """What of an item's data only says where it belongs, by modality."""
+    return PlaceholderMetadataResolver(vllm_config.model_config)
+
+
+def features_of(
+    request: "Request", resolver: PlaceholderMetadataResolver
+) -> Iterator[tuple[str, int, int, int, bool]]:
+    """A request's items in order: name, [start, end) in the prompt, rows, are media here."""
+    for feature in request.mm_features:
+        yield (
+            feature.identifier,
+            feature.mm_position.offset,
+            feature.mm_position.offset + feature.mm_position.length,
+            feature.mm_position.get_num_embeds(),
+            _has_media(feature, resolver),
+        )
+
+
+def _has_media(feature: Any, resolver: PlaceholderMetadataResolver) -> bool:
+    """Whether there is more than what a proxy says of media that are elsewhere."""
+    if not feature.data:
+        return False
+    said = resolver.fields_for(feature.modality)
+    return any(each.data is not None for name, each in feature.data.items() if name not in said)
+
+
+def on_device(tensor: Any, vllm_config: "VllmConfig") -> Any:
+    """A host tensor where the model's are, in stream order; itself on a CPU."""
+    device = vllm_config.device_config.device
+    if device is None or device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def transfer_params(request: "Request") -> Mapping[str, Any] | None:
+    """`ec_transfer_params` as the client or proxy sent it."""
+    params: Mapping[str, Any] | None = request.ec_transfer_params
+    return params
+
+
+def answer_of(
+    request: "Request",
+    resolver: PlaceholderMetadataResolver,
+    endpoint: str,
+    transfer_ids: Mapping[str, str],
+) -> dict[str, Any] | None:
+    """What an encoder says of a finished request's items; a proxy hands it to the next engine."""
+    items = collect_ec_item_metadata(request.mm_features, resolver)
+    for feature in request.mm_features:
+        entry = items[feature.identifier]
+        entry["peer"] = endpoint
+        entry["rows"] = feature.mm_position.get_num_embeds()
+        if feature.identifier in transfer_ids:
+            entry["transfer_id"] = transfer_ids[feature.identifier]
+    return items or None

@@ -1,0 +1,440 @@
+"""What of vLLM's configuration changes the values that an engine computes.
+
+Every field of every configuration object counts, but for those that a table leaves out, each with
+its reason; a field that nobody has classified counts. So a new release of vLLM can cost hits, never
+give wrong bytes. The tables hold for both releases that are tested;
+`tests/vllm_adapt/test_factors.py` walks every field of them.
+
+A field whose value a table knows as neutral is left out of the result, so that a field which only
+one release has does not keep engines of two releases apart. Defaults are not asked of the release
+that runs: a new one, or a new field, keeps engines apart until a table knows it. Values are in a
+form that depends on no release (`canonical`).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Table = Mapping[str, str]
+Form = Callable[[Any, "VllmConfig"], Any]
+
+FILE_DIGEST_BYTES = 16
+
+# Reasons that several fields share.
+_ACCESS = "says what requests may do; what they do is part of their hash"
+_BY_CONTENT = "a name or path; files count by what is in them"
+_DERIVED = "derived from fields and files that count"
+_EVENTS = "says what is recorded or told to others"
+_KERNEL = "the same operation in other pieces: results differ by rounding alone, as with other TP"
+_LOADING = "says how weights are read, not which"
+_MEDIA_NAMES = "names of media, and how they are kept; media are part of a request's hash"
+_MEMORY = "says how much memory there is, or where something lies in it"
+_OUTPUT = "says what is done with what the model has computed"
+_PARALLEL = "the same computation on other ranks"
+_SAMPLING = "says how tokens are chosen; prompts are compared by their tokens"
+_TOKENS = "says how text becomes tokens; prompts are compared by their tokens"
+
+LEFT_OUT_OF_KV: Table = {
+    # Whole objects
+    "VllmConfig.parallel_config": _PARALLEL,
+    "VllmConfig.scheduler_config": "says which tokens are computed when",
+    "VllmConfig.device_config": "the same computation elsewhere; KV dtype and byte order count",
+    "VllmConfig.offload_config": _MEMORY,
+    "VllmConfig.aux_output_config": _OUTPUT,
+    "VllmConfig.engram_config": _MEMORY,
+    "VllmConfig.speculative_config": "drafts are verified; layers of drafters are not shared",
+    "VllmConfig.watermark_config": _SAMPLING,
+    "VllmConfig.structured_outputs_config": _SAMPLING,
+    "VllmConfig.reasoning_config": _SAMPLING,
+    "VllmConfig.observability_config": _EVENTS,
+    "VllmConfig.logging_config": _EVENTS,
+    "VllmConfig.profiler_config": _EVENTS,
+    "VllmConfig.kv_events_config": _EVENTS,
+    "VllmConfig.kv_transfer_config": "connectors move KV and change none; options that do count",
+    "VllmConfig.ec_transfer_config": "connectors move embeddings and change none",
+    "VllmConfig.ec_manager_config": _MEMORY,
+    "VllmConfig.quant_config": _DERIVED,
+    "VllmConfig.compilation_config": _KERNEL,
+    "VllmConfig.optimization_level": _KERNEL,
+    "VllmConfig.performance_mode": _KERNEL,
+    "VllmConfig.instance_id": "a name",
+    "VllmConfig.weight_transfer_config": "weights that change begin a namespace of their own",
+    "VllmConfig.shutdown_timeout": "says when an engine ends",
+    # The model
+    "ModelConfig.model": _BY_CONTENT,
+    "ModelConfig.model_weights": _BY_CONTENT,
+    "ModelConfig.hf_config_path": _BY_CONTENT,
+    "ModelConfig.revision": _BY_CONTENT,
+    "ModelConfig.served_model_name": "a name",
+    "ModelConfig.hf_config": "the files that it is read from count, and hf_overrides",
+    "ModelConfig.hf_text_config": "the files that it is read from count, and hf_overrides",
+    "ModelConfig.is_submodel_config": _DERIVED,
+    "ModelConfig.word_embeddings_untied_by_checkpoint": _DERIVED,
+    "ModelConfig.tokenizer": _TOKENS,
+    "ModelConfig.tokenizer_mode": _TOKENS,
+    "ModelConfig.tokenizer_revision": _TOKENS,
+    "ModelConfig.skip_tokenizer_init": _TOKENS,
+    "ModelConfig.trust_remote_code": "the model's own code counts by content where it may run",
+    "ModelConfig.seed": _SAMPLING + "; of random weights it is in their identity",
+    "ModelConfig.max_model_len": "a limit; what long rope makes of it counts",
+    "ModelConfig.spec_target_max_model_len": "a limit",
+    "ModelConfig.allow_deprecated_quantization": "a permission",
+    "ModelConfig.allowed_local_media_path": _ACCESS,
+    "ModelConfig.allowed_media_domains": _ACCESS,
+    "ModelConfig.enable_prompt_embeds": _ACCESS,
+    "ModelConfig.hf_token": "a permission, and a secret",
+    "ModelConfig.enforce_eager": _KERNEL,
+    "ModelConfig.disable_cascade_attn": _KERNEL,
+    "ModelConfig.return_sampling_mask": _OUTPUT,
+    "ModelConfig.enable_return_routed_experts": _OUTPUT,
+    "ModelConfig.max_logprobs": _OUTPUT,
+    "ModelConfig.logprobs_mode": _OUTPUT,
+    "ModelConfig.pooler_config": _OUTPUT,
+    "ModelConfig.use_fp64_gumbel": _SAMPLING,
+    "ModelConfig.enable_trace_replay": _SAMPLING,
+    "ModelConfig.generation_config": _SAMPLING,
+    "ModelConfig.override_generation_config": _SAMPLING,
+    "ModelConfig.logits_processors": _SAMPLING,
+    "ModelConfig.io_processor_plugin": _TOKENS,
+    "ModelConfig.renderer_num_workers": "says how many threads prepare requests",
+    "ModelConfig.enable_sleep_mode": _MEMORY,
+    "ModelConfig.sleep_preserve_parameter_names": _MEMORY,
+    "ModelConfig.sleep_mode_backend": _MEMORY,
+    "ModelConfig.sleep_mode_offload_cudagraph": _MEMORY,
+    "ModelConfig.enable_nccl_comm_suspend": _MEMORY,
+    "ModelConfig.enable_cumem_allocator": _MEMORY,
+    # The KV cache
+    "CacheConfig.block_size": _MEMORY,
+    "CacheConfig.user_specified_block_size": _MEMORY,
+    "CacheConfig._block_size_resolved": _MEMORY,
+    "CacheConfig.kv_cache_layout": _MEMORY,
+    "CacheConfig.gpu_memory_utilization": _MEMORY,
+    "CacheConfig.kv_cache_memory_bytes": _MEMORY,
+    "CacheConfig.num_gpu_blocks": _MEMORY,
+    "CacheConfig.num_cpu_blocks": _MEMORY,
+    "CacheConfig.num_gpu_blocks_override": _MEMORY,
+    "CacheConfig.kv_cache_size_tokens": _MEMORY,
+    "CacheConfig.kv_cache_max_concurrency": _MEMORY,
+    "CacheConfig.kv_offloading_size": _MEMORY,
+    "CacheConfig.kv_offloading_backend": _MEMORY,
+    "CacheConfig.mamba_block_size": _MEMORY,
+    "CacheConfig.user_specified_mamba_block_size": _MEMORY,
+    "CacheConfig.mamba_page_size_padded": _MEMORY,
+    "CacheConfig.skip_page_size_padded": _MEMORY,
+    "CacheConfig.mamba_cache_mode": _MEMORY,
+    "CacheConfig.enable_mamba_shared_prefix_checkpoint": _MEMORY,
+    "CacheConfig.enable_prefix_caching": "says what the engine itself keeps",
+    "CacheConfig.prefix_caching_hash_algo": "the engine's own names of blocks",
+    "CacheConfig.prefix_cache_retention_interval": "says what the engine itself keeps",
+    "CacheConfig.prefix_match_unit": "says where the engine's own hits may end",
+    "CacheConfig.hash_block_size": "says where the engine's own hits may end",
+    "CacheConfig.cache_hit_alignment_tokens": "says where the engine's own hits may end",
+    "CacheConfig.effective_attention_block_size": _MEMORY,
+    "CacheConfig.is_attention_free": _DERIVED,
+    "CacheConfig.sliding_window": _DERIVED,
+    # Adapters
+    "LoRAConfig.max_lora_rank": "a limit; adapters are part of a request's hash",
+    "LoRAConfig.max_loras": "a limit; adapters are part of a request's hash",
+    "LoRAConfig.max_cpu_loras": "a limit; adapters are part of a request's hash",
+    "LoRAConfig.fully_sharded_loras": _PARALLEL,
+    "LoRAConfig.default_mm_loras": "adapters are part of a request's hash",
+    "LoRAConfig.specialize_active_lora": _KERNEL,
+    # Media
+    "MultiModalConfig.limit_per_prompt": _ACCESS,
+    "MultiModalConfig.enable_mm_embeds": _ACCESS,
+    "MultiModalConfig.allow_missing_mm_embeddings": _ACCESS,
+    "MultiModalConfig.interleave_mm_strings": _TOKENS,
+    "MultiModalConfig.mm_processor_cache_gb": _MEDIA_NAMES,
+    "MultiModalConfig.mm_processor_cache_type": _MEDIA_NAMES,
+    "MultiModalConfig.mm_shm_cache_max_object_size_mb": _MEDIA_NAMES,
+    "MultiModalConfig.mm_hasher_algorithm": _MEDIA_NAMES,
+    "MultiModalConfig.mm_tensor_ipc": _MEDIA_NAMES,
+    "MultiModalConfig.mm_ipc_gpu_memory_gb": _MEMORY,
+    "MultiModalConfig.skip_mm_profiling": _MEMORY,
+    "MultiModalConfig.mm_encoder_tp_mode": _PARALLEL,
+    "MultiModalConfig.mm_encoder_fp8_scale_save_path": "says where scales are written",
+    "MultiModalConfig.mm_encoder_fp8_scale_save_margin": "says what scales are written",
+    # Kernels
+    "AttentionConfig.flash_attn_max_num_splits_for_cuda_graph": _KERNEL,
+    "AttentionConfig.tokenspeed_mla_min_split_kv": _KERNEL,
+    "AttentionConfig.tq_max_kv_splits_for_cuda_graph": _KERNEL,
+    "AttentionConfig.flex_attn_block_m": _KERNEL,
+    "AttentionConfig.flex_attn_block_n": _KERNEL,
+    "AttentionConfig.flex_attn_q_block_size": _KERNEL,
+    "AttentionConfig.flex_attn_kv_block_size": _KERNEL,
+    "AttentionConfig.sparse_mla_prefill_workspace_factor": _MEMORY,
+    "AttentionConfig.hisparse_config": _MEMORY,
+    "KernelConfig.ir_op_priority": _KERNEL,
+    "KernelConfig.enable_flashinfer_autotune": _KERNEL,
+    "KernelConfig.enable_rocm_segmented_attn_autotune": _KERNEL,
+    "KernelConfig.enable_cutedsl_warmup": _KERNEL,
+    "KernelConfig.enable_jit_warmup": _KERNEL,
+    # Weights
+    "LoadConfig.download_dir": _BY_CONTENT,
+    "LoadConfig.safetensors_load_strategy": _LOADING,
+    "LoadConfig.safetensors_prefetch_num_threads": _LOADING,
+    "LoadConfig.safetensors_prefetch_block_size": _LOADING,
+    "LoadConfig.device": _LOADING,
+    "LoadConfig.use_tqdm_on_load": _LOADING,
+    "LoadConfig.pt_load_map_location": _LOADING,
+}
+
+LEFT_OUT_OF_EMBEDDINGS: Table = {
+    **LEFT_OUT_OF_KV,
+    "VllmConfig.cache_config": "embeddings are no KV",
+    "MultiModalConfig.mm_encoder_only": "says that the language model is not here",
+    "MultiModalConfig.language_model_only": "says that the encoder is not here",
+}
+
+NEUTRAL: Mapping[str, Any] = {
+    # Defaults, which mean the same in every release that is known.
+    "VllmConfig.additional_config": {},
+    "ModelConfig.runner": "auto",
+    "ModelConfig.convert": "auto",
+    "ModelConfig.dtype": "auto",
+    "ModelConfig.code_revision": None,
+    "ModelConfig.quantization": None,
+    "ModelConfig.disable_sliding_window": False,
+    "ModelConfig.config_format": "auto",
+    "ModelConfig.hf_overrides": {},
+    "ModelConfig.model_class_overrides": {},
+    "ModelConfig.model_impl": "auto",
+    "ModelConfig.override_attention_dtype": None,
+    "CacheConfig.cache_dtype": "auto",
+    "CacheConfig.calculate_kv_scales": False,
+    "CacheConfig.kv_cache_dtype_skip_layers": [],
+    "CacheConfig.mamba_cache_dtype": "auto",
+    "CacheConfig.mamba_ssm_cache_dtype": "auto",
+    "CacheConfig.replayssm_buffer_len": 16,
+    "CacheConfig.use_replayssm": False,
+    "CacheConfig.use_kda_recoverssm": False,
+    "CacheConfig.kv_sharing_fast_prefill": False,
+    "CacheConfig.swa_bounded_replay": True,
+    "LoadConfig.load_format": "auto",
+    "LoadConfig.model_loader_extra_config": {},
+    "LoadConfig.ignore_patterns": ["original/**/*"],
+    "AttentionConfig.backend": None,
+    "AttentionConfig.minimax_m3_msa_decode_backend": "triton",
+    "AttentionConfig.backend_per_kind": {},
+    "AttentionConfig.flash_attn_version": None,
+    "AttentionConfig.use_prefill_decode_attention": False,
+    "AttentionConfig.use_trtllm_attention": None,
+    "AttentionConfig.disable_flashinfer_q_quantization": False,
+    "AttentionConfig.mla_prefill_backend": None,
+    "AttentionConfig.use_prefill_query_quantization": False,
+    "AttentionConfig.use_fp4_indexer_cache": False,
+    "AttentionConfig.indexer_kv_dtype": "auto",
+    "AttentionConfig.indexer_sparse_logits": False,
+    "AttentionConfig.use_non_causal": False,
+    "AttentionConfig.sparse_mla_force_mqa": False,
+    "MambaConfig.backend": "TRITON",
+    "MambaConfig.enable_stochastic_rounding": False,
+    "MambaConfig.stochastic_rounding_philox_rounds": 0,
+    "MambaConfig.ssu_algorithm": None,
+    "KernelConfig.moe_backend": "auto",
+    "KernelConfig.enable_bf16x3_router_gemm": False,
+    "KernelConfig.sparse_indexer_topk_backend": "auto",
+    "KernelConfig.linear_backend": "auto",
+    "KernelConfig.linear_backend_per_quant": None,
+    "LoRAConfig.lora_dtype": "auto",
+    "LoRAConfig.target_modules": None,
+    "LoRAConfig.enable_tower_connector_lora": False,
+    "LoRAConfig.enable_mixed_moe_lora_format": False,
+    "LoRAConfig.enable_moe_shared_loras": False,
+    "LoRAConfig.max_lora_cls_labels": None,
+    "MultiModalConfig.language_model_only": False,
+    "MultiModalConfig.media_io_kwargs": {},
+    "MultiModalConfig.mm_processor_kwargs": None,
+    "MultiModalConfig.mm_device_do_normalize": True,
+    "MultiModalConfig.mm_encoder_only": False,
+    "MultiModalConfig.mm_encoder_attn_backend": None,
+    "MultiModalConfig.mm_encoder_attn_dtype": None,
+    "MultiModalConfig.mm_encoder_fp8_scale_path": None,
+    "MultiModalConfig.video_pruning_rate": None,
+    "MultiModalConfig.video_pruning_method": "evs",
+    "QuantizationConfigArgs.linear": None,
+    "QuantizationConfigArgs.moe": None,
+    "QuantizationConfigArgs.ignore": [],
+    "QuantizationConfigArgs.targets": None,
+    # Parts that are not there unless they are asked for; then their fields count.
+    "VllmConfig.diffusion_config": None,
+    "VllmConfig.lora_config": None,
+    "ModelConfig.multimodal_config": None,
+    "ModelConfig.quantization_config": None,
+}
+"""Values of fields that count under which an engine computes as if there were no such field.
+
+In canonical form. Look at what a default of a new release means before it is written here.
+"""
+
+_LOADERS_OF_ALL_FILES = frozenset(
+    (
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor"),
+        *("mistral", "runai_streamer", "dummy"),
+    )
+)
+_OPTIONS_OF_LOADERS = frozenset(
+    ("concurrency", "distributed", "enable_multithread_load", "memory_limit", "num_threads")
+)
+
+
+class UnstableValueError(Exception):
+    """A value that no other process could compare with its own."""
+
+
+def factors(vllm_config: "VllmConfig", left_out: Table = LEFT_OUT_OF_KV) -> dict[str, Any]:
+    """The fields that count and are not neutral, by path (`model_config.dtype`).
+
+    UnstableValueError names the field whose value cannot be compared.
+    """
+    return dict(_factors(vllm_config, "", vllm_config, left_out))
+
+
+def _factors(
+    section: Any, path: str, vllm_config: "VllmConfig", left_out: Table
+) -> Iterator[tuple[str, Any]]:
+    for field in fields(section):
+        name = f"{type(section).__name__}.{field.name}"
+        if name in left_out or not hasattr(section, field.name):
+            continue
+        value, where = getattr(section, field.name), f"{path}{field.name}"
+        if _is_section(value):
+            yield from _factors(value, f"{where}.", vllm_config, left_out)
+            continue
+        form = _FORMS.get(name, _as_it_is)
+        try:
+            plain = canonical(form(value, vllm_config))
+            if name not in NEUTRAL or encoded(plain) != encoded(NEUTRAL[name]):
+                yield where, plain
+        except UnstableValueError as error:
+            raise UnstableValueError(f"{where}: {error}") from None
+
+
+def _is_section(value: Any) -> bool:
+    return (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__module__.startswith("vllm.config")
+    )
+
+
+def canonical(value: Any) -> Any:
+    """A value as JSON has it, the same in every process and release; UnstableValueError."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype | Path):
+        return str(value)
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "compute_hash"):  # vLLM's own word for it
+        return str(value.compute_hash())
+    if isinstance(value, Mapping):
+        if all(isinstance(name, str) for name in value):
+            return {name: canonical(value[name]) for name in sorted(value)}
+        return sorted(([canonical(k), canonical(v)] for k, v in value.items()), key=encoded)
+    if isinstance(value, Set):
+        return sorted(map(canonical, value), key=encoded)
+    if isinstance(value, Sequence):
+        return [canonical(each) for each in value]
+    if is_dataclass(value):
+        return {each.name: canonical(getattr(value, each.name)) for each in fields(value)}
+    if hasattr(value, "to_dict"):
+        return canonical(value.to_dict())
+    raise UnstableValueError(f"{type(value).__qualname__} objects cannot be compared")
+
+
+def encoded(values: Any) -> bytes:
+    """Canonical values as bytes."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+# Fields whose value says more, or less, than what it changes
+
+
+def _as_it_is(value: Any, vllm_config: "VllmConfig") -> Any:
+    return value
+
+
+def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
+    """What a function does to a configuration is seen in the configuration."""
+    if not callable(value):
+        return value
+    config = vllm_config.model_config.hf_config
+    kept = {name: each for name, each in config.to_dict().items() if name != "transformers_version"}
+    return {"function": f"{type(config).__qualname__}", "configuration": kept}
+
+
+def _loader(value: Any, vllm_config: "VllmConfig") -> Any:
+    """Loaders that read the same files differ by name alone; dummy weights have an identity."""
+    return "auto" if str(value) in _LOADERS_OF_ALL_FILES else str(value)
+
+
+def _loader_options(value: Any, vllm_config: "VllmConfig") -> Any:
+    return _without(value, _OPTIONS_OF_LOADERS)
+
+
+def _processor_options(value: Any, vllm_config: "VllmConfig") -> Any:
+    return _without(value, {"device"}) or None
+
+
+def _without(value: Any, names: Set[str]) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: each for name, each in value.items() if name not in names}
+
+
+def _lora_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
+    """vLLM resolves "auto" to the model's."""
+    return "auto" if value == vllm_config.model_config.dtype else value
+
+
+def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
+    """Before 0.32 the field was of MiniMax M3 alone, and "bf16" was what "auto" has meant since."""
+    section = type(vllm_config.attention_config)
+    had_no_auto = getattr(section, "indexer_kv_dtype", None) == "bf16"
+    return "auto" if had_no_auto and value == "bf16" else value
+
+
+def _target_modules(value: Any, vllm_config: "VllmConfig") -> Any:
+    return sorted(set(value)) if isinstance(value, list) else value
+
+
+def _file(value: Any, vllm_config: "VllmConfig") -> Any:
+    """A file counts by what is in it."""
+    if value is None:
+        return None
+    try:
+        content = Path(str(value)).read_bytes()
+    except OSError:
+        return {"path": str(value)}
+    return {"content": digest_of(content)}
+
+
+def digest_of(content: bytes) -> str:
+    """A hex digest of a file's content."""
+    return hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES).hexdigest()
+
+
+_FORMS: Mapping[str, Form] = {
+    "ModelConfig.hf_overrides": _overrides,
+    "LoadConfig.load_format": _loader,
+    "LoadConfig.model_loader_extra_config": _loader_options,
+    "LoRAConfig.lora_dtype": _lora_dtype,
+    "LoRAConfig.target_modules": _target_modules,
+    "AttentionConfig.indexer_kv_dtype": _indexer_dtype,
+    "MultiModalConfig.mm_processor_kwargs": _processor_options,
+    "MultiModalConfig.mm_encoder_fp8_scale_path": _file,
+}

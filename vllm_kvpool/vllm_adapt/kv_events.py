@@ -1,0 +1,323 @@
+"""What the pool holds as vLLM's KV cache events, with vLLM's own block hashes.
+
+Owned by the scheduler's thread; exists only where `kv_events_config.enable_kv_cache_events` is on.
+Of a model with several kinds of layers, the blocks of one kind stand for all. A chunk is announced
+when the stores have every cell of every rank, or every rank has its cells in host memory; see
+`scheduler/kv_event_tracker.py`. vLLM publishes what `take` gives with its own events, at the end of
+a step: `has_pending` asks for further steps, for a bounded time, while there is more to say.
+"""
+
+import random
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+)
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from vllm_kvpool.identity.keys import Namespace, group_of, in_epoch
+from vllm_kvpool.scheduler.kv_event_tracker import (
+    Announcement,
+    Announcer,
+    BlocksRemoved,
+    BlocksStored,
+    ChunkBlocks,
+    Cleared,
+    Medium,
+)
+from vllm_kvpool.scheduler.lookup_core import PresenceCheck
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
+from vllm_kvpool.storage.base import Capabilities
+from vllm_kvpool.transfer.ops import LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.layer_groups import LayerKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+KNOWN_S = 2.0
+"""For so long after the last save an engine without requests is kept stepping, to learn its end."""
+
+LOOK_EVERY_S = 1.0
+MAX_CELLS = 1 << 16  # of a chunk; which of them is looked at is left to chance
+MOST_LOOKED_AT = 512
+"""Chunks at a time: each that is announced is looked at within half a minute of steps."""
+
+LOCAL, REMOTE = "LOCAL", "REMOTE"
+HOST = Medium(MEDIUM_CPU, LOCAL)
+MEDIA = {
+    "memory": Medium(MEDIUM_CPU),
+    # A directory may be on this machine or not.
+    "file": Medium(MEDIUM_STORAGE),
+    "mooncake": Medium(MEDIUM_CPU, REMOTE),
+    "s3": Medium(MEDIUM_STORAGE, REMOTE),
+}
+
+
+def are_on(vllm_config: "VllmConfig") -> bool:
+    """Whether anybody wants to know."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What an event tells of a chunk's blocks besides their hashes."""
+
+    parent: Any  # hash of the block before the first
+    tokens: "array[int]"
+    extra_keys: tuple[Any, ...]
+    fields: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request, and the names of its chunks that were planned, by index."""
+
+    request: "Request"
+    names: dict[int, str] = field(default_factory=dict)
+
+
+class KVEvents:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        kind: LayerKind,
+        namespace: Namespace,
+        chunk_tokens: int,
+        num_ranks: int,
+        tiers: Sequence[Capabilities],
+        mirror: HostCacheIndex,
+        check: Callable[[PresenceCheck], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._namespace = namespace
+        self._chunk_tokens = chunk_tokens
+        self._mirror = mirror
+        self._clock = clock
+        self._kind = kind.name
+        spec = kind.spec
+        self._block_size = (
+            spec.block_size * vllm_config.parallel_config.decode_context_parallel_size
+        )
+        _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._common = {
+            "block_size": self._block_size,
+            "group_idx": kind.groups[0],
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+        }
+        self._stored_fields = compat.event_fields(BlockStored)
+        self._removed_fields = compat.event_fields(BlockRemoved)
+        media = [MEDIA[tier.name] for tier in tiers]
+        self._announcer = Announcer(media, num_ranks)
+        self._looks: dict[Medium, int] = {}  # media that are looked after -> tiers to look at
+        for number, medium in enumerate(media, 1):
+            # Cells of a chunk may lie in any tier up to the one that it was announced for.
+            if all(tier.free_exists for tier in tiers[:number]):
+                self._looks[medium] = number
+            else:
+                self._looks.pop(medium, None)
+        self._check = check
+        self._looked: SimpleQueue[tuple[Medium, list[str]]] = SimpleQueue()
+        self._num_looks = 0
+        self._is_looking = False
+        self._look_at = clock() + LOOK_EVERY_S
+        self._requests: dict[str, _Live] = {}
+        self._ended: list[str] = []  # their last save is planned in the next step
+        self._epoch = ""
+        self._planned_at = float("-inf")
+
+    # Requests and plans
+
+    def add(self, request: "Request") -> None:
+        """A request has arrived."""
+        self._requests[request.request_id] = _Live(request)
+
+    def finished(self, request_id: str) -> None:
+        """A request has ended."""
+        self._ended.append(request_id)
+
+    def planned(self, plan: StepPlan, epoch: str) -> None:
+        """What the workers are told in this step, under the weights of that epoch."""
+        if epoch != self._epoch:
+            self.reset()
+            self._epoch = epoch
+        if self._mirror.num_ranks:
+            for load in plan.loads:
+                self._learn(load, load.first_chunk)
+            for prefetch in plan.prefetches:
+                self._learn(prefetch, 0)
+        for save in plan.saves:
+            chunks = self._learn(save, save.first_chunk)
+            if chunks:
+                self._announcer.planned(save.job_id, save.first_chunk, chunks)
+                self._planned_at = self._clock()
+        for request_id in self._ended:
+            self._requests.pop(request_id, None)
+        self._ended.clear()
+        self._look_after_stores()
+
+    def _look_after_stores(self) -> None:
+        """Take what a look at a medium has found, and begin with the next one."""
+        while not self._looked.empty():
+            medium, gone = self._looked.get()
+            self._announcer.missed(gone, medium)
+            self._is_looking = False
+        now = self._clock()
+        if self._is_looking or now < self._look_at or not self._looks:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        medium = list(self._looks)[self._num_looks % len(self._looks)]
+        chunks = self._announcer.to_look_at(medium, MOST_LOOKED_AT)
+        if chunks:
+            self._is_looking = True
+            self._check(
+                PresenceCheck(
+                    self._looks[medium],
+                    chunks,
+                    random.randrange(MAX_CELLS),
+                    lambda gone: self._looked.put((medium, gone)),
+                    self._epoch,
+                )
+            )
+        self._num_looks += 1
+
+    def _name(self, chunk_hash: bytes) -> str:
+        namespace = in_epoch(self._namespace, self._epoch)
+        return group_of(namespace, chunk_hash.hex(), self._kind)
+
+    def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> list[str]:
+        """What the plan's chunks are called; none of them if it is of other weights."""
+        live = self._requests.get(plan.request_id)
+        if live is None or plan.epoch != self._epoch:
+            return []
+        names = [self._name(chunk_hash) for chunk_hash in plan.hashes]
+        for chunk, name in enumerate(names, first):
+            live.names[chunk] = name
+            if not self._announcer.knows(name):
+                blocks = self._blocks_of(live, chunk)
+                if blocks is not None:
+                    self._announcer.learn(blocks)
+        return names
+
+    def _blocks_of(self, live: _Live, chunk: int) -> ChunkBlocks | None:
+        """The blocks that end in a chunk; None if vLLM does not name them all.
+
+        The first one is left out if it begins in a chunk that this engine has nothing to do with.
+        """
+        request, size = live.request, self._block_size
+        start_token = chunk * self._chunk_tokens
+        first, stop = start_token // size, (start_token + self._chunk_tokens) // size
+        hashes = resolve_block_hashes(request.block_hashes, self._hash_block_size, size)
+        if len(hashes) < stop:
+            return None
+        needed = range(first * size // self._chunk_tokens, chunk) if stop > first else range(0)
+        if not all(each in live.names for each in needed):
+            needed, first = range(0), first + 1
+        keys = []
+        media_index = 0
+        for block in range(first, stop):
+            extra, media_index = generate_block_hash_extra_keys(
+                request, block * size, (block + 1) * size, media_index
+            )
+            keys.append(extra)
+        lora = request.lora_request
+        about = _About(
+            parent=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            tokens=array("q", request.all_token_ids[first * size : stop * size]),
+            extra_keys=tuple(keys),
+            fields={
+                "lora_id": lora.adapter_id if lora else None,
+                "lora_name": lora.name if lora else None,
+                "session_id": getattr(request, "session_id", None),
+            },
+        )
+        return ChunkBlocks(
+            chunk=live.names[chunk],
+            blocks=tuple(maybe_convert_block_hash(hashes[i]) for i in range(first, stop)),
+            needs=tuple(live.names[each] for each in needed),
+            payload=about,
+        )
+
+    # What has become of it
+
+    def apply(self, report: StepReport) -> None:
+        """Take what the workers say; `mirror` has been told of it before."""
+        for job_id, how in report.stored.items():
+            self._announcer.ended(job_id, how)
+        for change in report.host.values():
+            for chunk in change.added:
+                if self._mirror.has(chunk):
+                    self._announcer.stored(chunk, HOST)
+            for chunk in change.removed:
+                self._announcer.gone(chunk, HOST)
+
+    def reset(self) -> None:
+        """The pool holds nothing for this engine any more."""
+        self._announcer.clear()
+
+    def own_cache_was_reset(self) -> None:
+        """vLLM has told everybody to forget all blocks of this engine, in every medium."""
+        self._announcer.repeat()
+
+    # To vLLM
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a further step would probably have something to say."""
+        if self._announcer.num_waiting:
+            return True
+        return self._announcer.num_jobs > 0 and self._clock() < self._planned_at + KNOWN_S
+
+    def take(self) -> list[Any]:
+        """The events since the last call, in order."""
+        return [self._event(each) for each in self._announcer.take()]
+
+    def _event(self, told: Announcement) -> Any:
+        match told:
+            case BlocksStored():
+                return self._stored(told)
+            case BlocksRemoved(medium, blocks):
+                fields = self._common | {"locality": medium.locality}
+                return BlockRemoved(
+                    block_hashes=list(blocks),
+                    medium=medium.name,
+                    **{k: v for k, v in fields.items() if k in self._removed_fields},
+                )
+            case Cleared():
+                return AllBlocksCleared()
+
+    def _stored(self, told: BlocksStored) -> Any:
+        about: _About = told.of.payload
+        start, stop, size = told.start, told.stop, self._block_size
+        fields = self._common | about.fields | {"locality": told.medium.locality}
+        return BlockStored(
+            block_hashes=list(told.of.blocks[start:stop]),
+            parent_block_hash=told.of.blocks[start - 1] if start else about.parent,
+            token_ids=about.tokens[start * size : stop * size].tolist(),
+            medium=told.medium.name,
+            extra_keys=compat.event_extra_keys(list(about.extra_keys[start:stop])),
+            **{k: v for k, v in fields.items() if k in self._stored_fields},
+        )

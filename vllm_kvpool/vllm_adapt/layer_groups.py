@@ -1,0 +1,442 @@
+"""vLLM's KV cache groups -> kinds of layers, and what of them can be shared.
+
+vLLM splits layers over groups by its own needs: the same model has other groups in another release
+or pipeline, and a group may hold layers of several forms. What is alike in all of them is the kind
+of a layer: how far it looks back and what its rows are. Layers are counted within their kind.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
+)
+
+from vllm_kvpool.config import KVPoolConfig
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.topology import (
+    WHOLE,
+    Context,
+    Group,
+    Kind,
+    Reach,
+    Topology,
+    default_layer_span,
+)
+from vllm_kvpool.vllm_adapt import ascend_pages, compat, page_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SHAREABLE_SPECS = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+)
+# What Hugging Face's `layer_types` calls them.
+_LAYER_TYPES = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "local",
+}
+# Of vLLM's methods of speculation, those that look drafts up.
+_DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+# Ends of the names under which configurations have numbers of KV heads, of all or some layers.
+_NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "attention_groups")
+_NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A kind of layers as vLLM has it. `spec` is one rank's; `groups` may hold its layers.
+
+    `layers` are this rank's: names and their groups, in model order.
+    """
+
+    name: str
+    spec: Any
+    reach: Reach
+    groups: tuple[int, ...]
+    layers: tuple[tuple[str, int], ...]
+
+    @property
+    def is_latent(self) -> bool:
+        return isinstance(self.spec, MLAAttentionSpec)
+
+    @property
+    def row_bytes(self) -> int:
+        return compat.row_bytes(self.spec)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a row; all of it where K and V cannot be told apart."""
+        if self.is_latent or compat.has_own_content(self.spec):
+            return self.row_bytes
+        item = torch.empty((), dtype=self.spec.dtype).element_size()
+        return int(self.spec.head_size) * item
+
+
+def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tuple[LayerKind, ...]:
+    """The kinds of this model's layers; ConfigError for what cannot be shared.
+
+    Layers of a draft model are left out: their KV belongs to no position of the target. So are
+    layers that attend to the KV of another layer: they have no pages of their own, and whether
+    vLLM has added them to the group depends on the moment.
+    """
+    total = num_own_layers(vllm_config)
+    _check_skipped_layers(vllm_config)
+    found: dict[tuple[object, ...], LayerKind] = {}
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        if _is_drafts(group.layer_names, total):
+            continue
+        for spec, names in _by_form(vllm_config, kv_cache_config, i):
+            own = tuple((name, i) for name in names if _is_own(name, total))
+            form = _form(spec)
+            known = found.get(form)
+            if known is None:
+                name = _kind_name(spec, _reach(spec), _num_heads(vllm_config, spec))
+                known = LayerKind(name, spec, _reach(spec), (), ())
+            groups = tuple(dict.fromkeys((*known.groups, i)))
+            layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
+            found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
+    if not found:
+        raise ConfigError("this model has no attention layers whose KV could be shared")
+    if len(found) == 1:
+        [kind] = found.values()
+        return (replace(kind, name=""),)
+    return tuple(sorted(_told_apart(list(found.values())), key=lambda kind: kind.name))
+
+
+def _told_apart(kinds: Sequence[LayerKind]) -> Iterator[LayerKind]:
+    """The same kinds, where rows of equal size and different form have different names."""
+    names = Counter(kind.name for kind in kinds)
+    for kind in kinds:
+        spec = kind.spec
+        form = f"{spec.head_size}x{spec.dtype}-{spec.kv_quant_mode.name}".replace("torch.", "")
+        yield kind if names[kind.name] == 1 else replace(kind, name=f"{kind.name}-{form.lower()}")
+
+
+def _form(spec: Any) -> tuple[object, ...]:
+    """What layers of one kind have in common."""
+    return (
+        type(spec),
+        _reach(spec),
+        compat.row_bytes(spec),
+        spec.num_kv_heads,
+        (spec.head_size, compat.value_head_size(spec)),
+        (spec.dtype, spec.kv_quant_mode),
+        compat.has_own_content(spec),
+    )
+
+
+def _by_form(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int
+) -> list[tuple[Any, list[str]]]:
+    """The layers of a KV cache group that have pages, by spec; ConfigError where it is not known.
+
+    vLLM puts layers that need equally many blocks into one group, whatever their rows. It tells
+    its workers the spec of each, and its scheduler that of the first alone: so what the scheduler's
+    side can make of that must be what the workers know.
+    """
+    group = kv_cache_config.kv_cache_groups[index]
+    pages = compat.forms_of_layers(kv_cache_config)
+    names = [name for name in group.layer_names if name in pages]
+    told: Any = group.kv_cache_spec
+    each = told.kv_cache_specs if isinstance(told, UniformTypeKVCacheSpecs) else None
+    first = told if each is None else next(iter(each.values()), told)
+    _check_spec(first)
+    if each is None and len({pages[name] for name in names}) <= 1:
+        return [(told, names)]
+    specs = {name: _derived(vllm_config, first, group.layer_names[0], name) for name in names}
+    if each is not None:
+        is_known = all(_same_form(each[name], specs[name]) for name in names)
+    else:  # as many forms as there are, and those of the same layers
+        forms = {name: _form(specs[name]) for name in names}
+        pairs = {(pages[name], forms[name]) for name in names}
+        is_known = len(pairs) == len(set(forms.values())) == len({pages[name] for name in names})
+    if not is_known:
+        raise ConfigError(
+            f"layers of this model keep KV of different forms in a group ({names[0]} and others), "
+            "and not by kv_cache_dtype_skip_layers alone, which cannot be shared yet; run this "
+            "model without kvpool"
+        )
+    found: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
+    for name, spec in specs.items():
+        _check_spec(spec)
+        found.setdefault(_form(spec), (spec, []))[1].append(name)
+    return list(found.values())
+
+
+def _same_form(spec: Any, other: Any) -> bool:
+    return isinstance(spec, AttentionSpec) and _form(spec) == _form(other)
+
+
+def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str) -> Any:
+    """The spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rule: layers that
+    `kv_cache_dtype_skip_layers` names keep KV in the model's type."""
+    cache = vllm_config.cache_config
+    skipped = [str(place_of(each)[0]) in cache.kv_cache_dtype_skip_layers for each in (of, name)]
+    if skipped[0] == skipped[1]:
+        return spec
+    kept = "auto" if skipped[1] else cache.cache_dtype
+    dtype = kv_cache_dtype_str_to_dtype(kept, vllm_config.model_config)
+    return replace(spec, dtype=dtype, kv_quant_mode=get_kv_quant_mode(kept))
+
+
+def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
+    """The scheduler's side sees one pipeline stage, and cannot tell the layers of others apart."""
+    cache, stages = vllm_config.cache_config, vllm_config.parallel_config.pipeline_parallel_size
+    named = [name for name in cache.kv_cache_dtype_skip_layers if name.isdecimal()]
+    if stages > 1 and named and cache.cache_dtype != "auto":
+        raise ConfigError(
+            "kv_cache_dtype_skip_layers names layers, whose KV is shared without pipeline "
+            "parallelism only; set pipeline_parallel_size to 1"
+        )
+
+
+def _kind_name(spec: Any, reach: Reach, num_heads: int) -> str:
+    """The same for the same layers in every engine, whatever its parallelism."""
+    if reach.window:
+        name = f"window{spec.sliding_window}"
+    elif reach.local_tokens:
+        name = f"local{reach.local_tokens}"
+    else:
+        name = "full"
+    return f"{name}-{num_heads}x{compat.row_bytes(spec)}"
+
+
+def _reach(spec: Any) -> Reach:
+    if isinstance(spec, SlidingWindowSpec):
+        # A drafting model may have the engine keep a few tokens more.
+        return Reach(window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Reach(local_tokens=spec.attention_chunk_size)
+    return WHOLE
+
+
+def _check_spec(spec: Any) -> None:
+    """Refuse, by name, what cannot be cut by token and head."""
+    page_specs.check_spec(spec)
+    if type(spec) not in SHAREABLE_SPECS and not ascend_pages.is_plain_latent(spec):
+        raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
+
+
+def num_own_layers(vllm_config: "VllmConfig") -> int:
+    """From which index on layers are a draft model's; ConfigError where nobody can tell.
+
+    Where nothing is drafted all are the model's: one that runs through its layers several times
+    has KV of each time, and numbers it on beyond its layers.
+    """
+    drafts = vllm_config.speculative_config
+    if drafts is None or drafts.method in _DRAFTS_WITHOUT_LAYERS:
+        return sys.maxsize
+    if (getattr(vllm_config.model_config.hf_text_config, "loop_num", None) or 1) > 1:
+        raise ConfigError(
+            "this model runs through its layers several times, and those of a draft model cannot "
+            "be told from them; run it without drafts, or without kvpool"
+        )
+    return int(vllm_config.model_config.get_total_num_hidden_layers())
+
+
+def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
+    """Whether a group holds layers of a draft model alone."""
+    return bool(layer_names) and not any(_is_own(name, total_layers) for name in layer_names)
+
+
+def _is_own(name: str, total_layers: int) -> bool:
+    """Whether a layer is one of the model's, not a draft model's."""
+    return place_of(name)[0] < total_layers and not name.startswith("draft_model.")
+
+
+def place_of(name: str) -> tuple[int, ...]:
+    """Where a layer stands in its model: its number, and the attention's where it has several."""
+    place = tuple(int(part) for part in name.split(".") if part.isdecimal())
+    if not place:
+        raise ConfigError(f"layer {name!r} of this model has no number, so it cannot be shared")
+    return place
+
+
+def shared_kinds(
+    vllm_config: "VllmConfig",
+    kinds: Sequence[LayerKind],
+    config: KVPoolConfig,
+) -> tuple[Kind, ...]:
+    """How the layers of each kind are cut into cells."""
+    context = context_of(vllm_config, kinds, config)
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    shared = []
+    for kind, (layers, stages) in zip(kinds, _layers_and_stages(vllm_config, kinds), strict=True):
+        topology = Topology(
+            num_heads=_num_heads(vllm_config, kind.spec),
+            tp_size=tp_size,
+            stages=stages,
+            layer_span=config.layer_span
+            or default_layer_span(len(layers), kind.row_bytes, config.chunk_tokens),
+            per_head=config.per_head_storage,
+            kind=kind.name,
+            context=context,
+        )
+        if kind.spec.num_kv_heads != topology.heads_per_rank:
+            raise ConfigError(
+                f"a rank holds {kind.spec.num_kv_heads} KV heads where {topology.heads_per_rank} "
+                "were expected; this model's heads cannot be shared"
+            )
+        shared.append(Kind(topology, kind.row_bytes, kind.reach, layers))
+    return tuple(shared)
+
+
+def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
+    """The KV heads of the whole model in layers of a kind, which may differ between kinds."""
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+    local = int(spec.num_kv_heads)
+    if local == 1 and total < tp_size and tp_size % total == 0:
+        return _heads_of_ranks_of_one(vllm_config, total, tp_size)
+    if local == max(1, total // tp_size):
+        return total
+    if local > 1 or tp_size == 1:
+        return local * tp_size
+    raise ConfigError(
+        "some layers of this model have one KV head on each rank, and whether ranks share it "
+        "cannot be told; lower tensor_parallel_size"
+    )
+
+
+def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
+    """As how many heads ranks of one head count, where ranks are more than the model has heads.
+
+    Some layers may have more heads than the model says it has, and with one on each rank nobody
+    can tell which. A multiple of all numbers that are named is right for each of them: ranks that
+    count as holding the same head do, and a head of several names is only stored several times.
+    """
+    values = vllm_config.model_config.hf_text_config.to_dict()
+    named = _named_heads(values, int(values.get("num_attention_heads") or 0))
+    return math.lcm(total, *(n for n in named if 0 < n <= tp_size and tp_size % n == 0))
+
+
+def _named_heads(values: Mapping[str, Any], num_query_heads: int) -> Iterator[int]:
+    """The numbers of KV heads in a model's configuration, of whatever layers."""
+    for name, value in values.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from _named_heads(each, num_query_heads)
+            elif is_dataclass(each):
+                yield from _named_heads(vars(each), num_query_heads)
+            elif isinstance(each, int) and name.endswith(_NAMES_OF_HEADS):
+                yield each
+            elif isinstance(each, int) and name.endswith(_NAMES_OF_GROUPS) and each > 0:
+                yield num_query_heads // each
+
+
+_Layers = tuple[tuple[int, ...], ...]
+_Stages = tuple[tuple[int, int], ...]
+
+
+def _layers_and_stages(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind]
+) -> list[tuple[_Layers, _Stages]]:
+    """Of each kind, the model's layers of all pipeline ranks, and which of them each rank has.
+
+    The scheduler sees one stage's layer names only, so those of others are derived; every rank
+    checks its own (`engine.layer_pages`).
+    """
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    here = [tuple(place_of(name) for name, _ in kind.layers) for kind in kinds]
+    if pp_size == 1:
+        return [(layers, ((0, len(layers)),)) for layers in here]
+    if any(len(place) > 1 or place[0] >= total for layers in here for place in layers):
+        raise ConfigError(
+            "layers of this model have KV several times, which is shared without pipeline "
+            "parallelism only; set pipeline_parallel_size to 1"
+        )
+    bounds = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
+    of_layer = [0] * total if len(kinds) == 1 else _kind_of_each_layer(vllm_config, kinds)
+    found: list[tuple[_Layers, _Stages]] = []
+    for i in range(len(kinds)):
+        layers = tuple((layer,) for layer in range(total) if of_layer[layer] == i)
+        counts = [of_layer[start:stop].count(i) for start, stop in bounds]
+        found.append((layers, tuple(pairwise(accumulate(counts, initial=0)))))
+    return found
+
+
+def _kind_of_each_layer(vllm_config: "VllmConfig", kinds: Sequence[LayerKind]) -> list[int]:
+    """The kind of every layer of the whole model, by its configuration."""
+    types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    of_type = {}
+    for layer_type, prefix in _LAYER_TYPES.items():
+        fitting = [i for i, kind in enumerate(kinds) if kind.name.startswith(prefix)]
+        if len(fitting) == 1:
+            of_type[layer_type] = fitting[0]
+    if len(types) != vllm_config.model_config.get_total_num_hidden_layers() or not all(
+        layer_type in of_type for layer_type in types
+    ):
+        raise ConfigError(
+            "this model has several kinds of attention, and its configuration does not say by "
+            "layer_types which layer is of which; set pipeline_parallel_size to 1"
+        )
+    return [of_type[layer_type] for layer_type in types]
+
+
+def context_of(
+    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], config: KVPoolConfig
+) -> Context:
+    """Context parallelism, if its pages can be told apart by token."""
+    parallel = vllm_config.parallel_config
+    context = Context(
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+        parallel.cp_kv_cache_interleave_size,
+    )
+    if context.pcp_size > 1 and compat.device_type() == "npu":
+        raise ConfigError(
+            "on Ascend, which tokens a rank of prefill context parallelism holds is not known to "
+            "the pool yet; set prefill_context_parallel_size to 1"
+        )
+    if context.dcp_size == 1:
+        return context
+    if not all(getattr(kind.spec, "dcp_sharded", True) for kind in kinds):
+        raise ConfigError(
+            "this model keeps layers that decode context parallelism deals out beside others that "
+            "it does not; set decode_context_parallel_size to 1"
+        )
+    dealt = context.interleave * context.dcp_size
+    if config.chunk_tokens % dealt:
+        raise ConfigError(
+            f"chunk_tokens is {config.chunk_tokens}, but decode context parallelism deals tokens "
+            f"out in rounds of {dealt}; set chunk_tokens to a multiple of it"
+        )
+    return context
+
+
+def groups_of(
+    kv_cache_config: KVCacheConfig, kinds: Sequence[LayerKind], context: Context
+) -> tuple[Group, ...]:
+    """vLLM's KV cache groups, in its order."""
+    reach_of = {group: kind.reach for kind in kinds for group in kind.groups}
+    return tuple(
+        Group(
+            block_size=group.kv_cache_spec.block_size * context.dcp_size,
+            reach=reach_of.get(i, WHOLE),
+            shared=i in reach_of,
+        )
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    )

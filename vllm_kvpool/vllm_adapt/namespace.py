@@ -1,0 +1,305 @@
+"""What makes two engines' KV bytes the same: the values behind a namespace.
+
+Weights, the model's files, vLLM's configuration (`factors.py`) and what lies in pages. Everything
+counts but for what a table leaves out with a reason. Engines that differ in any value have
+different namespaces, and a mismatch is a miss.
+"""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from vllm_kvpool.config import KVPoolConfig
+from vllm_kvpool.identity.chunk_hash import SCHEME
+from vllm_kvpool.identity.keys import Namespace, make_namespace
+from vllm_kvpool.identity.weights import known_sample
+from vllm_kvpool.layout.topology import Kind
+from vllm_kvpool.storage.cell_format import FORMAT_VERSION
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.factors import (
+    LEFT_OUT_OF_KV,
+    Table,
+    UnstableValueError,
+    canonical,
+    digest_of,
+    encoded,
+    factors,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+FORMAT_DIGEST_BYTES = 16
+
+# Values of a model's configuration that are compared also where `weights_id` stands for its files,
+# with the defaults that files leave out.
+_ARCHITECTURE_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "v_head_dim",
+    "num_kv_shared_layers",
+    "attention_k_eq_v",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "hidden_act",
+    "activation_function",
+    "attention_bias",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "use_qk_norm",
+    "qk_layernorm",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "no_rope_layers",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "position_embedding_type",
+    "alibi",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_dim",
+    "rope_local_base_freq",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "original_max_position_embeddings",
+)
+
+# The files that a model's configuration is read from; `weights_id` stands for them, too.
+_CONFIG_FILES = frozenset(("config.json", "params.json"))
+
+# What they say, but for these, may change KV, in ways that only the model's code knows.
+_NAMES_LEFT_OUT = {
+    "transformers_version": "of the library that wrote the file",
+    "_name_or_path": "a name or path",
+    "dtype": "the engine's own counts",
+    "torch_dtype": "the engine's own counts",
+    "use_cache": "of another library's engine",
+    "initializer_range": "of weights before training",
+    "bos_token_id": "prompts are compared by their tokens",
+    "eos_token_id": "prompts are compared by their tokens",
+    "pad_token_id": "prompts are compared by their tokens",
+}
+
+# Files beside them that change no KV. Any other JSON file of a model counts: processors of media,
+# scales and options of quantisation, and what nobody has thought of.
+FILES_LEFT_OUT = {
+    "generation_config.json": "says how tokens are chosen",
+    "tokenizer.json": "prompts are compared by their tokens",
+    "tokenizer_config.json": "prompts are compared by their tokens",
+    "special_tokens_map.json": "prompts are compared by their tokens",
+    "added_tokens.json": "prompts are compared by their tokens",
+    "vocab.json": "prompts are compared by their tokens",
+    "tekken.json": "prompts are compared by their tokens",
+    "chat_template.json": "prompts are compared by their tokens",
+    "model.safetensors.index.json": "says which file holds which weights, which are sampled",
+    "pytorch_model.bin.index.json": "says which file holds which weights, which are sampled",
+    "consolidated.safetensors.index.json": "the same",
+}
+
+_MOST_SHOWN_BYTES = 1 << 20  # of a file; a longer one counts by a digest
+
+
+class Identity(NamedTuple):
+    """A namespace, and the values whose digest is in its name."""
+
+    namespace: Namespace
+    values: Mapping[str, Any]
+
+
+UNNAMED = Identity(Namespace(""), {})
+"""What a rank knows before it is told."""
+
+
+def engine_namespace(
+    vllm_config: "VllmConfig",
+    config: KVPoolConfig,
+    specs: Sequence[Any],
+    kinds: Sequence[Kind],
+) -> Identity:
+    """The namespace of an engine's cells. `specs` are vLLM's, of each kind of layers.
+
+    Reads the model's files; raises OSError.
+    """
+    model = vllm_config.model_config
+    values: dict[str, Any] = {
+        "format": FORMAT_VERSION,
+        "scheme": SCHEME.decode(),
+        "chunk_tokens": config.chunk_tokens,
+        "kinds": [_kind_values(*each) for each in zip(specs, kinds, strict=True)],
+        # Numbers are stored as this machine has them.
+        "byte_order": sys.byteorder,
+        "rope": _rope(model.hf_text_config, model.max_model_len),
+        **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_KV),
+    }
+    if not config.per_head_storage:
+        values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
+    digest = hashlib.blake2b(encoded(values), digest_size=FORMAT_DIGEST_BYTES).hexdigest()
+    name = str(model.served_model_name or model.model)
+    return Identity(make_namespace(Path(str(model.model)).name or name, digest), values)
+
+
+def model_values(
+    vllm_config: "VllmConfig", weights_id: str, namespace: str, left_out: Table
+) -> dict[str, Any]:
+    """What decides the values that a model computes: weights, files, vLLM's configuration.
+
+    A configuration that nobody could compare with another is shared with nobody, and a warning
+    says so. Raises OSError.
+    """
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    values: dict[str, Any] = {
+        "namespace": namespace,
+        "weights": weights_id or weights_identity(vllm_config),
+        "architecture": canonical(
+            {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)}
+        ),
+        "files": configuration_files(model, with_config=not weights_id),
+    }
+    try:
+        values["engine"] = factors(vllm_config, left_out)
+        if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
+            values["configuration"] = _what_may_change_kv(canonical(model.hf_config.to_dict()))
+    except UnstableValueError as error:
+        logger.warning(
+            "kvpool: %s, so this engine shares nothing with others; leave the option out, or write "
+            "it as plain values",
+            error,
+        )
+        transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
+        values["alone"] = [vllm_config.instance_id, transfer.engine_id if transfer else ""]
+    return values
+
+
+def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
+    topology = kind.topology
+    return {
+        "kind": kind.name,
+        "heads": topology.num_heads,
+        # Keys count layers within their kind.
+        "layers": kind.layers,
+        "row_bytes": kind.row_bytes,
+        "head_sizes": (spec.head_size, compat.value_head_size(spec)),
+        "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
+        "latent": isinstance(spec, MLAAttentionSpec),
+        # Tokens are dealt out in other rounds: the cells of a rank hold others.
+        "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
+    }
+
+
+def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, Any]:
+    """What a model's files say, as far as they are here, but for weights; raises OSError.
+
+    Its own code counts where it may run.
+    """
+    revision = model.revision
+    paths = _files_of(local_directory(str(model.model), revision), model.trust_remote_code)
+    if model.hf_config_path:
+        elsewhere = _files_of(local_directory(model.hf_config_path, revision), False)
+        paths = {name: path for name, path in paths.items() if name not in _CONFIG_FILES}
+        paths |= {name: path for name, path in elsewhere.items() if name in _CONFIG_FILES}
+    return {
+        name: _content_of(path)
+        for name, path in sorted(paths.items())
+        if with_config or name not in _CONFIG_FILES
+    }
+
+
+def _files_of(directory: Path | None, may_run: bool) -> dict[str, Path]:
+    suffixes = (".json", ".py") if may_run else (".json",)
+    return {
+        path.name: path
+        for path in (() if directory is None else directory.iterdir())
+        if path.suffix in suffixes and path.name not in FILES_LEFT_OUT and path.is_file()
+    }
+
+
+def _content_of(path: Path) -> Any:
+    content = path.read_bytes()
+    if path.suffix == ".json" and len(content) <= _MOST_SHOWN_BYTES:
+        try:
+            values = json.loads(content)
+        except ValueError:
+            pass
+        else:
+            return _what_may_change_kv(values) if path.name in _CONFIG_FILES else values
+    return {"digest": digest_of(content)}
+
+
+def _what_may_change_kv(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if name not in _NAMES_LEFT_OUT}
+
+
+def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
+    """Rotary embedding in one form, whichever fields the library's release keeps it in."""
+    rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
+    rope.setdefault("rope_theta", getattr(text, "rope_theta", None))
+    original = rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    # Long-rope models choose their factors by whether the engine allows long prompts.
+    rope["long"] = original is not None and max_model_len > original
+    return rope
+
+
+def weights_identity(vllm_config: "VllmConfig") -> str:
+    """The weights' identity: a sample of their files, or the next best thing that is known."""
+    model = vllm_config.model_config
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        # Random weights are drawn per rank.
+        tp = vllm_config.parallel_config.tensor_parallel_size
+        return f"dummy:{model.seed}:tp{tp}"
+    directory = local_directory(str(model.model), model.revision)
+    sampled = known_sample(directory) if directory is not None else None
+    if sampled is not None:
+        return f"sample:{sampled}"
+    logger.warning(
+        "kvpool: the weights of %s are not in local files, so engines are taken to have the same "
+        "weights if name and revision are the same; set weights_id to say what they are",
+        model.model,
+    )
+    return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
+
+
+def local_directory(name: str, revision: str | None) -> Path | None:
+    """Where the files of a model or an adapter lie, without asking any network."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None

@@ -1,0 +1,88 @@
+"""Which of vLLM's page contents can be cut into rows, one for each token, head and layer.
+
+A row must be whole in itself: nothing about it may lie with other tokens or other heads, since
+those are stored, evicted and loaded apart from it. Contents that backends lay out themselves are
+taken only by name, because a size alone does not say where their scales are.
+"""
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.vllm_adapt import compat
+
+# Of MLA's packed latents, those that keep a token's scales beside the token.
+_LATENTS_IN_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
+# Versions of MLA that keep the scales of a block's tokens after all of their values.
+_LATENTS_IN_BLOCKS = ("deepseek_v4",)
+# Quantisations whose scales, for each token and head, lie beside the values they belong to.
+_PACKED_ROWS = ("PER_TOKEN_HEAD", "TURBOQUANT", "ULTRAQUANT")
+
+
+def check_spec(spec: Any) -> None:
+    """ConfigError, by name and with what to do, unless pages of this spec consist of rows."""
+    if isinstance(spec, MambaSpec):
+        raise ConfigError(
+            "Mamba layers keep one state for all tokens before it, which cannot be cut by token; "
+            "run this model without kvpool"
+        )
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError(
+            f"layers of this model keep KV of different forms in a group ({type(spec).__name__}), "
+            "which cannot be shared yet; run this model without kvpool"
+        )
+    if getattr(spec, "non_causal", False):
+        raise ConfigError(
+            "tokens of a prompt attend to those behind them in this model, so what is computed of "
+            "a prefix holds for no other prompt; run this model without kvpool"
+        )
+    if spec.kv_quant_mode.is_nvfp4:
+        raise ConfigError(
+            "NVFP4 pages hold the data of all heads before their scales, so they cannot be cut by "
+            "head; choose another kv_cache_dtype, such as fp8"
+        )
+    if compat.packs_heads(spec):
+        raise ConfigError(
+            f"this attention backend keeps {spec.num_kv_heads} KV heads in {spec.num_head_slots} "
+            "planes, so its pages cannot be cut by head; choose another with --attention-backend, "
+            "such as TRITON_ATTN"
+        )
+    if (tokens := compat.tokens_per_state(spec)) != 1:
+        raise ConfigError(
+            f"this model keeps one KV state for {tokens} tokens, which cannot be cut by token; it "
+            "cannot be shared yet"
+        )
+    if isinstance(spec, MLAAttentionSpec):
+        _check_latent(spec)
+    elif compat.has_own_content(spec) and not _is_packed_in_rows(spec):
+        raise ConfigError(
+            f"this attention backend lays out its pages in a way of its own "
+            f"({spec.kv_quant_mode.name}, {compat.row_bytes(spec)} bytes a token and head) that "
+            "is not known here; choose another with --attention-backend or another kv_cache_dtype"
+        )
+
+
+def _check_latent(spec: MLAAttentionSpec) -> None:
+    role = getattr(spec, "cache_role", None)
+    if role is not None and role.name == "INDEXER":
+        raise ConfigError(
+            "the cache of a sparse-attention indexer keeps the scales of a block apart from its "
+            "keys, so it cannot be cut by token; models with one cannot be shared yet"
+        )
+    if getattr(spec, "model_version", None) in _LATENTS_IN_BLOCKS:
+        raise ConfigError(
+            f"{spec.model_version} keeps the scales of a block apart from its latents, which "
+            "cannot be cut by token; it cannot be shared yet"
+        )
+    if not compat.has_own_content(spec) or _is_packed_in_rows(spec):
+        return
+    if spec.cache_dtype_str not in _LATENTS_IN_ROWS:
+        raise ConfigError(
+            f"the latent form {spec.cache_dtype_str!r} is not known here; choose another "
+            "kv_cache_dtype"
+        )
+
+
+def _is_packed_in_rows(spec: AttentionSpec) -> bool:
+    return any(name in spec.kv_quant_mode.name for name in _PACKED_ROWS)

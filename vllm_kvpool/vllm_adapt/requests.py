@@ -1,0 +1,180 @@
+"""vLLM's requests as the pool sees them."""
+
+import contextlib
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity
+from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.vllm_adapt.namespace import local_directory
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_ADAPTERS = 4096
+# Identifiers that count media instead of naming their content.
+_COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
+
+
+class AdapterDigests:
+    """Content digests of LoRA adapters as they were when this engine first met them.
+
+    Owned by the lookup thread. Keyed by the adapter's id too: another content at the same path
+    comes with another id, or says `load_inplace`. An adapter whose files have changed since has no
+    digest: the engine keeps the old weights in memory, until it lets them go for want of places
+    (`max_cpu_loras`) or by `remove_lora`, and then reads the new ones under the same id.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], _Adapter] = {}
+
+    def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
+        """The digest; reads the adapter's files at first sight, and looks whether they are still
+        those at every other. Raises OSError."""
+        key = (adapter_id, path)
+        known = self._known.get(key)
+        if reload or known is None:
+            directory = local_directory(path, None)
+            if directory is None:
+                raise FileNotFoundError(f"the LoRA adapter {path} is not in local files")
+            if len(self._known) >= MAX_ADAPTERS:
+                self._known.clear()
+            stamp = adapter_stamp(directory)
+            known = self._known[key] = _Adapter(directory, stamp, digest_adapter(directory))
+        with contextlib.suppress(FileNotFoundError):  # gone: nothing else can be read there
+            if adapter_stamp(known.directory) != known.stamp:
+                raise OSError(
+                    f"the files of the LoRA adapter {path} have changed since it was first used, "
+                    "and whether the engine has the old or the new ones is not known; load it "
+                    "with load_inplace, or under another name"
+                )
+        return known.digest
+
+
+class _Adapter(NamedTuple):
+    directory: Path
+    stamp: tuple[tuple[object, ...], ...]
+    digest: bytes
+
+
+class RequestReader:
+    """Makes the pool's views of vLLM's requests. Scheduler's thread.
+
+    `media_are_named` is False where vLLM numbers media instead of naming them, `saves_base` where
+    what it computes for requests without an adapter may be wrong.
+    """
+
+    def __init__(self, tally: Tally, *, media_are_named: bool, saves_base: bool = True) -> None:
+        self._tally = tally
+        self._adapters = AdapterDigests()
+        self._media_are_named = media_are_named
+        self._saves_base = saves_base
+
+    def read(self, request: "Request") -> "VllmRequest":
+        """The view of a request that has arrived."""
+        options = self._options(request)
+        if request.lora_request is None and not self._saves_base:
+            options = replace(options, save=False)
+        return VllmRequest(request, options, self._adapters, self._media_are_named)
+
+    def _options(self, request: "Request") -> RequestOptions:
+        try:
+            return read_request_options(request.kv_transfer_params)
+        except ConfigError as error:
+            # The request itself is fine; only its wishes for the pool are not understood.
+            self._tally.add("kvpool_failures", kind="request_options")
+            logger.warning(
+                "kvpool: request %s: %s; it is loaded as by default, and not saved",
+                request.request_id,
+                error,
+            )
+            return OPTIONS_NOT_READ
+
+
+class VllmRequest:
+    """A `RequestView` of vLLM's Request."""
+
+    def __init__(
+        self,
+        request: "Request",
+        options: RequestOptions,
+        adapters: AdapterDigests,
+        media_are_named: bool,
+    ) -> None:
+        self._request = request
+        self._adapters = adapters
+        self.request_id: str = request.request_id
+        self.options = options
+        self.reads_cache = not request.skip_reading_prefix_cache
+        media_named = media_are_named and not any(
+            _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
+        )
+        # A streaming request rewrites its tokens in place.
+        self.shareable = not request.resumable and (media_named or not request.mm_features)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._request.num_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self._request.num_preemptions)
+
+    def tokens(self) -> Sequence[int]:
+        """All known tokens. The prompt's own list while there are no others: it hashes faster."""
+        request = self._request
+        prompt: list[int] | None = request.prompt_token_ids
+        if prompt is not None and request.prompt_embeds is None and len(prompt) == self.num_tokens:
+            return prompt
+        tokens: Sequence[int] = request.all_token_ids
+        return tokens
+
+    def identity(self) -> RequestIdentity | None:
+        """What shapes this request's KV besides its tokens. Lookup thread; raises OSError."""
+        request = self._request
+        adapter = b""
+        if (lora := request.lora_request) is not None:
+            adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
+        media = tuple(
+            MediaItem(
+                f.identifier,
+                f.mm_position.offset,
+                f.mm_position.offset + f.mm_position.length,
+            )
+            for f in request.mm_features
+        )
+        return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
+
+
+def _embed_rows(request: "Request") -> EmbedRows | None:
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return None
+    is_token = request.prompt_is_token_ids or [False] * embeds.shape[0]
+    rows = embeds.contiguous().cpu().view(torch.uint8).numpy()
+    return EmbedRows(
+        tuple(
+            b"" if token else hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+            for token, row in zip(is_token, rows, strict=True)
+        )
+    )

@@ -1,0 +1,294 @@
+"""When the weights of a running engine change, and when vLLM empties its caches on its own account.
+
+vLLM tells connectors neither. So the methods of its engine through which users reach the weights
+are wrapped, once in a process, where they exist; they run in the scheduler's process, between two
+steps. A call that is not known to be harmless counts as a change, also if it fails: it may have
+changed some of the weights. Models of this process are looked at besides (`models.py`).
+
+While vLLM pauses or puts an engine to sleep it resets the connector along with its own caches. The
+pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.
+"""
+
+import functools
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+from vllm_kvpool.identity.weights import known_sample, sample_weights, tensor_names
+from vllm_kvpool.vllm_adapt.namespace import local_directory
+from vllm_kvpool.vllm_adapt.parameters import Models
+
+logger = logging.getLogger(__name__)
+
+EPOCH_BYTES = 16
+SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
+MARK = "_kvpool_watches"
+
+# Calls to all workers that leave the weights alone. Any other name, and any function, may change
+# them; one too many costs hits, one too few gives wrong ones.
+HARMLESS = frozenset(
+    (
+        "add_lora",
+        "check_health",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "get_cache_block_size_bytes",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "update_max_model_len",
+    )
+)
+
+
+class Files(NamedTuple):
+    """Where weights are read from."""
+
+    model: str
+    revision: str | None = None
+
+
+class Watcher(Protocol):
+    """Who is told."""
+
+    def weights_changed(self, epoch: str) -> None:
+        """The weights are others now; `epoch` says which, or is drawn by chance."""
+
+
+class Model(NamedTuple):
+    """Whose weights a watcher is told of, and what they were when it began."""
+
+    config: Any
+    epoch: str
+    tensors: frozenset[str]
+
+
+class CacheWatcher(Protocol):
+    """Who is told that an engine has emptied its encoder cache."""
+
+    def encoder_cache_was_reset(self) -> None: ...
+
+
+_cache_watchers: "WeakSet[CacheWatcher]" = WeakSet()
+_watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
+_slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
+_reloaded: "WeakKeyDictionary[Any, Files | None]" = WeakKeyDictionary()
+"""Where an engine's weights are read from since it was told otherwise; None: not known."""
+_num_pauses = 0
+
+
+def watch(watcher: Watcher, config: Any) -> None:
+    """Tell `watcher` of every change from now on, in the thread that makes it.
+
+    `config` is vLLM's of the model: a process may have several engines.
+    """
+    files = Files(str(config.model), config.revision)
+    _watchers[watcher] = Model(config, first_epoch(*files), _tensors_of(files))
+
+
+def watch_encoder_cache(watcher: CacheWatcher) -> None:
+    """Tell `watcher` of every reset of an encoder cache in this process, after it."""
+    _cache_watchers.add(watcher)
+
+
+def is_pausing() -> bool:
+    """Whether vLLM empties its caches now because it pauses or goes to sleep."""
+    return _num_pauses > 0
+
+
+def epoch_of_files(model: str, revision: str | None = None) -> str:
+    """The epoch of weights read from files now; drawn by chance if those are not at hand."""
+    return _epoch(sample_weights, model, revision)
+
+
+def first_epoch(model: str, revision: str | None = None) -> str:
+    """The same of an engine that starts, whose files are read once in a process."""
+    return _epoch(known_sample, model, revision)
+
+
+def _epoch(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
+    try:
+        directory = local_directory(model, revision)
+        sampled = sample(directory) if directory is not None else None
+    except OSError:
+        sampled = None
+    return f"sample:{sampled}" if sampled else _drawn()
+
+
+def _tensors_of(files: Files) -> frozenset[str]:
+    try:
+        directory = local_directory(*files)
+        return tensor_names(directory) if directory is not None else frozenset()
+    except OSError:
+        return frozenset()
+
+
+def _epoch_of_all(config: Any, files: Files) -> str | None:
+    """The epoch of weights all of which come from these files; None if some may stay."""
+    epoch = epoch_of_files(*files)
+    first = next((model for model in _watchers.values() if model.config is config), None)
+    if first is None or epoch == first.epoch:
+        return epoch
+    return epoch if first.tensors and first.tensors <= _tensors_of(files) else None
+
+
+def _drawn() -> str:
+    return f"drawn:{secrets.token_hex(EPOCH_BYTES)}"
+
+
+def tell(why: str, epoch: str | None = None, config: object = None) -> None:
+    """The weights of a model have changed; of which one, and to what, if that is known.
+
+    Two engines never hear the same unless both are known to have the same weights.
+    """
+    known = [watcher for watcher, model in _watchers.items() if model.config is config]
+    told = known or list(_watchers)
+    if len(told) == len(_watchers):
+        models.look()  # else somebody may still have to hear of what it would show
+    for watcher in told:
+        logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
+        watcher.weights_changed(epoch if known and epoch is not None else _drawn())
+
+
+def own_cache_was_reset() -> None:
+    """vLLM has been told to empty an engine's own prefix cache: has somebody set weights before?"""
+    if models.have_changed():
+        tell("parameters were set")
+
+
+def _weights_sleep() -> bool:
+    return any("weights" in core.model_executor.sleeping_tags for core in _slept)
+
+
+models = Models(on_load=lambda: tell("load_weights"), is_asleep=_weights_sleep)
+
+
+def install() -> None:
+    """Wrap the methods of vLLM's engine, if this process has one; a second call does nothing."""
+    module = sys.modules.get("vllm.v1.engine.core")
+    core = getattr(module, "EngineCore", None)
+    for name, around in _AROUND.items() if core is not None else ():
+        _wrap(core, name, around)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `around(method, self, ...)` stand for a method, if there is such a method."""
+    method = getattr(owner, name, None)
+    if method is None or hasattr(method, MARK):
+        return
+
+    @functools.wraps(method)  # vLLM reads the signature
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return around(method, self, *args, **kwargs)
+
+    setattr(wrapper, MARK, True)
+    setattr(owner, name, wrapper)
+
+
+# What stands for vLLM's methods. Their parameters have vLLM's names: callers may use them.
+
+
+def _rpc(
+    call: Callable[..., Any],
+    core: Any,
+    /,
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    if isinstance(method, str) and method in HARMLESS:
+        return call(core, method, timeout, args, kwargs)
+    why = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+    is_reload = method == "reload_weights"
+    files = _files_of_reload(core, *args, **(kwargs or {})) if is_reload else None
+    config = core.vllm_config.model_config
+    before = files and _epoch_of_all(config, files)
+    if files is not None or not is_reload:
+        _reloaded[core] = None
+    epoch = None
+    try:
+        result = call(core, method, timeout, args, kwargs)
+        if files is not None:
+            _reloaded[core] = files
+            if before == _epoch_of_all(config, files):  # else they were written to meanwhile
+                epoch = before
+        return result
+    finally:
+        tell(str(why), epoch, config)
+
+
+def _files_of_reload(
+    core: Any,
+    weights_iterator: Any = None,
+    weights_path: str | None = None,
+    is_checkpoint_format: bool = True,
+    **rest: Any,
+) -> Files | None:
+    """What a reload reads, and nothing else; None if that cannot be told."""
+    if weights_iterator is not None:
+        return None
+    model = core.vllm_config.model_config
+    files = _reloaded.get(core, Files(str(model.model), model.revision))
+    if weights_path is not None:
+        # The workers' configuration names this path from now on, the scheduler's may not.
+        files = _reloaded[core] = Files(weights_path)
+    return files if is_checkpoint_format and not rest else None
+
+
+def _sleep(
+    call: Callable[..., Any], core: Any, /, level: int = 1, *args: Any, **kwargs: Any
+) -> Any:
+    _slept.add(core)
+    try:
+        return call(core, level, *args, **kwargs)
+    finally:
+        if level >= SLEEP_WITHOUT_WEIGHTS:
+            tell(f"sleep level {level}", None, core.vllm_config.model_config)
+
+
+def _set_version(call: Callable[..., Any], core: Any, /, weight_version: str) -> Any:
+    tell(f"version {weight_version}", None, core.vllm_config.model_config)
+    return call(core, weight_version)
+
+
+def _reset_caches(call: Callable[..., Any], core: Any, /, *args: Any, **kwargs: Any) -> Any:
+    global _num_pauses
+    _num_pauses += 1
+    try:
+        return call(core, *args, **kwargs)
+    finally:
+        _num_pauses -= 1
+
+
+def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
+    try:
+        return call(core)
+    finally:
+        for watcher in list(_cache_watchers):
+            watcher.encoder_cache_was_reset()
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "collective_rpc": _rpc,
+    "sleep": _sleep,
+    "set_weight_version": _set_version,
+    "_reset_caches": _reset_caches,
+    "reset_encoder_cache": _reset_encoder_cache,
+}

@@ -1,0 +1,257 @@
+"""The worker side: a step's plan -> the executor, the executor's reports -> what vLLM asks for.
+
+Owned by the model's thread. Nothing here calls the store. Where the model runs on the CPU the
+gather of a step's saves is finished inside the step (`finish_in_step`): an in-process engine may
+have no further step in which blocks could be released. Elsewhere saves stay asynchronous.
+
+Layered loads end in their own step: layers wait for theirs (`wait_for_layer`), the end of the step
+for the rest, and vLLM is told of blocks alone, since the request was never waiting.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_kvpool.identity.keys import kind_of_group
+from vllm_kvpool.metrics import Tally
+from vllm_kvpool.scheduler.load_cost import idle_wait_s
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
+from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.transfer.ops import (
+    CancelRequest,
+    DropSaves,
+    HostChange,
+    JobId,
+    LoadDone,
+    LoadPlan,
+    Report,
+    SaveDone,
+    SaveGathered,
+    SavesDropped,
+)
+from vllm_kvpool.worker.layerwise import LayerWaits
+
+logger = logging.getLogger(__name__)
+
+GATHER_WAIT_S = 5.0
+LATE_S = 30.0  # beyond its deadline a load has nothing to wait for but copies in memory
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What the engine is told after a step.
+
+    Requests whose load has ended, and what has not been loaded: the blocks, if the engine can go on
+    from there (`GroupTables.resumes`), or else the requests.
+    """
+
+    loaded: frozenset[str] = frozenset()
+    invalid_blocks: frozenset[int] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+
+NOTHING_ENDED = StepResults()
+
+
+class PoolWorker:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        chunk_tokens: int,
+        block_size: int,
+        finish_in_step: bool,
+        tally: Tally,
+        copiers: Sequence[Copier] = (),
+        rank: int = 0,
+        resumes: bool = True,
+        layer_spans: Mapping[str, int] | None = None,
+        load_timeout_s: float = 30.0,
+    ) -> None:
+        self._waits = LayerWaits(layer_spans or {})
+        self._load_timeout_s = load_timeout_s
+        self._early: list[Report] = []  # taken before the end of the step
+        self._held_up_s = 0.0  # by layered loads
+        self._resumes = resumes
+        self._executor = executor
+        self._copiers = copiers
+        self._chunk_tokens = chunk_tokens
+        self._block_size = block_size
+        self._finish_in_step = finish_in_step
+        self._tally = tally
+        self._rank = rank
+        self._generation = 0
+        self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
+        self._saves: set[JobId] = set()
+        self._loads_posted: StepPlan | None = None
+        self._saves_posted: StepPlan | None = None
+        self._reports: list[StepReport] = []  # since the scheduler side was last told
+        self.tells_stored = False
+        """Whether the scheduler side wants to know what has reached the stores."""
+        self.speaks_for: Mapping[str, Sequence[int]] = {}
+        """By kind of layers, the ranks that take out of this one's host memory, itself too."""
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Post the step's loads as early as its plan is known; once for a plan."""
+        if plan is self._loads_posted:
+            return
+        self._loads_posted = plan
+        if plan.generation > self._generation:
+            self._generation = plan.generation
+            self._executor.post(DropSaves(forget=True, generation=plan.generation))
+        if plan.loads:
+            self._fence()  # what still reads or writes the pages comes first
+        for load in plan.loads:
+            self._executor.post(load)
+            self._loads[load.job_id] = (load, time.monotonic())
+            if load.layered:
+                self._waits.begin(load.job_id)
+        for prefetch in plan.prefetches:
+            self._executor.post(prefetch)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Before a layer reads its pages: wait until the step's loads have filled them.
+
+        Returns as well where a load has failed; the end of the step tells. RuntimeError if the
+        transfer engine is silent for `LATE_S` beyond the load's deadline.
+        """
+        if self._waits.loading:
+            self._wait_until(lambda: self._waits.ready(layer_name))
+        self._waits.asked(layer_name)
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        start = time.monotonic()
+        self._take_early()
+        while not is_over():
+            began = max(began for _, began in self._loads.values())
+            left = began + self._load_timeout_s + LATE_S - time.monotonic()
+            if left <= 0 or not self._executor.wait(bool, left):
+                # Going on would let copies that may still come fall into blocks of others.
+                raise RuntimeError("kvpool: a load has neither ended nor failed in time")
+            self._take_early()
+        self._held_up_s += time.monotonic() - start
+
+    def _take_early(self) -> None:
+        reports = self._executor.drain()
+        self._waits.take(reports)
+        self._early += reports
+
+    def start_saves(self, plan: StepPlan) -> None:
+        """Post the step's saves, after the forward pass; again for the same plan does nothing."""
+        if plan is self._saves_posted:
+            return
+        self._saves_posted = plan
+        if plan.saves:
+            self._fence()
+        for save in plan.saves:
+            self._saves.add(save.job_id)
+            self._executor.post(save)
+        if plan.saves and self._finish_in_step:
+            mine = {save.job_id for save in plan.saves}
+            self._executor.wait(lambda reports: mine <= _gathered(reports), GATHER_WAIT_S)
+
+    def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
+        """Collect what has ended since the last step."""
+        if self._loads:
+            self._attend_loads(plan, finished_requests)
+        unasked: frozenset[str] = frozenset()
+        if self._waits.loading or self._early:
+            self._wait_until(lambda: not self._waits.loading)
+            unasked = self._waits.unasked
+        reports, self._early = [*self._early, *self._executor.drain()], []
+        if not reports:
+            return NOTHING_ENDED
+        loaded: set[str] = set()
+        failed: set[str] = set()
+        invalid: set[int] = set()
+        for report in reports:
+            if isinstance(report, SaveGathered):
+                self._saves.discard(report.job_id)
+                self._reports.append(StepReport(gathered={report.job_id: 1}))
+            elif isinstance(report, SavesDropped):
+                self._reports.append(StepReport(dropped={report.generation: 1}))
+            elif isinstance(report, SaveDone):
+                if self.tells_stored:
+                    how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
+                    self._reports.append(StepReport(stored={report.job_id: how}))
+            elif isinstance(report, HostChange):
+                self._reports.append(StepReport(host=self._host_of_ranks(report)))
+            elif isinstance(report, LoadDone):
+                load, kept = self._load_ended(report, unasked)
+                if not load.layered:
+                    loaded.add(report.request_id)
+                if kept == load.token_stop:
+                    continue
+                if not self._resumes:
+                    failed.add(report.request_id)
+                else:
+                    # From the block of the first token not loaded; earlier ones may be shared.
+                    block_ids, table_start, *_ = load.pages[0]
+                    invalid.update(block_ids[(kept - table_start) // self._block_size :])
+        return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
+
+    def _host_of_ranks(self, change: HostChange) -> dict[int, HostChange]:
+        """What has changed for which rank: a chunk of this host memory is all its replicas' too."""
+        if not self.speaks_for:
+            return {self._rank: change}
+        told: dict[int, tuple[list[str], list[str]]] = {}
+        for place, groups in enumerate((change.added, change.removed)):
+            for group in groups:
+                for rank in self.speaks_for.get(kind_of_group(group), (self._rank,)):
+                    told.setdefault(rank, ([], []))[place].append(group)
+        return {
+            rank: HostChange(tuple(added), tuple(removed))
+            for rank, (added, removed) in told.items()
+        }
+
+    def _fence(self) -> None:
+        for copier in self._copiers:
+            copier.fence()
+
+    def _attend_loads(self, plan: StepPlan | None, finished_requests: set[str]) -> None:
+        """Cancel loads that nobody waits for; give the lanes the cores if there is nothing else."""
+        if plan is not None and plan.idle:
+            waited = time.monotonic() - max(began for _, began in self._loads.values())
+            self._executor.wait(bool, idle_wait_s(waited))
+        for load, _ in self._loads.values():
+            if load.request_id in finished_requests:
+                self._executor.post(CancelRequest(load.request_id))
+
+    def _load_ended(self, done: LoadDone, unasked: frozenset[str]) -> tuple[LoadPlan, int]:
+        """The load, and the token up to which its pages hold what they should."""
+        plan, began = self._loads.pop(done.job_id)
+        kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
+        if plan.layered and unasked:
+            kept = plan.token_start
+            self._tally.add("kvpool_failures", kind="layer_not_asked")
+            logger.error(
+                "kvpool: %d layers, %s among them, have been computed without waiting for their "
+                "load; its tokens are computed again. Leave layerwise out for this engine",
+                len(unasked),
+                min(unasked),
+            )
+            self._reports.append(StepReport(load_stops={plan.request_id: kept}))
+        elif kept == plan.token_stop:
+            seconds = time.monotonic() - began
+            if plan.layered:  # what it has cost the step, once
+                seconds, self._held_up_s = self._held_up_s, 0.0
+            tokens = plan.token_stop - plan.token_start
+            self._reports.append(StepReport(load_tokens=tokens, load_seconds=seconds))
+        else:
+            self._tally.add("kvpool_failures", kind=f"load_{done.reason.value}")
+            self._reports.append(StepReport(load_stops={plan.request_id: kept}))
+        return plan, kept
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler side is to know, since the last call."""
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, []
+        return StepReport.merge(reports)
+
+
+def _gathered(reports: Sequence[Report]) -> set[JobId]:
+    return {r.job_id for r in reports if isinstance(r, SaveGathered)}
