@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_kvpool.assembly.sides import ModelShape, RankPlace
 from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import Group
 from vllm_kvpool.scheduler.block_tables import GroupTables
