@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.common import late, wait_until
 from vllm_kvpool.config import EmbedsConfig, Transport
-from vllm_kvpool.embeds.links import WorkerLinks
-from vllm_kvpool.embeds.protocol import Expect, ItemNews, Push, Role
-from vllm_kvpool.embeds.run_bytes import item_digest
-from vllm_kvpool.embeds.tensors import as_bytes
-from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+from vllm_kvpool.embeds.dataplane.row_bytes import item_digest
+from vllm_kvpool.embeds.dataplane.tensors import as_bytes
+from vllm_kvpool.embeds.protocol.messages import Expect, ItemNews, PeerRole, Push
+from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 
 HOST = "127.0.0.1"
 UP_TIMEOUT_S = 30.0
@@ -110,13 +110,13 @@ class Costed:
 class _Engine(Costed):
     """A worker and a scheduler's connection to it."""
 
-    def __init__(self, role: Role, port: int, transport: str, options: dict[str, Any]) -> None:
+    def __init__(self, role: PeerRole, port: int, transport: str, options: dict[str, Any]) -> None:
         self.endpoint = f"tcp://{HOST}:{port}"
         endpoints = (self.endpoint,)
         config = EmbedsConfig(transport=Transport(transport), **options)
-        place = Place(role, f"engine{port}", "model", 0, endpoints, endpoints, HOST)
-        self._worker = EmbedsWorker(config, place)
-        self._links = WorkerLinks(endpoints, f"engine{port}")
+        identity = WorkerIdentity(role, f"engine{port}", "model", 0, endpoints, endpoints, HOST)
+        self._worker = EmbedsWorker(config, identity)
+        self._links = WorkerChannel(endpoints, f"engine{port}")
         wait_until(self._is_up, UP_TIMEOUT_S)
 
     def _is_up(self) -> bool:
@@ -128,7 +128,7 @@ class Sender(_Engine):
     """An encoder's worker."""
 
     def __init__(self, port: int, transport: str, options: dict[str, Any]) -> None:
-        super().__init__(Role.PRODUCER, port, transport, options)
+        super().__init__(PeerRole.PRODUCER, port, transport, options)
         self._sources = Sources()
 
     def prepare(self, batch: Batch) -> str:
@@ -150,7 +150,7 @@ class Receiver(_Engine):
     """A language engine's worker. Items are taken, and let go of, as soon as they are there."""
 
     def __init__(self, port: int, transport: str, options: dict[str, Any]) -> None:
-        super().__init__(Role.CONSUMER, port, transport, options)
+        super().__init__(PeerRole.CONSUMER, port, transport, options)
         self._order = 0
         self._rss_at_start = reset_peak_rss()
 

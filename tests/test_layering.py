@@ -80,9 +80,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "obstore": ("storage/s3.py", "storage/s3_call.py"),
     "torch": (
         *("layout/page_formats.py", "staging/", "vllm_adapt/"),
-        *("embeds/connector.py", "embeds/tensors.py"),
+        *("embeds/connector.py", "embeds/dataplane/tensors.py"),
     ),
-    "zmq": ("embeds/sockets.py",),
+    "zmq": ("embeds/protocol/transport_zmq.py",),
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("vllm_adapt/ascend.py",),
     "numba": ("staging/copy_cpu.py",),
@@ -95,10 +95,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "prefetch/command.py",
             "staging/arena.py",
             "storage/",
-            *("embeds/threads.py", "embeds/hands.py", "embeds/drainers.py"),
-            *("embeds/resolver.py", "embeds/log_limit.py", "embeds/sockets.py"),
+            *("embeds/faults.py", "embeds/dataplane/", "embeds/protocol/allowed_peers.py"),
+            "embeds/protocol/transport_zmq.py",
         ),
-        *("embeds/mooncake_writes.py", "embeds/shared_files.py", "embeds/write_staging.py"),
         *("transfer/demotion.py", "transfer/lane_thread.py", "transfer/replicas.py"),
         *("transfer/executor.py", "transfer/trace.py"),
     ),
@@ -115,6 +114,19 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),
 }
+
+# The folders of a unit, and what of it they may import beside themselves.
+FOLDERS: dict[str, set[str]] = {
+    "embeds/protocol": {"embeds.faults", "embeds.transitions"},
+    "embeds/machines": {"embeds.protocol.messages", "embeds.protocol.rows", "embeds.transitions"},
+    "embeds/dataplane": {
+        *("embeds.protocol.messages", "embeds.protocol.rows"),
+        *("embeds.faults", "embeds.machines.effects"),
+    },
+}
+PURE = ("embeds/machines/", "embeds/protocol/rows.py", "embeds/protocol/session.py")
+"""What neither performs input or output nor asks the clock."""
+IMPURE = ("asyncio", "logging", "os", "queue", "select", "socket", "threading", "time", "zmq")
 
 
 class Use(NamedTuple):
@@ -151,6 +163,13 @@ def violations(path: str, source: str) -> list[str]:
             # What is no unit is a name of __init__, such as the version.
             if target in MAY_IMPORT and target not in {unit, "__init__", *MAY_IMPORT[unit]}:
                 found.append(f"{path}:{use.line}: {unit} may not import {target}")
+            allowed = FOLDERS.get(path.rpartition("/")[0])
+            if allowed is not None and target == unit:
+                own = path.rpartition("/")[0].replace("/", ".")
+                if not any(f"{rest}.".startswith(f"{each}.") for each in (own, *allowed)):
+                    found.append(f"{path}:{use.line}: {own} may not import {rest}")
+        if head in IMPURE and path.startswith(PURE):
+            found.append(f"{path}:{use.line}: {head} in a module that is pure")
         for name, places in ONLY_IN.items():
             is_it = use.name == name or use.name.startswith(f"{name}.")
             if is_it and not use.for_types and not path.startswith(places):
@@ -171,6 +190,8 @@ def test_imports_point_down() -> None:
         ("storage/files.py", "from vllm_kvpool import connector"),
         ("worker/pool_worker.py", "def f():\n    import vllm.config"),
         ("storage/url.py", "import os\nhome = os.environ['HOME']"),
+        ("embeds/machines/states.py", "from vllm_kvpool.embeds.control import Control"),
+        ("embeds/machines/states.py", "import time"),
         ("layout/pages.py", "if TYPE_CHECKING:\n    import vllm_kvpool.staging"),
     ],
 )

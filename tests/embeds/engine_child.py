@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from vllm_kvpool.config import EmbedsConfig, Transport
-from vllm_kvpool.embeds.protocol import Role
+from vllm_kvpool.embeds.protocol.messages import PeerRole
 
 from .engines import Engine, embeddings
 
@@ -48,7 +48,7 @@ def answer_to(engine: Engine, order: Order) -> object:
 
 
 def main() -> None:
-    role, port, arena_bytes = Role(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    role, port, arena_bytes = PeerRole(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     config = EmbedsConfig(
         transport=Transport.LOCAL, heartbeat_s=HEARTBEAT_S, arena_bytes=arena_bytes
     )

@@ -8,13 +8,13 @@ import torch
 
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
-from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.params import Delivery
-from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.scheduler import ALONE_S, EmbedsScheduler, Feature, RequestView
-from vllm_kvpool.embeds.session import Rhythm
-from vllm_kvpool.embeds.sockets import read_keys
-from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+from vllm_kvpool.embeds.protocol.messages import PeerRole
+from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
+from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
+from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.scheduler import WORKERS_LOST_S, EmbedsRequest, EmbedsScheduler, Feature
+from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 
 PATIENCE_S = 20.0
 
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(
         self,
-        role: Role,
+        role: PeerRole,
         *,
         ranks: int = 1,
         ports: list[int] | None = None,
@@ -43,46 +43,48 @@ class Engine:
         # Whatever fails, nothing stays open: it would fail a test that has nothing to do with it.
         with contextlib.ExitStack() as undo:
             for rank, config in enumerate(configs):
-                place = Place(role, name, fingerprint, rank, endpoints, endpoints, "127.0.0.1")
-                self.workers.append(EmbedsWorker(config, place))
+                identity = WorkerIdentity(
+                    role, name, fingerprint, rank, endpoints, endpoints, "127.0.0.1"
+                )
+                self.workers.append(EmbedsWorker(config, identity))
                 undo.callback(self.workers[-1].close)
             self.scheduler = EmbedsScheduler(
-                WorkerLinks(
+                WorkerChannel(
                     endpoints,
                     name,
                     read_keys(configs[0].curve_dir),
-                    Rhythm(configs[0].heartbeat_s, configs[0].heartbeat_max_failures),
+                    HeartbeatPolicy(configs[0].heartbeat_s, configs[0].heartbeat_max_failures),
                 ),
-                is_producer=role is not Role.CONSUMER,
-                is_consumer=role is not Role.PRODUCER,
+                is_producer=role is not PeerRole.CONSUMER,
+                is_consumer=role is not PeerRole.PRODUCER,
                 has_peers=bool(configs[0].peers),
                 fingerprint=lambda epoch: f"{fingerprint}/{epoch}",
                 retain_bytes=configs[0].nbytes("retain_bytes"),
                 max_step_tokens=1 << 20,
                 own_endpoint=self.endpoint,
-                alone_s=min(ALONE_S, configs[0].bootstrap_timeout_s),
+                workers_lost_s=min(WORKERS_LOST_S, configs[0].bootstrap_timeout_s),
             )
             undo.pop_all()
-        self.requests: dict[str, RequestView] = {}
+        self.requests: dict[str, EmbedsRequest] = {}
 
     def request(
         self, request_id: str, *items: tuple[str, int], has_media: bool = False, **where: object
-    ) -> RequestView:
+    ) -> EmbedsRequest:
         """A request for items of so many rows."""
         features, at = [], 0
         for mm_hash, rows in items:
             features.append(Feature(mm_hash, at, at + rows, rows, has_media))
             at += rows
         delivery = Delivery(**{"is_sent": True, **where})  # type: ignore[arg-type]
-        view = self.requests[request_id] = RequestView(request_id, tuple(features), delivery)
+        view = self.requests[request_id] = EmbedsRequest(request_id, tuple(features), delivery)
         return view
 
-    def awaits(self, view: RequestView) -> None:
+    def awaits(self, view: EmbedsRequest) -> None:
         """A request waits for items that are not here, and the workers have been told so."""
         # Before they have answered the first greeting, they are told nothing.
-        wait_for(lambda: not self.may_go(view) and self.scheduler._links.are_up)
+        wait_for(lambda: not self.may_go(view) and self.scheduler._channel.are_up)
 
-    def may_go(self, view: RequestView) -> bool:
+    def may_go(self, view: EmbedsRequest) -> bool:
         """Whether a request may be scheduled, asked in a step of its own."""
         may_go = self.scheduler.ensure(view, 0)
         self.scheduler.plan((), **BUSY)
@@ -115,16 +117,16 @@ class Engine:
     ) -> list[list[torch.Tensor]]:
         """A request waits for an item and loads it."""
         view = self.request(request_id or f"use {mm_hash}", (mm_hash, rows), **where)
-        wait_for(lambda: self.may_go(view), lambda: self.stories(mm_hash))
+        wait_for(lambda: self.may_go(view), lambda: self.describe(mm_hash))
         tensors = self.get(mm_hash)
         self.scheduler.finished(view)
         self.scheduler.plan((mm_hash,), **BUSY)
         return tensors
 
-    def stories(self, mm_hash: str) -> str:
+    def describe(self, mm_hash: str) -> str:
         """What the workers know of an item."""
         return "; ".join(
-            worker._consumer.story(mm_hash) for worker in self.workers if worker._consumer
+            worker._consumer.describe(mm_hash) for worker in self.workers if worker._consumer
         )
 
     def counts(self, rank: int = 0) -> dict[str, float]:
@@ -160,13 +162,13 @@ BUSY = {"is_idle": False, "idle_wait_s": 0.0}
 
 def wait_for(
     condition: Callable[[], bool],
-    story: Callable[[], str] = lambda: "",
+    describe: Callable[[], str] = lambda: "",
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Until something real has happened."""
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"still waiting: {story()}"
+        assert time.monotonic() < deadline, f"still waiting: {describe()}"
         time.sleep(0.001)
 
 

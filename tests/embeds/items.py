@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
-from vllm_kvpool.embeds.run_bytes import Bytes
+from vllm_kvpool.embeds.dataplane.row_bytes import Bytes
+from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
 
 def shape_of_widths(rows: int, widths: Sequence[int]) -> ItemShape:
@@ -23,19 +23,23 @@ def empty_item(shape: ItemShape) -> list[Bytes]:
     return [np.zeros((shape.rows, plane.row_bytes), np.uint8) for plane in shape.planes]
 
 
-def scattered(shape: ItemShape, rows_of_runs: Sequence[int], gap: int, row: int = 0) -> list[Run]:
+def scattered(
+    shape: ItemShape, rows_of_runs: Sequence[int], gap: int, row: int = 0
+) -> list[RowRun]:
     """Runs of so many rows each from `row` on, from the last of the window's extents to the first,
     with `gap` bytes between them."""
-    runs: list[Run] = []
+    runs: list[RowRun] = []
     offset = sum(rows_of_runs) * shape.row_bytes + gap * len(rows_of_runs)
     for rows in rows_of_runs:
         offset -= rows * shape.row_bytes + gap
-        runs.append(Run(row, rows, offset))
+        runs.append(RowRun(row, rows, offset))
         row += rows
     return runs
 
 
-def expected(planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[Run], nbytes: int) -> Bytes:
+def expected(
+    planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[RowRun], nbytes: int
+) -> Bytes:
     """The window, zero before, after a write."""
     window = np.zeros(nbytes, np.uint8)
     for run in runs:

@@ -2,19 +2,26 @@
 
 import msgspec
 
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
     Code,
     Hello,
     HelloReject,
     Message,
-    Role,
+    PeerRole,
 )
-from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
+from vllm_kvpool.embeds.protocol.session import (
+    HeartbeatPolicy,
+    PeerLost,
+    PeerUp,
+    SendMessage,
+    Session,
+    SessionState,
+)
 
 HEARTBEAT_S = 1.0
-RHYTHM = Rhythm(HEARTBEAT_S, max_failures=2)
+RHYTHM = HeartbeatPolicy(HEARTBEAT_S, max_failures=2)
 
 
 def hello(incarnation: str = "own", **changes: object) -> Hello:
@@ -23,7 +30,7 @@ def hello(incarnation: str = "own", **changes: object) -> Hello:
         versions=(OLDEST_VERSION, VERSION),
         incarnation=incarnation,
         engine_id=f"engine of {incarnation}",
-        role=Role.CONSUMER,
+        role=PeerRole.CONSUMER,
         fingerprint="model",
         heartbeat_s=HEARTBEAT_S,
     )
@@ -46,9 +53,9 @@ def session_with(state: SessionState, *, active: bool = True, **own: object) -> 
 
 def said(session: Session) -> list[Message]:
     """What it has said since the last look."""
-    return [each.body for each in session.take_actions() if isinstance(each, Say)]
+    return [each.body for each in session.take_actions() if isinstance(each, SendMessage)]
 
 
-def news(session: Session) -> list[Up | Lost]:
+def news(session: Session) -> list[PeerUp | PeerLost]:
     """What it has found out since the last look."""
-    return [each for each in session.take_actions() if not isinstance(each, Say)]
+    return [each for each in session.take_actions() if not isinstance(each, SendMessage)]

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.embeds.batches import BATCH_BYTES, batches_of
+from vllm_kvpool.embeds.dataplane.io_workers import BATCH_BYTES, batches_of
 
 
 @given(st.lists(st.integers(0, 2 * BATCH_BYTES)))

@@ -4,13 +4,14 @@ import pytest
 
 from tests.embeds.sessions import hello
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds import protocol as p
-from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.credit import MOST_ENTRIES, NOT_ASKED, Line
-from vllm_kvpool.embeds.effects import Send
-from vllm_kvpool.embeds.limits import ProducerLimits
-from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.rows import Extent, ItemShape, Plane, checked_shape
+from vllm_kvpool.embeds.machines.admission import MOST_ENTRIES, AdmissionQueue
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.effects import Send
+from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
+from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.protocol import messages as p
+from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape, Plane, checked_shape
 from vllm_kvpool.errors import ProtocolError
 
 MANY = 200
@@ -57,7 +58,7 @@ def test_grants_that_wait_for_their_write() -> None:
     world.prepare(producer)
     to_producer = (consumer.name, producer.name)
     world.receive(to_producer, p.Want("image", 1.0))
-    (transfer,) = producer.machine.transfers.by_tid.values()
+    (transfer,) = producer.machine.transfers.values()
     for gid in range(1, MANY):
         grant = p.Grant(transfer.tid, gid, 0, 1, (Extent(0, 4),))
         world.receive(to_producer, grant)
@@ -79,9 +80,9 @@ def test_offers_of_one_item_by_one_producer() -> None:
             machine.offer(peer, p.Offer(tid, "image", shape_of(6), "digest"), 0.0)
             machine.take_effects()
             machine.check()
-    (item,) = machine.desk.items.values()
-    assert sorted(item.sources) == [("a", MANY - 1), ("b", MANY - 1)]
-    assert item.offers.keys() == machine.desk.sources._items.keys() == set(item.sources)
+    (item,) = machine.items.values()
+    assert sorted(item.offers) == [("a", MANY - 1), ("b", MANY - 1)]
+    assert item.offers.keys() == machine.offer_table._items.keys()
 
 
 def test_a_producer_whose_withdrawal_was_lost_goes_on_under_another_number() -> None:
@@ -98,22 +99,22 @@ def test_a_producer_whose_withdrawal_was_lost_goes_on_under_another_number() -> 
     machine.check()
 
 
-@pytest.mark.parametrize("order", [NOT_ASKED, 7])
+@pytest.mark.parametrize("order", [NOT_REQUESTED, 7])
 def test_items_that_come_and_go_behind_one_that_waits(order: int) -> None:
-    line = Line()
+    line = AdmissionQueue()
     line.add("first", "a", order)
     for number in range(100 * MANY):
         line.add(f"item{number}", f"producer{number % 3}", order)
         line.remove(f"item{number}")
-        assert len(line._asked) + sum(map(len, line._by_producer.values())) <= MOST_ENTRIES
+        assert len(line._requested) + sum(map(len, line._by_producer.values())) <= MOST_ENTRIES
     assert len(line._by_producer) <= MOST_ENTRIES
     line.add("last", "a", order)
-    assert [line.first_asked(), *line.unasked()] == [
+    assert [line.first_requested(), *line.unrequested()] == [
         "first" if order == 7 else None,
-        *(["first"] if order == NOT_ASKED else []),
+        *(["first"] if order == NOT_REQUESTED else []),
     ]
     line.remove("first")
-    assert (line.first_asked() or next(line.unasked())) == "last"
+    assert (line.first_requested() or next(line.unrequested())) == "last"
 
 
 def test_where_a_consumer_says_that_it_is() -> None:

@@ -4,19 +4,18 @@ its items are let in beyond the limit."""
 import pytest
 
 from tests.embeds.world import limits, shape_of
-from vllm_kvpool.embeds.admission import SPARE_ORDERS
-from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.credit import OLDEST_WAITS_S
-from vllm_kvpool.embeds.effects import Allocate, Drain, Send
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S, SPARE_ORDERS
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Send
+from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     Grant,
     Offer,
-    Progress,
     RevokeAck,
     Want,
     WantAck,
     WriteFailed,
+    WriteProgress,
     Wrote,
 )
 
@@ -61,9 +60,9 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
     machine.offer("a", Offer(1, "image", shape_of(2), "digest"), 0.0)
     (_, first), (_, second) = granted(machine)
     machine.write_failed("a", WriteFailed(1, first.gid, True), 0.1)
-    machine.revoke_ack("a", RevokeAck(1, second.gid, Progress.NOT_STARTED), 0.1)
+    machine.revoke_ack("a", RevokeAck(1, second.gid, WriteProgress.NOT_STARTED), 0.1)
     assert granted(machine) == []
-    assert machine.story("image").startswith("image: partial")
+    assert machine.describe("image").startswith("image: partial")
     machine.tick(LATER_S)
     assert [each.row for _, each in granted(machine)] == [0, 1]
 
@@ -71,7 +70,7 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
 def test_rows_that_arrive_damaged_are_granted_again() -> None:
     machine, grant = with_all_rows_granted()
     machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.2)
-    assert any(isinstance(each, Drain) for each in machine.take_effects())
+    assert any(isinstance(each, DrainRows) for each in machine.take_effects())
     machine.drained(grant.gid, False, 0.3)
     ((peer, again),) = granted(machine)
     assert (peer, again.row, again.rows) == ("a", 0, 3)
@@ -86,8 +85,8 @@ def test_rows_of_a_producer_that_is_lost_are_granted_to_the_next() -> None:
 
 def test_what_can_be_granted_no_more_is_looked_at_no_more() -> None:
     machine, _ = with_all_rows_granted()
-    assert machine.desk.admission.num_active == 1
-    assert not machine.desk.admission.short()
+    assert machine.admission.num_active == 1
+    assert not machine.admission.grantable()
 
 
 # The oldest request
@@ -149,9 +148,9 @@ def test_an_item_is_waited_for_as_long_as_its_most_patient_request(
     for order, patience_s in enumerate(patience):
         machine.expect(Expect("image", order, patience_s=patience_s), 0.0)
     machine.tick(29.0)
-    assert "bootstrapping" in machine.story("image")
+    assert "bootstrapping" in machine.describe("image")
     machine.tick(31.0)
-    assert "not known" in machine.story("image")
+    assert "not known" in machine.describe("image")
 
 
 def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
@@ -162,10 +161,10 @@ def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
     machine.expect(Expect("image", 0, ("tcp://a:1", "tcp://b:1")), 0.0)
     for peer in ("other", "a"):
         machine.want_ack(peer, WantAck("image", gone=True), 0.1)
-    assert "bootstrapping" in machine.story("image")
+    assert "bootstrapping" in machine.describe("image")
     machine.peer_up("b", frozenset(("tcp://b:1", "tcp://b:2")), 0.2)
     machine.want_ack("b", WantAck("image", gone=True), 0.3)
-    assert "not known" in machine.story("image")
+    assert "not known" in machine.describe("image")
     machine.check()
 
 
@@ -198,7 +197,7 @@ def test_requests_that_have_gone_are_not_counted_for_ever() -> None:
         machine.expect(Expect("again", order), 0.0)
         machine.forget("again", 0.0)
         machine.check()
-    assert len(machine.desk.admission._orders) <= 2 * 3 + SPARE_ORDERS
+    assert len(machine.admission._orders) <= 2 * 3 + SPARE_ORDERS
 
 
 def test_memory_stays_under_its_limit_where_items_are_taken_at_once() -> None:

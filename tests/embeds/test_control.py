@@ -12,10 +12,10 @@ import pytest
 
 from tests.embeds.sessions import RHYTHM, hello
 from tests.embeds.world import limits, shape_of
-from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.control import Control
-from vllm_kvpool.embeds.effects import Drain, Write
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.effects import DrainRows, Write
+from vllm_kvpool.embeds.protocol.messages import (
     MAX_RANKS,
     Cancel,
     Code,
@@ -27,20 +27,20 @@ from vllm_kvpool.embeds.protocol import (
     NeedGrant,
     Offer,
     OfferAck,
-    Role,
+    PeerRole,
     Unknown,
     decode,
     decode_body,
     encode,
     encode_body,
 )
-from vllm_kvpool.embeds.rows import ItemShape
-from vllm_kvpool.embeds.sockets import Frame, Link, Sockets
+from vllm_kvpool.embeds.protocol.rows import ItemShape
+from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, ZmqTransport
 
 PEER, HOST = Link(identity=b"peer"), "127.0.0.1"
 
 
-class HeldSockets:
+class HeldTransport:
     """One peer: `arrives` is what the next `poll` gives, `sent` what it was sent."""
 
     def __init__(self) -> None:
@@ -64,43 +64,43 @@ class HeldSockets:
         self.wakes += 1
 
 
-class IdleHands:
+class IdleDataPlane:
     """Moves nothing."""
 
     def allocate(self, mm_hash: str, shape: ItemShape) -> None: ...
     def discard(self, mm_hash: str) -> None: ...
     def ready(self, mm_hash: str) -> None: ...
-    def drain(self, work: Drain) -> None: ...
-    def prepare(self, sid: int) -> None: ...
+    def drain(self, work: DrainRows) -> None: ...
+    def prepare(self, item_id: int) -> None: ...
     def write(self, work: Write) -> None: ...
-    def release(self, sid: int) -> None: ...
+    def release(self, item_id: int) -> None: ...
     def begin(self) -> None: ...
 
 
 def control_with(
-    peers_version: int = 2, hands: IdleHands | None = None
-) -> tuple[Control, HeldSockets]:
+    peers_version: int = 2, dataplane: IdleDataPlane | None = None
+) -> tuple[Control, HeldTransport]:
     """A consumer's, in session with a producer that speaks at most this version."""
-    sockets = HeldSockets()
+    sockets = HeldTransport()
     machine = Consumer(1 << 20, limits())
     control = Control(
         hello("own"),
-        cast("Sockets", sockets),
+        cast("ZmqTransport", sockets),
         RHYTHM,
-        hands or IdleHands(),
+        dataplane or IdleDataPlane(),
         consumer=machine,
         producer=None,
         clock=lambda: 1.0,
     )
     for name in "abc":
         machine.expect(Expect(name, 0), 1.0)
-    arrive(control, sockets, hello("peer", role=Role.PRODUCER, versions=(1, peers_version)))
+    arrive(control, sockets, hello("peer", role=PeerRole.PRODUCER, versions=(1, peers_version)))
     sockets.sent.clear()
     return control, sockets
 
 
 def arrive(
-    control: Control, sockets: HeldSockets, body: Message, *more: msgspec.Raw, target: str = ""
+    control: Control, sockets: HeldTransport, body: Message, *more: msgspec.Raw, target: str = ""
 ) -> None:
     """A frame of the peer comes, and is dealt with."""
     frame = encode(Envelope("peer", target, 1, body, more))
@@ -210,14 +210,14 @@ BAD_HELLOS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BAD_HELLOS)
 def test_who_cannot_be_is_not_welcome(name: str) -> None:
     control, sockets = control_with()
-    known = control._peers._places[PEER].session.peer
-    arrive(control, sockets, hello("peer", role=Role.PRODUCER, **BAD_HELLOS[name]))
+    known = control._peers._connections[PEER].session.peer
+    arrive(control, sockets, hello("peer", role=PeerRole.PRODUCER, **BAD_HELLOS[name]))
     assert control.counts["bad_messages"] == 1
-    assert control._peers._places[PEER].session.peer == known
+    assert control._peers._connections[PEER].session.peer == known
     assert sockets.sent == []
 
 
-class PoorHands(IdleHands):
+class PoorDataPlane(IdleDataPlane):
     """As of a host without memory."""
 
     def allocate(self, mm_hash: str, shape: ItemShape) -> None:
@@ -225,7 +225,7 @@ class PoorHands(IdleHands):
 
 
 def test_an_item_that_the_host_has_no_memory_for_fails_alone() -> None:
-    control, sockets = control_with(hands=PoorHands())
+    control, sockets = control_with(dataplane=PoorDataPlane())
     arrive(control, sockets, offers()[0])
     arrive(control, sockets, NeedGrant(1))
     said = [body for frame in sockets.sent for body in frame]
@@ -251,8 +251,10 @@ def descriptors_left(number: int) -> Iterator[None]:
 
 def test_more_endpoints_than_descriptors_do_not_end_the_loop() -> None:
     """Requests name endpoints, and so do peers."""
-    sockets, machine = Sockets("tcp://127.0.0.1:*"), Consumer(1 << 20, limits())
-    control = Control(hello("own"), sockets, RHYTHM, IdleHands(), consumer=machine, producer=None)
+    sockets, machine = ZmqTransport("tcp://127.0.0.1:*"), Consumer(1 << 20, limits())
+    control = Control(
+        hello("own"), sockets, RHYTHM, IdleDataPlane(), consumer=machine, producer=None
+    )
     told = Expect("a", 0, tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 65)))
     try:
         with descriptors_left(32):

@@ -26,21 +26,20 @@ from hypothesis import strategies as st
 from tests.support.fakes import FakeClock
 from tests.support.server_process import free_port
 from tests.support.transfer_engine import FakeTransferEngine, Fate
-from vllm_kvpool.embeds import mooncake_writes, shared_files
-from vllm_kvpool.embeds.dataplane import (
-    LandingMemory,
+from vllm_kvpool.embeds.dataplane import mooncake as mooncake_plane
+from vllm_kvpool.embeds.dataplane import shared_memory
+from vllm_kvpool.embeds.dataplane.row_bytes import (
+    STEP_BYTES,
     RowWrite,
     WriteError,
-    WriterPlane,
     digest_of,
     drain,
     item_digest,
-    open_landing,
 )
-from vllm_kvpool.embeds.protocol import MooncakeWindow, SharedWindow
-from vllm_kvpool.embeds.rows import Run
-from vllm_kvpool.embeds.run_bytes import STEP_BYTES
-from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
+from vllm_kvpool.embeds.dataplane.shared_memory import DIRECTORY, PREFIX
+from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane, open_landing
+from vllm_kvpool.embeds.protocol.messages import MooncakeWindow, SharedWindow
+from vllm_kvpool.embeds.protocol.rows import RowRun
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage import mooncake_engine
 
@@ -62,7 +61,7 @@ TRANSPORTS = ("local", pytest.param("mooncake", marks=real))
 @contextmanager
 def planes_of(
     transport: str, nbytes: int = WINDOW_BYTES, staging_bytes: int = STAGING_BYTES
-) -> Iterator[tuple[LandingMemory, WriterPlane]]:
+) -> Iterator[tuple[LandingWindow, WriterPlane]]:
     """A consumer's window and a producer's plane, in this process."""
     landing = open_landing(transport, nbytes, host=HOST)
     plane = WriterPlane(transport, staging_bytes, host=HOST)
@@ -96,7 +95,7 @@ class PassingClock(FakeClock):
 @contextmanager
 def faulty(
     fake: FakeTransferEngine, staging_bytes: int = STAGING_BYTES
-) -> Iterator[tuple[LandingMemory, WriterPlane, PassingClock]]:
+) -> Iterator[tuple[LandingWindow, WriterPlane, PassingClock]]:
     clock = PassingClock()
     landing = open_landing("mooncake", WINDOW_BYTES, host=HOST)
     plane = WriterPlane(
@@ -109,7 +108,7 @@ def faulty(
         landing.close()
 
 
-def check_moved(landing: LandingMemory, plane: WriterPlane, widths: Sequence[int]) -> None:
+def check_moved(landing: LandingWindow, plane: WriterPlane, widths: Sequence[int]) -> None:
     """An item of 97 rows goes through the window in runs of odd sizes, and nothing else changes."""
     shape = shape_of_widths(97, widths)
     planes, target = item_of(shape, 1), empty_item(shape)
@@ -146,7 +145,7 @@ def test_a_run_larger_than_any_step_arrives(transport: str) -> None:
     """More than a piece of the default size, and a digest in several steps."""
     shape = shape_of_widths(1009, [3 * STEP_BYTES // 1009, 1])
     planes, target = item_of(shape, 3), empty_item(shape)
-    runs = [Run(0, 1009, 5)]
+    runs = [RowRun(0, 1009, 5)]
     with planes_of(transport, shape.nbytes + 64, 8 << 20) as (landing, plane):
         digests = plane.write(landing.window, planes, shape, runs, SEED)
         assert drain(landing.array, target, shape, runs, SEED) == digests
@@ -160,7 +159,7 @@ def test_one_window_serves_round_after_round(transport: str) -> None:
     planes, target = item_of(shape, 4), empty_item(shape)
     with planes_of(transport, 20 * shape.row_bytes) as (landing, plane):
         for number, row in enumerate(range(0, 1000, 20)):
-            run = [Run(row, 20, 0)]
+            run = [RowRun(row, 20, 0)]
             digests = plane.write(landing.window, planes, shape, run, number)
             assert drain(landing.array, target, shape, run, number) == digests
     assert all(map(np.array_equal, target, planes))
@@ -174,7 +173,7 @@ def test_several_threads_write_to_one_window(transport: str) -> None:
     with planes_of(transport) as (landing, plane), ThreadPoolExecutor(8) as threads:
         landing.array[:] = 0
         parts = [runs[i::8] for i in range(8)]
-        write: Callable[[Sequence[Run]], Any] = lambda part: plane.write(  # noqa: E731
+        write: Callable[[Sequence[RowRun]], Any] = lambda part: plane.write(  # noqa: E731
             landing.window, planes, shape, part, SEED
         )
         for part, digests in zip(parts, threads.map(write, parts), strict=True):
@@ -219,7 +218,7 @@ def test_any_item_arrives_through_any_staging_memory(
 def test_every_byte_that_changes_on_the_way_shows_in_the_digest() -> None:
     shape = shape_of_widths(13, [31, 5])
     planes = item_of(shape, 7)
-    run = Run(2, 11, 3)
+    run = RowRun(2, 11, 3)
     window = expected(planes, shape, [run], 3 + 11 * 36 + 2)
     good = digest_of(planes, shape, run, SEED)
     for index in range(window.nbytes):
@@ -232,7 +231,9 @@ def test_every_byte_that_changes_on_the_way_shows_in_the_digest() -> None:
 def test_what_another_grant_brought_does_not_pass_for_this_one() -> None:
     shape = shape_of_widths(4, [8])
     planes = item_of(shape, 8)
-    digests = {digest_of(planes, shape, Run(0, 4, 0), seed) for seed in (0, 1, SEED, -1, 2**64 - 2)}
+    digests = {
+        digest_of(planes, shape, RowRun(0, 4, 0), seed) for seed in (0, 1, SEED, -1, 2**64 - 2)
+    }
     assert len(digests) == 5
 
 
@@ -240,10 +241,10 @@ def test_digests_of_a_write_are_of_what_arrived_in_the_item() -> None:
     """What is written to the window after the drain is neither in the item nor in the digest."""
     shape = shape_of_widths(4, [8])
     planes, target = item_of(shape, 9), empty_item(shape)
-    window = expected(planes, shape, [Run(0, 4, 0)], 32)
-    digests = drain(window, target, shape, [Run(0, 4, 0)], SEED)
+    window = expected(planes, shape, [RowRun(0, 4, 0)], 32)
+    digests = drain(window, target, shape, [RowRun(0, 4, 0)], SEED)
     window[:] = 0
-    assert digests == (digest_of(target, shape, Run(0, 4, 0), SEED),)
+    assert digests == (digest_of(target, shape, RowRun(0, 4, 0), SEED),)
 
 
 def test_a_window_that_changes_during_the_drain_does_not_matter() -> None:
@@ -251,10 +252,10 @@ def test_a_window_that_changes_during_the_drain_does_not_matter() -> None:
     memory = np.arange(12, dtype=np.uint8)
     shape = shape_of_widths(2, [4])
     target = memory[4:].reshape(2, 4)
-    digests = drain(memory[:8], [target], shape, [Run(0, 2, 0)], SEED)
+    digests = drain(memory[:8], [target], shape, [RowRun(0, 2, 0)], SEED)
     assert target.reshape(-1).tolist() == list(range(8))
     assert memory[:8].tolist() != list(range(8))
-    assert digests == (digest_of([target], shape, Run(0, 2, 0), SEED),)
+    assert digests == (digest_of([target], shape, RowRun(0, 2, 0), SEED),)
 
 
 def test_an_items_digest_is_of_all_planes_in_order() -> None:
@@ -273,22 +274,22 @@ def test_an_items_digest_is_of_all_planes_in_order() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(0, 10, WINDOW_BYTES - 99),
-        Run(0, 1, -1),
-        Run(0, 1, WINDOW_BYTES),
-        Run(0, 1, 1 << 70),
-        Run(-1, 2, 0),
-        Run(5, 6, 0),
-        Run(0, 0, 0),
-        Run(3, -1, 0),
+        RowRun(0, 10, WINDOW_BYTES - 99),
+        RowRun(0, 1, -1),
+        RowRun(0, 1, WINDOW_BYTES),
+        RowRun(0, 1, 1 << 70),
+        RowRun(-1, 2, 0),
+        RowRun(5, 6, 0),
+        RowRun(0, 0, 0),
+        RowRun(3, -1, 0),
     ],
 )
-def test_a_run_outside_is_refused_before_anything_is_written(transport: str, run: Run) -> None:
+def test_a_run_outside_is_refused_before_anything_is_written(transport: str, run: RowRun) -> None:
     shape = shape_of_widths(10, [10])
     with planes_of(transport) as (landing, plane):
         landing.array[:] = 0
         with pytest.raises(WriteError) as caught:
-            plane.write(landing.window, item_of(shape, 1), shape, [Run(0, 1, 0), run], SEED)
+            plane.write(landing.window, item_of(shape, 1), shape, [RowRun(0, 1, 0), run], SEED)
         assert caught.value.quiesced
         assert not landing.array.any()
         check_moved(landing, plane, [3])
@@ -304,8 +305,8 @@ def test_a_write_of_nothing_does_nothing() -> None:
 def test_writes_that_go_together_arrive_as_each_alone(transport: str) -> None:
     shape = shape_of_widths(8, [16, 3])
     items = [item_of(shape, number) for number in range(6)]
-    runs = [(Run(0, 8, 400 * number),) for number in range(6)]
-    runs[4] = (Run(0, 9, 1600),)  # a row that the item does not have
+    runs = [(RowRun(0, 8, 400 * number),) for number in range(6)]
+    runs[4] = (RowRun(0, 9, 1600),)  # a row that the item does not have
     with planes_of(transport) as (landing, plane):
         results = plane.write_all(
             landing.window,
@@ -327,16 +328,16 @@ def test_windows_of_the_other_transport_are_refused(fake: FakeTransferEngine) ->
     with planes_of("local") as (shared, to_shared), planes_of("mooncake") as (far, to_far):
         for landing, plane in ((shared, to_far), (far, to_shared)):
             with pytest.raises(WriteError, match="another transport") as caught:
-                plane.write(landing.window, item, shape, [Run(0, 1, 0)], SEED)
+                plane.write(landing.window, item, shape, [RowRun(0, 1, 0)], SEED)
             assert caught.value.quiesced
 
 
 def test_a_drain_of_other_places_is_our_own_mistake() -> None:
     shape = shape_of_widths(2, [4])
     with pytest.raises(AssertionError):
-        drain(np.zeros(7, np.uint8), empty_item(shape), shape, [Run(0, 2, 0)], SEED)
+        drain(np.zeros(7, np.uint8), empty_item(shape), shape, [RowRun(0, 2, 0)], SEED)
     with pytest.raises(AssertionError):
-        drain(np.zeros(99, np.uint8), empty_item(shape), shape, [Run(1, 2, 0)], SEED)
+        drain(np.zeros(99, np.uint8), empty_item(shape), shape, [RowRun(1, 2, 0)], SEED)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +414,7 @@ def test_another_process_writes(transport: str) -> None:
 
 CONSUMER = """
 import sys, msgspec
-from vllm_kvpool.embeds.dataplane import open_landing
+from vllm_kvpool.embeds.dataplane.transports import open_landing
 landing = open_landing(sys.argv[1], 1 << 20, host="127.0.0.1")
 print("WINDOW", msgspec.json.encode(landing.window).decode(), flush=True)
 sys.stdin.read()
@@ -450,12 +451,12 @@ def test_a_consumer_that_dies_fails_writes_at_once() -> None:
     shape = shape_of_widths(100, [1000])
     item = item_of(shape, 12)
     with consumer("mooncake") as (child, window), planes_of("mooncake") as (_, plane):
-        plane.write(window, item, shape, [Run(0, 100, 0)], SEED)
+        plane.write(window, item, shape, [RowRun(0, 100, 0)], SEED)
         child.kill()
         child.wait()
         for quiesced in (False, True):
             with pytest.raises(WriteError) as caught:
-                plane.write(window, item, shape, [Run(0, 100, 0)], SEED)
+                plane.write(window, item, shape, [RowRun(0, 100, 0)], SEED)
             assert caught.value.quiesced == quiesced
         deadline = time.monotonic() + CHILD_LIMIT_S
         while plane.quarantined_bytes():  # until both pieces' sockets have failed
@@ -468,7 +469,7 @@ def test_a_consumer_that_was_never_there() -> None:
     window = MooncakeWindow(f"{HOST}:{free_port()}", 1 << 20, 1)
     with planes_of("mooncake") as (landing, plane):
         with pytest.raises(WriteError, match="no Mooncake engine answers") as caught:
-            plane.write(window, item_of(shape, 1), shape, [Run(0, 1, 0)], SEED)
+            plane.write(window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
         assert caught.value.quiesced
         check_moved(landing, plane, [3])
 
@@ -481,7 +482,7 @@ def test_memory_that_is_not_registered_is_not_written_to() -> None:
         other = np.zeros(64, np.uint8)
         window = MooncakeWindow(landing.window.session, other.ctypes.data, 64)
         with pytest.raises(WriteError) as caught:
-            plane.write(window, item_of(shape, 1), shape, [Run(0, 1, 0)], SEED)
+            plane.write(window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
         assert not caught.value.quiesced
         assert not other.any()
         check_moved(landing, plane, [3])
@@ -491,11 +492,11 @@ def test_memory_that_is_not_registered_is_not_written_to() -> None:
 
 
 SHAPE = shape_of_widths(90, [1000])  # three pieces
-RUNS = (Run(0, 90, 0),)
+RUNS = (RowRun(0, 90, 0),)
 PIECE = STAGING_BYTES // 2
 
 
-def write_all(landing: LandingMemory, plane: WriterPlane, runs: Sequence[Run] = RUNS) -> None:
+def write_all(landing: LandingWindow, plane: WriterPlane, runs: Sequence[RowRun] = RUNS) -> None:
     plane.write(landing.window, item_of(SHAPE, 13), SHAPE, runs, SEED)
 
 
@@ -513,7 +514,7 @@ def test_a_write_that_fails_may_still_arrive(
         assert settled(plane) == (PIECE if fate is Fate.IS_REFUSED else 0)
         fake.fate = lambda index: Fate.LANDS
         check_moved(landing, plane, [1021, 3])
-        clock.advance(mooncake_writes.QUARANTINE_FACTOR * mooncake_writes.timeout_of(PIECE))
+        clock.advance(mooncake_plane.QUARANTINE_FACTOR * mooncake_plane.timeout_of(PIECE))
         assert plane.quarantined_bytes() == 0
 
 
@@ -527,13 +528,13 @@ def settled(plane: WriterPlane) -> int:
 def test_a_write_that_does_not_end_keeps_its_staging_memory(
     fake: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_writes, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(mooncake_plane, "PIECE_BYTES", PIECE)
     with faulty(fake, 4 * PIECE) as (landing, plane, clock):
         fake.fate = lambda index: Fate.HANGS if index == 0 else Fate.LANDS
         with pytest.raises(WriteError, match="does not end") as caught:
             write_all(landing, plane)
         assert not caught.value.quiesced
-        timeout_s = mooncake_writes.timeout_of(PIECE)
+        timeout_s = mooncake_plane.timeout_of(PIECE)
         assert timeout_s <= clock.now < timeout_s + 0.1
         assert settled(plane) == fake.writes[0].nbytes == PIECE
         # That no other write uses the memory meanwhile is for the engine to see.
@@ -591,7 +592,7 @@ def test_eight_writers_share_bounded_staging_memory(fake: FakeTransferEngine) ->
     shape = shape_of_widths(800, [1000])
     planes = item_of(shape, 14)
     with planes_of("mooncake") as (landing, plane), ThreadPoolExecutor(8) as threads:
-        runs = [Run(i * 100, 100, i * 100_000) for i in range(8)]
+        runs = [RowRun(i * 100, 100, i * 100_000) for i in range(8)]
         jobs = [
             threads.submit(plane.write, landing.window, planes, shape, [run], SEED)
             for run in runs * 4
@@ -606,13 +607,13 @@ def test_eight_writers_share_bounded_staging_memory(fake: FakeTransferEngine) ->
 
 def test_neighbouring_extents_are_one_transfer(fake: FakeTransferEngine) -> None:
     with faulty(fake) as (landing, plane, _):
-        write_all(landing, plane, [Run(0, 3, 5), Run(3, 2, 3005), Run(5, 1, 9000)])
+        write_all(landing, plane, [RowRun(0, 3, 5), RowRun(3, 2, 3005), RowRun(5, 1, 9000)])
         assert [write.nbytes for write in fake.writes] == [5000, 1000]
 
 
 def test_writes_that_go_together_share_pieces_and_fail_together(fake: FakeTransferEngine) -> None:
     shape = shape_of_widths(2, [100])
-    writes = [RowWrite(item_of(shape, n), shape, (Run(0, 2, 300 * n),), n) for n in range(8)]
+    writes = [RowWrite(item_of(shape, n), shape, (RowRun(0, 2, 300 * n),), n) for n in range(8)]
     with faulty(fake) as (landing, plane, _):
         good = plane.write_all(landing.window, writes)
         assert good == [
@@ -640,14 +641,14 @@ def test_few_transfers_are_under_way_at_a_time(fake: FakeTransferEngine) -> None
     with faulty(fake) as (landing, plane, _):
         plane.write(landing.window, item_of(shape, 1), shape, scattered(shape, [1] * 256, 1), SEED)
         assert len(fake.writes) == 256
-        assert most <= 2 * mooncake_writes.MAX_RANGES
+        assert most <= 2 * mooncake_plane.MAX_RANGES
 
 
 class TimedWrites:
     """Each write of one row ends so long after it was begun as was said before."""
 
     def __init__(
-        self, fake: FakeTransferEngine, landing: LandingMemory, plane: WriterPlane, clock: FakeClock
+        self, fake: FakeTransferEngine, landing: LandingWindow, plane: WriterPlane, clock: FakeClock
     ) -> None:
         self._fake, self._landing, self._plane, self._clock = fake, landing, plane, clock
         self._ends_at = 0.0
@@ -663,7 +664,7 @@ class TimedWrites:
     def write(self, takes_s: float) -> tuple[float, int]:
         """How late its end is seen, and how often it is asked for."""
         self._ends_at = self._clock.now + takes_s
-        write_all(self._landing, self._plane, [Run(0, 1, 0)])
+        write_all(self._landing, self._plane, [RowRun(0, 1, 0)])
         return self._clock.now - self._ends_at, self._fake.writes[-1].num_asked
 
 
@@ -680,10 +681,10 @@ def test_the_end_of_a_write_is_soon_seen_and_seldom_asked_for(
     with faulty(fake) as (landing, plane, clock):
         writes = TimedWrites(fake, landing, plane, clock)
         clock.step_s = STEP_S
-        most_late_s = max(takes_s * 0.15, mooncake_writes.MIN_PAUSE_S) + 4 * STEP_S
+        most_late_s = max(takes_s * 0.15, mooncake_plane.MIN_PAUSE_S) + 4 * STEP_S
         first = writes.write(takes_s)
         assert first[0] < most_late_s
-        assert first[1] < mooncake_writes.SPIN_S / STEP_S + 80
+        assert first[1] < mooncake_plane.SPIN_S / STEP_S + 80
         for _ in range(20):
             late_s, num_asked = writes.write(takes_s)
             assert late_s < most_late_s
@@ -697,8 +698,8 @@ def test_a_network_that_is_fast_again_is_soon_known_to_be(fake: FakeTransferEngi
         for _ in range(20):
             writes.write(20.0)
         late = [writes.write(0.0005)[0] for _ in range(60)]
-        assert max(late) <= mooncake_writes.MAX_SURE_S + mooncake_writes.MAX_PAUSE_S
-        assert late[-1] < 2 * mooncake_writes.MIN_PAUSE_S
+        assert max(late) <= mooncake_plane.MAX_SURE_S + mooncake_plane.MAX_PAUSE_S
+        assert late[-1] < 2 * mooncake_plane.MIN_PAUSE_S
 
 
 def test_a_session_is_asked_for_before_the_first_write_and_after_a_failure(
@@ -722,7 +723,7 @@ def test_a_session_is_asked_for_before_the_first_write_and_after_a_failure(
 def test_closing_ends_writes_and_keeps_what_they_may_still_touch(
     fake: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_writes, "CLOSE_WAIT_S", 0.1)
+    monkeypatch.setattr(mooncake_plane, "CLOSE_WAIT_S", 0.1)
     fake.fate = lambda index: Fate.HANGS
     landing = open_landing("mooncake", WINDOW_BYTES, host=HOST)
     plane = WriterPlane("mooncake", STAGING_BYTES, host=HOST)
@@ -792,10 +793,10 @@ def windows() -> set[Path]:
 
 def write_row(plane: WriterPlane, window: SharedWindow) -> tuple[int, ...]:
     shape = shape_of_widths(1, [3])
-    return plane.write(window, item_of(shape, 1), shape, [Run(0, 1, 0)], SEED)
+    return plane.write(window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
 
 
-def shared_window(landing: LandingMemory) -> SharedWindow:
+def shared_window(landing: LandingWindow) -> SharedWindow:
     assert isinstance(landing.window, SharedWindow)
     return landing.window
 
@@ -824,7 +825,7 @@ def test_windows_of_the_dead_are_removed_and_of_the_living_are_not() -> None:
         assert Path(shared_window(landing).path).exists()
         second.close()
         landing.close()
-    shared_files.remove_leftovers()
+    shared_memory.remove_leftovers()
     assert Path(living.path) not in windows()
 
 
@@ -839,7 +840,7 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         link.symlink_to(tmp_path / "file")
         os.mkfifo(pipe)
-        assert shared_files.remove_leftovers() == 0
+        assert shared_memory.remove_leftovers() == 0
         assert all(os.path.lexists(path) for path in (*others, link, pipe, tmp_path / "file"))
     finally:
         for path in (*others, link, pipe):
@@ -926,7 +927,7 @@ def test_what_a_peer_calls_a_window_must_be_one(tmp_path: Path) -> None:
             "",
             "a\0b",
         ):
-            window = SharedWindow(shared_files.host_identity(), str(path), 64)
+            window = SharedWindow(shared_memory.host_identity(), str(path), 64)
             with pytest.raises(WriteError) as caught:
                 write_row(plane, window)
             assert caught.value.quiesced
@@ -942,7 +943,7 @@ def mapped_windows() -> int:
 
 
 def test_a_producer_keeps_few_windows_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_files, "MAX_MAPPED", 3)
+    monkeypatch.setattr(shared_memory, "MAX_MAPPED", 3)
     plane = WriterPlane("local", 0, host=HOST)
     landings = [open_landing("local", 4096, host=HOST) for _ in range(6)]
     before = mapped_windows()

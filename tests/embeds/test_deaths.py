@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
-from vllm_kvpool.embeds import drainers, hands
-from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.control import Control
-from vllm_kvpool.embeds.dataplane import WriterPlane
-from vllm_kvpool.embeds.hands import MovingHands
+from vllm_kvpool.embeds.dataplane import io_workers
+from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
+from vllm_kvpool.embeds.dataplane.transports import WriterPlane
+from vllm_kvpool.embeds.faults import CONTROL, DRAINER, RESOLVER, THREADS, WRITER
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.peers import Peers
-from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.resolver import Resolver
-from vllm_kvpool.embeds.sockets import Sockets
-from vllm_kvpool.embeds.threads import CONTROL, DRAINER, RESOLVER, THREADS, WRITER
+from vllm_kvpool.embeds.protocol.allowed_peers import Resolver
+from vllm_kvpool.embeds.protocol.messages import PeerRole
+from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport
 
 ROWS = 40
 OPTIONS = {
@@ -43,16 +43,22 @@ MESSAGES: list[tuple[type, str]] = [
     *((Producer, name) for name in ("prepared", "written", "peer_up", "tick", "take_effects")),
 ]
 PHASES: list[tuple[Any, str]] = [
-    *((Control, name) for name in ("_tick", "_perform", "_look", "_receive", "_tell_numbers")),
-    *((Peers, name) for name in ("hear", "send_to", "tell", "flush", "tick", "act", "connect")),
-    *((MovingHands, name) for name in ("allocate", "drain", "ready", "discard", "begin")),
-    *((MovingHands, name) for name in ("prepare", "write", "release")),
-    *((Sockets, name) for name in ("poll", "send")),
+    *(
+        (Control, name)
+        for name in ("_tick", "_perform", "_refresh_missing", "_receive", "_report_metrics")
+    ),
+    *(
+        (Peers, name)
+        for name in ("on_message", "send_to", "notify_scheduler", "flush", "tick", "act", "connect")
+    ),
+    *((IoWorkers, name) for name in ("allocate", "drain", "ready", "discard", "begin")),
+    *((IoWorkers, name) for name in ("prepare", "write", "release")),
+    *((ZmqTransport, name) for name in ("poll", "send")),
 ]
 POINTS: dict[str, list[tuple[Any, str]]] = {
     CONTROL: MESSAGES + PHASES,
-    WRITER: [(hands, "item_name"), (WriterPlane, "write_all"), (hands, "as_bytes")],
-    DRAINER: [(drainers, "drain")],
+    WRITER: [(io_workers, "item_name"), (WriterPlane, "write_all"), (io_workers, "as_bytes")],
+    DRAINER: [(io_workers, "drain")],
     RESOLVER: [(Resolver, "_report")],
 }
 ALL = [(thread, owner, name) for thread, points in POINTS.items() for owner, name in points]
@@ -90,11 +96,11 @@ def faulty(owner: Any, name: str, error: type[BaseException]) -> Iterator[Fault]
 
 
 def test_every_thread_is_in_the_table_and_has_a_point() -> None:
-    folder = Path(hands.__file__).parent
-    starts = [path.name for path in folder.glob("*.py") if "Thread(target" in path.read_text()]
-    assert starts == ["threads.py"]
+    folder = Path(io_workers.__file__).parent.parent
+    starts = [path.name for path in folder.rglob("*.py") if "Thread(target" in path.read_text()]
+    assert starts == ["faults.py"]
     assert set(POINTS) == set(THREADS)
-    with Engine(Role.BOTH):
+    with Engine(PeerRole.BOTH):
         names = {each.name for each in threading.enumerate() if each.name.startswith("kvpool-ec")}
     assert {re.sub(r"-\d+$", "", name) for name in names} == set(THREADS) - {RESOLVER}
 
@@ -108,8 +114,8 @@ def test_whatever_dies_requests_go_on(
 ) -> None:
     with (
         faulty(owner, name, error) as fault,
-        Engine(Role.PRODUCER, **OPTIONS) as producer,
-        Engine(Role.CONSUMER, **OPTIONS) as consumer,
+        Engine(PeerRole.PRODUCER, **OPTIONS) as producer,
+        Engine(PeerRole.CONSUMER, **OPTIONS) as consumer,
     ):
         peers = (producer.endpoint, f"tcp://localhost:{producer.ports[0]}")
         producer.encode("first", embeddings(ROWS))
@@ -126,7 +132,7 @@ def test_whatever_dies_requests_go_on(
                     consumer.may_go(view)
                     or view.request_id in consumer.scheduler.take_unavailable()
                 ),
-                lambda: consumer.stories("first") + consumer.stories("second"),
+                lambda: consumer.describe("first") + consumer.describe("second"),
                 PATIENCE_S,
             )
             (feature,) = view.features
@@ -139,7 +145,7 @@ def test_whatever_dies_requests_go_on(
 def test_a_control_thread_that_dies_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Not only by its silence: the scheduler need not wait for that."""
     options = {**OPTIONS, "heartbeat_s": 3600.0, "bootstrap_timeout_s": 3600.0}
-    with Engine(Role.CONSUMER, **options) as engine:
+    with Engine(PeerRole.CONSUMER, **options) as engine:
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)
         engine.awaits(view)
 
@@ -156,21 +162,23 @@ def test_a_control_thread_that_dies_says_so_at_once(caplog: pytest.LogCaptureFix
 
 def test_a_control_thread_that_hangs_is_found_out_by_the_schedulers_clock() -> None:
     release = threading.Event()
-    with Engine(Role.CONSUMER, **OPTIONS) as engine:
+    with Engine(PeerRole.CONSUMER, **OPTIONS) as engine:
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)
         engine.awaits(view)
         engine.workers[0]._control.post(lambda now: release.wait(PATIENCE_S) and None)
         try:
             wait_for(lambda: engine.may_go(view))
-            assert not engine.scheduler._links.are_up
+            assert not engine.scheduler._channel.are_up
         finally:
             release.set()
-        wait_for(lambda: engine.scheduler._links.poll() is None or engine.scheduler._links.are_up)
+        wait_for(
+            lambda: engine.scheduler._channel.poll() is None or engine.scheduler._channel.are_up
+        )
 
 
 def test_a_bug_that_every_turn_meets_ends_the_thread_rather_than_nothing() -> None:
     tick = faulty(Consumer, "tick", RuntimeError)
-    with tick as fault, Engine(Role.CONSUMER, **OPTIONS) as engine:
+    with tick as fault, Engine(PeerRole.CONSUMER, **OPTIONS) as engine:
         view = engine.request("r", ("image", 4), peers=("tcp://127.0.0.1:1",), has_media=True)
         engine.awaits(view)
         fault.is_armed = True

@@ -8,20 +8,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.embeds.drainers import BUSY_BYTES, Drainers, Landed, Turns
-from vllm_kvpool.embeds.effects import Drain
-from vllm_kvpool.embeds.log_limit import LogLimit
-from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
-from vllm_kvpool.embeds.run_bytes import digest_of
+from vllm_kvpool.embeds.dataplane.io_workers import BUSY_BYTES, Drainers, DrainJob, DrainLanes
+from vllm_kvpool.embeds.dataplane.row_bytes import digest_of
+from vllm_kvpool.embeds.faults import LogLimit
+from vllm_kvpool.embeds.machines.effects import DrainRows
+from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
 PATIENCE_S = 10.0
 SHAPE = ItemShape(8, (Plane("embedding", "uint8", (16,)),))
 
 
 def test_small_items_keep_one_thread_busy_and_large_ones_are_spread() -> None:
-    small = Turns(4)
+    small = DrainLanes(4)
     assert [small.take(f"{n}", BUSY_BYTES // 4) for n in range(6)] == [0, 0, 0, 0, 1, 1]
-    large = Turns(4)
+    large = DrainLanes(4)
     assert [large.take(f"{n}", 2 * BUSY_BYTES) for n in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
@@ -30,7 +30,7 @@ def test_pieces_of_an_item_are_never_with_two_threads(
     steps: list[tuple[str, int] | None],
 ) -> None:
     """A piece comes, or (None) the oldest one of some thread ends."""
-    turns = Turns(3)
+    turns = DrainLanes(3)
     queues: list[list[tuple[str, int]]] = [[], [], []]
     for step in steps:
         if step is not None:
@@ -68,16 +68,16 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
         pieces = []
         for number, planes in enumerate(items):
             gid = 1 + turn * len(items) + number
-            run = Run(turn, 1, 16 * gid)
+            run = RowRun(turn, 1, 16 * gid)
             good = np.zeros((8, 16), np.uint8)
             good[turn] = window[16 * gid : 16 * gid + 16]
             digests = (digest_of([good], SHAPE, run, gid),)
             if gid % 7 == 0:
                 digests = (digests[0] ^ 1,)
             if gid % 11 == 0:
-                run = Run(turn, 1, window.nbytes)  # a bug of whoever asks
-            work = Drain(gid, f"{number}", (run,), digests)
-            pieces.append(Landed(work, [planes], SHAPE, SHAPE.row_bytes))
+                run = RowRun(turn, 1, window.nbytes)  # a bug of whoever asks
+            work = DrainRows(gid, f"{number}", (run,), digests)
+            pieces.append(DrainJob(work, [planes], SHAPE, SHAPE.row_bytes))
         drainers.put(pieces)
     assert all_there.wait(PATIENCE_S)
     assert reported == {gid: bool(gid % 7 and gid % 11) for gid in range(1, 41)}

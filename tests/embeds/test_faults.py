@@ -20,19 +20,19 @@ from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.support.relay import Relay
 from tests.support.server_process import free_ports
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.dataplane.shared_memory import DIRECTORY, PREFIX
+from vllm_kvpool.embeds.protocol.messages import (
     MAX_FRAME_BYTES,
     Envelope,
     Forget,
     Goodbye,
     Grant,
     Offer,
-    Role,
+    PeerRole,
     encode,
 )
-from vllm_kvpool.embeds.rows import Extent, ItemShape
-from vllm_kvpool.embeds.scheduler import RequestView
-from vllm_kvpool.embeds.shared_files import DIRECTORY, PREFIX
+from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
+from vllm_kvpool.embeds.scheduler import EmbedsRequest
 
 ROOT = Path(__file__).parents[2]
 ROW_BYTES = 64 * 4
@@ -45,7 +45,7 @@ PATIENCE_S = 60.0
 class Child:
     """An engine in a process of its own."""
 
-    def __init__(self, role: Role, port: int | None = None) -> None:
+    def __init__(self, role: PeerRole, port: int | None = None) -> None:
         self.port = port or free_ports(1)[0]
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "tests.embeds.engine_child"]
@@ -97,7 +97,7 @@ def children() -> Iterator[list[Child]]:
 
 def consumer(**options: object) -> Engine:
     usual = {"arena_bytes": WINDOW_BYTES, "heartbeat_s": HEARTBEAT_S}
-    return Engine(Role.CONSUMER, **{**usual, **options})
+    return Engine(PeerRole.CONSUMER, **{**usual, **options})
 
 
 def rows_here(engine: Engine) -> float:
@@ -111,22 +111,22 @@ def assert_nothing_is_lent(engine: Engine) -> None:
     )
 
 
-def begin(engine: Engine, mm_hash: str, producer: str, rows: int = ROWS) -> RequestView:
+def begin(engine: Engine, mm_hash: str, producer: str, rows: int = ROWS) -> EmbedsRequest:
     """A request waits for an item, some rows of which are here when this returns."""
     view = engine.request(mm_hash, (mm_hash, rows), peers=(producer,))
     engine.awaits(view)
-    wait_for(lambda: "transferring" in engine.stories(mm_hash), lambda: engine.stories(mm_hash))
+    wait_for(lambda: "transferring" in engine.describe(mm_hash), lambda: engine.describe(mm_hash))
     at = rows_here(engine)
     wait_for(lambda: rows_here(engine) > at + 100)
     return view
 
 
-def finish(engine: Engine, view: RequestView, seed: int = 0) -> None:
+def finish(engine: Engine, view: EmbedsRequest, seed: int = 0) -> None:
     """The item comes, with every byte where it belongs."""
     name = view.request_id
     wait_for(
         lambda: engine.may_go(view),
-        lambda: engine.stories(name),
+        lambda: engine.describe(name),
         patience_s=PATIENCE_S,
     )
     ((got,),) = engine.get(name)
@@ -144,21 +144,21 @@ def losses(engine: Engine) -> float:
 
 def test_a_producer_is_killed_in_a_transfer(children: list[Child]) -> None:
     """Others go on; it is had again from the next process; the window is not lost."""
-    children.append(Child(Role.PRODUCER))
+    children.append(Child(PeerRole.PRODUCER))
     first = children[0]
-    with consumer() as engine, Engine(Role.PRODUCER) as other:
+    with consumer() as engine, Engine(PeerRole.PRODUCER) as other:
         first.ask("encode", "film", LONG)
         other.encode("other", embeddings(ROWS, seed=1))
         view = begin(engine, "film", first.endpoint, LONG)
         others = begin(engine, "other", other.endpoint)
-        assert "transferring" in engine.stories("film"), "it is over before it can be killed"
+        assert "transferring" in engine.describe("film"), "it is over before it can be killed"
         first.kill()
         finish(engine, others, seed=1)
         wait_for(lambda: losses(engine) == 1)
-        assert "suspended" in engine.stories("film")
+        assert "suspended" in engine.describe("film")
         assert not engine.may_go(view)
         assert 0 < engine.gauges()["quarantined_bytes"] < WINDOW_BYTES
-        children.append(Child(Role.PRODUCER, first.port))
+        children.append(Child(PeerRole.PRODUCER, first.port))
         children[1].ask("encode", "film", LONG)
         finish(engine, view)
         assert engine.counts()["resumed_rows"] > 0
@@ -168,8 +168,8 @@ def test_a_producer_is_killed_in_a_transfer(children: list[Child]) -> None:
 
 def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
     """The next process asks again; the killed one's memory is gone with its start."""
-    with Engine(Role.PRODUCER, heartbeat_s=HEARTBEAT_S, waiting_timeout_s=4.0) as producer:
-        children.append(Child(Role.CONSUMER))
+    with Engine(PeerRole.PRODUCER, heartbeat_s=HEARTBEAT_S, waiting_timeout_s=4.0) as producer:
+        children.append(Child(PeerRole.CONSUMER))
         producer.encode("film", embeddings(ROWS))  # kept for seconds, and a start may take them
         first = children[0]
         (window,) = first.windows()
@@ -178,7 +178,7 @@ def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
         first.kill()
         assert producer.counts()["written_rows"] < ROWS
         assert window.exists()
-        children.append(Child(Role.CONSUMER, first.port))
+        children.append(Child(PeerRole.CONSUMER, first.port))
         assert not window.exists(), "a killed process's window stays"
         producer.encode("film", embeddings(ROWS))  # where the start has taken longer than that
         digest = children[1].ask("receive", "film", ROWS, peer=producer.endpoint)
@@ -189,15 +189,15 @@ def test_a_consumer_is_killed_in_a_transfer(children: list[Child]) -> None:
 
 def test_a_producer_that_was_stopped_for_long_writes_over_nothing(children: list[Child]) -> None:
     """What it was lent stays out of use until it is back and says that it does not use it."""
-    children.append(Child(Role.PRODUCER))
+    children.append(Child(PeerRole.PRODUCER))
     stopped = children[0]
-    with consumer() as engine, Engine(Role.PRODUCER) as other:
+    with consumer() as engine, Engine(PeerRole.PRODUCER) as other:
         stopped.ask("encode", "film", LONG)
         view = begin(engine, "film", stopped.endpoint, LONG)
         for number in (1, 2):
             other.encode(f"other{number}", embeddings(ROWS, seed=number))
             others = begin(engine, f"other{number}", other.endpoint)
-            assert "success" not in engine.stories("film"), "it is over before it can be stopped"
+            assert "success" not in engine.describe("film"), "it is over before it can be stopped"
             before = losses(engine)
             stopped.process.send_signal(signal.SIGSTOP)
             wait_for(lambda before=before: losses(engine) > before)  # type: ignore[misc]
@@ -214,7 +214,7 @@ def test_a_producer_that_was_stopped_for_long_writes_over_nothing(children: list
 def test_a_link_is_cut_in_a_transfer_and_comes_back(outage_s: float) -> None:
     """Shorter than anybody notices, or so long that each loses the other."""
     with (
-        Engine(Role.PRODUCER, heartbeat_s=HEARTBEAT_S) as producer,
+        Engine(PeerRole.PRODUCER, heartbeat_s=HEARTBEAT_S) as producer,
         Relay(producer.ports[0]) as relay,
         consumer() as engine,
     ):
@@ -248,8 +248,8 @@ def keys_in(directory: Path) -> str:
 def pair_with_keys(producers: str, consumers: str) -> tuple[Engine, Engine]:
     options = {"heartbeat_s": HEARTBEAT_S, "bootstrap_timeout_s": 1.5}
     return (
-        Engine(Role.PRODUCER, curve_dir=producers, **options),
-        Engine(Role.CONSUMER, curve_dir=consumers, **options),
+        Engine(PeerRole.PRODUCER, curve_dir=producers, **options),
+        Engine(PeerRole.CONSUMER, curve_dir=consumers, **options),
     )
 
 
@@ -280,7 +280,7 @@ def test_with_another_key_or_none_nothing_passes(tmp_path: Path, ours: bool, the
 
 
 def test_strangers_at_the_port_disturb_nothing() -> None:
-    with Engine(Role.PRODUCER) as producer, consumer() as engine:
+    with Engine(PeerRole.PRODUCER) as producer, consumer() as engine:
         control = engine.workers[0]._control
         producer.encode("film", embeddings(ROWS))
         view = begin(engine, "film", producer.endpoint)

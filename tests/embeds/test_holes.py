@@ -39,16 +39,16 @@ import msgspec
 import pytest
 
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds import protocol as p
-from vllm_kvpool.embeds import sockets
-from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.dataplane import Result, WriterPlane
-from vllm_kvpool.embeds.effects import Send, Write
-from vllm_kvpool.embeds.hands import MovingHands
-from vllm_kvpool.embeds.limits import ProducerLimits
-from vllm_kvpool.embeds.rows import Extent, Run
-from vllm_kvpool.embeds.sockets import Sockets
-from vllm_kvpool.embeds.states import State
+from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
+from vllm_kvpool.embeds.dataplane.transports import Result, WriterPlane
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.effects import Send, Write
+from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.machines.states import TransferState
+from vllm_kvpool.embeds.protocol import messages as p
+from vllm_kvpool.embeds.protocol import transport_zmq
+from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
+from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport
 from vllm_kvpool.errors import ProtocolError
 
 
@@ -83,15 +83,15 @@ def nothing_is_left(world: World) -> None:
         machine = consumer.machine
         assert machine.gauges()["granted_bytes"] == 0
         assert machine.gauges()["landing_bytes"] == 0
-        assert not machine.desk.items
-        assert not list(machine.desk.window)
-        assert not machine.desk.sources._items
-        assert machine.desk.admission.num_active == 0
+        assert not machine.items
+        assert not list(machine.window)
+        assert not machine.offer_table._items
+        assert machine.admission.num_active == 0
         assert machine.gauges()["waiting_items"] == 0
         assert not consumer.tensors
     for producer in world.producers:
-        assert not producer.machine.transfers.by_tid
-        assert not producer.machine.transfers._by_target
+        assert not producer.machine.transfers
+        assert not producer.machine._by_target
         assert producer.machine.gauges()["writes"] == 0
 
 
@@ -107,12 +107,12 @@ def test_holes_4_5_a_word_of_an_earlier_round_is_not_of_this_one(rows: int) -> N
     told = next(body for body in world.links[to_consumer] if isinstance(body, p.Wrote))
     until(world, lambda: consumer.machine.counts["rows"] == rows)
     offset = first.runs[0].offset
-    again = [each for each in consumer.machine.desk.window if each.extents[0].offset == offset]
+    again = [each for each in consumer.machine.window if each.extents[0].offset == offset]
     assert all(each.gid != first.gid for each in again)
-    before = consumer.machine.story("image")
+    before = consumer.machine.describe("image")
     drains = len(consumer.drains)
     world.receive(to_consumer, told)
-    assert (consumer.machine.story("image"), len(consumer.drains)) == (before, drains)
+    assert (consumer.machine.describe("image"), len(consumer.drains)) == (before, drains)
     assert consumer.machine.counts["late_writes"] == 1
     world.settle()
     world.assert_item(consumer, "image")
@@ -141,8 +141,8 @@ def mute_before_an_offer(world: World) -> None:
 
 
 def mute_after_the_offer(world: World) -> None:
-    items = world.consumers[0].machine.desk.items
-    until(world, lambda: items["image"].state is not State.BOOTSTRAPPING)
+    items = world.consumers[0].machine.items
+    until(world, lambda: items["image"].state is not TransferState.BOOTSTRAPPING)
     for links in world.links.values():
         links.clear()
 
@@ -309,7 +309,7 @@ def test_hole_14_no_memory_at_a_later_round_is_waited_for() -> None:
         world.pass_time(1.0)
         while world.choices():
             world.choices()[0]()
-        assert f"{rows} of 6 rows" in consumer.machine.story("image")
+        assert f"{rows} of 6 rows" in consumer.machine.describe("image")
     world.land_late()
     world.settle()
     world.assert_item(consumer, "image")
@@ -330,7 +330,7 @@ def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
     machine.wrote("p", p.Wrote(1, grant.gid, grant.row, 1, (0,)), 0.0)
     machine.drained(grant.gid, True, 0.0)
     machine.check()
-    assert machine.desk.items["image"].received.spans == ((grant.row, grant.row + 1),)
+    assert machine.items["image"].received.spans == ((grant.row, grant.row + 1),)
     later = [
         each.body.row
         for each in machine.take_effects()
@@ -355,7 +355,7 @@ def test_hole_22_what_says_less_or_more_than_was_granted_is_no_success(
     write = min((write for write, _ in producer.writes), key=lambda each: each.runs[0].row)
     world.receive(ends(world)[0], p.Wrote(write.tid, write.gid, row, rows, digests))
     assert not consumer.drains
-    assert "0 of 6 rows" in consumer.machine.story("image")
+    assert "0 of 6 rows" in consumer.machine.describe("image")
     assert consumer.machine.gauges()["quarantined_bytes"] == 4, "nobody knows what it writes"
     world.settle()
     world.assert_item(consumer, "image")
@@ -380,7 +380,7 @@ def test_holes_29_30_the_length_and_what_is_no_row_come_with_the_offer_and_stay(
     consumer = world.consumers[0]
     until(world, lambda: consumer.machine.counts["rows"] == 4)
     consumer.window[:] = b"\x99" * len(consumer.window)  # as the next tenant would
-    item = consumer.machine.desk.items["image"]
+    item = consumer.machine.items["image"]
     assert item.aux == b"aux of image"
     assert item.shape == shape_of(6)
 
@@ -406,9 +406,9 @@ def test_hole_32_a_producer_believes_no_rows_that_it_does_not_have(
     world = pair()
     producer = world.producers[0]
     until(world, lambda: len(producer.writes) == 2)
-    (transfer,) = producer.machine.transfers.by_tid.values()
+    (transfer,) = producer.machine.transfers.values()
     with pytest.raises(ProtocolError):
-        world.receive(ends(world)[1], p.RowsAck(transfer.tid, 1, p.Landing.OK, spans))
+        world.receive(ends(world)[1], p.RowsAck(transfer.tid, 1, p.GrantOutcome.OK, spans))
     producer.machine.check()
     world.settle()
     world.assert_item(world.consumers[0], "image")
@@ -436,7 +436,7 @@ def test_hole_34_nothing_is_written_where_it_may_not_be(name: str) -> None:
     producer = world.producers[0]
     until(world, lambda: len(producer.writes) == 2)
     writes = list(producer.writes)
-    (transfer,) = producer.machine.transfers.by_tid.values()
+    (transfer,) = producer.machine.transfers.values()
     to_consumer, to_producer = ends(world)
     world.links[to_consumer].clear()
     row, rows, extents = BAD_GRANTS[name]
@@ -455,17 +455,17 @@ def test_hole_34_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_
     until(world, lambda: len(producer.writes) == 2)
     while producer.writes:
         world.end_write(producer, 0)
-    (transfer,) = producer.machine.transfers.by_tid.values()
+    (transfer,) = producer.machine.transfers.values()
     grant = p.Grant(transfer.tid, 1000, 5, 2, (Extent(0, 8),))
     world.receive(ends(world)[1], grant)
     ((write, _),) = producer.writes
-    assert write.runs == (Run(5, 1, 0),)
+    assert write.runs == (RowRun(5, 1, 0),)
 
 
 def test_hole_35_a_stuck_consumer_does_not_pin_the_encoder() -> None:
     world = pair(senders=ProducerLimits(retain_bytes=24, writers=2))
     producer = world.producers[0]
-    until(world, lambda: bool(producer.machine.transfers.by_tid))
+    until(world, lambda: bool(producer.machine.transfers))
     assert producer.machine.held_bytes == 24  # more of it would defer encoding
     for _ in range(130):  # the transfer is given up, then what nobody takes
         for links in world.links.values():
@@ -493,8 +493,8 @@ def test_hole_36_failing_writes_cost_an_item_and_not_the_peer() -> None:
     world.assert_item(consumer, "next")
 
 
-class Reports:
-    """What hands have said."""
+class Completions:
+    """What the workers have reported."""
 
     def __init__(self) -> None:
         self.results: list[object] = []
@@ -530,26 +530,26 @@ class BrokenCopy:
 
 
 def test_hole_37_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
-    reports = Reports()
-    hands = MovingHands(reports, None, BrokenPlane(), writers=1, drainers=0)
+    reports = Completions()
+    workers = IoWorkers(reports, None, BrokenPlane(), writers=1, drainers=0)
     shape, window = shape_of(1), p.SharedWindow("host", "/dev/shm/none", 8)
-    hands.keep(1, shape, [BrokenCopy()])  # type: ignore[list-item]
-    hands.prepare(1)
-    hands.keep(2, shape, [])
-    hands._sources[2].planes = []
+    workers.keep(1, shape, [BrokenCopy()])  # type: ignore[list-item]
+    workers.prepare(1)
+    workers.keep(2, shape, [])
+    workers._outputs[2].planes = []
     for gid in (7, 8):
-        hands.write(Write(5, gid, 2, window, (Run(0, 1, 0),)))
-    hands.begin()
-    hands.close()
+        workers.write(Write(5, gid, 2, window, (RowRun(0, 1, 0),)))
+    workers.begin()
+    workers.close()
     prepared, *written = reports.results
     assert prepared == (1, "")
     assert [(each.gid, each.quiesced) for each in written] == [(7, False), (8, False)]  # type: ignore[attr-defined]
 
 
 def test_hole_40_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "SEND_QUEUE_FRAMES", 100)
-    monkeypatch.setattr(sockets, "LINGER_MS", 10)
-    own = Sockets(None)
+    monkeypatch.setattr(transport_zmq, "SEND_QUEUE_FRAMES", 100)
+    monkeypatch.setattr(transport_zmq, "LINGER_MS", 10)
+    own = ZmqTransport(None)
     try:
         link = own.connect("tcp://127.0.0.1:1")
         started = time.monotonic()
@@ -562,7 +562,7 @@ def test_hole_40_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.M
 
 
 def test_hole_43_peers_are_reached_at_ipv6() -> None:
-    one, other = Sockets("tcp://[::1]:*"), Sockets(None)
+    one, other = ZmqTransport("tcp://[::1]:*"), ZmqTransport(None)
     try:
         link = other.connect(one.endpoint)
         assert other.send(link, b"hello")
@@ -574,7 +574,7 @@ def test_hole_43_peers_are_reached_at_ipv6() -> None:
         back = []
         for _ in range(100):
             back = back or other.poll(0.1)
-        assert back[0] == sockets.Frame(link, b"welcome")
+        assert back[0] == transport_zmq.Frame(link, b"welcome")
     finally:
         other.close()
         one.close()
@@ -659,4 +659,6 @@ def test_calling_back_a_grant_without_a_transfer_frees_no_other() -> None:
     producer = world.producers[0]
     producer.machine.revoke(world.consumers[0].name, p.Revoke(0, 77), world.now)
     said = [each.body for each in producer.machine.take_effects() if isinstance(each, Send)]
-    assert said == [p.RevokeAck(0, 77, p.Progress.NOT_STARTED)], "`Unknown` would speak for all"
+    assert said == [p.RevokeAck(0, 77, p.WriteProgress.NOT_STARTED)], (
+        "`Unknown` would speak for all"
+    )

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from vllm_kvpool.embeds.log_limit import EVERY_S, MAX_SUBJECTS, LogLimit
+from vllm_kvpool.embeds.faults import EVERY_S, MAX_SUBJECTS, LogLimit
 
 
 class Logged:

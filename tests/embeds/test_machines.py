@@ -3,8 +3,8 @@
 import pytest
 
 from tests.embeds.world import World, content, limits, shape_of
-from vllm_kvpool.embeds.limits import ProducerLimits
-from vllm_kvpool.embeds.protocol import Code
+from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.protocol.messages import Code
 
 
 def whole(rows: int, row_bytes: int = 4, arena: int = 1 << 20, first: int = 1024) -> World:
@@ -53,7 +53,7 @@ def test_misfortune_never_gives_wrong_bytes_and_always_ends(seed: int) -> None:
     for consumer in world.consumers:
         failed = {news.mm_hash for news in consumer.told if news.code is not None}
         for name in names:
-            assert name in consumer.ready or name in failed, consumer.machine.story(name)
+            assert name in consumer.ready or name in failed, consumer.machine.describe(name)
         gauges = consumer.machine.gauges()
         assert gauges["granted_bytes"] == 0
     for producer in world.producers:

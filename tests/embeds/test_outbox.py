@@ -4,21 +4,21 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_kvpool.embeds.outbox import LATEST_S, Outbox
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.protocol.messages import (
     FULL_FRAME_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
     Complete,
-    Held,
+    HeldBytes,
     Message,
     NeedGrant,
     Offer,
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.rows import ItemShape
-from vllm_kvpool.embeds.sockets import Link
+from vllm_kvpool.embeds.protocol.outbox import LATEST_S, Outbox
+from vllm_kvpool.embeds.protocol.rows import ItemShape
+from vllm_kvpool.embeds.protocol.transport_zmq import Link
 
 A, B = Link("tcp://a:1"), Link(identity=b"b")
 
@@ -85,7 +85,7 @@ def test_frames_are_bounded() -> None:
     assert [len(bodies) for _, bodies in frames] == [3, 3]
 
 
-@pytest.mark.parametrize("body", [Complete(1), Held(5)])
+@pytest.mark.parametrize("body", [Complete(1), HeldBytes(5)])
 def test_what_nobody_waits_for_goes_with_what_somebody_does(body: Message) -> None:
     outbox = filled(A, [body])
     assert not frames_of(outbox, LATEST_S / 2)

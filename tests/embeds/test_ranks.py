@@ -10,10 +10,10 @@ import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.world import World, content, limits, shape_of
-from vllm_kvpool.embeds import protocol as p
 from vllm_kvpool.embeds.params import Delivery
-from vllm_kvpool.embeds.protocol import Offer, Role
-from vllm_kvpool.embeds.scheduler import EmbedsScheduler, Feature, RequestView
+from vllm_kvpool.embeds.protocol import messages as p
+from vllm_kvpool.embeds.protocol.messages import Offer, PeerRole
+from vllm_kvpool.embeds.scheduler import EmbedsRequest, EmbedsScheduler, Feature
 
 RANKS, ROWS = 2, 7
 MM_HASH = "image"
@@ -24,7 +24,7 @@ class Said(NamedTuple):
     body: p.Message | None
 
 
-class RankLinks:
+class RankChannel:
     """The consumers of a world as the ranks of one engine."""
 
     num_ranks, are_up, lost_since = RANKS, True, None
@@ -56,7 +56,7 @@ class RankLinks:
 
 def engine_in(world: World) -> EmbedsScheduler:
     return EmbedsScheduler(
-        RankLinks(world),
+        RankChannel(world),
         is_producer=False,
         is_consumer=True,
         has_peers=True,
@@ -75,7 +75,7 @@ def test_ranks_end_with_the_same_bytes_whatever_happens(seed: int) -> None:
     chance = random.Random(seed)
     world.salt = {node.name: f"encoder {n}" for n, node in enumerate(world.producers)}
     scheduler, shape = engine_in(world), shape_of(ROWS)
-    view = RequestView("r", (Feature(MM_HASH, 0, ROWS, ROWS, False),), Delivery(is_sent=True))
+    view = EmbedsRequest("r", (Feature(MM_HASH, 0, ROWS, ROWS, False),), Delivery(is_sent=True))
     world.connect_all()
     scheduler.ensure(view, 0)
     for node in world.producers:
@@ -97,8 +97,8 @@ def test_ranks_end_with_the_same_bytes_whatever_happens(seed: int) -> None:
         assert seed, "the first one must not fail"
         return
     assert scheduler.has(MM_HASH), (
-        scheduler._wanted,
-        [node.machine.story(MM_HASH) for node in world.consumers],
+        scheduler._pending,
+        [node.machine.describe(MM_HASH) for node in world.consumers],
     )
     got = [node.tensors[MM_HASH] for node in world.consumers]
     assert got[0] == got[1]
@@ -127,10 +127,10 @@ def silent_to(producer: Engine, rank: Engine, number: int) -> Iterator[None]:
 def test_two_encoders_whose_bytes_differ(dies: bool) -> None:
     """Each rank hears of one first; one encoder may be gone before the ranks agree."""
     first, second = embeddings(30), embeddings(30) + 1e-6
-    producers = [Engine(Role.PRODUCER, heartbeat_s=0.2) for _ in range(2)]
+    producers = [Engine(PeerRole.PRODUCER, heartbeat_s=0.2) for _ in range(2)]
     try:
         options = {"heartbeat_s": 0.2, "bootstrap_timeout_s": 3.0}
-        with Engine(Role.CONSUMER, ranks=RANKS, **options) as engine:
+        with Engine(PeerRole.CONSUMER, ranks=RANKS, **options) as engine:
             ends = tuple(each.endpoint for each in producers)
             for producer, sent in zip(producers, (first, second), strict=True):
                 producer.encode(MM_HASH, sent)
@@ -138,12 +138,12 @@ def test_two_encoders_whose_bytes_differ(dies: bool) -> None:
                 view = engine.request("r", (MM_HASH, 30), peers=ends)
                 engine.awaits(view)
                 wait_for(
-                    lambda: all(MM_HASH in worker._hands._ready for worker in engine.workers),
-                    lambda: engine.stories(MM_HASH),
+                    lambda: all(MM_HASH in worker._io_workers._ready for worker in engine.workers),
+                    lambda: engine.describe(MM_HASH),
                 )
                 if dies:
                     producers[0].close()
-            wait_for(lambda: engine.may_go(view), lambda: engine.stories(MM_HASH))
+            wait_for(lambda: engine.may_go(view), lambda: engine.describe(MM_HASH))
             assert not engine.scheduler.take_unavailable(), "the request has failed"
             (one,), (other,) = engine.get(MM_HASH)
             assert torch.equal(one, other)

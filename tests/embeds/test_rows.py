@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.embeds.rows import DTYPE_BYTES, Extent, Intervals, ItemShape, Plane, Run, runs_of
+from vllm_kvpool.embeds.protocol.rows import (
+    DTYPE_BYTES,
+    Extent,
+    Intervals,
+    ItemShape,
+    Plane,
+    RowRun,
+    runs_of,
+)
 from vllm_kvpool.errors import ProtocolError
 
 MOST = 40
@@ -130,7 +138,7 @@ def test_planes_of_a_run_lie_one_behind_the_other(
     shape = ItemShape(100, planes)
     at = offset
     assert shape.plane_row_bytes == tuple(widths)
-    for (start, nbytes), width in zip(Run(3, rows, offset).planes(shape), widths, strict=True):
+    for (start, nbytes), width in zip(RowRun(3, rows, offset).planes(shape), widths, strict=True):
         assert (start, nbytes) == (at, rows * width)
         at += nbytes
     assert at - offset == rows * shape.row_bytes

@@ -6,27 +6,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.embeds.fake_links import FakeLinks
+from tests.embeds.fake_worker_channel import FakeWorkerChannel
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.protocol.messages import (
     Code,
     Epoch,
     Expect,
     Forget,
     Heartbeat,
-    Held,
+    HeldBytes,
     ItemNews,
     Numbers,
     Push,
     Taken,
 )
 from vllm_kvpool.embeds.scheduler import (
-    ALONE_S,
-    ASK_ONLY_S,
+    PROBE_S,
+    WORKERS_LOST_S,
+    EmbedsRequest,
     EmbedsScheduler,
     Feature,
-    Load,
-    RequestView,
+    ItemLoad,
     StepMeta,
 )
 
@@ -44,15 +44,15 @@ class Clock:
         return self.now
 
 
-class Desk:
+class Rig:
     """A scheduler's side with workers that say what a test says."""
 
     def __init__(self, ranks: int = 1, **options: Any) -> None:
-        self.links = FakeLinks(ranks)
+        self.channel = FakeWorkerChannel(ranks)
         self.clock = Clock()
         usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
-        self.side = EmbedsScheduler(
-            self.links,
+        self.scheduler = EmbedsScheduler(
+            self.channel,
             fingerprint=lambda epoch: f"print {epoch}",
             retain_bytes=1000,
             max_step_tokens=STEP,
@@ -60,60 +60,60 @@ class Desk:
             **{**usual, **options},
         )
 
-    def ensure(self, request: RequestView, computed: int = 0) -> bool:
-        return self.side.ensure(request, computed)
+    def ensure(self, request: EmbedsRequest, computed: int = 0) -> bool:
+        return self.scheduler.ensure(request, computed)
 
-    def load(self, mm_hash: str) -> tuple[Load, ...]:
+    def load(self, mm_hash: str) -> tuple[ItemLoad, ...]:
         """As the engine does for an item that is there."""
-        assert self.side.has(mm_hash)
-        self.side.allocated(mm_hash)
-        loads = self.side.plan((), **BUSY).loads
+        assert self.scheduler.has(mm_hash)
+        self.scheduler.allocated(mm_hash)
+        loads = self.scheduler.plan((), **BUSY).loads
         for load in loads:
-            self.links.say(Taken(load.name))
+            self.channel.say(Taken(load.name))
         return loads
 
 
 def request(
     name: str, *items: str, delivery: Delivery = SENT, media: bool = False, start: int = 0
-) -> RequestView:
+) -> EmbedsRequest:
     """A request for items of ROWS rows, one behind the other."""
     features = tuple(
         Feature(item, start + n * ROWS, start + (n + 1) * ROWS, ROWS, media)
         for n, item in enumerate(items)
     )
-    return RequestView(name, features, delivery)
+    return EmbedsRequest(name, features, delivery)
 
 
 # What holds a request back
 
 
 def test_a_request_without_parameters_goes_on_at_once() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("plain", "a", "b", delivery=NOWHERE, media=True)
-    assert desk.ensure(view)
-    assert not desk.side.has("a")
-    assert not desk.side.is_waiting
-    assert desk.links.heard == [[]]
+    assert rig.ensure(view)
+    assert not rig.scheduler.has("a")
+    assert not rig.scheduler.is_waiting
+    assert rig.channel.heard == [[]]
 
 
 def test_a_request_with_neither_parameters_nor_media_is_given_up() -> None:
     """The engine would end if it were to encode what it does not have."""
-    desk = Desk()
-    assert not desk.ensure(request("empty", "a", delivery=NOWHERE))
-    assert desk.side.take_unavailable() == {"empty"}
-    assert desk.links.expected() == []
-    desk.links.say(ItemNews("b", rows=ROWS, offered=True))
-    assert not desk.ensure(request("offered", "b", delivery=NOWHERE))
-    assert desk.side.take_unavailable() == set()
+    rig = Rig()
+    assert not rig.ensure(request("empty", "a", delivery=NOWHERE))
+    assert rig.scheduler.take_unavailable() == {"empty"}
+    assert rig.channel.expected() == []
+    rig.channel.say(ItemNews("b", rows=ROWS, offered=True))
+    assert not rig.ensure(request("offered", "b", delivery=NOWHERE))
+    assert rig.scheduler.take_unavailable() == set()
 
 
 def test_a_request_without_parameters_asks_configured_peers_and_those_who_offered() -> None:
     view = request("plain", "a", delivery=NOWHERE, media=True)
-    assert not Desk(has_peers=True).ensure(view)
-    desk = Desk()
-    desk.links.say(ItemNews("a", rows=ROWS, offered=True))
-    assert not desk.ensure(view)
-    assert desk.links.expected() == ["a"]
+    assert not Rig(has_peers=True).ensure(view)
+    rig = Rig()
+    rig.channel.say(ItemNews("a", rows=ROWS, offered=True))
+    assert not rig.ensure(view)
+    assert rig.channel.expected() == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -132,667 +132,667 @@ def test_a_request_without_parameters_asks_configured_peers_and_those_who_offere
 def test_only_items_within_the_next_step_hold_a_request(
     start: int, computed: int, waits: bool
 ) -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("long", "a", start=start)
-    assert desk.ensure(view, computed) != waits
-    assert desk.links.expected() == (["a"] if waits else [])
+    assert rig.ensure(view, computed) != waits
+    assert rig.channel.expected() == (["a"] if waits else [])
 
 
 def test_every_item_of_the_step_is_asked_for_at_once() -> None:
-    desk = Desk()
-    assert not desk.ensure(request("r", "a", "b", "c"))
-    assert desk.links.expected() == ["a", "b", "c"]
+    rig = Rig()
+    assert not rig.ensure(request("r", "a", "b", "c"))
+    assert rig.channel.expected() == ["a", "b", "c"]
 
 
 def test_waiting_says_nothing_twice() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
     for _ in range(5):
-        assert not desk.ensure(view)
-    assert len(desk.links.take(Expect)) == 1
+        assert not rig.ensure(view)
+    assert len(rig.channel.take(Expect)) == 1
 
 
 def test_orders_are_those_of_the_requests() -> None:
-    desk = Desk()
+    rig = Rig()
     for name in ("first", "second", "third"):
-        desk.ensure(request(name, f"{name} a", f"{name} b"))
-    orders = [body.order for body in desk.links.take(Expect)]
+        rig.ensure(request(name, f"{name} a", f"{name} b"))
+    orders = [body.order for body in rig.channel.take(Expect)]
     assert orders == [0, 0, 1, 1, 2, 2]
 
 
-def with_resident(item: str) -> Desk:
+def with_resident(item: str) -> Rig:
     """An engine that has an item, as an earlier request left it."""
-    desk = Desk()
+    rig = Rig()
     view = request("before", item)
-    assert not desk.ensure(view)
-    desk.links.ready(item)
-    assert desk.ensure(view)
-    desk.load(item)
-    desk.side.finished(view)
-    desk.links.take(Expect)
-    return desk
+    assert not rig.ensure(view)
+    rig.channel.ready(item)
+    assert rig.ensure(view)
+    rig.load(item)
+    rig.scheduler.finished(view)
+    rig.channel.take(Expect)
+    return rig
 
 
 def test_an_item_that_may_lose_its_place_in_the_step_waits_for_the_next() -> None:
     """Without its media the engine could not encode it again."""
-    desk = with_resident("x")
-    desk.side.allocated("room for another")
-    assert desk.ensure(request("media", "x", media=True))
-    assert not desk.ensure(request("none", "x"))
-    desk.side.plan((), **BUSY)
-    assert desk.ensure(request("none", "x"))
-    desk.side.allocated("room for another")
-    desk.side.plan(("x",), **BUSY)
-    assert not desk.ensure(request("none", "x"))
-    assert desk.links.expected() == ["x"]
+    rig = with_resident("x")
+    rig.scheduler.allocated("room for another")
+    assert rig.ensure(request("media", "x", media=True))
+    assert not rig.ensure(request("none", "x"))
+    rig.scheduler.plan((), **BUSY)
+    assert rig.ensure(request("none", "x"))
+    rig.scheduler.allocated("room for another")
+    rig.scheduler.plan(("x",), **BUSY)
+    assert not rig.ensure(request("none", "x"))
+    assert rig.channel.expected() == ["x"]
 
 
 @pytest.mark.parametrize("is_had", [True, False])
 def test_an_item_that_may_lose_its_place_to_another_of_its_request_is_asked_for(
     is_had: bool,
 ) -> None:
-    desk = with_resident("x")
-    assert desk.ensure(request("alone", "x"))
-    assert desk.links.take(Expect) == []
+    rig = with_resident("x")
+    assert rig.ensure(request("alone", "x"))
+    assert rig.channel.take(Expect) == []
     view = request("both", "y", "x")
-    assert not desk.ensure(view)
-    told = {body.mm_hash: body.patience_s for body in desk.links.take(Expect)}  # type: ignore[attr-defined]
-    assert told == {"y": 0.0, "x": ASK_ONLY_S}
-    desk.links.ready("y")
-    assert not desk.ensure(view)
+    assert not rig.ensure(view)
+    told = {body.mm_hash: body.patience_s for body in rig.channel.take(Expect)}  # type: ignore[attr-defined]
+    assert told == {"y": 0.0, "x": PROBE_S}
+    rig.channel.ready("y")
+    assert not rig.ensure(view)
     if is_had:
-        desk.links.ready("x")
+        rig.channel.ready("x")
     else:
-        desk.links.failed("x")  # then it is as good as it was
-    assert desk.ensure(view)
-    desk.side.allocated("y")
-    assert desk.side.has("x") == is_had
-    desk.side.finished(view)
-    assert not desk.side._by_name
+        rig.channel.failed("x")  # then it is as good as it was
+    assert rig.ensure(view)
+    rig.scheduler.allocated("y")
+    assert rig.scheduler.has("x") == is_had
+    rig.scheduler.finished(view)
+    assert not rig.scheduler._by_name
 
 
 def test_who_could_encode_itself_only_asks() -> None:
-    desk = Desk(is_producer=True, has_peers=True)
-    desk.ensure(request("r", "a", delivery=NOWHERE, media=True))
-    desk.ensure(request("s", "b", media=True))
-    asks, waits = desk.links.take(Expect)
-    assert (asks.patience_s, waits.patience_s) == (ASK_ONLY_S, 0.0)
+    rig = Rig(is_producer=True, has_peers=True)
+    rig.ensure(request("r", "a", delivery=NOWHERE, media=True))
+    rig.ensure(request("s", "b", media=True))
+    asks, waits = rig.channel.take(Expect)
+    assert (asks.patience_s, waits.patience_s) == (PROBE_S, 0.0)
 
 
 @pytest.mark.parametrize("others", [(), ("tcp://other:1",)])
 def test_who_encodes_itself_does_not_wait_for_itself(others: tuple[str, ...]) -> None:
     """A proxy may choose one engine for both halves of a request."""
-    desk = Desk(is_producer=True, own_endpoint="tcp://me:1")
-    desk.ensure(request("r", "a", delivery=Delivery(is_sent=True, peers=("tcp://me:1", *others))))
-    (told,) = desk.links.take(Expect)
+    rig = Rig(is_producer=True, own_endpoint="tcp://me:1")
+    rig.ensure(request("r", "a", delivery=Delivery(is_sent=True, peers=("tcp://me:1", *others))))
+    (told,) = rig.channel.take(Expect)
     assert isinstance(told, Expect)
-    assert (told.peers, told.patience_s) == (others, 0.0 if others else ASK_ONLY_S)
+    assert (told.peers, told.patience_s) == (others, 0.0 if others else PROBE_S)
 
 
 def test_expectations_carry_what_the_request_says() -> None:
-    desk = Desk()
+    rig = Rig()
     delivery = Delivery(is_sent=True, peers=("tcp://e:1",), names={"a": "theirs"})
-    desk.ensure(request("r", "a", delivery=delivery))
-    assert desk.links.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0)]
-    desk.links.ready("theirs")
-    assert desk.ensure(request("r", "a", delivery=delivery))
-    assert desk.load("a") == (Load("a", "theirs"),)
+    rig.ensure(request("r", "a", delivery=delivery))
+    assert rig.channel.take(Expect) == [Expect("theirs", 0, ("tcp://e:1",), ROWS, 0.0)]
+    rig.channel.ready("theirs")
+    assert rig.ensure(request("r", "a", delivery=delivery))
+    assert rig.load("a") == (ItemLoad("a", "theirs"),)
 
 
 # Ready
 
 
 def test_an_item_is_there_when_every_rank_has_it() -> None:
-    desk = Desk(ranks=3)
+    rig = Rig(ranks=3)
     view = request("r", "a")
-    desk.ensure(view)
+    rig.ensure(view)
     for ranks in ((2,), (0, 2), ()):
         for rank in ranks:
-            desk.links.ready("a", rank)
-        assert not desk.ensure(view)
-        assert not desk.side.has("a")
-    desk.links.ready("a", 1)
-    assert desk.ensure(view)
-    assert desk.side.has("a")
+            rig.channel.ready("a", rank)
+        assert not rig.ensure(view)
+        assert not rig.scheduler.has("a")
+    rig.channel.ready("a", 1)
+    assert rig.ensure(view)
+    assert rig.scheduler.has("a")
 
 
-def chosen(desk: Desk, rank: int) -> list[str]:
+def chosen(rig: Rig, rank: int) -> list[str]:
     """The encodings that a rank was told to have since the last look."""
-    told = desk.links.take(Expect, rank)
+    told = rig.channel.take(Expect, rank)
     return [each.digest for each in told if isinstance(each, Expect) and each.digest]
 
 
 def test_ranks_that_are_brought_different_bytes_are_told_which_to_have() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     one, other = (request(name, "a") for name in ("one", "other"))
-    desk.ensure(one)
-    desk.ensure(other)
-    desk.links.ready("a", 1, digest="y")
-    desk.links.ready("a", 0, digest="x")
-    assert not desk.ensure(one)
-    assert not desk.side.has("a"), "the engine would load what is not there"
-    assert [chosen(desk, rank) for rank in range(2)] == [["x", "x"]] * 2
-    desk.links.ready("a", 1, digest="y")  # said before it was told
-    assert not desk.ensure(one)
-    desk.links.ready("a", 1, digest="x")
-    assert desk.ensure(one)
-    assert desk.ensure(other)
-    assert desk.load("a") == (Load("a", "a"),)
-    assert desk.side.take_unavailable() == set()
+    rig.ensure(one)
+    rig.ensure(other)
+    rig.channel.ready("a", 1, digest="y")
+    rig.channel.ready("a", 0, digest="x")
+    assert not rig.ensure(one)
+    assert not rig.scheduler.has("a"), "the engine would load what is not there"
+    assert [chosen(rig, rank) for rank in range(2)] == [["x", "x"]] * 2
+    rig.channel.ready("a", 1, digest="y")  # said before it was told
+    assert not rig.ensure(one)
+    rig.channel.ready("a", 1, digest="x")
+    assert rig.ensure(one)
+    assert rig.ensure(other)
+    assert rig.load("a") == (ItemLoad("a", "a"),)
+    assert rig.scheduler.take_unavailable() == set()
 
 
 def test_what_a_rank_has_already_is_not_sent_again() -> None:
-    desk = Desk(ranks=3)
-    desk.ensure(request("r", "a"))
-    desk.links.coming("a", 0, digest="x")
-    desk.links.ready("a", 2, digest="z")
-    desk.ensure(request("r", "a"))
-    assert chosen(desk, 0) == ["z"]
+    rig = Rig(ranks=3)
+    rig.ensure(request("r", "a"))
+    rig.channel.coming("a", 0, digest="x")
+    rig.channel.ready("a", 2, digest="z")
+    rig.ensure(request("r", "a"))
+    assert chosen(rig, 0) == ["z"]
 
 
 def test_an_encoding_that_cannot_be_had_any_more_gives_way_to_the_other() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.ready("a", 0, digest="x")
-    desk.links.coming("a", 1, digest="y")
-    desk.links.failed("a", 1)
-    assert not desk.ensure(view)
-    assert [chosen(desk, rank) for rank in range(2)] == [["x", "y"]] * 2
-    desk.links.ready("a", 0, digest="y")
-    desk.links.ready("a", 1, digest="y")
-    assert desk.ensure(view)
+    rig.ensure(view)
+    rig.channel.ready("a", 0, digest="x")
+    rig.channel.coming("a", 1, digest="y")
+    rig.channel.failed("a", 1)
+    assert not rig.ensure(view)
+    assert [chosen(rig, rank) for rank in range(2)] == [["x", "y"]] * 2
+    rig.channel.ready("a", 0, digest="y")
+    rig.channel.ready("a", 1, digest="y")
+    assert rig.ensure(view)
 
 
 @pytest.mark.parametrize("media", [True, False])
 def test_ranks_that_can_never_agree_have_nothing(media: bool) -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     one, other = (request(name, "a", media=media) for name in ("one", "other"))
-    desk.ensure(one)
-    desk.ensure(other)
-    desk.links.ready("a", 0, digest="x")
-    desk.links.ready("a", 1, digest="y")
-    desk.links.failed("a", 1)
-    desk.links.failed("a", 0)
-    assert desk.ensure(one) == media
-    assert not desk.side.has("a")
-    assert desk.ensure(other) == media
-    assert desk.side.take_unavailable() == (set() if media else {"one", "other"})
+    rig.ensure(one)
+    rig.ensure(other)
+    rig.channel.ready("a", 0, digest="x")
+    rig.channel.ready("a", 1, digest="y")
+    rig.channel.failed("a", 1)
+    rig.channel.failed("a", 0)
+    assert rig.ensure(one) == media
+    assert not rig.scheduler.has("a")
+    assert rig.ensure(other) == media
+    assert rig.scheduler.take_unavailable() == (set() if media else {"one", "other"})
 
 
 def test_encoders_cannot_have_the_ranks_choose_for_ever() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     view = request("r", "a")
-    desk.ensure(view)
+    rig.ensure(view)
     for number in range(100):
-        desk.links.coming("a", 0, digest=f"x{number}")
-        desk.links.coming("a", 1, digest=f"y{number}")
-        desk.links.failed("a", 1)
-    assert not desk.ensure(view)
-    assert desk.side.take_unavailable() == {"r"}
+        rig.channel.coming("a", 0, digest=f"x{number}")
+        rig.channel.coming("a", 1, digest=f"y{number}")
+        rig.channel.failed("a", 1)
+    assert not rig.ensure(view)
+    assert rig.scheduler.take_unavailable() == {"r"}
 
 
 def test_a_rank_that_comes_back_is_told_which_encoding_to_have() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.ready("a", 0, digest="x")
-    desk.links.ready("a", 1, digest="y")
-    desk.ensure(view)
-    chosen(desk, 1)
-    desk.links.say(None, 1)
-    desk.ensure(view)
-    assert chosen(desk, 1) == ["x"]
+    rig.ensure(view)
+    rig.channel.ready("a", 0, digest="x")
+    rig.channel.ready("a", 1, digest="y")
+    rig.ensure(view)
+    chosen(rig, 1)
+    rig.channel.say(None, 1)
+    rig.ensure(view)
+    assert chosen(rig, 1) == ["x"]
 
 
 def test_what_a_rank_says_after_the_failure_changes_nothing() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     one, other = request("one", "a", media=True), request("other", "a", media=True)
-    desk.ensure(one)
-    desk.ensure(other)
-    desk.links.failed("a", 0)
-    assert desk.ensure(one)
-    desk.links.ready("a")
-    desk.side._hear()
-    assert not desk.side.has("a")
+    rig.ensure(one)
+    rig.ensure(other)
+    rig.channel.failed("a", 0)
+    assert rig.ensure(one)
+    rig.channel.ready("a")
+    rig.scheduler._poll_workers()
+    assert not rig.scheduler.has("a")
 
 
 def test_an_item_that_is_there_stays() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.ready("a")
+    rig.ensure(view)
+    rig.channel.ready("a")
     for _ in range(10):
-        assert desk.ensure(view)
-        assert desk.side.has("a")
-        assert desk.side.plan((), **BUSY) == StepMeta()
-    assert desk.links.take(Forget) == []
-    assert desk.load("a") == (Load("a", "a"),)
-    assert desk.ensure(view)
-    assert not desk.side.is_waiting
-    assert desk.links.take(Forget) == [], "the worker lets go of it when it is loaded"
-    assert desk.side.plan((), **BUSY) == StepMeta()
+        assert rig.ensure(view)
+        assert rig.scheduler.has("a")
+        assert rig.scheduler.plan((), **BUSY) == StepMeta()
+    assert rig.channel.take(Forget) == []
+    assert rig.load("a") == (ItemLoad("a", "a"),)
+    assert rig.ensure(view)
+    assert not rig.scheduler.is_waiting
+    assert rig.channel.take(Forget) == [], "the worker lets go of it when it is loaded"
+    assert rig.scheduler.plan((), **BUSY) == StepMeta()
 
 
 def test_an_item_is_there_until_nobody_waits_for_it() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.ready("a")
-    desk.ensure(view)
-    desk.side.finished(view)
-    assert not desk.side.has("a")
-    assert desk.links.take(Forget) == [Forget("a")]
-    assert not desk.side.is_waiting
+    rig.ensure(view)
+    rig.channel.ready("a")
+    rig.ensure(view)
+    rig.scheduler.finished(view)
+    assert not rig.scheduler.has("a")
+    assert rig.channel.take(Forget) == [Forget("a")]
+    assert not rig.scheduler.is_waiting
 
 
 def test_an_encode_is_not_a_load() -> None:
-    desk = Desk()
-    assert desk.ensure(request("r", "a", delivery=NOWHERE, media=True))
-    desk.side.allocated("a")
-    assert desk.side.plan((), **BUSY) == StepMeta()
+    rig = Rig()
+    assert rig.ensure(request("r", "a", delivery=NOWHERE, media=True))
+    rig.scheduler.allocated("a")
+    assert rig.scheduler.plan((), **BUSY) == StepMeta()
 
 
 # Many requests, one item
 
 
 def test_one_item_serves_many_requests_and_one_that_is_cancelled_takes_it_from_nobody() -> None:
-    desk = Desk()
+    rig = Rig()
     views = [request(f"r{n}", "logo") for n in range(8)]
-    assert not any(desk.ensure(view) for view in views)
+    assert not any(rig.ensure(view) for view in views)
     for number in (3, 0):
-        desk.side.finished(views[number])
-    assert desk.links.take(Forget) == []
-    desk.links.ready("logo")
+        rig.scheduler.finished(views[number])
+    assert rig.channel.take(Forget) == []
+    rig.channel.ready("logo")
     left = [view for n, view in enumerate(views) if n not in (0, 3)]
-    assert all(desk.ensure(view) for view in left)
-    assert desk.load("logo") == (Load("logo", "logo"),)
-    assert all(desk.ensure(view) for view in left), "it is in the engine's cache now"
-    assert desk.side.plan((), **BUSY).loads == ()
+    assert all(rig.ensure(view) for view in left)
+    assert rig.load("logo") == (ItemLoad("logo", "logo"),)
+    assert all(rig.ensure(view) for view in left), "it is in the engine's cache now"
+    assert rig.scheduler.plan((), **BUSY).loads == ()
     for view in left:
-        desk.side.finished(view)
-    assert desk.links.take(Forget) == []
+        rig.scheduler.finished(view)
+    assert rig.channel.take(Forget) == []
 
 
 def test_the_last_that_is_cancelled_ends_it() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     views = [request(f"r{n}", "logo") for n in range(3)]
     for view in views:
-        desk.ensure(view)
+        rig.ensure(view)
     for view in views:
-        assert desk.links.expected(1) == ["logo"]
-        desk.side.finished(view)
-    assert desk.links.expected(0) == desk.links.expected(1) == []
-    assert not desk.side._wanted
-    assert not desk.side._by_name
+        assert rig.channel.expected(1) == ["logo"]
+        rig.scheduler.finished(view)
+    assert rig.channel.expected(0) == rig.channel.expected(1) == []
+    assert not rig.scheduler._pending
+    assert not rig.scheduler._by_name
 
 
 # Failure
 
 
 def test_where_the_media_are_here_they_are_encoded_here() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a", "b", media=True)
-    desk.ensure(view)
-    desk.links.failed("a")
-    assert not desk.ensure(view), "b is still to come"
-    desk.links.ready("b")
-    assert desk.ensure(view)
-    assert not desk.side.has("a")
-    assert desk.side.has("b")
-    assert desk.side.take_unavailable() == set()
-    desk.ensure(view)
-    assert desk.links.expected() == ["b"], "it is not asked for again"
+    rig.ensure(view)
+    rig.channel.failed("a")
+    assert not rig.ensure(view), "b is still to come"
+    rig.channel.ready("b")
+    assert rig.ensure(view)
+    assert not rig.scheduler.has("a")
+    assert rig.scheduler.has("b")
+    assert rig.scheduler.take_unavailable() == set()
+    rig.ensure(view)
+    assert rig.channel.expected() == ["b"], "it is not asked for again"
 
 
 def test_where_they_are_not_the_request_is_given_up_once() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a", "b")
-    desk.ensure(view)
-    desk.links.failed("a")
-    assert not desk.ensure(view)
-    assert desk.side.take_unavailable() == {"r"}
-    assert desk.side.take_unavailable() == set()
-    desk.side.finished(view)
-    assert desk.side.take_unavailable() == set()
-    assert desk.links.expected() == []
+    rig.ensure(view)
+    rig.channel.failed("a")
+    assert not rig.ensure(view)
+    assert rig.scheduler.take_unavailable() == {"r"}
+    assert rig.scheduler.take_unavailable() == set()
+    rig.scheduler.finished(view)
+    assert rig.scheduler.take_unavailable() == set()
+    assert rig.channel.expected() == []
 
 
 def test_a_request_that_ends_before_it_is_given_up_is_not_given_up() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.failed("a")
-    desk.ensure(view)
-    desk.side.finished(view)
-    assert desk.side.take_unavailable() == set()
+    rig.ensure(view)
+    rig.channel.failed("a")
+    rig.ensure(view)
+    rig.scheduler.finished(view)
+    assert rig.scheduler.take_unavailable() == set()
 
 
 def test_a_failure_is_told_to_each_request_that_waits() -> None:
-    desk = Desk()
+    rig = Rig()
     media, without = request("m", "a", media=True), request("w", "a")
-    desk.ensure(media)
-    desk.ensure(without)
-    desk.links.failed("a")
-    assert desk.ensure(media)
-    assert not desk.ensure(without)
-    assert desk.side.take_unavailable() == {"w"}
+    rig.ensure(media)
+    rig.ensure(without)
+    rig.channel.failed("a")
+    assert rig.ensure(media)
+    assert not rig.ensure(without)
+    assert rig.scheduler.take_unavailable() == {"w"}
     later = request("later", "a")
-    assert not desk.ensure(later)
-    assert desk.links.expected() == ["a"], "it may be had now"
+    assert not rig.ensure(later)
+    assert rig.channel.expected() == ["a"], "it may be had now"
 
 
 def test_a_failure_on_one_rank_frees_the_others() -> None:
-    desk = Desk(ranks=3)
+    rig = Rig(ranks=3)
     view = request("r", "a", media=True)
-    desk.ensure(view)
-    desk.links.ready("a", 0)
-    desk.links.failed("a", 1)
-    assert desk.ensure(view)
+    rig.ensure(view)
+    rig.channel.ready("a", 0)
+    rig.channel.failed("a", 1)
+    assert rig.ensure(view)
     for rank in range(3):
-        assert desk.links.expected(rank) == []
+        assert rig.channel.expected(rank) == []
 
 
 # Workers come and go
 
 
 def test_nothing_is_scheduled_before_the_workers_are_there() -> None:
-    desk = Desk()
-    desk.links.are_up = False
+    rig = Rig()
+    rig.channel.are_up = False
     plain = request("plain", "a", delivery=NOWHERE, media=True)
-    assert not desk.ensure(plain)
-    assert desk.side.is_waiting
-    desk.links.are_up = True
-    assert desk.ensure(plain)
+    assert not rig.ensure(plain)
+    assert rig.scheduler.is_waiting
+    rig.channel.are_up = True
+    assert rig.ensure(plain)
 
 
 def test_a_worker_that_has_been_restarted_is_told_everything() -> None:
-    desk = Desk(ranks=2, is_producer=True)
+    rig = Rig(ranks=2, is_producer=True)
     view = request("r", "a", "b", delivery=Delivery(consumers=("tcp://c:1",), is_sent=True))
-    desk.ensure(view)
-    desk.links.ready("a")
-    desk.side.weights_changed("v1")
-    desk.links.ready("a", epoch=1)
-    desk.side._hear()
-    assert desk.side.has("a")
-    before = [list(heard) for heard in desk.links.heard]
-    desk.links.say(None, 1)
-    desk.side._hear()
-    assert desk.links.heard[0] == before[0]
-    again = desk.links.heard[1][len(before[1]) :]
+    rig.ensure(view)
+    rig.channel.ready("a")
+    rig.scheduler.weights_changed("v1")
+    rig.channel.ready("a", epoch=1)
+    rig.scheduler._poll_workers()
+    assert rig.scheduler.has("a")
+    before = [list(heard) for heard in rig.channel.heard]
+    rig.channel.say(None, 1)
+    rig.scheduler._poll_workers()
+    assert rig.channel.heard[0] == before[0]
+    again = rig.channel.heard[1][len(before[1]) :]
     assert again[0] == Epoch(1, "print v1")
     assert [body.mm_hash for body in again if isinstance(body, Expect)] == ["a", "b"]
     assert [body.mm_hash for body in again if isinstance(body, Push)] == ["a", "b"]
-    assert not desk.side.has("a"), "it has lost it"
-    desk.links.ready("a", 1, epoch=1)
-    desk.links.ready("b", epoch=1)
-    assert desk.ensure(view)
+    assert not rig.scheduler.has("a"), "it has lost it"
+    rig.channel.ready("a", 1, epoch=1)
+    rig.channel.ready("b", epoch=1)
+    assert rig.ensure(view)
 
 
 def test_a_worker_that_was_away_is_told_what_to_forget_once_it_is_back() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     gone, kept = request("gone", "a", "b"), request("kept", "b")
-    assert not desk.ensure(gone)
-    assert not desk.ensure(kept)
-    desk.links.are_up = False
-    desk.side.finished(gone)
-    desk.links.are_up = True
-    desk.links.say(None, 1)
-    assert not desk.ensure(kept)
-    assert desk.links.expected(1) == ["b"]
-    assert [body.mm_hash for body in desk.links.take(Forget, 1)] == ["a"]  # type: ignore[attr-defined]
-    desk.links.say(None, 1)
-    desk.ensure(kept)
-    assert not desk.links.take(Forget, 1), "it is told once"
+    assert not rig.ensure(gone)
+    assert not rig.ensure(kept)
+    rig.channel.are_up = False
+    rig.scheduler.finished(gone)
+    rig.channel.are_up = True
+    rig.channel.say(None, 1)
+    assert not rig.ensure(kept)
+    assert rig.channel.expected(1) == ["b"]
+    assert [body.mm_hash for body in rig.channel.take(Forget, 1)] == ["a"]  # type: ignore[attr-defined]
+    rig.channel.say(None, 1)
+    rig.ensure(kept)
+    assert not rig.channel.take(Forget, 1), "it is told once"
 
 
 def test_without_workers_for_long_requests_go_on_without_them() -> None:
-    desk = Desk()
-    desk.links.are_up = False
+    rig = Rig()
+    rig.channel.are_up = False
     media, without = request("m", "a", media=True), request("w", "b")
-    assert not desk.ensure(media)
-    assert not desk.ensure(without)
-    desk.clock.now += ALONE_S + 1
-    assert desk.ensure(media)
-    assert not desk.side.has("a")
-    assert not desk.ensure(without)
-    assert desk.side.take_unavailable() == {"w"}
+    assert not rig.ensure(media)
+    assert not rig.ensure(without)
+    rig.clock.now += WORKERS_LOST_S + 1
+    assert rig.ensure(media)
+    assert not rig.scheduler.has("a")
+    assert not rig.ensure(without)
+    assert rig.scheduler.take_unavailable() == {"w"}
 
 
 def test_workers_that_say_that_they_end_are_not_waited_for() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("m", "a", media=True)
-    assert not desk.ensure(view)
-    desk.links.are_up, desk.links.lost_since = False, float("-inf")
-    assert desk.ensure(view)
+    assert not rig.ensure(view)
+    rig.channel.are_up, rig.channel.lost_since = False, float("-inf")
+    assert rig.ensure(view)
 
 
 def test_the_time_that_workers_were_silent_counts() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("m", "a", media=True)
-    assert not desk.ensure(view)
-    desk.clock.now += 0.9 * ALONE_S
-    desk.links.are_up, desk.links.lost_since = False, desk.clock.now - 0.5 * ALONE_S
-    assert not desk.ensure(view)
-    desk.clock.now += 0.6 * ALONE_S
-    assert desk.ensure(view)
+    assert not rig.ensure(view)
+    rig.clock.now += 0.9 * WORKERS_LOST_S
+    rig.channel.are_up, rig.channel.lost_since = False, rig.clock.now - 0.5 * WORKERS_LOST_S
+    assert not rig.ensure(view)
+    rig.clock.now += 0.6 * WORKERS_LOST_S
+    assert rig.ensure(view)
 
 
 def test_what_lost_workers_hold_defers_no_encode() -> None:
-    desk = Desk(is_producer=True, is_consumer=False)
-    desk.links.say(Held(1001))
+    rig = Rig(is_producer=True, is_consumer=False)
+    rig.channel.say(HeldBytes(1001))
     view = request("p", "a")
-    assert not desk.ensure(view)
-    desk.links.are_up, desk.links.lost_since = False, float("-inf")
-    assert desk.ensure(request("q", "b"))
+    assert not rig.ensure(view)
+    rig.channel.are_up, rig.channel.lost_since = False, float("-inf")
+    assert rig.ensure(request("q", "b"))
 
 
 def test_how_long_workers_were_away_before_does_not_matter() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("m", "a", media=True)
-    desk.links.are_up = False
-    assert not desk.ensure(view)
-    desk.links.are_up = True
-    assert not desk.ensure(view)
-    desk.clock.now += 100 * ALONE_S
-    desk.links.are_up = False
-    assert not desk.ensure(view), "they have just gone"
-    desk.clock.now += ALONE_S + 1
-    assert desk.ensure(view)
+    rig.channel.are_up = False
+    assert not rig.ensure(view)
+    rig.channel.are_up = True
+    assert not rig.ensure(view)
+    rig.clock.now += 100 * WORKERS_LOST_S
+    rig.channel.are_up = False
+    assert not rig.ensure(view), "they have just gone"
+    rig.clock.now += WORKERS_LOST_S + 1
+    assert rig.ensure(view)
 
 
 def test_words_that_mean_nothing_here_change_nothing() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.say(Heartbeat())
-    desk.links.ready("unknown")
-    desk.links.failed("unknown")
-    desk.links.say(ItemNews("a", rows=4, offered=True))
-    assert not desk.ensure(view)
-    assert desk.links.expected() == ["a"]
+    rig.ensure(view)
+    rig.channel.say(Heartbeat())
+    rig.channel.ready("unknown")
+    rig.channel.failed("unknown")
+    rig.channel.say(ItemNews("a", rows=4, offered=True))
+    assert not rig.ensure(view)
+    assert rig.channel.expected() == ["a"]
 
 
 # Weights and the engine's cache
 
 
 def test_new_weights_make_what_is_there_stale() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.ready("a", 0)
-    desk.side._hear()
-    desk.side.weights_changed("v1")
-    assert desk.links.take(Epoch) == [Epoch(1, "print v1")]
-    assert desk.links.expected() == ["a"]
-    desk.links.ready("a", epoch=0)
-    assert not desk.ensure(view), "what was said before the change does not count"
-    desk.links.failed("a", epoch=0)
-    assert not desk.ensure(view)
-    desk.links.ready("a", epoch=1)
-    assert desk.ensure(view)
-    assert desk.side.plan((), **BUSY).epoch == 1
+    rig.ensure(view)
+    rig.channel.ready("a", 0)
+    rig.scheduler._poll_workers()
+    rig.scheduler.weights_changed("v1")
+    assert rig.channel.take(Epoch) == [Epoch(1, "print v1")]
+    assert rig.channel.expected() == ["a"]
+    rig.channel.ready("a", epoch=0)
+    assert not rig.ensure(view), "what was said before the change does not count"
+    rig.channel.failed("a", epoch=0)
+    assert not rig.ensure(view)
+    rig.channel.ready("a", epoch=1)
+    assert rig.ensure(view)
+    assert rig.scheduler.plan((), **BUSY).epoch == 1
 
 
 @pytest.mark.parametrize("again", ["weights", "worker"])
 def test_what_is_said_again_is_of_the_requests_that_still_wait(again: str) -> None:
     """Each may name an encoder of its own."""
-    desk = Desk()
+    rig = Rig()
     for name in "abc":
         where = Delivery(is_sent=True, peers=(f"tcp://{name}:1",))
-        desk.ensure(request(name, "image", delivery=where))
-    said = desk.links.take(Expect)
-    desk.side.finished(request("a", "image"))
+        rig.ensure(request(name, "image", delivery=where))
+    said = rig.channel.take(Expect)
+    rig.scheduler.finished(request("a", "image"))
     if again == "weights":
-        desk.side.weights_changed("next")
+        rig.scheduler.weights_changed("next")
     else:
-        desk.links.say(None)
-        desk.ensure(request("plain", delivery=NOWHERE))
-    assert desk.links.take(Expect) == said[1:]
+        rig.channel.say(None)
+        rig.ensure(request("plain", delivery=NOWHERE))
+    assert rig.channel.take(Expect) == said[1:]
 
 
 def test_a_failure_of_old_weights_is_tried_again() -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.failed("a")
-    desk.side._hear()
-    desk.side.weights_changed("v1")
-    assert not desk.ensure(view)
-    assert desk.side.take_unavailable() == set()
-    assert desk.links.expected() == ["a"]
+    rig.ensure(view)
+    rig.channel.failed("a")
+    rig.scheduler._poll_workers()
+    rig.scheduler.weights_changed("v1")
+    assert not rig.ensure(view)
+    assert rig.scheduler.take_unavailable() == set()
+    assert rig.channel.expected() == ["a"]
 
 
-def loaded() -> tuple[Desk, RequestView]:
-    desk = Desk()
+def loaded() -> tuple[Rig, EmbedsRequest]:
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.ready("a")
-    desk.ensure(view)
-    desk.load("a")
-    assert desk.ensure(view)
-    desk.links.take(Expect)
-    return desk, view
+    rig.ensure(view)
+    rig.channel.ready("a")
+    rig.ensure(view)
+    rig.load("a")
+    assert rig.ensure(view)
+    rig.channel.take(Expect)
+    return rig, view
 
 
 def test_what_was_evicted_is_asked_for_again() -> None:
-    desk, view = loaded()
-    desk.side.plan(("a",), **BUSY)
-    assert not desk.ensure(view)
-    assert desk.links.expected() == ["a"]
-    desk.links.ready("a")
-    assert desk.ensure(view)
-    assert desk.load("a") == (Load("a", "a"),)
+    rig, view = loaded()
+    rig.scheduler.plan(("a",), **BUSY)
+    assert not rig.ensure(view)
+    assert rig.channel.expected() == ["a"]
+    rig.channel.ready("a")
+    assert rig.ensure(view)
+    assert rig.load("a") == (ItemLoad("a", "a"),)
 
 
 def test_what_is_evicted_and_loaded_in_one_step_is_there() -> None:
-    desk, view = loaded()
-    desk.side.allocated("a")
-    desk.side.plan(("a",), **BUSY)
-    assert desk.ensure(view)
+    rig, view = loaded()
+    rig.scheduler.allocated("a")
+    rig.scheduler.plan(("a",), **BUSY)
+    assert rig.ensure(view)
 
 
 def test_after_a_reset_of_the_engines_cache_everything_is_asked_for_again() -> None:
-    desk, view = loaded()
-    desk.side.encoder_cache_was_reset()
-    assert not desk.ensure(view)
-    assert desk.links.expected() == ["a"]
+    rig, view = loaded()
+    rig.scheduler.encoder_cache_was_reset()
+    assert not rig.ensure(view)
+    assert rig.channel.expected() == ["a"]
 
 
 def test_an_engine_that_asks_for_what_it_had_has_it_no_more() -> None:
-    desk, view = loaded()
-    assert not desk.side.has("a")
-    assert not desk.ensure(view)
-    assert desk.links.expected() == ["a"]
+    rig, view = loaded()
+    assert not rig.scheduler.has("a")
+    assert not rig.ensure(view)
+    assert rig.channel.expected() == ["a"]
 
 
 # A producer
 
 
 def test_a_producer_has_items_sent_where_the_request_says_once() -> None:
-    desk = Desk(is_producer=True, is_consumer=False)
+    rig = Rig(is_producer=True, is_consumer=False)
     to = Delivery(consumers=("tcp://c:1", "tcp://c:2"))
     view = request("r", "a", "b", delivery=to)
     for _ in range(3):
-        assert desk.ensure(view)
-    assert desk.links.take(Push) == [Push("a", to.consumers), Push("b", to.consumers)]
+        assert rig.ensure(view)
+    assert rig.channel.take(Push) == [Push("a", to.consumers), Push("b", to.consumers)]
     other = request("s", "a", delivery=to)
-    assert desk.ensure(other)
-    assert desk.links.take(Push) == [Push("a", to.consumers)]
+    assert rig.ensure(other)
+    assert rig.channel.take(Push) == [Push("a", to.consumers)]
 
 
 def test_encoding_waits_for_consumers() -> None:
-    desk = Desk(is_producer=True, is_consumer=False)
+    rig = Rig(is_producer=True, is_consumer=False)
     view = request("r", "a", delivery=NOWHERE)
-    desk.links.say(Held(1000))
-    assert desk.ensure(view)
-    desk.links.say(Held(1001))
-    assert not desk.ensure(view)
-    assert desk.side.is_waiting
-    assert not desk.ensure(view)
-    desk.links.say(Held(10))
-    assert desk.ensure(view)
-    assert not desk.side.is_waiting
+    rig.channel.say(HeldBytes(1000))
+    assert rig.ensure(view)
+    rig.channel.say(HeldBytes(1001))
+    assert not rig.ensure(view)
+    assert rig.scheduler.is_waiting
+    assert not rig.ensure(view)
+    rig.channel.say(HeldBytes(10))
+    assert rig.ensure(view)
+    assert not rig.scheduler.is_waiting
 
 
 def test_back_pressure_does_not_hold_what_is_encoded() -> None:
-    desk = Desk(is_producer=True, is_consumer=False)
-    desk.side.allocated("a")
-    desk.links.say(Held(10_000))
-    assert desk.ensure(request("r", "a", delivery=NOWHERE))
-    assert desk.ensure(request("text", delivery=NOWHERE))
-    assert desk.ensure(request("far", "z", delivery=NOWHERE, start=10 * STEP))
-    assert not desk.ensure(request("s", "a", "b", delivery=NOWHERE))
+    rig = Rig(is_producer=True, is_consumer=False)
+    rig.scheduler.allocated("a")
+    rig.channel.say(HeldBytes(10_000))
+    assert rig.ensure(request("r", "a", delivery=NOWHERE))
+    assert rig.ensure(request("text", delivery=NOWHERE))
+    assert rig.ensure(request("far", "z", delivery=NOWHERE, start=10 * STEP))
+    assert not rig.ensure(request("s", "a", "b", delivery=NOWHERE))
 
 
 # The rest
 
 
 def test_what_a_step_needs_has_been_said_when_it_is_planned() -> None:
-    desk = Desk()
-    desk.ensure(request("r", "a", "b"))
-    assert desk.links.unsaid == 2
-    desk.side.plan((), **BUSY)
-    assert desk.links.unsaid == 0
+    rig = Rig()
+    rig.ensure(request("r", "a", "b"))
+    assert rig.channel.unsaid == 2
+    rig.scheduler.plan((), **BUSY)
+    assert rig.channel.unsaid == 0
 
 
 def test_only_an_idle_step_with_something_to_wait_for_waits() -> None:
-    desk = Desk()
+    rig = Rig()
     idle: dict[str, Any] = {"is_idle": True, "idle_wait_s": 0.5}
-    desk.side.plan((), **idle)
-    assert desk.links.waits == []
-    desk.ensure(request("r", "a"))
-    desk.side.plan((), **BUSY)
-    assert set(desk.links.waits) == {0.0}
-    desk.links.ready("a")
-    desk.side.plan((), **idle)
-    assert desk.links.waits[-1] == 0.5
-    assert desk.side.has("a"), "what came while it waited counts"
+    rig.scheduler.plan((), **idle)
+    assert rig.channel.waits == []
+    rig.ensure(request("r", "a"))
+    rig.scheduler.plan((), **BUSY)
+    assert set(rig.channel.waits) == {0.0}
+    rig.channel.ready("a")
+    rig.scheduler.plan((), **idle)
+    assert rig.channel.waits[-1] == 0.5
+    assert rig.scheduler.has("a"), "what came while it waited counts"
 
 
 def test_numbers_of_workers_and_its_own_are_handed_on_once() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     view = request("r", "a", media=True)
-    desk.ensure(view)
-    desk.links.failed("a", 0)
-    desk.links.say(Numbers({'kvpool_ec_events{event="x"}': 2.0}))
-    desk.ensure(view)
-    numbers = desk.side.take_numbers()
+    rig.ensure(view)
+    rig.channel.failed("a", 0)
+    rig.channel.say(Numbers({'kvpool_ec_events{event="x"}': 2.0}))
+    rig.ensure(view)
+    numbers = rig.scheduler.take_samples()
     assert sum(numbers.values()) >= 4 + 2  # of two workers; a failure and a local encode
-    assert desk.side.take_numbers() == {}
+    assert rig.scheduler.take_samples() == {}
 
 
 def test_it_ends_its_connections() -> None:
-    desk = Desk()
-    desk.side.close()
-    assert desk.links.is_closed
+    rig = Rig()
+    rig.scheduler.close()
+    assert rig.channel.is_closed
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 2)), max_size=60))
 def test_whatever_happens_nothing_is_left_behind(events: list[tuple[int, int, int]]) -> None:
     """An engine that does as vLLM's does: what `has` says is loaded, and then is there."""
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     views = {n: request(f"r{n}", f"i{n % 2}", "i2", media=n != 2) for n in range(3)}
     live: set[int] = set()
     cache: set[str] = set()
@@ -801,43 +801,43 @@ def test_whatever_happens_nothing_is_left_behind(events: list[tuple[int, int, in
         item = f"i{number}"
         if kind <= 2:
             live.add(number)
-            if desk.ensure(views[number]):
+            if rig.ensure(views[number]):
                 for feature in views[number].features:
                     if feature.mm_hash in cache:
                         continue
-                    there = desk.side.has(feature.mm_hash)
+                    there = rig.scheduler.has(feature.mm_hash)
                     assert there or feature.has_media, "the engine cannot encode it"
-                    desk.side.allocated(feature.mm_hash)
+                    rig.scheduler.allocated(feature.mm_hash)
                     cache.add(feature.mm_hash)
-                    loads = desk.side.plan((), **BUSY).loads
-                    assert loads == ((Load(feature.mm_hash, feature.mm_hash),) if there else ())
+                    loads = rig.scheduler.plan((), **BUSY).loads
+                    assert loads == ((ItemLoad(feature.mm_hash, feature.mm_hash),) if there else ())
                     if there:
-                        desk.links.taken(feature.mm_hash)
+                        rig.channel.taken(feature.mm_hash)
         elif kind <= 4:
-            desk.links.ready(item, rank % 2)
+            rig.channel.ready(item, rank % 2)
         elif kind == 5:
-            desk.links.failed(item, rank % 2)
+            rig.channel.failed(item, rank % 2)
         elif kind == 6:
-            desk.links.say(None, rank % 2)
+            rig.channel.say(None, rank % 2)
         elif kind == 7:
             evicted = {item} & cache
             cache -= evicted
-            desk.side.plan(evicted, **BUSY)
+            rig.scheduler.plan(evicted, **BUSY)
         elif number in live:
-            desk.side.finished(views[number])
+            rig.scheduler.finished(views[number])
             live.discard(number)
-        for name in desk.side.take_unavailable():
+        for name in rig.scheduler.take_unavailable():
             given_up.append(name)
             assert int(name[1:]) in live
             assert name == "r2", "its media are here"
     for number in live:
-        desk.side.finished(views[number])
-    assert not desk.side._wanted
-    assert not desk.side._by_name
-    assert not desk.side.is_waiting
-    assert desk.links.expected(0) == []
-    assert not desk.side._local
-    assert not desk.side._orders
+        rig.scheduler.finished(views[number])
+    assert not rig.scheduler._pending
+    assert not rig.scheduler._by_name
+    assert not rig.scheduler.is_waiting
+    assert rig.channel.expected(0) == []
+    assert not rig.scheduler._encoded_here
+    assert not rig.scheduler._orders
 
 
 # What requests say
@@ -962,41 +962,41 @@ def test_targets_are_bounded() -> None:
 
 
 def test_codes_reach_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk()
+    rig = Rig()
     view = request("r", "a")
-    desk.ensure(view)
-    desk.links.failed("a", code=Code.TOO_LARGE)
-    desk.ensure(view)
+    rig.ensure(view)
+    rig.channel.failed("a", code=Code.TOO_LARGE)
+    rig.ensure(view)
     assert "too_large: for a reason" in caplog.text
     assert "request r fails" in caplog.text
 
 
 def test_an_item_is_not_asked_for_while_the_workers_are_taking_it() -> None:
-    desk = Desk(ranks=2)
+    rig = Rig(ranks=2)
     first, second = request("first", "a"), request("second", "a")
-    desk.ensure(first)
-    desk.links.ready("a")
-    assert desk.ensure(first)
-    assert desk.side.has("a")
-    desk.side.allocated("a")
-    desk.side.plan((), **BUSY)
-    desk.side.plan(("a",), **BUSY)  # the engine has lost it already
-    desk.links.take(Expect)
-    assert not desk.ensure(second)
-    desk.links.say(Taken("a"), 0)
-    assert not desk.ensure(second)
-    assert desk.links.take(Expect) == [], "one rank would promise what it is about to hand over"
-    desk.links.say(Taken("a"), 1)
-    assert not desk.ensure(second)
-    assert len(desk.links.take(Expect)) == 1
+    rig.ensure(first)
+    rig.channel.ready("a")
+    assert rig.ensure(first)
+    assert rig.scheduler.has("a")
+    rig.scheduler.allocated("a")
+    rig.scheduler.plan((), **BUSY)
+    rig.scheduler.plan(("a",), **BUSY)  # the engine has lost it already
+    rig.channel.take(Expect)
+    assert not rig.ensure(second)
+    rig.channel.say(Taken("a"), 0)
+    assert not rig.ensure(second)
+    assert rig.channel.take(Expect) == [], "one rank would promise what it is about to hand over"
+    rig.channel.say(Taken("a"), 1)
+    assert not rig.ensure(second)
+    assert len(rig.channel.take(Expect)) == 1
 
 
 def test_two_items_never_go_by_one_name() -> None:
-    desk = Desk()
+    rig = Rig()
     names = {"a": "theirs", "b": "theirs"}
     view = request("r", "a", "b", delivery=Delivery(is_sent=True, names=names))
-    desk.ensure(view)
-    assert [body.mm_hash for body in desk.links.take(Expect)] == ["theirs", "b"]
+    rig.ensure(view)
+    assert [body.mm_hash for body in rig.channel.take(Expect)] == ["theirs", "b"]
 
 
 @pytest.mark.parametrize("names", [({"a": "b"}, None), (None, {"b": "a"})])
@@ -1004,7 +1004,7 @@ def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
     names: tuple[dict[str, str] | None, dict[str, str] | None],
 ) -> None:
     """As where one has the media and the other only what a proxy says of them."""
-    desk = Desk()
+    rig = Rig()
     views = [
         request(item, item, delivery=Delivery(is_sent=True, names=theirs))
         for item, theirs in zip("ab", names, strict=True)
@@ -1012,38 +1012,38 @@ def test_two_requests_for_items_of_one_name_have_them_one_after_the_other(
     (name,) = {"a", "b"} & {view.delivery.name_of(view.request_id) for view in views}
     for item, view in zip("ab", views, strict=True):
         for each in views[views.index(view) :]:
-            assert not desk.ensure(each)
-        assert desk.links.expected() == [name]
-        desk.links.ready(name)
-        assert desk.ensure(view)
-        assert desk.load(item) == (Load(item, name),)
-        desk.links.taken(name)
-        desk.side.finished(view)
-    assert not desk.side._by_name
+            assert not rig.ensure(each)
+        assert rig.channel.expected() == [name]
+        rig.channel.ready(name)
+        assert rig.ensure(view)
+        assert rig.load(item) == (ItemLoad(item, name),)
+        rig.channel.taken(name)
+        rig.scheduler.finished(view)
+    assert not rig.scheduler._by_name
 
 
 def test_two_requests_that_call_an_item_differently_wait_for_the_same() -> None:
     """The workers would never be told to forget it by the other name."""
-    desk = Desk()
+    rig = Rig()
     first = request("first", "a", delivery=Delivery(is_sent=True, names={"a": "theirs"}))
     second = request("second", "a")
-    assert not desk.ensure(first)
-    assert not desk.ensure(second)
-    assert desk.links.expected() == ["theirs"]
+    assert not rig.ensure(first)
+    assert not rig.ensure(second)
+    assert rig.channel.expected() == ["theirs"]
     for view in (first, second):
-        desk.side.finished(view)
-    assert desk.links.expected() == []
+        rig.scheduler.finished(view)
+    assert rig.channel.expected() == []
 
 
 def test_who_holds_a_name_waits_for_nobody_who_waits_for_it() -> None:
-    desk = Desk()
+    rig = Rig()
     old = Delivery(is_sent=True, names={"a": "y"})
     young = Delivery(is_sent=True, names={"b": "x"})
-    assert not desk.ensure(request("old", "a", delivery=old))
-    assert not desk.ensure(request("young", "b", "y", delivery=young))
-    assert desk.links.expected() == ["y", "x"], "the younger one's y waits for the older one's a"
-    assert not desk.ensure(request("old", "a", "x", delivery=old))
-    (*_, alias) = desk.links.expected()
-    desk.links.failed(alias)
-    assert not desk.ensure(request("old", "a", "x", delivery=old))
-    assert desk.side.take_unavailable() == {"old"}
+    assert not rig.ensure(request("old", "a", delivery=old))
+    assert not rig.ensure(request("young", "b", "y", delivery=young))
+    assert rig.channel.expected() == ["y", "x"], "the younger one's y waits for the older one's a"
+    assert not rig.ensure(request("old", "a", "x", delivery=old))
+    (*_, alias) = rig.channel.expected()
+    rig.channel.failed(alias)
+    assert not rig.ensure(request("old", "a", "x", delivery=old))
+    assert rig.scheduler.take_unavailable() == {"old"}

@@ -5,23 +5,23 @@ from itertools import pairwise
 import pytest
 
 from tests.embeds.sessions import HEARTBEAT_S, RHYTHM, hello, news, said, session_with
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
     Code,
     Heartbeat,
     Hello,
     HelloReject,
-    Role,
+    PeerRole,
 )
-from vllm_kvpool.embeds.session import (
+from vllm_kvpool.embeds.protocol.session import (
     FIRST_GREETING_S,
     HEARTBEATS,
     LONGEST_GREETING_S,
-    Lost,
+    PeerLost,
+    PeerUp,
     Session,
     SessionState,
-    Up,
 )
 
 CONNECTING, UP = SessionState.CONNECTING, SessionState.UP
@@ -62,8 +62,8 @@ def test_a_hello_is_answered_and_an_answer_is_not() -> None:
         session.hello(hello("peer", answer=answer), 1.0)
         assert session.is_up
         actions = session.take_actions()
-        assert [each for each in actions if isinstance(each, Up)]
-        answers = [each for each in actions if not isinstance(each, Up)]
+        assert [each for each in actions if isinstance(each, PeerUp)]
+        answers = [each for each in actions if not isinstance(each, PeerUp)]
         assert len(answers) == (not answer)
 
 
@@ -85,7 +85,7 @@ def test_two_who_greet_at_once_do_not_answer_each_other_for_ever() -> None:
 def test_a_session_that_is_up_does_not_greet() -> None:
     session = session_with(UP)
     for tenths in range(100):
-        session.heard(tenths / 10)
+        session.received(tenths / 10)
         session.tick(tenths / 10)
     assert not any(isinstance(body, Hello) for body in said(session))
 
@@ -131,13 +131,13 @@ def test_only_the_own_engines_scheduler_is_heard() -> None:
     for engine, fits in (("engine of own", True), ("another", False)):
         session = session_with(CONNECTING, active=False)
         # A scheduler does not know the fingerprint that its workers have found.
-        told = hello("s", role=Role.SCHEDULER, engine_id=engine, fingerprint="")
+        told = hello("s", role=PeerRole.SCHEDULER, engine_id=engine, fingerprint="")
         session.hello(told, 1.0)
         assert session.is_up == fits
 
 
 def test_another_engines_worker_is_no_worker_of_a_scheduler() -> None:
-    own = {"role": Role.SCHEDULER, "engine_id": "mine"}
+    own = {"role": PeerRole.SCHEDULER, "engine_id": "mine"}
     for engine, fits in (("mine", True), ("another", False)):
         session = session_with(CONNECTING, **own)
         session.hello(hello("w", engine_id=engine, answer=True), 1.0)
@@ -148,12 +148,12 @@ def test_a_session_that_is_refused_later_is_lost() -> None:
     for refuse in (
         lambda session: session.hello(hello("peer", fingerprint="new", epoch=1, answer=True), 2.0),
         lambda session: session.rejected(HelloReject(Code.INCOMPATIBLE, "no"), 2.0),
-        lambda session: session.introduce(hello("own", fingerprint="new", epoch=1)),
+        lambda session: session.update_hello(hello("own", fingerprint="new", epoch=1)),
     ):
         session = session_with(UP)
         refuse(session)
         assert session.state is INCOMPATIBLE
-        assert news(session) == [Lost("peer", quiet=False)]
+        assert news(session) == [PeerLost("peer", quiesced=False)]
 
 
 def test_a_refusal_is_news_once() -> None:
@@ -169,14 +169,14 @@ def test_incompatible_until_the_peer_changes() -> None:
     session.hello(hello("peer", fingerprint="old", answer=True), 1.0)
     session.take_actions()
     for now in (2.0, 3.0):
-        session.heard(now)
+        session.received(now)
         session.hello(hello("peer", fingerprint="old", answer=True), now)
         assert session.state is INCOMPATIBLE
     session.take_actions()
     changed = hello("peer", fingerprint="model", epoch=1, answer=True)
     session.hello(changed, 4.0)
     assert session.state is UP
-    assert news(session) == [Up(changed)]
+    assert news(session) == [PeerUp(changed)]
 
 
 def test_incompatible_until_we_change() -> None:
@@ -184,10 +184,10 @@ def test_incompatible_until_we_change() -> None:
     theirs = hello("peer", fingerprint="new", answer=True)
     session.hello(theirs, 1.0)
     session.take_actions()
-    session.introduce(hello("own", fingerprint="new", epoch=1))
+    session.update_hello(hello("own", fingerprint="new", epoch=1))
     assert session.state is UP
     actions = session.take_actions()
-    assert Up(theirs) in actions
+    assert PeerUp(theirs) in actions
 
 
 def test_who_has_been_refused_is_greeted_seldom_in_case_another_comes_in_its_place() -> None:
@@ -196,7 +196,7 @@ def test_who_has_been_refused_is_greeted_seldom_in_case_another_comes_in_its_pla
     assert 60 / LONGEST_GREETING_S <= len(times) <= 60 / LONGEST_GREETING_S + 6
     session.hello(hello("next", answer=True), 70.0)
     assert session.state is UP
-    assert isinstance(news(session)[-1], Up)
+    assert isinstance(news(session)[-1], PeerUp)
 
 
 # Signs of life
@@ -212,14 +212,14 @@ def test_a_silent_peer_is_lost_and_greeted_at_once() -> None:
     session.take_actions()
     session.tick(LOST_AFTER_S + 0.1)
     assert session.state is CONNECTING
-    assert news(session) == [Lost("peer", quiet=False)]
+    assert news(session) == [PeerLost("peer", quiesced=False)]
     session.tick(LOST_AFTER_S + 0.2)
     assert [type(body) for body in said(session)] == [Hello]
 
 
 def test_any_frame_is_a_sign_of_life() -> None:
     session = session_with(DEGRADED)
-    session.heard(1.9)
+    session.received(1.9)
     assert session.state is UP
     session.tick(1.9 + HEARTBEAT_S)
     assert session.state is UP
@@ -239,7 +239,7 @@ def test_silence_is_filled_so_that_one_beat_may_be_lost() -> None:
     beats = []
     for hundredths in range(400):
         now = hundredths / 100
-        session.heard(now)
+        session.received(now)
         session.tick(now)
         beats += [now for body in said(session) if isinstance(body, Heartbeat)]
     assert max(later - sooner for sooner, later in pairwise([0.0, *beats])) <= HEARTBEAT_S / 2
@@ -249,8 +249,8 @@ def test_silence_is_filled_so_that_one_beat_may_be_lost() -> None:
 def test_who_speaks_need_not_beat() -> None:
     session = session_with(UP)
     for tenths in range(100):
-        session.heard(tenths / 10)
-        session.said(tenths / 10)
+        session.received(tenths / 10)
+        session.sent(tenths / 10)
         session.tick(tenths / 10)
     assert said(session) == []
 
@@ -266,7 +266,7 @@ def test_back_after_a_loss(incarnation: str, number: int) -> None:
     told = hello(incarnation, answer=bool(number))
     session.hello(told, 20.0)
     assert session.is_up
-    assert news(session) == [Up(told)]
+    assert news(session) == [PeerUp(told)]
     session.tick(20.5)
     assert session.state is UP
 
@@ -275,14 +275,14 @@ def test_another_incarnation_ends_the_first() -> None:
     session = session_with(UP)
     told = hello("another", answer=True)
     session.hello(told, 1.0)
-    assert news(session) == [Lost("peer", quiet=False), Up(told)]
+    assert news(session) == [PeerLost("peer", quiesced=False), PeerUp(told)]
 
 
 def test_the_same_incarnation_says_something_new_without_a_loss() -> None:
     session = session_with(UP)
     told = hello("peer", endpoints=("tcp://elsewhere:1",), answer=True)
     session.hello(told, 1.0)
-    assert news(session) == [Up(told)]
+    assert news(session) == [PeerUp(told)]
 
 
 def test_greetings_begin_anew_after_a_session() -> None:
@@ -298,7 +298,7 @@ def test_greetings_begin_anew_after_a_session() -> None:
 def test_goodbye_is_quiet() -> None:
     session = session_with(UP)
     session.goodbye()
-    assert news(session) == [Lost("peer", quiet=True)]
+    assert news(session) == [PeerLost("peer", quiesced=True)]
     session.goodbye()
     assert news(session) == []
 
@@ -306,7 +306,7 @@ def test_goodbye_is_quiet() -> None:
 def test_a_broken_connection_is_not_quiet() -> None:
     session = session_with(UP)
     session.lost()
-    assert news(session) == [Lost("peer", quiet=False)]
+    assert news(session) == [PeerLost("peer", quiesced=False)]
     session.lost()
     assert news(session) == []
 
@@ -316,7 +316,7 @@ def test_a_broken_connection_is_not_quiet() -> None:
 
 def test_a_worker_does_not_lose_its_scheduler_by_silence_and_does_not_bother_it() -> None:
     session = session_with(CONNECTING, active=False)
-    told = hello("s", role=Role.SCHEDULER, engine_id="engine of own", fingerprint="")
+    told = hello("s", role=PeerRole.SCHEDULER, engine_id="engine of own", fingerprint="")
     session.hello(told, 0.0)
     session.take_actions()
     for now in range(1, 1000):
@@ -326,7 +326,7 @@ def test_a_worker_does_not_lose_its_scheduler_by_silence_and_does_not_bother_it(
 
 
 def test_a_scheduler_does_not_lose_a_worker_by_silence_and_tells_it_that_it_is_there() -> None:
-    session = session_with(CONNECTING, role=Role.SCHEDULER, engine_id="mine", fingerprint="")
+    session = session_with(CONNECTING, role=PeerRole.SCHEDULER, engine_id="mine", fingerprint="")
     session.hello(hello("w", engine_id="mine", answer=True), 0.0)
     session.take_actions()
     for now in range(1, 100):
@@ -336,4 +336,4 @@ def test_a_scheduler_does_not_lose_a_worker_by_silence_and_tells_it_that_it_is_t
     assert {type(body) for body in said(session)} == {Heartbeat}
     told = hello("w2", engine_id="mine", answer=True)
     session.hello(told, 101.0)
-    assert news(session) == [Lost("w", quiet=False), Up(told)]
+    assert news(session) == [PeerLost("w", quiesced=False), PeerUp(told)]

@@ -18,20 +18,16 @@ import msgspec
 import pytest
 
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds.admission import Admission
-from vllm_kvpool.embeds.arena import Arena
-from vllm_kvpool.embeds.asking import Asking
-from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.credit import Landing, Line, RecentRows
-from vllm_kvpool.embeds.desk import Desk
-from vllm_kvpool.embeds.lending import Lending
-from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
-from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.shelf import Shelf
-from vllm_kvpool.embeds.sources import Sources
-from vllm_kvpool.embeds.transfers import Transfers
-from vllm_kvpool.embeds.wishes import Wishes
-from vllm_kvpool.embeds.writing import Writing
+from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue, LandingBudget
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.consumer_state import ConsumerLimits, OfferTable, RecentRows
+from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.machines.producer_state import (
+    EncodedItemCache,
+    PendingWants,
+    ProducerLimits,
+)
+from vllm_kvpool.embeds.machines.window import ExtentAllocator, WindowLedger
 
 MOST_STATES = 60_000
 PATIENCE_S = 300
@@ -53,13 +49,7 @@ _LEFT_OUT = {
     "counts",
     "_on_end",
     "_release",
-    "_say",
-    # Found elsewhere: at the consumer or the producer that shares it with its parts.
-    "_desk",
-    "_window",
-    "_offers",
-    "_grants",
-    "_transfers",
+    "_send",
     "_orders",
     "random",
     "log",
@@ -91,20 +81,16 @@ def frozen(value: Any) -> Any:
             value,
             World
             | Consumer
-            | Desk
-            | Asking
             | Producer
-            | Transfers
-            | Writing
-            | Shelf
+            | EncodedItemCache
             | Admission
-            | Sources
-            | Lending
-            | Arena
-            | Line
-            | Landing
+            | OfferTable
+            | WindowLedger
+            | ExtentAllocator
+            | AdmissionQueue
+            | LandingBudget
             | RecentRows
-            | Wishes,
+            | PendingWants,
         )
         names = sorted(vars(value))
     return tuple(frozen(getattr(value, name)) for name in names if name not in _LEFT_OUT)
@@ -193,8 +179,8 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
     for _ in range(PATIENCE_S):
         while (step := next(good_steps(world), None)) is not None:
             step(world)
-        transfers = [tid for each in world.producers for tid in each.machine.transfers.by_tid]
-        if not (transfers or consumer.machine.desk.items or list(consumer.machine.desk.window)):
+        transfers = [tid for each in world.producers for tid in each.machine.transfers]
+        if not (transfers or consumer.machine.items or list(consumer.machine.window)):
             return
         world.pass_time(1.0)
     raise AssertionError(f"something is left: {consumer.machine.story('i')}")
@@ -204,16 +190,16 @@ def walk(first: World, budget: Budget) -> tuple[int, int]:
     """All states; how many there were, and in how many of them nothing was under way."""
     seen: dict[Any, bool] = {}  # whether all that follows has been walked
     path: list[tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]] = []
-    quiet = 0
+    quiesced = 0
 
     def enter(world: World, left: Budget) -> tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]:
-        nonlocal quiet
+        nonlocal quiesced
         key = (frozen(world), left)
         packed = pickle.dumps(world)
         good = list(good_steps(world))
         if not good:
-            quiet += 1
-            is_asked = any(item.asked for item in world.consumers[0].machine.desk.items.values())
+            quiesced += 1
+            is_asked = any(item.requested for item in world.consumers[0].machine.items.values())
             comes_to_its_end(pickle.loads(packed), is_asked)
         bad = list(bad_steps(world, left))
 
@@ -241,7 +227,7 @@ def walk(first: World, budget: Budget) -> tuple[int, int]:
             continue
         assert len(seen) < MOST_STATES, "this world is not small"
         path.append(enter(world, left))
-    return len(seen), quiet
+    return len(seen), quiesced
 
 
 def begun(
@@ -249,7 +235,7 @@ def begun(
     window: int,
     *,
     pushed: bool = True,
-    asked: bool = True,
+    requested: bool = True,
     known: bool = False,
     producers: int = 1,
 ) -> World:
@@ -266,7 +252,7 @@ def begun(
                 step(world)
             world.consumers[0].machine.taken(f"known{number}", world.now)
             world.perform()
-    if asked:
+    if requested:
         world.expect(world.consumers[0], "i")
     for producer in world.producers:
         if pushed:
@@ -299,13 +285,13 @@ CASES = {
     "two producers": (begun(2, 1, producers=2, **WANTED), Budget()),
     "two producers and a word is lost": (begun(2, 1, producers=2, **WANTED), Budget(lose=1)),
     "two producers, granted early": (begun(1, 1, producers=2, **EARLY), Budget(lose=1)),
-    "pushed before it is asked for": (begun(2, 1, asked=False), Budget(expect=1, double=1)),
+    "pushed before it is asked for": (begun(2, 1, requested=False), Budget(expect=1, double=1)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_ends_well(name: str) -> None:
     world, budget = CASES[name]
-    states, quiet = walk(world, budget)
+    states, quiesced = walk(world, budget)
     assert states > 20
-    assert quiet
+    assert quiesced

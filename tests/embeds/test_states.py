@@ -13,26 +13,25 @@ import pytest
 
 from tests.embeds.sessions import hello, session_with
 from tests.embeds.world import ProducerNode, World, limits, shape_of
-from vllm_kvpool.embeds import protocol as p
-from vllm_kvpool.embeds.limits import ProducerLimits
-from vllm_kvpool.embeds.session import SESSION_TABLE, SessionEvent, SessionState
-from vllm_kvpool.embeds.states import (
+from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.machines.states import (
     CONSUMER_TABLE,
     ENDED,
     GRANT_TABLE,
     PRODUCER_TABLE,
     GrantEvent,
     GrantState,
-    IllegalEvent,
     ItemEvent,
-    SendEvent,
-    State,
-    Table,
+    TransferEvent,
+    TransferState,
 )
+from vllm_kvpool.embeds.protocol import messages as p
+from vllm_kvpool.embeds.protocol.session import SESSION_TABLE, SessionEvent, SessionState
+from vllm_kvpool.embeds.transitions import IllegalEvent, TransitionTable
 
 TABLES = (
-    (CONSUMER_TABLE, State, ItemEvent),
-    (PRODUCER_TABLE, State, SendEvent),
+    (CONSUMER_TABLE, TransferState, ItemEvent),
+    (PRODUCER_TABLE, TransferState, TransferEvent),
     (GRANT_TABLE, GrantState, GrantEvent),
     (SESSION_TABLE, SessionState, SessionEvent),
 )
@@ -53,12 +52,12 @@ Edge = tuple[str, Enum, Enum]
 
 
 def name_of(value: object) -> str:
-    return value.name if isinstance(value, Table) else str(getattr(value, "value", value))
+    return value.name if isinstance(value, TransitionTable) else str(getattr(value, "value", value))
 
 
 @pytest.mark.parametrize(("table", "state", "event", "after"), EDGES, ids=name_of)
 def test_an_edge_leads_where_the_table_says(
-    table: Table[Enum, Enum], state: Enum, event: Enum, after: Enum
+    table: TransitionTable[Enum, Enum], state: Enum, event: Enum, after: Enum
 ) -> None:
     assert table.after(state, event) is after
     assert after in table.edges
@@ -66,7 +65,7 @@ def test_an_edge_leads_where_the_table_says(
 
 @pytest.mark.parametrize(("table", "state", "event"), OTHERS, ids=name_of)
 def test_any_other_event_raises_and_changes_nothing(
-    table: Table[Enum, Enum], state: Enum, event: Enum
+    table: TransitionTable[Enum, Enum], state: Enum, event: Enum
 ) -> None:
     before = {each: dict(edges) for each, edges in table.edges.items()}
     with pytest.raises(IllegalEvent, match=f"{table.name}: {event.value} while {state.value}"):
@@ -76,7 +75,7 @@ def test_any_other_event_raises_and_changes_nothing(
 
 @pytest.mark.parametrize(("table", "states"), [each[:2] for each in TABLES], ids=name_of)
 def test_every_state_has_its_line_and_can_be_reached(
-    table: Table[Enum, Enum], states: type[Enum]
+    table: TransitionTable[Enum, Enum], states: type[Enum]
 ) -> None:
     assert set(table.edges) == set(states)
     first = next(iter(table.edges))
@@ -93,7 +92,7 @@ def test_what_has_ended_stays_so() -> None:
     # Success of a consumer's item is not the end: the engine has yet to take it.
     assert {state for state, edges in PRODUCER_TABLE.edges.items() if not edges} == ENDED
     ended = {state for state, edges in CONSUMER_TABLE.edges.items() if not edges}
-    assert ended == ENDED - {State.SUCCESS}
+    assert ended == ENDED - {TransferState.SUCCESS}
 
 
 def test_an_illegal_event_leaves_a_machine_as_it_was() -> None:
@@ -103,8 +102,8 @@ def test_an_illegal_event_leaves_a_machine_as_it_was() -> None:
     sent(world, 9)
     while consumer.machine.counts["rows"] < 3:
         world.step()
-    item = next(iter(consumer.machine.desk.items.values()))
-    transfer = next(iter(producer.machine.transfers.by_tid.values()))
+    item = next(iter(consumer.machine.items.values()))
+    transfer = next(iter(producer.machine.transfers.values()))
     for table, holder in ((CONSUMER_TABLE, item), (PRODUCER_TABLE, transfer)):
         before = holder.state
         for event in (event for _, state, event in OTHERS if (_, state) == (table, before)):
@@ -123,18 +122,18 @@ def test_an_illegal_event_leaves_a_machine_as_it_was() -> None:
 def watched() -> Iterator[set[Edge]]:
     """The edges that are taken meanwhile."""
     taken: set[Edge] = set()
-    original = Table.after
+    original = TransitionTable.after
 
-    def after(self: Table[Enum, Enum], state: Enum, event: Enum) -> Enum:
+    def after(self: TransitionTable[Enum, Enum], state: Enum, event: Enum) -> Enum:
         following = original(self, state, event)
         taken.add((self.name, state, event))
         return following
 
-    Table.after = after  # type: ignore[method-assign,assignment]
+    TransitionTable.after = after  # type: ignore[method-assign,assignment]
     try:
         yield taken
     finally:
-        Table.after = original  # type: ignore[method-assign]
+        TransitionTable.after = original  # type: ignore[method-assign]
 
 
 def small(**options: object) -> World:
@@ -156,9 +155,9 @@ def walk_until(world: World, condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not come to that")
 
 
-def sent(world: World, rows: int = 6, *, asked: bool = True) -> None:
+def sent(world: World, rows: int = 6, *, requested: bool = True) -> None:
     """An item is to go from the producer to the consumer."""
-    if asked:
+    if requested:
         world.expect(world.consumers[0], "image")
     world.push(world.producers[0], "image", "c0")
     world.produce(world.producers[0], "image", shape_of(rows))
@@ -169,24 +168,24 @@ def walk_to_writes(world: World, count: int) -> None:
 
 
 def has_transfers(producer: ProducerNode, count: int) -> bool:
-    return len(producer.machine.transfers.by_tid) == count
+    return len(producer.machine.transfers) == count
 
 
-def state_of(world: World) -> State:
-    return world.consumers[0].machine.desk.items["image"].state
+def state_of(world: World) -> TransferState:
+    return world.consumers[0].machine.items["image"].state
 
 
-def transfer_state(world: World) -> State:
-    (transfer,) = world.producers[0].machine.transfers.by_tid.values()
+def transfer_state(world: World) -> TransferState:
+    (transfer,) = world.producers[0].machine.transfers.values()
     return transfer.state
 
 
-def in_state(state: State) -> World:
+def in_state(state: TransferState) -> World:
     """A consumer's item in a state."""
     world = small()
-    if state is State.BOOTSTRAPPING:
+    if state is TransferState.BOOTSTRAPPING:
         world.expect(world.consumers[0], "image")
-    elif state is State.WAITING:
+    elif state is TransferState.WAITING:
         # All of the window is another's.
         world.push(world.producers[0], "other", "c0")
         world.produce(world.producers[0], "other", shape_of(9))
@@ -195,64 +194,70 @@ def in_state(state: State) -> World:
         walk_until(
             world,
             lambda: (
-                "image" in world.consumers[0].machine.desk.items
+                "image" in world.consumers[0].machine.items
                 and not world.producers[0].preparing
-                and state_of(world) is State.WAITING
+                and state_of(world) is TransferState.WAITING
             ),
         )
-    elif state is State.TRANSFERRING:
+    elif state is TransferState.TRANSFERRING:
         sent(world)
         walk_until(world, lambda: bool(world.producers[0].writes))
-    elif state is State.PARTIAL:
+    elif state is TransferState.PARTIAL:
         sent(world)
         walk_until(world, lambda: len(world.producers[0].writes) == 2)
         for _ in range(2):  # and all of the window is in quarantine
             world.end_write(world.producers[0], 0, "unsure")
-        walk_until(world, lambda: state_of(world) is State.PARTIAL)
-    elif state is State.SUSPENDED:
+        walk_until(world, lambda: state_of(world) is TransferState.PARTIAL)
+    elif state is TransferState.SUSPENDED:
         sent(world)
         walk_until(world, lambda: bool(world.producers[0].writes))
         world.cut(next(iter(world.up)))
-    elif state is State.SUCCESS:
-        sent(world, 2, asked=False)
+    elif state is TransferState.SUCCESS:
+        sent(world, 2, requested=False)
         walk_until(world, lambda: "image" in world.consumers[0].ready)
     assert state_of(world) is state
     return world
 
 
-LIVE = [State.BOOTSTRAPPING, State.WAITING, State.TRANSFERRING, State.PARTIAL, State.SUSPENDED]
+LIVE = [
+    TransferState.BOOTSTRAPPING,
+    TransferState.WAITING,
+    TransferState.TRANSFERRING,
+    TransferState.PARTIAL,
+    TransferState.SUSPENDED,
+]
 
 
 def consumers_cancels() -> None:
-    for state in [*LIVE, State.SUCCESS]:
+    for state in [*LIVE, TransferState.SUCCESS]:
         world = in_state(state)
         world.expect(world.consumers[0], "image")
         world.forget(world.consumers[0], "image")
-        assert "image" not in world.consumers[0].machine.desk.items
+        assert "image" not in world.consumers[0].machine.items
         world.settle()
 
 
 def consumers_failures() -> None:
     for state in LIVE:
         world = in_state(state)
-        if state is State.BOOTSTRAPPING:
+        if state is TransferState.BOOTSTRAPPING:
             world.pass_time(world.limits.bootstrap_timeout_s + 1)
         else:
             world.consumers[0].machine.begin_epoch(world.now)
             world.perform()
         assert [news.code for news in world.consumers[0].told if news.code]
         world.settle()
-    world = in_state(State.SUCCESS)
+    world = in_state(TransferState.SUCCESS)
     world.consumers[0].machine.begin_epoch(world.now)
     world.perform()
     assert not world.consumers[0].tensors
 
 
 def consumers_losses() -> None:
-    for state in (State.WAITING, State.TRANSFERRING, State.PARTIAL):
+    for state in (TransferState.WAITING, TransferState.TRANSFERRING, TransferState.PARTIAL):
         world = in_state(state)
         world.cut(next(iter(world.up)))
-        assert state_of(world) is State.SUSPENDED
+        assert state_of(world) is TransferState.SUSPENDED
         world.settle()
         world.assert_item(world.consumers[0], "image")
 
@@ -274,7 +279,7 @@ def drains_outlive_their_sender() -> None:
         world.cut(key[::-1])
         if back:
             world.connect_all()
-            while state_of(world) is not State.PARTIAL:
+            while state_of(world) is not TransferState.PARTIAL:
                 world.deliver(key)
         while consumer.drains:
             world.drain(consumer)
@@ -282,25 +287,25 @@ def drains_outlive_their_sender() -> None:
         world.assert_item(consumer, "image")
 
 
-def producers_in(state: State) -> World:
+def producers_in(state: TransferState) -> World:
     """A producer's transfer in a state."""
     world = small()
     producer = world.producers[0]
-    if state is State.BOOTSTRAPPING:
+    if state is TransferState.BOOTSTRAPPING:
         world.produce(producer, "image", shape_of(6))
         world.prepare(producer)
         world.push(producer, "image", "elsewhere")
-    elif state is State.SUSPENDED:
+    elif state is TransferState.SUSPENDED:
         sent(world)
         walk_until(world, lambda: bool(producer.writes))
         world.cut(next(iter(world.up)))
     else:
         sent(world)
         wanted = {
-            State.WAITING: lambda: bool(producer.machine.transfers.by_tid),
-            State.TRANSFERRING: lambda: bool(producer.writes),
-            State.PARTIAL: lambda: (
-                bool(producer.machine.transfers.by_tid) and transfer_state(world) is State.PARTIAL
+            TransferState.WAITING: lambda: bool(producer.machine.transfers),
+            TransferState.TRANSFERRING: lambda: bool(producer.writes),
+            TransferState.PARTIAL: lambda: (
+                bool(producer.machine.transfers) and transfer_state(world) is TransferState.PARTIAL
             ),
         }
         walk_until(world, wanted[state])
@@ -314,33 +319,33 @@ def producers_failures() -> None:
         world.producers[0].machine.begin_epoch(world.now)
         world.perform()
         world.settle()
-        assert not world.producers[0].machine.transfers.by_tid
+        assert not world.producers[0].machine.transfers
 
 
 def producers_losses_and_cancels() -> None:
-    for state in (State.WAITING, State.TRANSFERRING, State.PARTIAL):
+    for state in (TransferState.WAITING, TransferState.TRANSFERRING, TransferState.PARTIAL):
         world = producers_in(state)
         world.cut(next(iter(world.up)))
-        assert transfer_state(world) is State.SUSPENDED
+        assert transfer_state(world) is TransferState.SUSPENDED
         world.settle()
         world.assert_item(world.consumers[0], "image")
         world = producers_in(state)
-        (transfer,) = world.producers[0].machine.transfers.by_tid.values()
+        (transfer,) = world.producers[0].machine.transfers.values()
         key = (world.consumers[0].name, world.producers[0].name)
         world.receive(key, p.Cancel(transfer.tid))
-        assert transfer.state is State.CANCELLED
+        assert transfer.state is TransferState.CANCELLED
 
 
 def the_consumer_has_it_already() -> None:
     """In each state; in the middle of a write too: another producer was faster."""
-    for state in (State.WAITING, State.TRANSFERRING, State.PARTIAL):
+    for state in (TransferState.WAITING, TransferState.TRANSFERRING, TransferState.PARTIAL):
         world = producers_in(state)
-        (transfer,) = world.producers[0].machine.transfers.by_tid.values()
+        (transfer,) = world.producers[0].machine.transfers.values()
         key = (world.consumers[0].name, world.producers[0].name)
         world.receive(key, p.OfferAck(transfer.tid, p.Verdict.HAVE))
-        assert transfer.state is State.SUCCESS
+        assert transfer.state is TransferState.SUCCESS
         assert bool(world.producers[0].writes) == (
-            transfer.tid in world.producers[0].machine.transfers.by_tid
+            transfer.tid in world.producers[0].machine.transfers
         )
 
 
@@ -365,7 +370,7 @@ def two_names_of_one_consumer() -> None:
         names = frozenset(("c0", "alias"))
         producer.machine.peer_up(consumer.name, window, names, ("c0",), world.now)
         world.perform()
-        assert len(producer.machine.transfers.by_tid) == 1
+        assert len(producer.machine.transfers) == 1
         world.settle()
         world.assert_item(consumer, "image")
 
@@ -388,7 +393,7 @@ def revoked_grants() -> None:
 
 
 def damaged_rows() -> None:
-    world = in_state(State.TRANSFERRING)
+    world = in_state(TransferState.TRANSFERRING)
     world.end_write(world.producers[0], 0, "damaged")
     world.settle()
     world.assert_item(world.consumers[0], "image")
@@ -415,7 +420,7 @@ def sessions() -> None:
         session.lost()
         assert session.state is SessionState.CONNECTING
     session = session_with(degraded)
-    session.heard(100.0)
+    session.received(100.0)
     assert session.state is up
     session = session_with(incompatible)
     session.hello(other, 1.0)

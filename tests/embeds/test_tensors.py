@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.support.npu import POISON, FakeNpu
-from vllm_kvpool.embeds.kept_memory import MIN_HUGE_BYTES, KeptMemory
-from vllm_kvpool.embeds.rows import DTYPE_BYTES, ItemShape, Plane
-from vllm_kvpool.embeds.tensors import (
+from vllm_kvpool.embeds.dataplane.host_memory import MIN_HUGE_BYTES, MemoryPool
+from vllm_kvpool.embeds.dataplane.tensors import (
     EMBEDDING,
     allocate,
     as_bytes,
@@ -18,6 +17,7 @@ from vllm_kvpool.embeds.tensors import (
     tensors_of,
     to_host,
 )
+from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, Plane
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import NpuDevice
 
@@ -28,7 +28,7 @@ def test_the_bytes_of_a_tensor_of_any_dtype_are_its_own_memory(
     dtype: str, row_shape: tuple[int, ...]
 ) -> None:
     shape = ItemShape(7, (Plane("x", dtype, row_shape),))
-    (tensor,) = tensors_of(shape, allocate(shape, KeptMemory()))
+    (tensor,) = tensors_of(shape, allocate(shape, MemoryPool()))
     assert (tensor.shape, str(tensor.dtype)) == ((7, *row_shape), f"torch.{dtype}")
     array = as_bytes(tensor)
     assert (array.dtype, array.shape) == (np.uint8, (7, shape.planes[0].row_bytes))
@@ -68,7 +68,7 @@ def test_an_items_shape_names_its_planes_in_order() -> None:
         ),
     )
     shape.check()
-    planes = allocate(shape, KeptMemory())
+    planes = allocate(shape, MemoryPool())
     assert [plane.shape for plane in planes] == [(5, 32), (5, 24), (5, 16)]
     assert [as_bytes(tensor).shape for tensor in tensors_of(shape, planes)] == [
         plane.shape for plane in planes
@@ -140,7 +140,7 @@ def test_what_comes_from_a_device_is_what_was_computed_before_and_not_after(
 @pytest.mark.parametrize("nbytes", [1 << 10, MIN_HUGE_BYTES - 2, MIN_HUGE_BYTES, (9 << 20) + 6])
 def test_a_tensor_of_any_size_is_all_of_its_memory_and_can_be_filled(nbytes: int) -> None:
     shape = ItemShape(nbytes // 2, (Plane("embedding", "bfloat16", ()),))
-    (plane,) = planes = allocate(shape, KeptMemory())
+    (plane,) = planes = allocate(shape, MemoryPool())
     (tensor,) = tensors_of(shape, planes)
     assert tensor.dtype is torch.bfloat16
     assert tensor.untyped_storage().nbytes() == tensor.nbytes == nbytes

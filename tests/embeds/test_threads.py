@@ -4,7 +4,7 @@ import queue
 
 import pytest
 
-from vllm_kvpool.embeds.threads import WorkThread
+from vllm_kvpool.embeds.faults import WorkThread
 
 PATIENCE_S = 20.0
 

@@ -12,9 +12,9 @@ import torch
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
-from vllm_kvpool.embeds.links import WorkerLinks
-from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.worker import Place
+from vllm_kvpool.embeds.protocol.messages import PeerRole
+from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.worker import WorkerIdentity
 
 ROW_BYTES = 64 * 4
 
@@ -23,7 +23,10 @@ ROW_BYTES = 64 * 4
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     """A producer and a consumer whose window holds three rows."""
     options = {"transport": request.param, "arena_bytes": 3 * ROW_BYTES}
-    with Engine(Role.PRODUCER, **options) as producer, Engine(Role.CONSUMER, **options) as consumer:
+    with (
+        Engine(PeerRole.PRODUCER, **options) as producer,
+        Engine(PeerRole.CONSUMER, **options) as consumer,
+    ):
         yield producer, consumer
 
 
@@ -61,8 +64,8 @@ def test_ranks_of_different_speed_and_window_get_the_same() -> None:
         for each in windows
     ]
     with (
-        Engine(Role.PRODUCER) as producer,
-        Engine(Role.CONSUMER, ranks=4, configs=configs) as consumer,
+        Engine(PeerRole.PRODUCER) as producer,
+        Engine(PeerRole.CONSUMER, ranks=4, configs=configs) as consumer,
     ):
         sent = embeddings(40)
         producer.encode("image", sent, to=(consumer.endpoint,))
@@ -74,7 +77,7 @@ def test_ranks_of_different_speed_and_window_get_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 def test_width_and_dtype_are_the_producers_to_say(dtype: torch.dtype) -> None:
-    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
         sent = (embeddings(9, 37) * 100).to(dtype)
         producer.encode("image", sent, to=(consumer.endpoint,))
         ((got,),) = consumer.receive("image", 9)
@@ -84,7 +87,7 @@ def test_width_and_dtype_are_the_producers_to_say(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 4), torch.zeros(3, 4, dtype=torch.complex64)])
 def test_an_output_that_cannot_be_sent_does_not_end_the_engine(tensor: torch.Tensor) -> None:
-    with Engine(Role.PRODUCER) as producer:
+    with Engine(PeerRole.PRODUCER) as producer:
         producer.workers[0].produced("odd", tensor, 0)
         wait_for(lambda: producer.counts().get("unsendable_outputs") == 1)
         producer.encode("image", embeddings(4))
@@ -93,8 +96,8 @@ def test_an_output_that_cannot_be_sent_does_not_end_the_engine(tensor: torch.Ten
 
 def test_planes_travel_with_their_rows() -> None:
     with (
-        Engine(Role.PRODUCER) as producer,
-        Engine(Role.CONSUMER, arena_bytes=5 * (64 * 4 + 3 * 8 + 128 * 2)) as consumer,
+        Engine(PeerRole.PRODUCER) as producer,
+        Engine(PeerRole.CONSUMER, arena_bytes=5 * (64 * 4 + 3 * 8 + 128 * 2)) as consumer,
     ):
         sent = embeddings(33)
         positions = torch.arange(99).reshape(3, 33).T.contiguous()
@@ -108,7 +111,7 @@ def test_planes_travel_with_their_rows() -> None:
 
 
 def test_the_same_image_for_many_requests_travels_once() -> None:
-    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
         views = [consumer.request(f"r{number}", ("logo", 20)) for number in range(8)]
         for view in views:
             consumer.awaits(view)
@@ -121,25 +124,25 @@ def test_the_same_image_for_many_requests_travels_once() -> None:
 
 
 def test_a_consumer_is_restarted_and_asks_again() -> None:
-    with Engine(Role.PRODUCER) as producer:
-        consumer = Engine(Role.CONSUMER)
+    with Engine(PeerRole.PRODUCER) as producer:
+        consumer = Engine(PeerRole.CONSUMER)
         producer.encode("image", embeddings(30), to=(consumer.endpoint,))
         consumer.receive("image", 30)
         ports = consumer.ports
         consumer.close()
-        with Engine(Role.CONSUMER, ports=ports) as again:
+        with Engine(PeerRole.CONSUMER, ports=ports) as again:
             ((got,),) = again.receive("image", 30, peers=(producer.endpoint,))
             assert torch.equal(got, embeddings(30))
 
 
 def test_a_producer_is_restarted_and_encodes_again() -> None:
-    with Engine(Role.CONSUMER) as consumer:
-        producer = Engine(Role.PRODUCER)
+    with Engine(PeerRole.CONSUMER) as consumer:
+        producer = Engine(PeerRole.PRODUCER)
         endpoint, ports = producer.endpoint, producer.ports
         view = consumer.request("waits", ("image", 30), peers=(endpoint,))
         consumer.awaits(view)
         producer.close()
-        with Engine(Role.PRODUCER, ports=ports) as again:
+        with Engine(PeerRole.PRODUCER, ports=ports) as again:
             again.encode("image", embeddings(30))
             wait_for(lambda: consumer.may_go(view))
             ((got,),) = consumer.get("image")
@@ -148,8 +151,8 @@ def test_a_producer_is_restarted_and_encodes_again() -> None:
 
 def test_another_model_is_refused_and_the_request_goes_on_without() -> None:
     with (
-        Engine(Role.PRODUCER, fingerprint="one") as producer,
-        Engine(Role.CONSUMER, fingerprint="two", bootstrap_timeout_s=1.0) as consumer,
+        Engine(PeerRole.PRODUCER, fingerprint="one") as producer,
+        Engine(PeerRole.CONSUMER, fingerprint="two", bootstrap_timeout_s=1.0) as consumer,
     ):
         producer.encode("image", embeddings(5), to=(consumer.endpoint,))
         with_media = consumer.request("media", ("image", 5), has_media=True)
@@ -162,7 +165,7 @@ def test_another_model_is_refused_and_the_request_goes_on_without() -> None:
 
 
 def test_new_weights_on_both_sides_send_new_items() -> None:
-    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
         producer.encode("image", embeddings(8), to=(consumer.endpoint,))
         consumer.receive("image", 8)
         for engine in (producer, consumer):
@@ -175,8 +178,8 @@ def test_new_weights_on_both_sides_send_new_items() -> None:
 
 def test_a_scheduler_that_has_not_looked_for_long_still_has_its_workers() -> None:
     now = [0.0]
-    with Engine(Role.CONSUMER) as engine:
-        links = WorkerLinks((engine.endpoint,), f"engine{engine.ports[0]}", clock=lambda: now[0])
+    with Engine(PeerRole.CONSUMER) as engine:
+        links = WorkerChannel((engine.endpoint,), f"engine{engine.ports[0]}", clock=lambda: now[0])
         wait_for(lambda: links.poll() is not None and links.are_up)
         now[0] += 3600.0
         links.poll()
@@ -185,7 +188,7 @@ def test_a_scheduler_that_has_not_looked_for_long_still_has_its_workers() -> Non
 
 
 def test_an_item_that_is_taken_and_let_go_of_is_kept_by_nobody() -> None:
-    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER) as consumer:
+    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
         producer.encode("image", embeddings(30), to=(consumer.endpoint,))
         ((got,),) = consumer.receive("image", 30)
         is_gone = threading.Event()
@@ -196,8 +199,8 @@ def test_an_item_that_is_taken_and_let_go_of_is_kept_by_nobody() -> None:
 
 def test_back_pressure_defers_the_encoder() -> None:
     with (
-        Engine(Role.PRODUCER, retain_bytes=20 * ROW_BYTES) as producer,
-        Engine(Role.CONSUMER) as consumer,
+        Engine(PeerRole.PRODUCER, retain_bytes=20 * ROW_BYTES) as producer,
+        Engine(PeerRole.CONSUMER) as consumer,
     ):
         for number in range(3):
             producer.encode(f"image{number}", embeddings(10, seed=number))
@@ -211,7 +214,7 @@ def test_back_pressure_defers_the_encoder() -> None:
 
 
 def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None:
-    (port, other), both = free_ports(2), Role.BOTH
+    (port, other), both = free_ports(2), PeerRole.BOTH
     endpoints = [f"tcp://127.0.0.1:{each}" for each in (port, other)]
     with (
         Engine(both, ports=[port], peers=(endpoints[1],)) as first,
@@ -232,7 +235,10 @@ def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None
 
 def test_counters_of_the_last_moment_are_written(tmp_path: Path) -> None:
     stats = str(tmp_path / "stats")
-    with Engine(Role.PRODUCER) as producer, Engine(Role.CONSUMER, stats_file=stats) as consumer:
+    with (
+        Engine(PeerRole.PRODUCER) as producer,
+        Engine(PeerRole.CONSUMER, stats_file=stats) as consumer,
+    ):
         producer.encode("image", embeddings(9), to=(consumer.endpoint,))
         consumer.receive("image", 9)
     written = json.loads((tmp_path / "stats.ec.worker.0").read_text())
@@ -242,7 +248,7 @@ def test_counters_of_the_last_moment_are_written(tmp_path: Path) -> None:
 def test_a_worker_whose_counters_cannot_be_written_ends_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Engine(Role.CONSUMER, stats_file=str(tmp_path / "no directory" / "stats")):
+    with Engine(PeerRole.CONSUMER, stats_file=str(tmp_path / "no directory" / "stats")):
         pass
     assert sum("No such file" in each.getMessage() for each in caplog.records) == 1
 
@@ -251,7 +257,7 @@ def test_workers_of_data_parallel_engines_are_numbered_through() -> None:
     """Each counts its own ranks from 0, and all are configured alike."""
     ports = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     places = [
-        Place(Role.BOTH, "engine", "model", rank, ports, ports, "127.0.0.1", dp_rank)
+        WorkerIdentity(PeerRole.BOTH, "engine", "model", rank, ports, ports, "127.0.0.1", dp_rank)
         for dp_rank in range(3)
         for rank in range(2)
     ]

@@ -12,24 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvpool.embeds import protocol as p
-from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.effects import (
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.consumer_state import ConsumerLimits
+from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
     Discard,
-    Drain,
+    DrainRows,
     Effect,
+    NotifyScheduler,
     Prepare,
     Ready,
     Release,
     Send,
-    Tell,
     Write,
 )
-from vllm_kvpool.embeds.limits import ConsumerLimits, ProducerLimits
-from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.rows import ItemShape, Plane, Run
+from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.protocol import messages as p
+from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
 SETTLE_STEPS = 50_000
 QUARANTINE_S = 20.0  # shorter than anybody's patience: these windows are in quarantine as a whole
@@ -59,7 +60,7 @@ def content(mm_hash: str, shape: ItemShape, salt: str = "") -> list[bytes]:
     return planes
 
 
-def digest(planes: list[bytes | bytearray], shape: ItemShape, run: Run, gid: int) -> int:
+def digest(planes: list[bytes | bytearray], shape: ItemShape, run: RowRun, gid: int) -> int:
     """Of a run's rows, as an item's planes have them."""
     hasher = hashlib.blake2b(str(gid).encode(), digest_size=8)
     for plane, rows in zip(shape.planes, planes, strict=True):
@@ -77,7 +78,7 @@ class ConsumerNode:
     window: bytearray
     tensors: dict[str, list[bytearray]] = field(default_factory=dict)
     shapes: dict[str, ItemShape] = field(default_factory=dict)
-    drains: deque[tuple[Drain, list[bytearray], ItemShape]] = field(default_factory=deque)
+    drains: deque[tuple[DrainRows, list[bytearray], ItemShape]] = field(default_factory=deque)
     ready: set[str] = field(default_factory=set)
     told: list[p.ItemNews] = field(default_factory=list)
     most_bytes: int = 0
@@ -156,14 +157,14 @@ class World:
             for producer in self.producers:
                 self.connect(consumer, producer)
 
-    def cut(self, key: tuple[str, str], *, quiet: bool = False) -> None:
+    def cut(self, key: tuple[str, str], *, quiesced: bool = False) -> None:
         """A session is lost, with all that is on its way."""
         self.up.discard(key)
         self.links.pop(key, None)
         self.links.pop(key[::-1], None)
         for consumer in self.consumers:
             if consumer.name == key[0]:
-                consumer.machine.peer_lost(key[1], self.now, quiet=quiet)
+                consumer.machine.peer_lost(key[1], self.now, quiesced=quiesced)
         for producer in self.producers:
             if producer.name == key[1]:
                 producer.machine.peer_lost(key[0], self.now)
@@ -187,12 +188,12 @@ class World:
 
     def produce(self, producer: ProducerNode, mm_hash: str, shape: ItemShape) -> None:
         """An item has been encoded."""
-        sid = producer.machine.produced(mm_hash, shape, b"aux of " + mm_hash.encode(), self.now)
-        if sid:
+        item_id = producer.machine.produced(mm_hash, shape, b"aux of " + mm_hash.encode(), self.now)
+        if item_id:
             salt = self.salt.get(producer.name, "")
             planes = content(mm_hash, shape, salt)
             name = hashlib.blake2b(b"".join(planes), digest_size=8).hexdigest()
-            producer.sources[sid] = (shape, planes, name)
+            producer.sources[item_id] = (shape, planes, name)
         self.perform()
 
     def push(self, producer: ProducerNode, mm_hash: str, *consumers: str) -> None:
@@ -251,14 +252,14 @@ class World:
                     bytearray(b"\xee" * (shape.rows * plane.row_bytes)) for plane in shape.planes
                 ]
                 node.shapes[mm_hash] = shape
-            case Drain(_, mm_hash):
+            case DrainRows(_, mm_hash):
                 node.drains.append((effect, node.tensors[mm_hash], node.shapes[mm_hash]))
             case Ready(mm_hash):
                 node.ready.add(mm_hash)
             case Discard(mm_hash):
                 del node.tensors[mm_hash]
                 node.ready.discard(mm_hash)
-            case Tell(news):
+            case NotifyScheduler(news):
                 if isinstance(news, p.ItemNews):
                     node.told.append(news)
             case Connect():
@@ -270,14 +271,14 @@ class World:
         match effect:
             case Send():
                 self._send(node.name, effect)
-            case Prepare(sid):
-                node.preparing.append(sid)
+            case Prepare(item_id):
+                node.preparing.append(item_id)
             case Write():
-                assert effect.sid in node.sources, "a released source is written"
+                assert effect.item_id in node.sources, "a released source is written"
                 node.writes.append((effect, 0))
-            case Release(sid):
-                del node.sources[sid]
-                assert all(write.sid != sid for write, _ in node.writes)
+            case Release(item_id):
+                del node.sources[item_id]
+                assert all(write.item_id != item_id for write, _ in node.writes)
             case Connect():
                 pass
             case _:
@@ -303,14 +304,14 @@ class World:
 
     def prepare(self, node: ProducerNode) -> None:
         """A source is in host memory."""
-        sid = node.preparing.popleft()
-        node.machine.prepared(sid, node.sources[sid][2], self.now)
+        item_id = node.preparing.popleft()
+        node.machine.prepared(item_id, node.sources[item_id][2], self.now)
         self.perform()
 
     def end_write(self, node: ProducerNode, at: int, how: str = "ok") -> None:
         """A write ends: `ok`, `failed`, `unsure` (it lands later), `damaged`."""
         write, _ = node.writes.pop(at)
-        shape, planes, _ = node.sources[write.sid]
+        shape, planes, _ = node.sources[write.item_id]
         result: p.Wrote | p.WriteFailed
         if how in ("ok", "damaged"):
             self._land(node, write, damage=how == "damaged")
@@ -332,7 +333,7 @@ class World:
         return None
 
     def _pieces(self, node: ProducerNode, write: Write) -> list[tuple[int, bytes]]:
-        shape, planes, _ = node.sources[write.sid]
+        shape, planes, _ = node.sources[write.item_id]
         pieces = []
         for run in write.runs:
             widths = shape.plane_row_bytes
@@ -458,7 +459,7 @@ class World:
 
     def assert_item(self, consumer: ConsumerNode, mm_hash: str, salt: str = "") -> None:
         """An item is there, with every byte where it belongs."""
-        assert mm_hash in consumer.ready, consumer.machine.story(mm_hash)
+        assert mm_hash in consumer.ready, consumer.machine.describe(mm_hash)
         shape = consumer.shapes[mm_hash]
         assert consumer.tensors[mm_hash] == content(mm_hash, shape, salt)
 

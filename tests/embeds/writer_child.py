@@ -7,9 +7,10 @@ import sys
 
 import msgspec
 
-from vllm_kvpool.embeds.dataplane import WriteError, WriterPlane
-from vllm_kvpool.embeds.protocol import Window
-from vllm_kvpool.embeds.rows import ItemShape, Run
+from vllm_kvpool.embeds.dataplane.row_bytes import WriteError
+from vllm_kvpool.embeds.dataplane.transports import WriterPlane
+from vllm_kvpool.embeds.protocol.messages import Window
+from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
 from .items import item_of
 
@@ -37,7 +38,7 @@ def main() -> None:
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         planes = item_of(order.shape, order.item_seed)
-        runs = [Run(*run) for run in order.runs]
+        runs = [RowRun(*run) for run in order.runs]
         try:
             answer = Answer(plane.write(order.window, planes, order.shape, runs, order.seed))
         except WriteError as error:

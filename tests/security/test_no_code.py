@@ -34,11 +34,11 @@ STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subp
 # To look whether a master answers, which addresses are this machine's, what a name means.
 MAY_IMPORT_SOCKET = (
     *("storage/mooncake.py", "transfer/replicas.py"),
-    *("embeds/allowed.py", "embeds/resolver.py"),
+    "embeds/protocol/allowed_peers.py",
 )
 # Engines, and what brings cells near for them: by commands of the configuration.
 MAY_START = ("router/launcher.py", "router/prefetches.py")
-MAY_USE_ZMQ = "embeds/sockets.py"
+MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 MAY_LISTEN = (MAY_USE_ZMQ, "transfer/replicas.py")
 # The router listens through aiohttp, which only its own files import (tests/test_layering.py).

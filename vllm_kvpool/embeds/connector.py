@@ -1,9 +1,9 @@
-"""vLLM's entry for embeddings: chooses a side by role and forwards. No logic of its own.
+"""vLLM's entry for embeddings: chooses a side by role and forwards; it has no logic of its own.
 
-The scheduler's process holds an `EmbedsScheduler`, every worker that sends or receives an
-`EmbedsWorker` from the moment its model is loaded. All hooks are called by the process's main loop
-thread. Step metadata only says which items are loaded in that step: some runners drop it in
-steps without tokens, and nothing else depends on it.
+The scheduler's process has an `EmbedsScheduler`; every worker that sends or receives has an
+`EmbedsWorker` once its model is loaded. The process's main loop thread calls all hooks. Step
+metadata only names the items loaded in a step: some runners drop it in steps without tokens, and
+nothing else depends on it.
 """
 
 import atexit
@@ -20,14 +20,20 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
-from vllm_kvpool.embeds.allowed import AllowedPeers
-from vllm_kvpool.embeds.links import WorkerLinks
 from vllm_kvpool.embeds.params import read_delivery
-from vllm_kvpool.embeds.protocol import Role
-from vllm_kvpool.embeds.scheduler import ALONE_S, EmbedsScheduler, Feature, RequestView, StepMeta
-from vllm_kvpool.embeds.session import Rhythm
-from vllm_kvpool.embeds.sockets import read_keys
-from vllm_kvpool.embeds.worker import EmbedsWorker, Place
+from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
+from vllm_kvpool.embeds.protocol.messages import PeerRole
+from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
+from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
+from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.scheduler import (
+    WORKERS_LOST_S,
+    EmbedsRequest,
+    EmbedsScheduler,
+    Feature,
+    StepMeta,
+)
+from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import register
 from vllm_kvpool.vllm_adapt import ascend
@@ -43,18 +49,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.002  # what an engine with nothing to compute may wait for an item
+IDLE_WAIT_S = 0.002  # an engine with nothing to compute may wait so long for an item
 
 
 @dataclass
 class KVPoolECMetadata(ECConnectorMetadata):
-    """A step's word on its way to the workers."""
+    """A step's metadata on its way to the workers."""
 
     step: StepMeta
 
 
 class KVPoolECConnector(ECConnectorBase):
-    """Embeddings of any size from encoders to language engines. See docs/embeddings.md."""
+    """Moves embeddings of any size from encoders to language engines. See docs/embeddings.md."""
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
@@ -64,7 +70,7 @@ class KVPoolECConnector(ECConnectorBase):
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
         self._scheduler_side: EmbedsScheduler | None = None
         self._worker_side: EmbedsWorker | None = None
-        self._views: dict[str, RequestView] = {}
+        self._views: dict[str, EmbedsRequest] = {}
         self._closed = False
         if role is ECConnectorRole.SCHEDULER:
             self._base = adapt.base_fingerprint(vllm_config, self._config)
@@ -80,9 +86,9 @@ class KVPoolECConnector(ECConnectorBase):
         local = self._endpoints.local if self.is_consumer else self._endpoints.local[:1]
         config = self._config
         keys = read_keys(config.curve_dir)
-        rhythm = Rhythm(config.heartbeat_s, config.heartbeat_max_failures)
+        heartbeats = HeartbeatPolicy(config.heartbeat_s, config.heartbeat_max_failures)
         return EmbedsScheduler(
-            WorkerLinks(local, self._engine_id, keys, rhythm),
+            WorkerChannel(local, self._engine_id, keys, heartbeats),
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(self._config.peers),
@@ -90,7 +96,7 @@ class KVPoolECConnector(ECConnectorBase):
             retain_bytes=self._config.nbytes("retain_bytes"),
             max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             own_endpoint=self._endpoints.advertised[0],
-            alone_s=min(ALONE_S, config.bootstrap_timeout_s),
+            workers_lost_s=min(WORKERS_LOST_S, config.bootstrap_timeout_s),
         )
 
     @property
@@ -107,7 +113,7 @@ class KVPoolECConnector(ECConnectorBase):
         if not adapt.is_first_stage(self._vllm_config) or self._worker_side is not None:
             return
         role = _ROLES[self.is_producer, self.is_consumer]
-        place = Place(
+        identity = WorkerIdentity(
             role,
             self._engine_id,
             adapt.told_by_first_rank(
@@ -119,11 +125,11 @@ class KVPoolECConnector(ECConnectorBase):
             self._endpoints.host,
             self._vllm_config.parallel_config.data_parallel_index,
         )
-        if place.sends or place.receives:
-            self._worker_side = EmbedsWorker(self._config, place)
+        if identity.sends or identity.receives:
+            self._worker_side = EmbedsWorker(self._config, identity)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """A step begins: what is in the engine's cache already is sent on, if somebody waits."""
+        """A step begins: send what the engine's cache has and consumers wait for."""
         encoder_cache = kwargs.get("encoder_cache")
         if self._worker_side is not None and encoder_cache:
             self._worker_side.cached(encoder_cache, self._step().epoch)
@@ -136,13 +142,13 @@ class KVPoolECConnector(ECConnectorBase):
             self._worker_side.produced(mm_hash, encoder_cache[mm_hash], self._step().epoch)
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
-        """Put the step's items, which are here whole, into the engine's cache."""
+        """Put the step's items into the engine's cache."""
         if self._worker_side is None:
             return
         for load in self._step().loads:
             tensors = self._worker_side.take(load.name)
             if tensors is None:
-                raise RuntimeError(f"kvpool: {load.name} was said to be here and is not")
+                raise RuntimeError(f"kvpool: item {load.name} was reported ready and is not here")
             encoder_cache[load.mm_hash] = adapt.on_device(tensors[0], self._vllm_config)
 
     def _step(self) -> StepMeta:
@@ -165,7 +171,7 @@ class KVPoolECConnector(ECConnectorBase):
         self._side.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
-        """The step's word for the workers."""
+        """The step's metadata for the workers."""
         # Data-parallel engines step together: one that waits holds up all.
         is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
         is_idle = is_alone and not scheduler_output.total_num_scheduled_tokens
@@ -173,11 +179,11 @@ class KVPoolECConnector(ECConnectorBase):
         return KVPoolECMetadata(self._side.plan(freed, is_idle=is_idle, idle_wait_s=IDLE_WAIT_S))
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests whose items can neither be had nor encoded here."""
+        """Requests whose items can neither be received nor encoded here."""
         return self._side.take_unavailable()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Never delays anything: vLLM would not free it for us."""
+        """A request has ended. It delays nothing: vLLM would not free the request later."""
         view = self._view(request)
         self._side.finished(view)
         self._views.pop(request.request_id, None)
@@ -187,10 +193,10 @@ class KVPoolECConnector(ECConnectorBase):
         return False, adapt.answer_of(request, self._resolver, endpoint, ids)
 
     def get_ec_connector_stats(self) -> EmbedsStats | None:
-        """What has been counted since the last call; the workers' numbers come to the scheduler."""
+        """Samples since the last call; the workers' samples come to the scheduler."""
         if self._scheduler_side is None:
             return None
-        numbers = self._scheduler_side.take_numbers()
+        numbers = self._scheduler_side.take_samples()
         return EmbedsStats(numbers) if numbers else None
 
     @classmethod
@@ -209,13 +215,13 @@ class KVPoolECConnector(ECConnectorBase):
         """The Prometheus metrics, in the process that serves them."""
         return EmbedsProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def _view(self, request: "Request") -> RequestView:
+    def _view(self, request: "Request") -> EmbedsRequest:
         view = self._views.get(request.request_id)
         if view is None or len(view.features) != len(request.mm_features):
             features = tuple(Feature(*each) for each in adapt.features_of(request, self._resolver))
             names = [feature.mm_hash for feature in features]
             delivery = read_delivery(adapt.transfer_params(request), names)
-            view = RequestView(request.request_id, features, delivery)
+            view = EmbedsRequest(request.request_id, features, delivery)
             self._views[request.request_id] = view
         return view
 
@@ -243,9 +249,9 @@ class KVPoolECConnector(ECConnectorBase):
 
 
 _ROLES = {
-    (True, False): Role.PRODUCER,
-    (False, True): Role.CONSUMER,
-    (True, True): Role.BOTH,
+    (True, False): PeerRole.PRODUCER,
+    (False, True): PeerRole.CONSUMER,
+    (True, True): PeerRole.BOTH,
 }
 
 register()  # for engines that name this module instead of the plugin

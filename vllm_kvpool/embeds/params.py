@@ -1,9 +1,10 @@
-"""What a request says of where its embeddings come from or go to (pure).
+"""What a request's `ec_transfer_params` say about where its embeddings come from or go to
+(pure).
 
-`ec_transfer_params` as proxies for vLLM's own connectors send them are understood: a list
-`ec_items` of `{mm_hash, transfer_id, peer}` in the order of the prompt's items, with `consumer_zmq`
-for the encoder; or what an encoder has answered, `{mm_hash: {peer, ...}}`. All of it is optional.
-What is of no use is left alone: another connector may understand it.
+Understood are the parameters that proxies send for vLLM's own connectors: a list `ec_items` of
+`{mm_hash, transfer_id, peer}` in the order of the prompt's items, with `consumer_zmq` for the
+encoder; or an encoder's answer `{mm_hash: {peer, ...}}`. All are optional, and unknown ones are
+ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +16,19 @@ MAX_TARGETS = 256
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a request's items are."""
+    """Where a request's items come from or go to."""
 
     consumers: tuple[str, ...] = ()
-    """Endpoints that an encoder sends them to."""
+    """Endpoints that an encoder sends the items to."""
     is_sent: bool = False
-    """Whether somebody has said that the items come from elsewhere."""
+    """Whether the request says that its items come from elsewhere."""
     peers: tuple[str, ...] = ()
-    """Endpoints of encoders, of all items."""
+    """Endpoints of encoders, for all items."""
     names: Mapping[str, str] | None = None
-    """The encoder's name of an item, where it is another than this engine's."""
+    """The encoder's name of an item, where it differs from this engine's."""
     peers_by_item: Mapping[str, tuple[str, ...]] | None = None
     transfer_ids: Mapping[str, str] = field(default_factory=dict)
-    """What a proxy calls the transfer of an item; it is only handed on."""
+    """The proxy's ids of the items' transfers, which are only passed on."""
 
     @property
     def is_pushed(self) -> bool:
@@ -35,7 +36,7 @@ class Delivery:
         return bool(self.consumers)
 
     def name_of(self, mm_hash: str) -> str:
-        """How the encoder calls an item."""
+        """The encoder's name of an item."""
         return (self.names or {}).get(mm_hash, mm_hash)
 
     def peers_of(self, mm_hash: str) -> tuple[str, ...]:
@@ -47,7 +48,7 @@ NOWHERE = Delivery()
 
 
 def read_delivery(params: Mapping[str, Any] | None, identifiers: Sequence[str]) -> Delivery:
-    """Read one request's parameters; `identifiers` are the engine's names of its items."""
+    """Read a request's parameters; `identifiers` are the engine's names of its items."""
     if not isinstance(params, Mapping) or not params:
         return NOWHERE
     listed = [each for each in _list(params.get("ec_items")) if isinstance(each, Mapping)]
@@ -62,7 +63,7 @@ def read_delivery(params: Mapping[str, Any] | None, identifiers: Sequence[str]) 
         if entry is None and number < len(listed):
             entry = listed[number]
             theirs = entry.get("mm_hash")
-            # A name that is another item's of this request belongs to that one.
+            # A name of another item of this request belongs to that item.
             if isinstance(theirs, str) and identifier not in known and theirs not in identifiers:
                 names[identifier] = theirs
         if entry is not None:

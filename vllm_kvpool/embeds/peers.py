@@ -1,7 +1,7 @@
-"""Connections of a control port: who is at the other end, and what is said to whom.
+"""Connections of the control port: which peers they are with, and what is sent to each.
 
-Owner of all sessions and of the turn's outbox; the control thread's. Tells the machines which peers
-are there, at which endpoints, which are lost, and which endpoints it does not connect to.
+Owner of all sessions and of the turn's outbox; control thread. It tells the machines which peers
+are in session, at which endpoints, which are lost, and which endpoints are refused.
 """
 
 import logging
@@ -9,45 +9,59 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_kvpool.embeds.allowed import OPTION, Allowed, AllowedPeers, Endpoint, LookUp, Verdict
-from vllm_kvpool.embeds.consumer import Consumer
-from vllm_kvpool.embeds.guard import Guard
-from vllm_kvpool.embeds.outbox import Outbox
-from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.protocol import (
+from vllm_kvpool.embeds.faults import Guard
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.protocol.allowed_peers import (
+    OPTION,
+    Allowed,
+    AllowedPeers,
+    ConnectDecision,
+    Endpoint,
+    NeedsLookup,
+)
+from vllm_kvpool.embeds.protocol.messages import (
     MANY_SINCE,
     MAX_MESSAGES,
     Code,
     Envelope,
     Goodbye,
     Heartbeat,
-    Held,
+    HeldBytes,
     Hello,
     HelloReject,
     ItemNews,
     Message,
     MooncakeWindow,
     Numbers,
-    Role,
+    PeerRole,
     Taken,
     check_hello,
 )
-from vllm_kvpool.embeds.session import Lost, Rhythm, Say, Session, SessionState, Up
-from vllm_kvpool.embeds.sockets import Frame, Link, Sockets
+from vllm_kvpool.embeds.protocol.outbox import Outbox
+from vllm_kvpool.embeds.protocol.session import (
+    HeartbeatPolicy,
+    PeerLost,
+    PeerUp,
+    SendMessage,
+    Session,
+    SessionState,
+)
+from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, ZmqTransport
 from vllm_kvpool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 MAX_LINKS = 16_384
-IDLE_LINK_S = 300.0  # a connection without a session is forgotten after so long
-LOOK_UP_EVERY_S = 10.0  # a name whose host does not answer, or that is listed
-MAX_REMEMBERED = 1024  # endpoints that were refused, and logged
-MAX_SHOWN = 300  # characters of a peer's own words in a log
+IDLE_LINK_S = 300.0  # a connection without a session is dropped after so long
+LOOK_UP_EVERY_S = 10.0  # for a listed name, or one whose host does not answer
+MAX_REMEMBERED = 1024  # refused endpoints that were logged
+MAX_SHOWN = 300  # characters of a peer's own text in a log
 
 
 @dataclass(slots=True)
-class Known:
-    """An incarnation that is there, by any of these links."""
+class KnownPeer:
+    """An incarnation in session, over any of these links."""
 
     hello: Hello
     links: dict[Link, None] = field(default_factory=dict)
@@ -55,27 +69,29 @@ class Known:
 
 
 @dataclass(slots=True)
-class Place:
-    """A session and since when its connection is of no use."""
+class Connection:
+    """A session, and since when its connection is of no use."""
 
     session: Session
     is_configured: bool
     idle_since: float
-    address: str = ""  # of who has connected to us
-    at: str = ""  # what an endpoint's name was resolved to
+    address: str = ""  # the peer's, if it connected to us
+    at: str = ""  # the address that the endpoint's name was resolved to
     looked_up_at: float = 0.0
 
 
 class Peers:
-    """See the module docstring. `on_scheduler` is called when the own scheduler is there, or is
-    again: it has heard of nothing. `look_up(name)` has `resolved` called, and is False where too
-    many names wait."""
+    """All connections; see the module docstring.
+
+    `on_scheduler` is called when the own scheduler is in session, again too: it knows nothing
+    yet. `look_up(name)` has `resolved` called; it is False if too many names wait.
+    """
 
     def __init__(
         self,
         hello: Hello,
-        sockets: Sockets,
-        rhythm: Rhythm,
+        sockets: ZmqTransport,
+        heartbeats: HeartbeatPolicy,
         consumer: Consumer | None,
         producer: Producer | None,
         counts: defaultdict[str, float],
@@ -87,7 +103,7 @@ class Peers:
     ) -> None:
         self.hello = hello
         self._sockets = sockets
-        self._rhythm = rhythm
+        self._heartbeats = heartbeats
         self._consumer = consumer
         self._producer = producer
         self._counts = counts
@@ -97,56 +113,60 @@ class Peers:
         self._log = guard.log
         self._allowed = allowed
         self._look_up = look_up
-        self._unresolved: dict[str, dict[str, Endpoint]] = {}  # name -> endpoints, as named
+        self._pending_names: dict[str, dict[str, Endpoint]] = {}  # name -> endpoints, as named
         self._refused: dict[str, None] = {}  # endpoints that were logged
         self._names_at = float("-inf")  # when the listed names were last looked up
-        self._places: dict[Link, Place] = {}
-        self.known: dict[str, Known] = {}
+        self._connections: dict[Link, Connection] = {}
+        self.known: dict[str, KnownPeer] = {}
         self._schedulers: set[Link] = set()
         self.outbox = Outbox(hello.incarnation)
 
     # Connections
 
     def connect(self, endpoint: str, now: float) -> None:
-        """Somebody at this endpoint, which a request or a peer has named, is to be spoken to."""
+        """Keep a connection to an endpoint that a request or a peer named."""
         if endpoint in self.hello.endpoints:
             return
-        place = self._places.get(Link(endpoint))
-        if place is None:
-            self._judged(endpoint, self._allowed.judge(endpoint), now)
-        elif place.at and not place.session.is_up and now - place.looked_up_at > LOOK_UP_EVERY_S:
-            place.looked_up_at = now
-            self._judged(endpoint, self._allowed.judge(endpoint), now)
+        connection = self._connections.get(Link(endpoint))
+        if connection is None:
+            self._apply_decision(endpoint, self._allowed.judge(endpoint), now)
+        elif (
+            connection.at
+            and not connection.session.is_up
+            and now - connection.looked_up_at > LOOK_UP_EVERY_S
+        ):
+            connection.looked_up_at = now
+            self._apply_decision(endpoint, self._allowed.judge(endpoint), now)
 
     def connect_configured(self, endpoint: str, now: float) -> None:
-        """Somebody at this endpoint of `peers` is to be spoken to, from now on."""
-        if Link(endpoint) not in self._places and endpoint not in self.hello.endpoints:
+        """Keep a connection to an endpoint of `peers`."""
+        if Link(endpoint) not in self._connections and endpoint not in self.hello.endpoints:
             self._connect(endpoint, "", now, is_configured=True)
 
-    def _judged(self, endpoint: str, verdict: Verdict, now: float) -> None:
+    def _apply_decision(self, endpoint: str, verdict: ConnectDecision, now: float) -> None:
         match verdict:
             case Allowed(at):
                 self._connect(endpoint, at if at != endpoint else "", now)
-            case LookUp(named):
+            case NeedsLookup(named):
                 if self._look_up(named.host):
-                    self._unresolved.setdefault(named.host, {})[endpoint] = named
+                    self._pending_names.setdefault(named.host, {})[endpoint] = named
                 else:
                     self._refuse(endpoint, "too many names are being looked up", now)
             case _:
                 self._refuse(endpoint, verdict.text, now)
 
     def resolved(self, name: str, addresses: tuple[str, ...], now: float) -> None:
-        """What a name is resolved to; none if it cannot be."""
+        """The addresses of a name; none if it cannot be resolved."""
         if name in self._allowed.names:
             self._allowed.learn(name, addresses)
-        for endpoint, named in self._unresolved.pop(name, {}).items():
-            self._judged(endpoint, self._allowed.judge_addresses(named, addresses), now)
+        for endpoint, named in self._pending_names.pop(name, {}).items():
+            self._apply_decision(endpoint, self._allowed.judge_addresses(named, addresses), now)
 
     def _refuse(self, endpoint: str, why: str, now: float) -> None:
-        """Go on without an endpoint: whoever waits for its items is told."""
+        """Do not connect to an endpoint; whoever waits for its items is told."""
         self._counts["refused_endpoints"] += 1
         shown = shown_text(endpoint)
-        text = f"{shown} is not connected to: {why}; {OPTION} lists the hosts that may be peers"
+        text = f"{shown} is not connected to: {why}; add its host to {OPTION} to allow it"
         if endpoint not in self._refused:
             self._refused[endpoint] = None
             while len(self._refused) > MAX_REMEMBERED:
@@ -159,25 +179,25 @@ class Peers:
 
     def _connect(self, endpoint: str, at: str, now: float, *, is_configured: bool = False) -> None:
         link = Link(endpoint)
-        place = self._places.get(link)
-        if place is not None:
-            if place.at != at:  # its name is another host's now
-                place.at = at
+        connection = self._connections.get(link)
+        if connection is not None:
+            if connection.at != at:  # its name resolves to another host now
+                connection.at = at
                 self._sockets.disconnect(link)
                 self._open(link, at)
             return
-        if len(self._places) >= MAX_LINKS:
+        if len(self._connections) >= MAX_LINKS:
             self._counts["too_many_links"] += 1
             return
         if not self._open(link, at):
             return
-        session = Session(self.hello, self._rhythm, active=True, now=now)
-        self._places[link] = Place(session, is_configured, now, at=at, looked_up_at=now)
+        session = Session(self.hello, self._heartbeats, active=True, now=now)
+        self._connections[link] = Connection(session, is_configured, now, at=at, looked_up_at=now)
         session.tick(now)
         self.act(link, now)
 
     def _open(self, link: Link, at: str = "") -> bool:
-        """Whether there is a socket for an endpoint now."""
+        """Open a socket to an endpoint; whether that worked."""
         try:
             self._sockets.connect(link.endpoint, at)
         except ConfigError as error:
@@ -188,46 +208,46 @@ class Peers:
             return False
         return True
 
-    def _welcome(self, link: Link, address: str, now: float) -> Place | None:
-        """A connection that was made to us."""
-        if len(self._places) >= MAX_LINKS:
+    def _accept(self, link: Link, address: str, now: float) -> Connection | None:
+        """A peer has connected to us."""
+        if len(self._connections) >= MAX_LINKS:
             self._counts["too_many_links"] += 1
             return None
-        session = Session(self.hello, self._rhythm, active=False, now=now)
-        place = self._places[link] = Place(session, False, now, address)
-        return place
+        session = Session(self.hello, self._heartbeats, active=False, now=now)
+        connection = self._connections[link] = Connection(session, False, now, address)
+        return connection
 
-    def _is_stranger(self, frame: Frame, body: Message, now: float) -> bool:
+    def _is_refused_host(self, frame: Frame, body: Message, now: float) -> bool:
         """Whether a frame comes from a host that may not be a peer; then nothing is kept of it."""
         if self._allowed.allows_address(frame.address):
             return False
         self._counts["strangers"] += 1
-        self.look_up_names(now)  # it may be a listed one's new address
+        self.resolve_listed_names(now)  # it may be a listed one's new address
         self._log.log(
             logging.WARNING,
             "stranger",
             frame.address,
-            "kvpool: %s speaks at the control port and is not answered: it is not in %s",
-            frame.address or "somebody without an address",
+            "kvpool: messages from %s at the control port are not answered: it is not in %s",
+            frame.address or "a host without an address",
             OPTION,
         )
         if isinstance(body, Hello):
             text = f"{frame.address} is not in {OPTION} of the engine that it connects to"
-            self._say(frame.link, HelloReject(Code.INCOMPATIBLE, text), "", now)
+            self._queue(frame.link, HelloReject(Code.INCOMPATIBLE, text), "", now)
         return True
 
-    def look_up_names(self, now: float) -> None:
-        """Learn the addresses of the names that are listed, now and then."""
+    def resolve_listed_names(self, now: float) -> None:
+        """Resolve the listed names, at most every LOOK_UP_EVERY_S."""
         if now - self._names_at > LOOK_UP_EVERY_S:
             self._names_at = now
             for name in self._allowed.names:
                 self._look_up(name)
 
-    def _window_refused(self, told: Hello) -> HelloReject | None:
-        """Why no rows are written where a peer says that its window is; None if they are."""
-        window = told.window
+    def _window_refused(self, message: Hello) -> HelloReject | None:
+        """Why no rows are written to a peer's window; None if they are."""
+        window = message.window
         if not isinstance(window, MooncakeWindow) or self._producer is None:
-            return None  # memory of this machine, of this user
+            return None  # shared memory of this machine and this user
         host = window.session.rpartition(":")[0]
         if self._allowed.allows_host(host):
             return None
@@ -239,114 +259,121 @@ class Peers:
         )
 
     def _forget_link(self, link: Link) -> None:
-        del self._places[link]
+        del self._connections[link]
         self.outbox.drop(link)
         self._schedulers.discard(link)
         if link.endpoint:
             self._sockets.disconnect(link)
 
-    # What is said
+    # Sending
 
     def send_to(self, incarnation: str, body: Message, now: float) -> None:
-        """To an incarnation; nothing if it is not there."""
+        """Send to an incarnation; dropped if it is not in session."""
         known = self.known.get(incarnation)
         if known is not None:
             self.outbox.add(next(iter(known.links)), incarnation, body, now)
 
-    def _say(self, link: Link, body: Message, target: str, now: float) -> None:
-        """With what else the turn has for this link."""
+    def _queue(self, link: Link, body: Message, target: str, now: float) -> None:
         self.outbox.add(link, target, body, now)
 
-    def tell(
-        self, body: ItemNews | Taken | Held | Numbers | Heartbeat | Goodbye, now: float
+    def notify_scheduler(
+        self, body: ItemNews | Taken | HeldBytes | Numbers | Heartbeat | Goodbye, now: float
     ) -> None:
-        """To the own scheduler."""
+        """Send to the own scheduler."""
         for link in self._schedulers:
             self.outbox.add(link, "", body, now)
 
     def flush(self, until: float) -> None:
-        """Say what is due by then, in as few frames as may be."""
+        """Send what is due by then, in as few frames as possible."""
         for link, said in self.outbox.take(until):
-            place = self._places.get(link)
-            if not self._guard("flush", self._send, link, place, said):
-                self._broken(link, place)
+            connection = self._connections.get(link)
+            if not self._guard("flush", self._send_frames, link, connection, said):
+                self._on_broken_link(link, connection)
 
-    def _send(self, link: Link, place: Place | None, said: list[tuple[str, Message]]) -> None:
-        peer = place.session.peer if place is not None else None
+    def _send_frames(
+        self, link: Link, connection: Connection | None, said: list[tuple[str, Message]]
+    ) -> None:
+        peer = connection.session.peer if connection is not None else None
         most = MAX_MESSAGES if peer is not None and peer.versions[1] >= MANY_SINCE else 1
         for frame in self.outbox.frames(said, most):
             if not self._sockets.send(link, frame):
-                self._broken(link, place)
+                self._on_broken_link(link, connection)
                 return
-        if place is not None:
-            place.session.said(self._clock())
+        if connection is not None:
+            connection.session.sent(self._clock())
 
-    def _broken(self, link: Link, place: Place | None) -> None:
-        if place is not None:
+    def _on_broken_link(self, link: Link, connection: Connection | None) -> None:
+        if connection is not None:
             self._counts["broken_links"] += 1
-            place.session.lost()
+            connection.session.lost()
             if link.endpoint:
-                # There may have been no descriptor for it when it was lost.
-                self._open(link, place.at)
+                # When it was lost, there may have been no descriptor for a new socket.
+                self._open(link, connection.at)
 
     def say_goodbye(self, now: float) -> None:
-        """To all who are there: nothing of this process is in flight."""
+        """Tell all peers that nothing of this process is in flight any more."""
         for incarnation, known in self.known.items():
             for link in known.links:
-                self._say(link, Goodbye(), incarnation, now)
+                self._queue(link, Goodbye(), incarnation, now)
 
     # Sessions
 
-    def hear(self, frame: Frame, envelope: Envelope, body: Message, now: float) -> Session | None:
-        """The session that a message is to be taken of; None if it is for sessions alone, or of
-        somebody else. ProtocolError for a greeting of what cannot be."""
+    def on_message(
+        self, frame: Frame, envelope: Envelope, body: Message, now: float
+    ) -> Session | None:
+        """The session that a message belongs to; None if it is handled here or belongs to none.
+
+        ProtocolError for a hello that no process could send.
+        """
         link = frame.link
-        place = self._places.get(link)
-        if place is None or place.address != frame.address:
-            if self._is_stranger(frame, body, now):
+        connection = self._connections.get(link)
+        if connection is None or connection.address != frame.address:
+            if self._is_refused_host(frame, body, now):
                 return None
-            if place is None:
-                place = self._welcome(link, frame.address, now)
-            if place is None:
+            if connection is None:
+                connection = self._accept(link, frame.address, now)
+            if connection is None:
                 return None
-            place.address = frame.address
-        session = place.session
+            connection.address = frame.address
+        session = connection.session
         if isinstance(body, Hello):
             check_hello(body)
-            self._greeted(link, place, body, now)
+            self._on_hello(link, connection, body, now)
         elif isinstance(body, HelloReject):
             if session.rejected(body, now):
-                where, text = link.endpoint or place.address, shown_text(body.text)
+                where, text = link.endpoint or connection.address, shown_text(body.text)
                 kind = "refusal"
                 self._log.log(
                     logging.WARNING, kind, where, "kvpool: the peer %s refuses: %s", where, text
                 )
-        elif not self._are_both(session, envelope):
-            # Meant for who was here before, or from who has forgotten us: greet anew.
+        elif not self._matches_session(session, envelope):
+            # For an earlier incarnation here, or from a peer that lost its session: greet again.
             self._counts["strays"] += 1
-            self._say(link, self.hello, "", now)
+            self._queue(link, self.hello, "", now)
         elif session.is_up:
             return session
         return None
 
-    def _greeted(self, link: Link, place: Place, told: Hello, now: float) -> None:
-        """Who is there has introduced itself."""
-        if told.role is Role.SCHEDULER and not self._allowed.is_own_address(place.address):
+    def _on_hello(self, link: Link, connection: Connection, message: Hello, now: float) -> None:
+        """The peer has sent its hello."""
+        if message.role is PeerRole.SCHEDULER and not self._allowed.is_own_address(
+            connection.address
+        ):
             self._counts["strangers"] += 1
             return
-        refusal = self._window_refused(told)
+        refusal = self._window_refused(message)
         if refusal is None:
-            place.session.hello(told, now)
+            connection.session.hello(message, now)
             return
-        self._say(link, refusal, "", now)
-        where = link.endpoint or place.address
+        self._queue(link, refusal, "", now)
+        where = link.endpoint or connection.address
         self._log.log(
             logging.WARNING, "window", where, "kvpool: the peer %s: %s", where, refusal.text
         )
-        place.session.lost()
+        connection.session.lost()
 
-    def _are_both(self, session: Session, envelope: Envelope) -> bool:
-        """Whether a frame is to us and from who the session is with."""
+    def _matches_session(self, session: Session, envelope: Envelope) -> bool:
+        """Whether a frame is for this incarnation and from the session's."""
         peer = session.peer
         return (
             envelope.target in ("", self.hello.incarnation)
@@ -354,73 +381,75 @@ class Peers:
             and peer.incarnation == envelope.source
         )
 
-    def is_told_by_peer(self, link: Link, envelope: Envelope) -> bool:
-        """Whether a further message of an envelope is a peer's that is up, to us."""
-        place = self._places.get(link)
-        session = place.session if place is not None and place.session.is_up else None
+    def is_from_peer(self, link: Link, envelope: Envelope) -> bool:
+        """Whether a further message of an envelope is for us, from a peer in session."""
+        connection = self._connections.get(link)
+        session = (
+            connection.session if connection is not None and connection.session.is_up else None
+        )
         return (
             session is not None
             and not session.is_of_scheduler
-            and self._are_both(session, envelope)
+            and self._matches_session(session, envelope)
         )
 
-    def introduce(self, hello: Hello, now: float) -> None:
-        """We have changed: the weights are others now."""
+    def update_hello(self, hello: Hello, now: float) -> None:
+        """Our own hello has changed: the weights are others."""
         self.hello = hello
-        for link, place in list(self._places.items()):
-            place.session.introduce(hello)
+        for link, connection in list(self._connections.items()):
+            connection.session.update_hello(hello)
             self.act(link, now)
 
     def tick(self, now: float) -> None:
-        """Whatever is due. Called often."""
+        """Act on whatever is due. Called often."""
         self._log.tick()
-        for link, place in list(self._places.items()):
-            place.session.tick(now)
+        for link, connection in list(self._connections.items()):
+            connection.session.tick(now)
             self.act(link, now)
-            if place.session.is_up:
-                place.idle_since = now
-            elif not place.is_configured and now - place.idle_since > IDLE_LINK_S:
+            if connection.session.is_up:
+                connection.idle_since = now
+            elif not connection.is_configured and now - connection.idle_since > IDLE_LINK_S:
                 self._forget_link(link)
 
     def states(self) -> Counter[SessionState]:
-        """How many sessions there are of each."""
-        return Counter(place.session.state for place in self._places.values())
+        """Number of sessions by state."""
+        return Counter(connection.session.state for connection in self._connections.values())
 
     def act(self, link: Link, now: float) -> None:
-        """What the session of a link wants done."""
-        place = self._places.get(link)
-        if place is None:
+        """Perform the actions of a link's session."""
+        connection = self._connections.get(link)
+        if connection is None:
             return
-        for action in place.session.take_actions():
+        for action in connection.session.take_actions():
             match action:
-                case Say(body):
-                    peer = place.session.peer
-                    self._say(link, body, peer.incarnation if peer is not None else "", now)
-                case Up(hello):
+                case SendMessage(body):
+                    peer = connection.session.peer
+                    self._queue(link, body, peer.incarnation if peer is not None else "", now)
+                case PeerUp(hello):
                     self._up(link, hello, now)
-                case Lost(incarnation, quiet):
-                    self._lost(link, incarnation, now, quiet=quiet)
+                case PeerLost(incarnation, quiesced):
+                    self._lost(link, incarnation, now, quiesced=quiesced)
 
     def _up(self, link: Link, hello: Hello, now: float) -> None:
-        if hello.role is Role.SCHEDULER:
+        if hello.role is PeerRole.SCHEDULER:
             self._schedulers.add(link)
             self._on_scheduler()
             return
-        known = self.known.setdefault(hello.incarnation, Known(hello))
+        known = self.known.setdefault(hello.incarnation, KnownPeer(hello))
         known.hello = hello
         known.links[link] = None
         reached = {each.endpoint for each in known.links if each.endpoint}
         if hello.rank < len(hello.endpoints):
             reached.add(hello.endpoints[hello.rank])
         known.endpoints = frozenset(reached)
-        if self._consumer is not None and hello.role in (Role.PRODUCER, Role.BOTH):
+        if self._consumer is not None and hello.role in (PeerRole.PRODUCER, PeerRole.BOTH):
             self._consumer.peer_up(hello.incarnation, known.endpoints, now)
-        if self._producer is not None and hello.role in (Role.CONSUMER, Role.BOTH):
+        if self._producer is not None and hello.role in (PeerRole.CONSUMER, PeerRole.BOTH):
             self._producer.peer_up(
                 hello.incarnation, hello.window, known.endpoints, hello.endpoints, now
             )
 
-    def _lost(self, link: Link, incarnation: str, now: float, *, quiet: bool) -> None:
+    def _lost(self, link: Link, incarnation: str, now: float, *, quiesced: bool) -> None:
         self._schedulers.discard(link)
         known = self.known.get(incarnation)
         if known is not None:
@@ -429,22 +458,22 @@ class Peers:
                 del self.known[incarnation]
                 self._counts["lost_peers"] += 1
                 if self._consumer is not None:
-                    self._consumer.peer_lost(incarnation, now, quiet=quiet)
+                    self._consumer.peer_lost(incarnation, now, quiesced=quiesced)
                 if self._producer is not None:
                     self._producer.peer_lost(incarnation, now)
-        place = self._places.get(link)
-        if place is not None and place.session.state is SessionState.INCOMPATIBLE:
-            return  # the connection stands: whoever changes says so
+        connection = self._connections.get(link)
+        if connection is not None and connection.session.state is SessionState.INCOMPATIBLE:
+            return  # keep the connection: the peer reports when it has changed
         self.outbox.drop(link)
         if link.endpoint:
-            # What is queued for who was there is not for who comes next.
+            # What is queued for this incarnation is not for the next one.
             self._sockets.disconnect(link)
-            self._open(link, place.at if place is not None else "")
+            self._open(link, connection.at if connection is not None else "")
         else:
-            self._places.pop(link, None)
+            self._connections.pop(link, None)
 
 
 def shown_text(text: str) -> str:
-    """A peer's or a request's own words, for a log: one line of them."""
+    """A peer's or a request's own text as one line of a log, at most MAX_SHOWN characters."""
     line = text if text.isprintable() else repr(text)
     return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."

@@ -1,4 +1,5 @@
-"""A worker's side of the embedding connector: opens everything, runs the control thread, ends it.
+"""A worker's side of the embedding connector: opens everything, runs the control thread, ends
+it.
 
 The model's thread calls `produced`, `cached` and `take`; none of them waits for a peer.
 """
@@ -11,73 +12,82 @@ from functools import partial
 from pathlib import Path
 
 from vllm_kvpool.config import EmbedsConfig
-from vllm_kvpool.embeds.allowed import AllowedPeers
-from vllm_kvpool.embeds.consumer import Consumer
 from vllm_kvpool.embeds.control import Control
-from vllm_kvpool.embeds.dataplane import LandingMemory, WriterPlane, open_landing
-from vllm_kvpool.embeds.hands import MovingHands
-from vllm_kvpool.embeds.limits import QUARANTINE_S, ConsumerLimits, ProducerLimits
-from vllm_kvpool.embeds.log_limit import LogLimit
-from vllm_kvpool.embeds.producer import Producer
-from vllm_kvpool.embeds.protocol import OLDEST_VERSION, VERSION, Hello, Role, WriteFailed, Wrote
-from vllm_kvpool.embeds.session import Rhythm
-from vllm_kvpool.embeds.sockets import Sockets, read_keys
-from vllm_kvpool.embeds.tensors import Tensor, shape_of, to_host
-from vllm_kvpool.embeds.threads import start_control
+from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
+from vllm_kvpool.embeds.dataplane.tensors import Tensor, shape_of, to_host
+from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane, open_landing
+from vllm_kvpool.embeds.faults import LogLimit, start_control
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.consumer_state import QUARANTINE_S, ConsumerLimits
+from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
+from vllm_kvpool.embeds.protocol.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Hello,
+    PeerRole,
+    WriteFailed,
+    Wrote,
+)
+from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
+from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import StatsFile
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 2.0
-KEPT_PARTS = 8  # of the memory for items, what is kept beside it for the next ones
-LEAST_STAGING_BYTES = 64 << 10  # of a writer, however small the window that it writes to
+KEPT_PARTS = 8  # 1/n of max_landing_bytes is kept, beside it, for reuse by large items
+LEAST_STAGING_BYTES = 64 << 10  # of a producer, however small its arena_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which process of which engine this is."""
+class WorkerIdentity:
+    """Which process of which engine this is, and where it is reached."""
 
-    role: Role
+    role: PeerRole
     engine_id: str
     fingerprint: str
     rank: int
     listen: tuple[str, ...]
-    """What each rank binds."""
+    """Endpoints that the ranks bind."""
     endpoints: tuple[str, ...]
-    """Where peers reach each rank."""
+    """Endpoints at which peers reach the ranks."""
     host: str
-    """Where peers reach this machine's data plane."""
+    """Host at which peers reach this machine's data plane."""
     dp_rank: int = 0
 
     @property
     def number(self) -> int:
-        """Among the workers of all data-parallel engines, which are configured alike."""
+        """Its number among the workers of all data-parallel engines, which share a
+        configuration.
+        """
         return self.dp_rank * len(self.listen) + self.rank
 
     @property
     def sends(self) -> bool:
-        """Encoder outputs are the same on all ranks: one sends."""
-        return self.role in (Role.PRODUCER, Role.BOTH) and self.rank == 0
+        """Whether this rank sends: encoder outputs are the same on all ranks."""
+        return self.role in (PeerRole.PRODUCER, PeerRole.BOTH) and self.rank == 0
 
     @property
     def receives(self) -> bool:
-        """Each rank needs every item."""
-        return self.role in (Role.CONSUMER, Role.BOTH)
+        """Whether this rank receives: each rank needs every item."""
+        return self.role in (PeerRole.CONSUMER, PeerRole.BOTH)
 
 
 class EmbedsWorker:
-    """See the module docstring. ConfigError or StoreError if something cannot be opened."""
+    """The worker's side. ConfigError or StoreError if something cannot be opened."""
 
-    def __init__(self, config: EmbedsConfig, place: Place) -> None:
+    def __init__(self, config: EmbedsConfig, identity: WorkerIdentity) -> None:
         self._config = config
-        self._place = place
+        self._identity = identity
         self._closed = False
         keys = read_keys(config.curve_dir)
         allowed = AllowedPeers(config.allowed_peers, config.peers)
         log = LogLimit(logger)
-        landing, plane = _open_planes(config, place)
-        self._hands = MovingHands(
+        landing, plane = _open_planes(config, identity)
+        self._io_workers = IoWorkers(
             self,
             landing,
             plane,
@@ -87,29 +97,29 @@ class EmbedsWorker:
             log=log,
         )
         try:
-            sockets = Sockets(place.listen[place.rank], keys)
+            sockets = ZmqTransport(identity.listen[identity.rank], keys)
         except Exception:
-            self._hands.close()
+            self._io_workers.close()
             raise
-        self._consumer = _consumer(config, landing, len(place.endpoints))
+        self._consumer = _consumer(config, landing, len(identity.endpoints))
         self._producer = _producer(config, plane)
         hello = Hello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),
-            engine_id=place.engine_id,
-            role=place.role,
-            fingerprint=place.fingerprint,
+            engine_id=identity.engine_id,
+            role=identity.role,
+            fingerprint=identity.fingerprint,
             heartbeat_s=config.heartbeat_s,
-            rank=place.rank,
-            endpoints=place.endpoints,
+            rank=identity.rank,
+            endpoints=identity.endpoints,
             window=landing.window if landing is not None else None,
         )
         self._sockets = sockets
         self._control = Control(
             hello,
             sockets,
-            Rhythm(config.heartbeat_s, config.heartbeat_max_failures),
-            self._hands,
+            HeartbeatPolicy(config.heartbeat_s, config.heartbeat_max_failures),
+            self._io_workers,
             consumer=self._consumer,
             producer=self._producer,
             peers=config.peers,
@@ -117,13 +127,13 @@ class EmbedsWorker:
             log=log,
         )
         self._thread = start_control(self._run)
-        logger.info("kvpool: embeddings: rank %d at %s", place.rank, sockets.endpoint)
+        logger.info("kvpool: embeddings: rank %d listens at %s", identity.rank, sockets.endpoint)
 
     def _run(self) -> None:
         try:
             self._control.run()
         finally:
-            # zmq's sockets are closed by the thread that owns them.
+            # The thread that owns zmq's sockets closes them.
             self._sockets.close()
 
     # The model's thread
@@ -131,9 +141,9 @@ class EmbedsWorker:
     def produced(
         self, mm_hash: str, tensor: Tensor, epoch: int, aux: Mapping[str, Tensor] | None = None
     ) -> None:
-        """The encoder has computed an item, [rows, ...], under these weights; it is kept.
+        """The encoder has computed an item, [rows, ...], under the weights of `epoch`.
 
-        What cannot be sent costs whoever waits for it, and not the engine.
+        An item that cannot be sent fails the requests that wait for it, not the engine.
         """
         producer = self._producer
         if producer is None or self._control.is_over:
@@ -141,78 +151,74 @@ class EmbedsWorker:
         try:
             shape = shape_of(tensor, aux)
         except ConfigError as error:
-            logger.error("kvpool: %s is used here alone: %s", mm_hash, error)
+            logger.error("kvpool: item %s is not sent to other engines: %s", mm_hash, error)
             self._control.post(lambda now: _count(producer, "unsendable_outputs"))
             return
         copies = [to_host(_own(each)) for each in (tensor, *(aux or {}).values())]
 
         def call(now: float) -> None:
             if epoch > self._control.epoch:
-                self._control.when_epoch(epoch, call)  # the scheduler's word is on its way
+                self._control.run_at_epoch(epoch, call)  # the scheduler's message is on its way
                 return
             if epoch < self._control.epoch:
                 producer.counts["stale_outputs"] += 1
                 return
-            sid = producer.produced(mm_hash, shape, b"", now)
-            if sid:
-                self._hands.keep(sid, shape, copies)
+            item_id = producer.produced(mm_hash, shape, b"", now)
+            if item_id:
+                self._io_workers.keep(item_id, shape, copies)
 
         self._control.post(call)
 
     def cached(self, encoder_cache: Mapping[str, Tensor], epoch: int) -> None:
-        """What the engine still has from earlier steps, for those who wait for it."""
+        """Send what consumers wait for and the engine still has from earlier steps."""
         for mm_hash in self._control.missing:
             if mm_hash in encoder_cache:
                 self.produced(mm_hash, encoder_cache[mm_hash], epoch)
 
     def take(self, mm_hash: str) -> list[Tensor] | None:
-        """An item that the scheduler was told of, a tensor for each plane; the caller's now.
+        """An item's tensors, one for each plane; the caller's now. None if it is not here.
 
-        None if it is not there, which the scheduler's pin excludes.
+        The scheduler names only items that are ready, and those stay until they are taken.
         """
-        tensors = self._hands.take(mm_hash)
+        tensors = self._io_workers.take(mm_hash)
         consumer = self._consumer
         if tensors is not None and consumer is not None:
             self._control.post(lambda now: consumer.taken(mm_hash, now))
         return tensors
 
-    # Hands
+    # From the data plane: any thread
 
     def drained(self, grants: Sequence[tuple[int, bool]]) -> None:
-        """Any thread."""
         consumer = self._consumer
         assert consumer is not None
         for gid, same in grants:
             self._control.post(partial(consumer.drained, gid, same))
 
     def prepared(self, sources: Sequence[tuple[int, str]]) -> None:
-        """Any thread."""
         producer = self._producer
         assert producer is not None
-        for sid, digest in sources:
-            self._control.post(partial(producer.prepared, sid, digest))
+        for item_id, digest in sources:
+            self._control.post(partial(producer.prepared, item_id, digest))
 
     def written(self, results: Sequence[Wrote | WriteFailed]) -> None:
-        """Any thread."""
         producer = self._producer
         assert producer is not None
         for each in results:
             self._control.post(partial(producer.written, each.tid, each.gid, each))
 
     def thread_died(self, name: str, error: BaseException) -> None:
-        """Any thread."""
         self._control.thread_died(name, error)
 
     def close(self) -> None:
-        """Say goodbye and end, within a bounded time; again does nothing."""
+        """End everything within a bounded time; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         self._control.stop()
         self._thread.join(JOIN_S)
-        self._hands.close()
+        self._io_workers.close()
         if self._config.stats_file:
-            path = Path(f"{self._config.stats_file}.ec.worker.{self._place.number}")
+            path = Path(f"{self._config.stats_file}.ec.worker.{self._identity.number}")
             StatsFile(path, self._control.tally).close()
 
 
@@ -221,21 +227,21 @@ def _count(producer: Producer, event: str) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is a part of a larger one, which would be kept with it."""
+    """The tensor, or a copy if it is part of a larger one, which would be kept alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _open_planes(
-    config: EmbedsConfig, place: Place
-) -> tuple[LandingMemory | None, WriterPlane | None]:
+    config: EmbedsConfig, identity: WorkerIdentity
+) -> tuple[LandingWindow | None, WriterPlane | None]:
     nbytes, transport = config.nbytes("arena_bytes"), config.transport.value
-    host, protocol, device = place.host, config.protocol, config.device
-    landing: LandingMemory | None = None
+    host, protocol, device = identity.host, config.protocol, config.device
+    landing: LandingWindow | None = None
     plane: WriterPlane | None = None
-    if place.receives:
+    if identity.receives:
         landing = open_landing(transport, nbytes, host=host, protocol=protocol, device=device)
     try:
-        if place.sends:
+        if identity.sends:
             staging = max(nbytes, LEAST_STAGING_BYTES)
             plane = WriterPlane(transport, staging, host=host, protocol=protocol, device=device)
     except Exception:
@@ -246,7 +252,7 @@ def _open_planes(
 
 
 def _consumer(
-    config: EmbedsConfig, landing: LandingMemory | None, num_ranks: int
+    config: EmbedsConfig, landing: LandingWindow | None, num_ranks: int
 ) -> Consumer | None:
     if landing is None:
         return None
@@ -273,4 +279,4 @@ def _producer(config: EmbedsConfig, plane: WriterPlane | None) -> Producer | Non
     return Producer(limits)
 
 
-SLOWEST_BYTES_PER_S = 1 << 30  # what Mooncake adds to its own limit of a transfer's time
+SLOWEST_BYTES_PER_S = 1 << 30  # by which Mooncake extends its time limit of a transfer

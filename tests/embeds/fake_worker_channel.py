@@ -1,0 +1,82 @@
+"""Workers of a scheduler, as a test says: which are there, and what they say."""
+
+from collections import deque
+from typing import NamedTuple
+
+from vllm_kvpool.embeds.protocol.messages import Code, Expect, Forget, ItemNews, Message
+
+
+class WorkerMessage(NamedTuple):
+    rank: int
+    body: Message | None
+
+
+class FakeWorkerChannel:
+    """`heard` is what each rank was told and `words` what is to be heard of them."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks
+        self.are_up = True
+        self.lost_since: float | None = None
+        self.heard: list[list[Message]] = [[] for _ in range(num_ranks)]
+        self.words: deque[WorkerMessage] = deque()
+        self.waits: list[float] = []
+        self.unsaid = 0  # messages that may still wait for the end of the step
+        self.is_closed = False
+
+    def send(self, body: Message, rank: int | None = None) -> None:
+        self.unsaid += 1
+        for number, heard in enumerate(self.heard):
+            if self.are_up and rank in (None, number):
+                heard.append(body)
+
+    def flush(self) -> None:
+        self.unsaid = 0
+
+    def poll(self, timeout_s: float = 0.0) -> list[WorkerMessage]:
+        self.waits.append(timeout_s)
+        words = list(self.words)
+        self.words.clear()
+        return words
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    # What a test lets happen
+
+    def say(self, body: Message | None, *ranks: int) -> None:
+        """These ranks, or all, say something."""
+        self.words += [WorkerMessage(rank, body) for rank in ranks or range(self.num_ranks)]
+
+    def ready(self, mm_hash: str, *ranks: int, digest: str = "d", epoch: int = 0) -> None:
+        """An item is there."""
+        self.say(ItemNews(mm_hash, digest, 4, epoch=epoch), *ranks)
+
+    def coming(self, mm_hash: str, *ranks: int, digest: str) -> None:
+        """An item is on its way to these ranks, in this encoding."""
+        self.say(ItemNews(mm_hash, digest, 4, offered=True), *ranks)
+
+    def failed(self, mm_hash: str, *ranks: int, code: Code = Code.GONE, epoch: int = 0) -> None:
+        """An item cannot be had."""
+        self.say(ItemNews(mm_hash, code=code, text="for a reason", epoch=epoch), *ranks)
+
+    def taken(self, mm_hash: str) -> None:
+        """The engine has loaded an item: the workers do not have it any more."""
+        for heard in self.heard:
+            heard.append(Forget(mm_hash))
+
+    def expected(self, rank: int = 0) -> list[str]:
+        """Items that a rank is still to bring, in the order in which it was told."""
+        names: dict[str, None] = {}
+        for body in self.heard[rank]:
+            if isinstance(body, Expect):
+                names[body.mm_hash] = None
+            elif isinstance(body, Forget):
+                names.pop(body.mm_hash, None)
+        return list(names)
+
+    def take(self, kind: type[Message], rank: int = 0) -> list[Message]:  # type: ignore[valid-type]
+        """What a rank was told of a kind since the last look."""
+        found = [body for body in self.heard[rank] if isinstance(body, kind)]
+        self.heard[rank] = [body for body in self.heard[rank] if not isinstance(body, kind)]
+        return found

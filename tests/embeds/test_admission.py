@@ -1,0 +1,201 @@
+"""Who is let in, in which order, and how much is granted."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_kvpool.embeds.machines import admission, consumer_state, window
+from vllm_kvpool.embeds.machines.admission import AdmissionQueue, LandingBudget
+from vllm_kvpool.embeds.machines.consumer_state import RecentRows
+from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
+
+producers = st.sampled_from(["p0", "p1", "p2", "p3"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), producers), max_size=30))
+def test_requests_are_served_in_their_order(arrivals: list[tuple[int, str]]) -> None:
+    line = AdmissionQueue()
+    for number, (order, producer) in enumerate(arrivals):
+        line.add(f"i{number}", producer, order)
+    expected = [
+        f"i{number}" for number, _ in sorted(enumerate(arrivals), key=lambda e: (e[1][0], e[0]))
+    ]
+    served = []
+    while (mm_hash := line.first_requested()) is not None:
+        served.append(mm_hash)
+        line.remove(mm_hash)
+    assert served == expected
+    assert not len(line)
+
+
+@given(st.lists(producers, min_size=1, max_size=60))
+def test_producers_take_turns(arrivals: list[str]) -> None:
+    """While two have something to send, neither is more than one item ahead of the other."""
+    line = AdmissionQueue()
+    sent: dict[str, list[str]] = {}
+    for number, producer in enumerate(arrivals):
+        line.add(f"i{number}", producer, NOT_REQUESTED)
+        sent.setdefault(producer, []).append(f"i{number}")
+    served: Counter[str] = Counter()
+    left = {producer: len(items) for producer, items in sent.items()}
+    while any(left.values()):
+        mm_hash = next(line.unrequested())
+        producer = arrivals[int(mm_hash[1:])]
+        assert mm_hash == sent[producer][served[producer]], "not in the producer's own order"
+        line.remove(mm_hash)
+        line.took(producer)
+        served[producer] += 1
+        left[producer] -= 1
+        waiting = [each for each, count in left.items() if count]
+        for each in waiting:
+            assert max(served.values()) - served[each] <= 1
+    assert list(line.unrequested()) == []
+
+
+class LineMachine(RuleBasedStateMachine):
+    """A line beside a plain list of who waits."""
+
+    @initialize()
+    def open(self) -> None:
+        self.line = AdmissionQueue()
+        self.waiting: dict[str, tuple[int, int]] = {}  # item -> order, number of its arrival
+        self.producer: dict[str, str] = {}
+        self.number = 0
+
+    @rule(item=st.integers(0, 6), producer=producers, order=st.integers(-1, 3))
+    def add(self, item: int, producer: str, order: int) -> None:
+        mm_hash = f"i{item}"
+        self.line.add(mm_hash, producer, order)
+        if self.waiting.get(mm_hash, (None,))[0] != order:
+            self.number += 1
+            self.waiting[mm_hash] = (order, self.number)
+            self.producer[mm_hash] = producer
+
+    @rule(item=st.integers(0, 6))
+    def remove(self, item: int) -> None:
+        self.line.remove(f"i{item}")
+        self.waiting.pop(f"i{item}", None)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def serve(self) -> None:
+        """As a consumer does: a request's item first, else one of the producer whose turn it is."""
+        mm_hash = self.line.first_requested() or next(self.line.unrequested())
+        self.line.remove(mm_hash)
+        order, _ = self.waiting.pop(mm_hash)
+        if order == NOT_REQUESTED:
+            self.line.took(self.producer[mm_hash])
+
+    @invariant()
+    def it_says_who_waits(self) -> None:
+        assert len(self.line) == len(self.waiting)
+        assert all(f"i{item}" in self.line for item in range(7) if f"i{item}" in self.waiting)
+        requested = {name: at for name, at in self.waiting.items() if at[0] != NOT_REQUESTED}
+        first = self.line.first_requested()
+        assert (first is None) == (not requested)
+        if first is not None:
+            assert requested[first][0] == min(order for order, _ in requested.values())
+        unrequested = set(self.waiting) - set(requested)
+        heads = list(self.line.unrequested())
+        assert len(heads) == len(set(heads))
+        assert set(heads) <= unrequested
+        assert bool(heads) == bool(unrequested), "somebody is never served"
+
+
+TestLine = LineMachine.TestCase
+TestLine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class LandingMachine(RuleBasedStateMachine):
+    """Memory for items under its limit, but for what the oldest request needs."""
+
+    LIMIT = 100
+
+    @initialize()
+    def open(self) -> None:
+        self.landing = LandingBudget(self.LIMIT)
+        self.items: list[tuple[int, bool]] = []
+        self.beyond = 0  # bytes of the oldest request's items
+
+    @rule(nbytes=st.integers(1, 150), requested=st.booleans())
+    def let_in(self, nbytes: int, requested: bool) -> None:
+        if self.landing.admits(nbytes, requested=requested):
+            self.landing.take(nbytes, requested)
+            self.items.append((nbytes, requested))
+
+    @rule(nbytes=st.integers(1, 150))
+    def let_in_the_oldest(self, nbytes: int) -> None:
+        self.landing.take(nbytes, requested=True)
+        self.items.append((nbytes, True))
+        self.beyond = max(0, sum(size for size, _ in self.items) - self.LIMIT)
+
+    @precondition(lambda self: self.items)
+    @rule(at=st.integers(0, 1000))
+    def give_back(self, at: int) -> None:
+        nbytes, requested = self.items.pop(at % len(self.items))
+        self.landing.release_memory(nbytes, requested)
+
+    @precondition(lambda self: any(not requested for _, requested in self.items))
+    @rule()
+    def ask(self) -> None:
+        at = next(at for at, (_, requested) in enumerate(self.items) if not requested)
+        self.landing.mark_requested(self.items[at][0])
+        self.items[at] = (self.items[at][0], True)
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        unrequested = sum(nbytes for nbytes, requested in self.items if not requested)
+        assert self.landing.taken == sum(nbytes for nbytes, _ in self.items)
+        assert self.landing.unrequested == unrequested
+        assert self.landing.taken <= self.LIMIT + self.beyond
+        assert unrequested <= self.LIMIT // admission.UNREQUESTED_SHARE
+        # What nobody asked for never keeps out what somebody asks for.
+        room = self.LIMIT - self.landing.taken
+        if room >= 1:
+            assert self.landing.admits(room, requested=True)
+            assert not self.landing.admits(room + 1, requested=True)
+
+
+TestLanding = LandingMachine.TestCase
+TestLanding.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.integers(1, 1 << 40), st.integers(0, 1000))
+def test_windows_share_the_arena(arena: int, active: int) -> None:
+    share = window.window_bytes(arena, active)
+    parts = window.WINDOWS_IN_FLIGHT * max(1, min(active, window.MOST_SHARES))
+    assert share * parts <= arena
+    assert share == window.MOST_WINDOW_BYTES or arena < (share + 1) * parts
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_progress_is_never_refused(got: int, wanted: int) -> None:
+    arena = 1000
+    assert window.is_worth_it(got, wanted, arena, True)
+    worth = window.is_worth_it(got, wanted, arena, False)
+    assert worth == (got >= wanted or got >= arena / window.SMALLEST_SHARE)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 8192))
+def test_a_first_grant_is_as_long_as_recent_items(rows: list[int], most: int) -> None:
+    recent = RecentRows()
+    for each in rows:
+        recent.add(each)
+    first = recent.first_grant(most)
+    if len(rows) < consumer_state.FEWEST_RECENT:
+        assert first == most
+    else:
+        assert first == min(most, max(rows[-consumer_state.RECENT_ITEMS :]))
+
+
+@pytest.mark.parametrize("later", [0, 3])
+def test_a_request_for_an_item_that_waits_moves_it(later: int) -> None:
+    line = AdmissionQueue()
+    line.add("pushed", "p0", NOT_REQUESTED)
+    line.add("other", "p1", 5)
+    line.add("pushed", "p0", later)
+    assert line.first_requested() == "pushed"
+    assert list(line.unrequested()) == []

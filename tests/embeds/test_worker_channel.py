@@ -1,0 +1,268 @@
+"""A scheduler's connections, against a port where somebody else listens."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.auth
+import zmq.auth.thread
+
+from vllm_kvpool.embeds.protocol.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Envelope,
+    Expect,
+    Forget,
+    Goodbye,
+    Heartbeat,
+    HeldBytes,
+    Hello,
+    Message,
+    PeerRole,
+    Push,
+    Taken,
+    decode,
+    decode_body,
+    encode,
+    encode_body,
+)
+from vllm_kvpool.embeds.protocol.outbox import LATEST_S
+from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
+from vllm_kvpool.embeds.protocol.transport_zmq import KEY_NAME, Link, ZmqTransport, read_keys
+from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.errors import ConfigError
+
+PATIENCE_S = 10.0
+
+
+def greeting(stranger: ZmqTransport, links: WorkerChannel, deadline: float) -> Link:
+    """The link over which the links have greeted."""
+    greeted: list[Link] = []
+    while not greeted and time.monotonic() < deadline:
+        links.poll()
+        greeted = [frame.link for frame in stranger.poll(0.01)]
+    return greeted[0]
+
+
+def test_who_wakes_sockets_that_have_closed_wakes_nobody() -> None:
+    """Their number may be another file's by then; stopping a worker met that now and then."""
+    sockets = ZmqTransport(None)
+    sockets.wake()
+    before = set(os.listdir("/proc/self/fd"))
+    sockets.close()
+    freed = before - set(os.listdir("/proc/self/fd"))
+    others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(len(freed) + 1)]
+    try:
+        assert freed & {str(fd) for fd in others}, "no number was given again"
+        sockets.wake()
+        for fd in others:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(fd)
+    finally:
+        for fd in others:
+            os.close(fd)
+
+
+def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Context[zmq.Socket[bytes]]]:
+    """Those that are made from now on."""
+    made: list[zmq.Context[zmq.Socket[bytes]]] = []
+    new = zmq.Context
+
+    def note() -> zmq.Context[zmq.Socket[bytes]]:
+        made.append(new())
+        return made[-1]
+
+    monkeypatch.setattr(zmq, "Context", note)
+    return made
+
+
+def test_links_that_cannot_be_made_leave_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = contexts(monkeypatch)
+    with pytest.raises(ConfigError, match="cannot be connected to"):
+        WorkerChannel(("tcp://127.0.0.1:1", "nothing://here"), "engine")
+    assert [each.closed for each in made] == [True]
+
+
+def test_an_authenticator_that_does_not_start_leaves_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = contexts(monkeypatch)
+    zmq.auth.create_certificates(tmp_path, KEY_NAME)
+    never = threading.Event()
+    monkeypatch.setattr(never, "wait", lambda timeout: False)
+    monkeypatch.setattr(zmq.auth.thread, "Event", lambda: never)
+    with pytest.raises(RuntimeError, match="failed to start"):
+        ZmqTransport("tcp://127.0.0.1:*", read_keys(str(tmp_path)))
+    assert [each.closed for each in made] == [True]
+    assert not [each for each in threading.enumerate() if "Authentication" in type(each).__name__]
+
+
+def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:
+    """What has come, frame by frame, up to the one that ends with this."""
+    deadline = time.monotonic() + PATIENCE_S
+    frames: list[list[Message]] = []
+    while not (frames and frames[-1][-1] == last):
+        assert time.monotonic() < deadline, frames
+        for frame in stranger.poll(0.01):
+            envelope = decode(frame.data)
+            frames.append([envelope.body, *map(decode_body, envelope.more)])
+    return frames
+
+
+@pytest.mark.parametrize("way", ["flush", "wait", "urgent", "late"])
+def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
+    now = [0.0]
+    worker = ZmqTransport("tcp://127.0.0.1:*")
+    links = WorkerChannel((worker.endpoint,), "engine", clock=lambda: now[0])
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        link = greeting(worker, links, deadline)
+        answer = Hello(
+            (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 1.0, answer=True
+        )
+        assert worker.send(link, encode(Envelope("w", "", 1, answer)))
+        while not links.are_up:
+            assert time.monotonic() < deadline
+            links.poll()
+        needs: list[Message] = [Expect("a", 0, (), 4, 1.0), Push("b", ("tcp://c:1",))]
+        for body in needs:
+            links.send(body)
+            links.poll()  # as each request of a step does
+        assert not worker.poll(0.05), "the step has not been planned"
+        if way == "flush":
+            links.flush()
+        elif way == "wait":
+            links.poll(0.001)
+        elif way == "late":
+            now[0] += LATEST_S
+            links.poll()
+        else:
+            needs.append(Forget("c"))
+            links.send(Forget("c"))
+        assert frames_until(worker, needs[-1]) == [needs]
+        links.flush()
+        assert not worker.poll(0.05), "nothing is said twice"
+    finally:
+        links.close()
+        worker.close()
+
+
+def test_what_is_no_frame_is_ignored() -> None:
+    stranger = ZmqTransport("tcp://127.0.0.1:*")
+    links = WorkerChannel((stranger.endpoint,), "engine")
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        link = greeting(stranger, links, deadline)
+        for data in (b"", b"garbage", b"\x94" * 9, encode(Envelope("s", "", 1, Heartbeat()))[:-1]):
+            assert stranger.send(link, data)
+        last = encode(Envelope("s", "", 2, HeldBytes(1)))
+        assert stranger.send(link, last)
+        heard = []
+        while not heard and time.monotonic() < deadline:
+            heard = links.poll(0.01)
+        assert [said.body for said in heard] == [HeldBytes(1)]
+        assert not links.are_up
+    finally:
+        links.close()
+        stranger.close()
+
+
+def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
+    stranger = ZmqTransport("tcp://127.0.0.1:*")
+    links = WorkerChannel((stranger.endpoint,), "engine")
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        link = greeting(stranger, links, deadline)
+        unknown = msgspec.Raw(msgspec.msgpack.encode({"type": "of_tomorrow"}))
+        more = (encode_body(Taken("a")), unknown, encode_body(Taken("b")))
+        assert stranger.send(link, encode(Envelope("s", "", 1, Heartbeat(), more)))
+        heard = []
+        while not heard and time.monotonic() < deadline:
+            heard = links.poll(0.01)
+        assert [said.body for said in heard] == [Taken("a"), Taken("b")]
+    finally:
+        links.close()
+        stranger.close()
+
+
+# A worker that does not answer
+
+
+class Watched:
+    """Links in session with a worker that answers only when it is told to; time is given."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.worker = ZmqTransport("tcp://127.0.0.1:*")
+        heartbeats = HeartbeatPolicy(heartbeat_s=4.0, max_failures=2)
+        endpoints = (self.worker.endpoint,)
+        self.links = WorkerChannel(endpoints, "engine", None, heartbeats, lambda: self.now)
+        self.link = greeting(self.worker, self.links, time.monotonic() + PATIENCE_S)
+        hello = Hello(
+            (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 4.0, answer=True
+        )
+        self.say(hello)
+        assert self.links.are_up
+
+    def say(self, body: Message) -> None:
+        """The worker says something, and it is there when this returns."""
+        assert self.worker.send(self.link, encode(Envelope("w", "", 1, body)))
+        self.links.poll(PATIENCE_S)
+
+    def pass_time(self, seconds: float, looks: int = 1) -> None:
+        """Time goes by, with so many looks, evenly."""
+        for _ in range(looks):
+            self.now += seconds / looks
+            self.links.poll()
+
+    def close(self) -> None:
+        self.links.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
+def test_a_worker_that_never_answers_is_lost_after_two_heartbeats(watched: Watched) -> None:
+    watched.pass_time(1.0)  # it is asked
+    watched.pass_time(7.9, looks=79)
+    assert watched.links.are_up
+    watched.pass_time(0.3, looks=3)
+    assert not watched.links.are_up
+    assert watched.links.lost_since == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_worker_that_answers_is_never_lost(watched: Watched) -> None:
+    for _ in range(20):
+        watched.pass_time(1.0)
+        watched.say(Heartbeat(answer=True))
+    assert watched.links.are_up
+    assert watched.links.lost_since is None
+
+
+def test_a_step_that_takes_an_hour_costs_no_worker(watched: Watched) -> None:
+    """Neither did the scheduler look, nor had the worker a turn."""
+    watched.pass_time(1.0)
+    watched.pass_time(3600.0)
+    assert watched.links.are_up
+    watched.say(Heartbeat(answer=True))
+    watched.pass_time(3600.0)
+    watched.pass_time(3600.0)
+    assert watched.links.are_up, "it was asked anew, and has half of the time left"
+    watched.pass_time(3600.0)
+    assert not watched.links.are_up, "it has had three turns"
+
+
+def test_a_worker_that_says_that_it_ends_is_lost_at_once(watched: Watched) -> None:
+    watched.say(Goodbye())
+    assert not watched.links.are_up
+    assert watched.links.lost_since == float("-inf")

@@ -1,0 +1,155 @@
+"""The bytes of a run of rows: where they are, how they are copied and digested (pure).
+
+An item's planes are uint8 arrays [rows, row_bytes], C-contiguous; a window is one of shape
+[nbytes], where the planes of a run follow one another. A run's digest is xxh3_64 over them in
+that order, seeded, so that bytes that an earlier grant left in the same place do not match.
+Copies and digests release the interpreter's lock; their steps are large, since each return to it
+may wait.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
+
+Bytes = NDArray[np.uint8]
+
+STEP_BYTES = 4 << 20  # copied, then digested while they are in the cache
+SAMPLED_ROWS = 16  # of each plane, digested for the name of an encoding
+_SEED_MASK = (1 << 64) - 1
+
+
+class Segment(NamedTuple):
+    """The rows of a run in one plane, for bytes from `offset` of the window on."""
+
+    offset: int
+    data: Bytes
+
+
+def segments(planes: Sequence[Bytes], shape: ItemShape, run: RowRun) -> list[Segment]:
+    """A run's rows as views of the item's planes, in the order in which they are digested."""
+    first, end = run.row, run.row + run.rows
+    return [
+        Segment(offset, array[first:end].reshape(-1))
+        for array, (offset, _) in zip(planes, run.planes(shape), strict=True)
+    ]
+
+
+def check_planes(planes: Sequence[Bytes], shape: ItemShape) -> None:
+    """Assert that the arrays have this shape, once for each item."""
+    for array, row_bytes in zip(planes, shape.plane_row_bytes, strict=True):
+        assert array.dtype == np.uint8, array.dtype
+        assert array.shape == (shape.rows, row_bytes), (array.shape, shape)
+        assert array.flags.c_contiguous, array.strides
+
+
+def new_digest(seed: int) -> Any:
+    """An empty digest of a run."""
+    return xxhash.xxh3_64(seed=seed & _SEED_MASK)
+
+
+def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool = False) -> None:
+    """Copy bytes and digest the source, or the target after the copy."""
+    if source.nbytes <= STEP_BYTES:
+        target[...] = source
+        digest.update(target if of_target else source)
+        return
+    for start in range(0, source.nbytes, STEP_BYTES):
+        step = slice(start, start + STEP_BYTES)
+        copy_digested(target[step], source[step], digest, of_target=of_target)
+
+
+def digest_of(planes: Sequence[Bytes], shape: ItemShape, run: RowRun, seed: int) -> int:
+    """The digest of a run's rows in the item."""
+    digest = new_digest(seed)
+    for segment in segments(planes, shape, run):
+        for start in range(0, segment.data.nbytes, STEP_BYTES):
+            digest.update(segment.data[start : start + STEP_BYTES])
+    return int(digest.intdigest())
+
+
+def item_digest(planes: Sequence[Bytes]) -> str:
+    """xxh3_128 of all rows of an item, plane after plane, in hexadecimal."""
+    digest: Any = xxhash.xxh3_128()
+    for array in planes:
+        flat = array.reshape(-1)
+        for start in range(0, flat.nbytes, STEP_BYTES):
+            digest.update(flat[start : start + STEP_BYTES])
+    return str(digest.hexdigest())
+
+
+def item_name(planes: Sequence[Bytes]) -> str:
+    """The name of an encoding: a digest of rows all over the item.
+
+    Two encoders' rows of the same media and weights are equal, or differ from the first row on
+    by the order in which a processor adds: a sample is enough, and an item of any size is
+    offered at once. The runs' digests verify that the rows arrive unchanged.
+    """
+    digest: Any = xxhash.xxh3_128()
+    for array in planes:
+        stride = max(1, len(array) // SAMPLED_ROWS)
+        digest.update(np.ascontiguousarray(array[::stride]))
+        digest.update(np.ascontiguousarray(array[-1:]))
+    return str(digest.hexdigest())
+
+
+def sampled_bytes(shape: ItemShape) -> int:
+    """The most bytes that an encoding's name is made of."""
+    return min(shape.rows, 2 * SAMPLED_ROWS) * shape.row_bytes
+
+
+def drain(
+    window: Bytes, planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[RowRun], seed: int
+) -> tuple[int, ...]:
+    """Copy runs out of a window into the item, whose planes are checked; a digest for each run.
+
+    It digests the item's bytes after the copy, so a write to the window during or after the copy
+    either shows in the digest or changed nothing. Any thread; no two with the same rows.
+    """
+    digests = []
+    for run in runs:
+        end = run.offset + run.rows * shape.row_bytes
+        assert 0 <= run.offset <= end <= window.nbytes, (run, window.nbytes)
+        assert 0 <= run.row < run.row + run.rows <= shape.rows, (run, shape.rows)
+        digest = new_digest(seed)
+        for offset, data in segments(planes, shape, run):
+            source = window[offset : offset + data.nbytes]
+            copy_digested(data, source, digest, of_target=True)
+        digests.append(int(digest.intdigest()))
+    return tuple(digests)
+
+
+class WriteError(Exception):
+    """The rows are not all in the window. Unless `quiesced`, some may still arrive."""
+
+    def __init__(self, text: str, *, quiesced: bool) -> None:
+        super().__init__(text)
+        self.quiesced = quiesced
+
+
+class RowWrite(msgspec.Struct, frozen=True, gc=False):
+    """Runs of an item to write; `planes` are the item's own memory, unchanged during the write."""
+
+    planes: Sequence[Bytes]
+    shape: ItemShape
+    runs: Sequence[RowRun]
+    seed: int
+
+    def check(self, window_nbytes: int) -> None:
+        """WriteError for a run outside the item or the window: a peer named it."""
+        for run in self.runs:
+            end = run.offset + run.rows * self.shape.row_bytes
+            if not (run.rows > 0 and run.row >= 0 and run.row + run.rows <= self.shape.rows):
+                raise WriteError(
+                    f"rows [{run.row}, {run.row + run.rows}) of an item of {self.shape.rows}",
+                    quiesced=True,
+                )
+            if not 0 <= run.offset < end <= window_nbytes:
+                raise WriteError(
+                    f"bytes [{run.offset}, {end}) of a window of {window_nbytes}", quiesced=True
+                )

@@ -1,0 +1,217 @@
+"""Threads and failures of the embedding side: what a thread's death or a bug costs, and how it
+is logged.
+
+A dying thread is reported once, by `died`. A work thread continues with its next piece of work,
+and the piece that it died of is reported as failed. The control thread cannot continue:
+`Control.run` tells the engine's scheduler, which also finds out by its own clock
+(`worker_channel`).
+"""
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from vllm_kvpool.errors import ProtocolError
+
+W = TypeVar("W")
+R = TypeVar("R")
+
+CONTROL, WRITER, DRAINER, RESOLVER = (
+    "kvpool-ec-control",
+    "kvpool-ec-write",
+    "kvpool-ec-drain",
+    "kvpool-ec-resolve",
+)
+THREADS: Mapping[str, str] = {
+    CONTROL: "no embedding is sent or received any more: requests encode here, or fail",
+    WRITER: "what it prepared or wrote counts as failed, and is retried",
+    DRAINER: "the rows it copied count as damaged, and are granted again",
+    RESOLVER: "the names it resolved count as unknown, and are refused",
+}
+"""Every thread of a worker's embedding side, and what its death costs."""
+
+Died = Callable[[str, BaseException], None]
+
+
+class WorkThread(Generic[W, R]):
+    """A daemon thread that performs work until `take` returns None.
+
+    `perform(work)` gives the report, `failed(work)` the report if `perform` raises anything;
+    `report` is called once for each piece of work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        take: Callable[[], W | None],
+        perform: Callable[[W], R],
+        failed: Callable[[W], R],
+        report: Callable[[R], None],
+        died: Died,
+    ) -> None:
+        self._take = take
+        self._perform = perform
+        self._failed = failed
+        self._report = report
+        self._died = died
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        is_over = False
+        while not is_over:
+            try:
+                is_over = not self._turn()
+            except BaseException as error:  # raised by `take` or `report`
+                self._died(self._thread.name, error)
+
+    def _turn(self) -> bool:
+        work = self._take()
+        if work is None:
+            return False
+        try:
+            said = self._perform(work)
+        except BaseException as error:
+            self._died(self._thread.name, error)
+            said = self._failed(work)
+        self._report(said)
+        return True
+
+
+def start_control(body: Callable[[], None]) -> threading.Thread:
+    """Start the control thread as a daemon; `body` reports its own death."""
+    thread = threading.Thread(target=body, name=CONTROL, daemon=True)
+    thread.start()
+    return thread
+
+
+TICK, PERFORM, BEGIN = "tick", "perform", "begin"
+MAX_IN_A_ROW = 20
+"""Failures in a row of a phase that the loop needs, two seconds of ticks. Others are a message's,
+and a peer decides how many of them there are."""
+
+
+class ControlThreadError(BaseException):
+    """The control thread ends: its state cannot be trusted any more."""
+
+
+class Guard:
+    """Calls that must not end the control loop: a bug costs one call.
+
+    Raises ControlThreadError after `MAX_IN_A_ROW` failures in a row of a phase that the loop
+    needs.
+    """
+
+    def __init__(self, counts: defaultdict[str, float], log: "LogLimit") -> None:
+        self._counts = counts
+        self.log = log
+        self.peer = ""
+        """The peer whose messages are handled now."""
+        self._in_a_row = dict.fromkeys((TICK, PERFORM, BEGIN), 0)
+
+    def __call__(self, phase: str, call: Callable[..., None], *args: object) -> bool:
+        """Call; whether it succeeded. A peer's mistake is logged and is no failure of ours."""
+        try:
+            call(*args)
+        except ProtocolError as error:
+            self.bad_message(error)
+            return False
+        except Exception as error:
+            self._counts["internal_errors"] += 1
+            text = "kvpool: a bug in the control thread of embeddings, in phase %r; it continues"
+            self.log.log(logging.ERROR, f"bug in {phase}", "", text, phase, error=error)
+            if phase in self._in_a_row:
+                self._in_a_row[phase] += 1
+                if self._in_a_row[phase] >= MAX_IN_A_ROW:
+                    raise ControlThreadError(
+                        f"{phase} failed {MAX_IN_A_ROW} times in a row"
+                    ) from error
+            return False
+        if phase in self._in_a_row:
+            self._in_a_row[phase] = 0
+        return True
+
+    def bad_message(self, error: ProtocolError) -> None:
+        """The peer has sent an invalid message."""
+        self._counts["bad_messages"] += 1
+        text = "kvpool: the peer %s sent an invalid message, which is ignored: %.300s"
+        self.log.log(logging.WARNING, "bad message", self.peer, text, self.peer, str(error))
+
+
+EVERY_S = 60.0
+MAX_SUBJECTS = 8  # logged of a kind within EVERY_S; all others together count as one more
+OTHERS = "others"
+
+
+@dataclass(slots=True)
+class _Line:
+    """A logged kind and subject, and how many messages were suppressed since."""
+
+    until: float
+    suppressed: int = 0
+
+
+class LogLimit:
+    """Logs each (kind, subject) at most once in `EVERY_S`, then how many messages were
+    suppressed.
+
+    Peers and requests can cause these messages, and must not fill a disk. A subject is a peer's
+    address, an endpoint or a thread. At most `2 * (MAX_SUBJECTS + 1)` lines of a kind appear
+    within `EVERY_S`. Any thread.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._lines: dict[tuple[str, str], _Line] = {}
+
+    def log(
+        self,
+        level: int,
+        kind: str,
+        subject: str,
+        text: str,
+        *args: object,
+        error: BaseException | None = None,
+    ) -> None:
+        """Log a message unless its kind and subject had one lately; `error` adds its traceback."""
+        now = self._clock()
+        with self._lock:
+            if (kind, subject) not in self._lines:
+                subjects = sum(each == kind for each, _ in self._lines)
+                subject = subject if subjects < MAX_SUBJECTS else OTHERS
+            line = self._lines.get((kind, subject))
+            if line is not None and now < line.until:
+                line.suppressed += 1
+                return
+            suppressed = line.suppressed if line is not None else 0
+            self._lines[kind, subject] = _Line(now + EVERY_S)
+        more = f" ({suppressed} more like it were not logged)" if suppressed else ""
+        self._logger.log(level, text + "%s", *args, more, exc_info=error)
+
+    def tick(self) -> None:
+        """Log how many messages were suppressed. Called now and then."""
+        now = self._clock()
+        with self._lock:
+            over = [key for key, line in self._lines.items() if now >= line.until]
+            ended = [(key, self._lines.pop(key).suppressed) for key in over]
+        for (kind, subject), suppressed in ended:
+            if suppressed:
+                self._logger.warning(
+                    "kvpool: %s, %s: %d more messages were not logged in %.0f s",
+                    kind,
+                    subject,
+                    suppressed,
+                    EVERY_S,
+                )

@@ -1,0 +1,838 @@
+"""A consumer: what each message, report and tick changes (pure; owned by the control thread).
+
+There is one for each rank. It decides which rows go where and owns the set of rows received;
+producers only propose. An item is expected by requests, offered by producers, admitted when there
+is memory for all of it, then transferred window by window: granted, written, drained, granted
+again, from the first missing row on. An item keeps its rows when its sender is lost, and any
+producer of the same bytes continues there. Each class adds one concern to the one before it;
+effects wait for `take_effects`.
+"""
+
+from vllm_kvpool.embeds.machines.consumer_state import ConsumerState
+from vllm_kvpool.embeds.machines.effects import (
+    Allocate,
+    Connect,
+    DrainRows,
+    Effect,
+    NotifyScheduler,
+    Ready,
+)
+from vllm_kvpool.embeds.machines.items import GrantRecord, Item, ProducerPeer, TransferRef
+from vllm_kvpool.embeds.machines.states import (
+    CONSUMER_TABLE,
+    GRANT_TABLE,
+    GrantEvent,
+    GrantState,
+    ItemEvent,
+    TransferState,
+)
+from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, window_bytes
+from vllm_kvpool.embeds.protocol.messages import (
+    Cancel,
+    CancelAck,
+    Code,
+    Complete,
+    Expect,
+    Grant,
+    GrantOutcome,
+    ItemNews,
+    NeedGrant,
+    Offer,
+    OfferAck,
+    Revoke,
+    RevokeAck,
+    RowsAck,
+    Taken,
+    Unknown,
+    Verdict,
+    Want,
+    WantAck,
+    Withdraw,
+    WriteFailed,
+    WriteProgress,
+    Wrote,
+)
+from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape, checked_shape, runs_of
+
+NOBODY_SENDS = frozenset((TransferState.BOOTSTRAPPING, TransferState.SUSPENDED))
+
+
+class Discovery(ConsumerState):
+    """Asks producers for items that nobody sends."""
+
+    def want(self, item: Item, now: float, only: str | None = None) -> None:
+        """Ask for an item that nobody sends, at most every `repeat_s`."""
+        is_due = now - item.want_sent_at > self.limits.repeat_s
+        if not item.requested or not is_due or item.state not in NOBODY_SENDS:
+            return
+        patience = self.patience_s(item.patience_s)
+        for peer in self._peers_to_ask(item):
+            if only is None or peer == only:
+                first = self._first_grant(item, peer, now)
+                self.send(peer, Want(item.mm_hash, patience, first))
+        if only is None:
+            item.want_sent_at = now
+
+    def patience_s(self, said_s: float) -> float:
+        """How long to wait for an item whose requests say `said_s`; 0: they do not say."""
+        return said_s or self.limits.bootstrap_timeout_s
+
+    def want_ack(self, peer: str, message: WantAck, now: float) -> None:
+        """A peer does not have the item now, and (`gone`) will not."""
+        granted = self.window.of((peer, 0), message.declined)
+        if granted is not None:
+            self.window.end(granted, GrantEvent.QUIESCED, now)
+            self.changed_at = now
+        item = self.items.get(message.mm_hash)
+        if item is None or item.state is not TransferState.BOOTSTRAPPING or not message.gone:
+            return
+        item.gone.add(peer)
+        if self.is_gone_everywhere(item):
+            text = "no encoder keeps it any more: send the request to an encoder again"
+            self.fail(item, Code.GONE, text, now)
+
+    def is_gone_everywhere(self, item: Item) -> bool:
+        """Whether every producer that may have it has said that it does not."""
+        gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
+        if item.peers:
+            return item.peers <= item.refused.union(*gone)
+        return len(gone) == len(self.peers)
+
+    def _peers_to_ask(self, item: Item) -> list[str]:
+        return [
+            peer
+            for peer, known in self.peers.items()
+            if not item.peers or item.peers & known.endpoints
+        ]
+
+    def _first_grant(self, item: Item, peer: str, now: float) -> Grant | None:
+        """A grant before the item's length is known, if the peer's row size is."""
+        row_bytes = self.peers[peer].row_bytes
+        early = next(iter(item.grants.values()), None)
+        if early is not None and early.ref == (peer, 0):
+            return self.window.message(early)
+        if item.state is not TransferState.BOOTSTRAPPING or early is not None or not row_bytes:
+            return None
+        active = self.admission.num_active + 1
+        share = window_bytes(self.window.nbytes, active) // row_bytes
+        rows = min(self.recent.first_grant(self.limits.default_allocate_tokens), share)
+        if item.expected_rows:
+            rows = min(rows, item.expected_rows)
+        extents = self.window.take(rows, row_bytes) if rows else ()
+        if not extents:
+            return None
+        rows = sum(extent.nbytes // row_bytes for extent in extents)
+        return self.window.message(self.window.grant(item, (peer, 0), 0, rows, extents, now))
+
+
+OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
+
+
+class Offers(Discovery):
+    """Accepts offers: the first producer of an item sends it, the others stand by.
+
+    If the sender is lost or gives up, the next one continues; without a next one the item is asked
+    for.
+    """
+
+    def offer(self, peer: str, message: Offer, now: float) -> None:
+        """A producer has an item; ProtocolError if no item can have its shape."""
+        shape = checked_shape(message.shape)
+        ref = (peer, message.tid)
+        if self._resend_answer(ref):
+            return
+        item = self.items.get(message.mm_hash)
+        if item is not None and item.wanted_digest not in ("", message.digest):
+            self._refuse_encoding(item, ref, now)
+            return
+        refusal = self._refusal(shape, item)
+        if refusal is not None:
+            self._refuse(ref, *refusal)
+            self._fail_if_unusable(item, *refusal, now)
+            return
+        if peer in self.peers:
+            self.peers[peer].row_bytes = shape.row_bytes
+        self.recent.add(shape.rows)
+        if item is None:
+            item = self.items[message.mm_hash] = Item(message.mm_hash, now)
+        if item.state is TransferState.SUCCESS:
+            self.counts["deduplicated"] += 1
+            self.offer_table.close(ref, OfferAck(message.tid, Verdict.HAVE))
+            return
+        self._replace_older(item, peer, now)
+        if item.offers:
+            self._add_standby(item, ref, message)
+            return
+        self._begin(item, ref, message, shape, now)
+        self.changed_at = now
+
+    def _replace_older(self, item: Item, peer: str, now: float) -> None:
+        """A producer has one transfer of an item; the end of the one before was lost."""
+        for ref in [each for each in item.offers if each[0] == peer]:
+            self.offer_table.close(ref, Cancel(ref[1], text="it is offered anew"))
+            self._drop_source(item, ref, None, "", now)
+
+    def _refusal(self, shape: ItemShape, item: Item | None) -> tuple[Code, str] | None:
+        """Why an offer can never be accepted; None if it can."""
+        most = self.limits.max_item_bytes
+        if shape.nbytes > most:
+            return Code.TOO_LARGE, (
+                f"{shape.rows} rows of {shape.row_bytes} bytes are {shape.nbytes} bytes; the "
+                f"consumer's max_item_bytes is {most}"
+            )
+        if shape.row_bytes > self.window.nbytes:
+            return Code.ROW_TOO_LARGE, (
+                f"a row has {shape.row_bytes} bytes; the consumer's arena_bytes is "
+                f"{self.window.nbytes}, and a row is not cut"
+            )
+        if item is not None and item.expected_rows not in (0, shape.rows):
+            return Code.CONFLICT, (
+                f"{shape.rows} rows are offered and the request has room for {item.expected_rows}: "
+                "the two engines process this item in different ways"
+            )
+        if item is None and len(self.items) >= self.limits.max_items:
+            count = self.limits.max_items
+            return Code.TOO_LARGE, f"the consumer knows of {count} items already"
+        return None
+
+    def _begin(
+        self, item: Item, ref: TransferRef, message: Offer, shape: ItemShape, now: float
+    ) -> None:
+        """Accept the first offer of an item, or the first after its sender was lost."""
+        same = item.shape == shape and item.digest == message.digest
+        if not same:
+            self.release_rows(item)
+        elif len(item.received):
+            self.counts["resumed_rows"] += len(item.received)
+        item.shape, item.digest, item.aux = shape, message.digest, message.aux
+        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.OFFERED)
+        item.since = item.idle_since = now
+        self.offer_table.add(item, ref, message)
+        if not item.requested:
+            self.effects.append(
+                NotifyScheduler(ItemNews(item.mm_hash, rows=shape.rows, offered=True))
+            )
+        self.report_encoding(item)
+        if item.admitted:
+            self.admission.activate(item)
+        else:
+            self.admission.wait(item)
+            self.admit(now)
+        verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
+        self.send(ref[0], OfferAck(ref[1], verdict, item.received.spans))
+        self._adopt_early_grants(item, message, now)
+
+    def _adopt_early_grants(self, item: Item, message: Offer, now: float) -> None:
+        """Use or revoke the rows that were granted before the item's length was known."""
+        assert item.shape is not None
+        for granted in list(item.grants.values()):
+            peer, tid = granted.ref
+            if tid:
+                continue
+            if peer != item.sender[0]:
+                self.revoke(granted, 0)  # another producer sends these rows
+                continue
+            most = min(granted.rows, item.shape.rows)  # as the producer understands it
+            _, rows = runs_of(0, most, granted.extents, item.shape.row_bytes)
+            if not item.admitted or not rows or len(item.received):
+                # A queued item must not hold a part of the window.
+                self.revoke(granted, message.tid)
+                continue
+            granted.ref, granted.rows = item.sender, rows
+            granted.generation, granted.digest = item.generation, item.digest
+            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
+            if message.first != granted.gid:
+                self.send_grant(granted, now)
+
+    def _add_standby(self, item: Item, ref: TransferRef, message: Offer) -> None:
+        """Keep another producer's offer in reserve."""
+        if item.shape != message.shape:
+            text = "another producer offers the same item in another shape"
+            self._refuse(ref, Code.CONFLICT, text)
+            return
+        self.counts["deduplicated"] += 1
+        self.offer_table.add(item, ref, message)
+        self.send(ref[0], OfferAck(ref[1], Verdict.FOLLOW))
+
+    def admit(self, now: float) -> None:
+        """Admit queued items as far as memory allows."""
+        for item in self.admission.admit(now):
+            assert item.shape is not None
+            self.effects.append(Allocate(item.mm_hash, item.shape))
+
+    def refuse_other_encodings(self, item: Item, digest: str) -> None:
+        """Refuse producers that stand by with another encoding."""
+        for ref in [each for each in list(item.offers)[1:] if item.offers[each].digest != digest]:
+            del item.offers[ref]
+            self._refuse(ref, Code.CONFLICT, OTHER_ENCODING)
+
+    def _refuse_encoding(self, item: Item, ref: TransferRef, now: float) -> None:
+        """Refuse an offer of another encoding than the engine's other ranks have."""
+        self._refuse(ref, Code.CONFLICT, OTHER_ENCODING)
+        item.gone.add(ref[0])
+        if item.state in NOBODY_SENDS and self.is_gone_everywhere(item):
+            text = "no encoder that is there has the encoding that the other ranks have"
+            self.fail(item, Code.GONE, text, now)
+
+    def _refuse(self, ref: TransferRef, code: Code, text: str) -> None:
+        self.counts["refused"] += 1
+        ack = OfferAck(ref[1], Verdict.REFUSED, code=code, text=text)
+        self.offer_table.close(ref, ack)
+
+    def _fail_if_unusable(self, item: Item | None, code: Code, text: str, now: float) -> None:
+        """An item that a request waits for was offered and can never be accepted."""
+        if item is not None and not item.offers and item.state in NOBODY_SENDS:
+            self.fail(item, code, text, now)
+
+    def need_grant(self, peer: str, message: NeedGrant, now: float) -> None:
+        """The producer waits: repeat what holds."""
+        if not self._resend_answer((peer, message.tid)):
+            self.send(peer, Unknown(message.tid, yours=True))
+
+    def _resend_answer(self, ref: TransferRef) -> bool:
+        """Repeat the answer to an offer; False if there was none."""
+        if self.offer_table.resend_final(ref):
+            return True
+        mm_hash = self.offer_table.item_of(ref)
+        if mm_hash is None:
+            return False
+        item = self.items[mm_hash]
+        if item.sender != ref:
+            self.send(ref[0], OfferAck(ref[1], Verdict.FOLLOW))
+            return True
+        verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
+        self.send(ref[0], OfferAck(ref[1], verdict, item.received.spans))
+        for granted in item.grants.values():
+            if granted.state is GrantState.GRANTED and granted.ref == ref:
+                self.send(ref[0], self.window.message(granted))
+        return True
+
+    # Offers that end
+
+    def withdraw(self, peer: str, message: Withdraw, now: float) -> None:
+        """The producer gave an item up; nothing of it is in flight."""
+        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        mm_hash = self.offer_table.drop((peer, message.tid))
+        if mm_hash is not None:
+            self._drop_source(
+                self.items[mm_hash], (peer, message.tid), message.code, message.text, now
+            )
+        self.changed_at = now
+
+    def lost(self, ref: TransferRef, now: float) -> None:
+        """The transfer is unknown at the producer, or the producer is lost."""
+        mm_hash = self.offer_table.drop(ref)
+        if mm_hash is not None:
+            self._drop_source(self.items[mm_hash], ref, None, "", now)
+
+    def abandon_sender(self, item: Item, code: Code, text: str, now: float) -> None:
+        """Cancel the sender's transfer; another producer continues, or none."""
+        ref = item.sender
+        self.offer_table.close(ref, Cancel(ref[1], code, text))
+        item.failures = item.corrupt = 0
+        self._drop_source(item, ref, code, text, now)
+
+    def _drop_source(
+        self, item: Item, ref: TransferRef, code: Code | None, text: str, now: float
+    ) -> None:
+        """Remove an offer; `code` says why its producer does not have the item, None that it is
+        lost.
+        """
+        was_writer = item.sender == ref
+        del item.offers[ref]
+        if not was_writer:
+            return
+        for granted in [each for each in item.grants.values() if each.ref == ref]:
+            if granted.state is not GrantState.DRAINING:
+                del item.grants[granted.gid]
+                self.admission.mark_grantable(item)
+        if item.offers:
+            self._fail_over(item)
+            return
+        self.admission.remove(item)
+        if code is not None:
+            self.fail(item, code, text, now)
+            return
+        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.LOST)
+        item.since = now
+        item.want_sent_at = float("-inf")
+        self.want(item, now)
+
+    def _fail_over(self, item: Item) -> None:
+        """The next producer continues at the first missing row if it has the same bytes, else from
+        the start.
+        """
+        self.mark_idle_if_no_grants(item)
+        peer, tid = item.sender
+        message = item.offers[(peer, tid)]
+        if message.digest != item.digest:
+            item.received = Intervals()
+            item.digest = message.digest
+            self.report_encoding(item)
+        item.aux = message.aux
+        self.counts["resumed_rows"] += len(item.received)
+        verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
+        self.send(peer, OfferAck(tid, verdict, item.received.spans))
+
+
+class Grants(Offers):
+    """Grants the window and takes in what was written.
+
+    A grant is written, drained and over; or it fails, expires or is revoked, and its rows are
+    granted again.
+    """
+
+    def grant(self, now: float) -> None:
+        """Grant missing rows, requests' items first, as far as the window has room."""
+        if self.window.has_room:
+            for item in self.admission.grantable():
+                if not self._grant_all(item, now):
+                    break
+
+    def _grant_all(self, item: Item, now: float) -> bool:
+        """Grant the rows an item lacks; False if the window is full."""
+        assert item.shape is not None
+        while len(item.grants) < WINDOWS_IN_FLIGHT and now >= item.retry_at:
+            if item.num_covered == item.shape.rows:
+                self.admission.mark_fully_granted(item)
+                return True
+            gap = next(item.covered().gaps(item.shape.rows), None)
+            if gap is None:
+                return True
+            if not self._grant(item, *gap, now):
+                return False
+        return True
+
+    def _grant(self, item: Item, row: int, end: int, now: float) -> bool:
+        assert item.shape is not None
+        row_bytes = item.shape.row_bytes
+        active = self.admission.num_active
+        share = window_bytes(self.window.nbytes, active) // row_bytes
+        rows = min(end - row, self.limits.default_allocate_tokens, max(1, share))
+        extents = self.window.take(rows, row_bytes)
+        if not extents:
+            return False
+        runs, rows = runs_of(row, rows, extents, row_bytes)
+        if not item.grants:
+            self.counts["window_wait_s"] += now - item.idle_since
+        granted = self.window.grant(item, item.sender, row, rows, extents, now)
+        granted.runs = runs
+        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
+        self.send(item.sender[0], self.window.message(granted))
+        return True
+
+    # What becomes of a grant
+
+    def wrote(self, peer: str, message: Wrote, now: float) -> None:
+        """A producer has written a grant's rows."""
+        granted = self.window.of((peer, message.tid), message.gid)
+        if granted is None:
+            if self.window.resolve((peer, message.tid), message.gid):
+                self.changed_at = now
+            self._answer_late(peer, message)
+            return
+        if granted.state is GrantState.DRAINING:
+            return
+        item = self.items.get(granted.mm_hash)
+        if item is None or granted.gid not in item.grants or not item.admitted:
+            self.window.end(granted, GrantEvent.QUIESCED, now)
+            self._answer_late(peer, message)
+            self.changed_at = now
+            return
+        assert item.shape is not None
+        runs, rows = granted.runs, granted.rows
+        if not runs or message.rows != rows:
+            runs, rows = runs_of(granted.row, message.rows, granted.extents, item.shape.row_bytes)
+        fits = message.row == granted.row and rows == message.rows <= granted.rows
+        if not rows or not fits or len(runs) != len(message.digests):
+            self.window.end(granted, GrantEvent.UNKNOWN, now)
+            self._on_corrupt_rows(item, granted, now)
+            self.changed_at = now
+            return
+        if message.rows < granted.rows:
+            self.admission.mark_grantable(item)
+        granted.rows, granted.runs = message.rows, runs
+        granted.state = GRANT_TABLE.after(granted.state, GrantEvent.WROTE)
+        self.effects.append(DrainRows(granted.gid, item.mm_hash, runs, message.digests))
+
+    def _answer_late(self, peer: str, message: Wrote) -> None:
+        """Answer for a grant that has ended: its rows were received, or were not used."""
+        mm_hash = self.offer_table.item_of((peer, message.tid))
+        if mm_hash is None:
+            if not self.offer_table.resend_final((peer, message.tid)):
+                self.send(peer, Unknown(message.tid, yours=True))
+            return
+        received = self.items[mm_hash].received
+        is_here = received.holds(message.row, message.row + message.rows)
+        landing = GrantOutcome.OK if is_here else GrantOutcome.STALE
+        self.counts["late_writes"] += 1
+        self.send(peer, RowsAck(message.tid, message.gid, landing, received.spans))
+
+    def drained(self, gid: int, same: bool, now: float) -> None:
+        """A grant's rows were copied out; `same` if their digests match."""
+        granted = self.window[gid]
+        self.window.end(granted, GrantEvent.DRAINED if same else GrantEvent.CORRUPT, now)
+        item = self.items.get(granted.mm_hash)
+        # The rows count if they went to the item's present memory and are of its present encoding,
+        # even if their sender is lost.
+        if item is not None and self._is_current(item, granted):
+            if same:
+                self._add_rows(item, granted, now)
+            else:
+                self._on_corrupt_rows(item, granted, now)
+        elif item is not None:
+            self.mark_idle_if_no_grants(item)
+        self.changed_at = now
+
+    def _is_current(self, item: Item, granted: GrantRecord) -> bool:
+        return (
+            item.state is not TransferState.SUCCESS
+            and item.admitted
+            and (item.generation, item.digest) == (granted.generation, granted.digest)
+        )
+
+    def _add_rows(self, item: Item, granted: GrantRecord, now: float) -> None:
+        assert item.shape is not None
+        item.received = item.received.with_rows(granted.row, granted.row + granted.rows)
+        item.since, item.failures = now, 0
+        self.counts["rounds"] += 1
+        self.counts["rows"] += granted.rows
+        self.counts["bytes"] += granted.rows * item.shape.row_bytes
+        is_full = len(item.received) == item.shape.rows
+        if granted.ref in self.offer_table and not is_full:
+            peer, tid = granted.ref
+            self.send(peer, RowsAck(tid, granted.gid, GrantOutcome.OK, item.received.spans))
+        if is_full:
+            self._complete_item(item)
+        elif item.state is TransferState.TRANSFERRING and not item.grants:
+            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.IDLE)
+        elif item.state is not TransferState.PARTIAL:
+            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.LANDED)
+
+    def _complete_item(self, item: Item) -> None:
+        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.FILLED)
+        self.admission.deactivate(item)
+        assert not item.grants, "rows are granted to one only"
+        for ref in list(item.offers):
+            self.offer_table.close(ref, Complete(ref[1]))
+        item.offers.clear()
+        self.counts["items"] += 1
+        self.effects.append(Ready(item.mm_hash))
+        if item.requested:
+            self.report_ready(item)
+
+    def _on_corrupt_rows(self, item: Item, granted: GrantRecord, now: float) -> None:
+        """The digests of a grant's rows do not match."""
+        self.counts["corrupt_rows"] += granted.rows
+        peer, tid = granted.ref
+        if granted.ref in item.offers:
+            item.corrupt += 1
+            self.send(peer, RowsAck(tid, granted.gid, GrantOutcome.CORRUPT, item.received.spans))
+        if item.corrupt > self.limits.max_corrupt:
+            most = self.limits.max_corrupt
+            text = f"rows of {item.corrupt} grants arrived damaged; at most {most} may"
+            self.abandon_sender(item, Code.CORRUPT, text, now)
+        else:
+            self.mark_idle_if_no_grants(item)
+
+    def write_failed(self, peer: str, message: WriteFailed, now: float) -> None:
+        """A producer could not write a grant's rows."""
+        ref = (peer, message.tid)
+        granted = self.window.of(ref, message.gid)
+        if granted is None:
+            if not message.quiesced:
+                self.window.drop_unresolved(ref, message.gid)
+            elif self.window.resolve(ref, message.gid):
+                self.changed_at = now
+            return
+        if granted.state is GrantState.DRAINING:
+            return
+        self.counts["failed_writes"] += 1
+        self.window.end(
+            granted, GrantEvent.QUIESCED if message.quiesced else GrantEvent.UNKNOWN, now
+        )
+        item = self.items.get(granted.mm_hash)
+        if item is not None and granted.ref in item.offers:
+            item.failures += 1
+            pause = self.limits.backoff_s * 2 ** min(item.failures, 8)
+            item.retry_at = now + min(pause, self.limits.max_backoff_s)
+            if item.failures > self.limits.max_failures:
+                self.abandon_sender(item, Code.WRITE, message.text, now)
+            else:
+                self.mark_idle_if_no_grants(item)
+        self.changed_at = now
+
+    def revoke_ack(self, peer: str, message: RevokeAck, now: float) -> None:
+        """How far the producer is with a revoked grant."""
+        granted = self.window.of((peer, message.tid), message.gid)
+        if granted is None and message.progress is not WriteProgress.IN_FLIGHT:
+            if self.window.resolve((peer, message.tid), message.gid):
+                self.changed_at = now
+            return
+        is_over = message.progress is WriteProgress.NOT_STARTED or (
+            # Of a grant made before there was a transfer nothing else is reported.
+            message.progress is WriteProgress.WROTE and not message.tid
+        )
+        if granted is None or not is_over:
+            return  # its end will be reported
+        if granted.state is not GrantState.DRAINING:
+            self.window.end(granted, GrantEvent.QUIESCED, now)
+            item = self.items.get(granted.mm_hash)
+            if item is not None:
+                self.mark_idle_if_no_grants(item)
+            self.changed_at = now
+
+    # Time
+
+    def tick_grants(self, now: float) -> None:
+        """End quarantines, expire grants, repeat messages."""
+        self.window.tick(now)
+        self.query_unresolved(now)
+        for granted in self.window:
+            self._check_grant(granted, now)
+
+    def _check_grant(self, granted: GrantRecord, now: float) -> None:
+        if granted.state is GrantState.DRAINING:
+            return
+        if now - granted.at > self.limits.grant_ttl_s:
+            self.counts["expired_grants"] += 1
+            self.window.end_unresolved(granted, now)
+            item = self.items.get(granted.mm_hash)
+            if item is not None:
+                self.mark_idle_if_no_grants(item)
+        elif now - granted.sent_at > self.limits.repeat_s:
+            granted.sent_at = now
+            peer, tid = granted.ref
+            if granted.state is GrantState.REVOKED:
+                self.send(peer, Revoke(tid, granted.gid))
+            elif tid:
+                self.send(peer, self.window.message(granted))
+
+    def query_unresolved(self, now: float) -> None:
+        """Ask producers that are back whether they still write to quarantined memory."""
+        for granted in self.window.unresolved(now):
+            peer, tid = granted.ref
+            if peer in self.peers and now - granted.sent_at > self.limits.repeat_s:
+                granted.sent_at = now
+                self.send(peer, Revoke(tid, granted.gid))
+
+
+class Consumer(Grants):
+    """The whole consumer; see the module docstring. Every method takes the time as `now`."""
+
+    def take_effects(self) -> list[Effect]:
+        """What is to be done, in order; rows are granted here, once for all that has happened."""
+        if self.changed_at is not None:
+            now, self.changed_at = self.changed_at, None
+            self._issue_grants(now)
+        effects, self.effects = self.effects, []
+        return effects
+
+    def _issue_grants(self, now: float) -> None:
+        self.admit(now)
+        self.grant(now)
+
+    # From the own scheduler and worker
+
+    def expect(self, message: Expect, now: float) -> None:
+        """A request waits for an item."""
+        item = self.items.get(message.mm_hash)
+        if item is not None and message.digest and item.digest not in ("", message.digest):
+            self.end(item, ItemEvent.CANCEL, Code.CONFLICT, OTHER_ENCODING, now)
+            item = None
+        if item is None:
+            item = self.items[message.mm_hash] = Item(message.mm_hash, now)
+        was_requested = item.requested
+        if message.digest:
+            item.wanted_digest = message.digest
+            self.refuse_other_encodings(item, message.digest)
+        item.order = min(item.order, message.order) if was_requested else message.order
+        self.admission.reorder(item, was_requested)
+        item.patience_s = max(item.patience_s, self.patience_s(message.patience_s))
+        item.peers |= frozenset(message.peers)
+        item.expected_rows = message.rows or item.expected_rows
+        item.gone.clear()
+        if not was_requested:
+            item.since = now
+        self.effects += [Connect(endpoint) for endpoint in message.peers]
+        if not self._rows_match(item):
+            self.fail(item, Code.CONFLICT, self._mismatch(item), now)
+            return
+        if item.state is TransferState.SUCCESS:
+            self.report_ready(item)
+            return
+        if item.offers and not was_requested:
+            self.report_encoding(item)
+        if message.is_pushed and not message.peers and not message.digest:
+            item.want_sent_at = now
+        self.want(item, now)
+        self.changed_at = now
+
+    def _rows_match(self, item: Item) -> bool:
+        return item.shape is None or item.expected_rows in (0, item.shape.rows)
+
+    def _mismatch(self, item: Item) -> str:
+        rows = item.shape.rows if item.shape is not None else 0
+        return f"{rows} rows were offered and the request has room for {item.expected_rows}"
+
+    def forget(self, mm_hash: str, now: float) -> None:
+        """No request waits for the item any more."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.requested:
+            self.end(
+                item, ItemEvent.CANCEL, Code.CANCELLED, "no request waits for it any more", now
+            )
+            self.changed_at = now
+
+    def taken(self, mm_hash: str, now: float) -> None:
+        """The engine has taken the item's tensors."""
+        self.effects.append(NotifyScheduler(Taken(mm_hash)))
+        item = self.items.get(mm_hash)
+        if item is not None and item.state is TransferState.SUCCESS:
+            self.drop(item)
+            self.changed_at = now
+
+    def no_memory(self, mm_hash: str, text: str, now: float) -> None:
+        """The host has no memory for an admitted item."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.admitted:
+            assert item.shape is not None
+            text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
+            self.fail(item, Code.TOO_LARGE, text, now)
+            self.changed_at = now
+
+    def not_ready(self, mm_hash: str, text: str, now: float) -> None:
+        """A complete item could not be handed over."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.state is TransferState.SUCCESS:
+            self.effects.append(NotifyScheduler(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
+            self.drop(item)
+            self.changed_at = now
+
+    def refused(self, endpoint: str, text: str, now: float) -> None:
+        """An endpoint that a request named is not connected to."""
+        for item in list(self.items.values()):
+            if endpoint not in item.peers or item.state is not TransferState.BOOTSTRAPPING:
+                continue
+            item.refused |= {endpoint}
+            if item.refused >= item.peers:
+                self.fail(item, Code.UNREACHABLE, text, now)
+                self.changed_at = now
+
+    def begin_epoch(self, now: float) -> None:
+        """The weights have changed: drop everything encoded before."""
+        for item in list(self.items.values()):
+            if item.state is not TransferState.BOOTSTRAPPING:
+                self.end(item, ItemEvent.FAIL, Code.STALE, "the weights have changed", now)
+
+    # From sessions
+
+    def peer_up(self, peer: str, endpoints: frozenset[str], now: float) -> None:
+        """A producer is in session, reachable at any of these endpoints."""
+        known = self.peers.get(peer)
+        self.peers[peer] = ProducerPeer(endpoints, known.row_bytes if known is not None else 0)
+        for granted in self.window.unresolved(now):
+            granted.sent_at = float("-inf")
+        self.query_unresolved(now)
+        for item in list(self.items.values()):
+            item.want_sent_at = float("-inf")
+            self.want(item, now, only=peer)
+
+    def peer_lost(self, peer: str, now: float, *, quiesced: bool = False) -> None:
+        """The session with a producer ended; unless `quiesced`, its writes may still arrive."""
+        self.peers.pop(peer, None)
+        self.window.end_all_of(peer, now, quiesced=quiesced)
+        for ref in self.offer_table.of_peer(peer):
+            self.lost(ref, now)
+        self.offer_table.forget_finals_of(peer)
+        self.changed_at = now
+
+    # From producers
+
+    def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
+        """Nothing of a transfer is written from now on."""
+        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self.changed_at = now
+
+    def unknown(self, peer: str, message: Unknown, now: float) -> None:
+        """The producer does not know the transfer, so it writes nothing of it."""
+        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self.lost((peer, message.tid), now)
+        self.changed_at = now
+
+    # Time
+
+    def tick(self, now: float) -> None:
+        """Act on whatever is due. Called often."""
+        self.tick_grants(now)
+        for item in list(self.items.values()):
+            self._check_timeouts(item, now)
+        self.changed_at = now
+
+    def _check_timeouts(self, item: Item, now: float) -> None:
+        limits, waited = self.limits, now - item.since
+        if item.state is TransferState.SUCCESS or self.admission.waits_for_a_request(item):
+            if not item.requested and waited > limits.waiting_timeout_s:
+                self.counts["never_asked_for"] += 1
+                self.end(item, ItemEvent.CANCEL, Code.TIMEOUT, "no request came", now)
+        elif item.state is TransferState.BOOTSTRAPPING:
+            if waited > self.patience_s(item.patience_s):
+                text = f"no encoder offered it within {waited:.1f} s (bootstrap_timeout_s)"
+                self.fail(item, Code.TIMEOUT, text, now)
+            else:
+                self.want(item, now)
+        elif waited > limits.waiting_timeout_s and (
+            item.requested or item.state is TransferState.SUSPENDED
+        ):
+            text = f"{len(item.received)} rows were received, then none for {waited:.1f} s "
+            self.fail(item, Code.TIMEOUT, text + "(waiting_timeout_s)", now)
+        elif item.state is TransferState.SUSPENDED:
+            self.want(item, now)
+
+    # For metrics and tests
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "items": len(self.items),
+            **self.admission.gauges(),
+            **self.window.gauges(),
+        }
+
+    def describe(self, mm_hash: str) -> str:
+        """One line about an item, for tests and logs."""
+        item = self.items.get(mm_hash)
+        if item is None:
+            return f"{mm_hash}: not known"
+        rows = item.shape.rows if item.shape is not None else "?"
+        return (
+            f"{mm_hash}: {item.state.value}, {len(item.received)} of {rows} rows, "
+            f"{len(item.grants)} grants, {len(item.offers)} offers"
+        )
+
+    def check(self) -> None:
+        """Assert the invariants; tests call it after each step."""
+        self.window.check()
+        for mm_hash, item in self.items.items():
+            shape = item.shape
+            assert all(self.window[gid].mm_hash == mm_hash for gid in item.grants)
+            assert item.state in CONSUMER_TABLE.edges
+            if item.state is TransferState.TRANSFERRING:
+                assert item.grants
+            if item.state in (
+                TransferState.WAITING,
+                TransferState.PARTIAL,
+                TransferState.TRANSFERRING,
+            ):
+                assert item.offers
+            if item.state is TransferState.SUCCESS:
+                assert shape is not None
+                assert item.received.holds(0, shape.rows)
+            covered = item.received
+            for granted in item.grants.values():
+                if granted.ref[1]:
+                    assert shape is not None
+                    assert granted.row + granted.rows <= shape.rows
+                    covered = covered.with_rows(granted.row, granted.row + granted.rows)
+            assert len(item.covered()) == item.num_covered, "rows are granted twice"
+        self.admission.check()
+        self.offer_table.check(self.items)

@@ -1,0 +1,149 @@
+"""The states of an item's transfer at its consumer and its producer, and of a grant, as tables
+(pure).
+
+An event that a state does not know raises IllegalEvent and changes nothing.
+
+| state | consumer | producer |
+|---|---|---|
+| bootstrapping | a request waits, nobody has offered it | not offered yet: no session |
+| waiting | offered, no rows granted | offered, no rows granted |
+| transferring | rows are granted or being drained | a write is due or under way |
+| partial | rows are missing and none are granted | everything granted is written |
+| suspended | the sender is lost; the rows received stay | the consumer is lost |
+| success | every row is received and verified | the consumer has every row |
+| failed, cancelled | reported to the scheduler, then forgotten | the item is not kept for it |
+"""
+
+from collections.abc import Mapping
+
+from vllm_kvpool.embeds.transitions import IdentityEnum, TransitionTable
+
+
+class TransferState(IdentityEnum):
+    """States of an item's transfer; docs/embeddings.md names them."""
+
+    BOOTSTRAPPING = "bootstrapping"
+    WAITING = "waiting"
+    TRANSFERRING = "transferring"
+    PARTIAL = "partial"
+    SUSPENDED = "suspended"
+    SUCCESS = "success"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED = frozenset((TransferState.SUCCESS, TransferState.FAILED, TransferState.CANCELLED))
+
+
+class ItemEvent(IdentityEnum):
+    """Events of an item at its consumer."""
+
+    OFFERED = "offered"
+    GRANTED = "granted"
+    LANDED = "landed"
+    IDLE = "dry"
+    """The last grant has ended and rows are missing."""
+    FILLED = "filled"
+    LOST = "lost"
+    """No producer that offered it is reachable."""
+    FAIL = "fail"
+    CANCEL = "cancel"
+
+
+class TransferEvent(IdentityEnum):
+    """Events of a transfer at its producer."""
+
+    OFFER = "offer"
+    GRANTED = "granted"
+    WRITTEN = "written"
+    """All that was granted is written."""
+    TAKEN = "taken"
+    """The consumer has every row."""
+    LOST = "lost"
+    FAIL = "fail"
+    CANCEL = "cancel"
+
+
+class GrantState(IdentityEnum):
+    """States of a part of the window that is granted to a producer."""
+
+    GRANTED = "granted"
+    REVOKED = "revoked"
+    """Revoked; the producer may still use it until it answers."""
+    DRAINING = "draining"
+    RELEASED = "released"
+    QUARANTINED = "quarantined"
+    """May still be written to, so it is not reused for `quarantine_s`."""
+
+
+class GrantEvent(IdentityEnum):
+    """Events of a grant."""
+
+    REVOKE = "revoke"
+    WROTE = "wrote"
+    DRAINED = "drained"
+    CORRUPT = "corrupt"
+    QUIESCED = "quiet"
+    """Nothing writes to it, now or later."""
+    UNKNOWN = "unsure"
+    """It is not known whether something still writes to it."""
+
+
+_B, _W, _T, _P = (
+    TransferState.BOOTSTRAPPING,
+    TransferState.WAITING,
+    TransferState.TRANSFERRING,
+    TransferState.PARTIAL,
+)
+_S, _OK, _F, _C = (
+    TransferState.SUSPENDED,
+    TransferState.SUCCESS,
+    TransferState.FAILED,
+    TransferState.CANCELLED,
+)
+_I, _O, _G = ItemEvent, TransferEvent, GrantEvent
+
+CONSUMER: Mapping[TransferState, Mapping[ItemEvent, TransferState]] = {
+    _B: {_I.OFFERED: _W, _I.FAIL: _F, _I.CANCEL: _C},
+    _W: {_I.GRANTED: _T, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+    _T: {
+        **{_I.GRANTED: _T, _I.LANDED: _T, _I.IDLE: _P, _I.FILLED: _OK},
+        **{_I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+    },
+    _P: {_I.GRANTED: _T, _I.FILLED: _OK, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+    # Rows that had landed before the sender was lost are still drained.
+    _S: {_I.OFFERED: _P, _I.LANDED: _S, _I.FILLED: _OK, _I.FAIL: _F, _I.CANCEL: _C},
+    _OK: {_I.CANCEL: _C, _I.FAIL: _F},
+    _F: {},
+    _C: {},
+}
+PRODUCER: Mapping[TransferState, Mapping[TransferEvent, TransferState]] = {
+    _B: {_O.OFFER: _W, _O.FAIL: _F, _O.CANCEL: _C},
+    _W: {_O.GRANTED: _T, _O.TAKEN: _OK, _O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+    _T: {
+        **{_O.GRANTED: _T, _O.WRITTEN: _P, _O.TAKEN: _OK},
+        **{_O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+    },
+    _P: {_O.GRANTED: _T, _O.TAKEN: _OK, _O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+    _S: {_O.OFFER: _W, _O.FAIL: _F, _O.CANCEL: _C},
+    _OK: {},
+    _F: {},
+    _C: {},
+}
+_GG, _GR, _GD = GrantState.GRANTED, GrantState.REVOKED, GrantState.DRAINING
+_GX, _GQ = GrantState.RELEASED, GrantState.QUARANTINED
+GRANTS: Mapping[GrantState, Mapping[GrantEvent, GrantState]] = {
+    _GG: {_G.REVOKE: _GR, _G.WROTE: _GD, _G.QUIESCED: _GX, _G.UNKNOWN: _GQ},
+    # Rows that were written before the producer heard of the revocation are not used.
+    _GR: {_G.QUIESCED: _GX, _G.UNKNOWN: _GQ},
+    # Its write has ended, so the loss of the peer changes nothing.
+    _GD: {_G.DRAINED: _GX, _G.CORRUPT: _GQ},
+    _GX: {},
+    # The lost producer came back and reported the end of its write.
+    _GQ: {_G.QUIESCED: _GX},
+}
+
+
+CONSUMER_TABLE = TransitionTable("item", CONSUMER)
+PRODUCER_TABLE = TransitionTable("transfer", PRODUCER)
+GRANT_TABLE = TransitionTable("grant", GRANTS)

@@ -1,0 +1,289 @@
+"""The landing window: which bytes are free, granted or in quarantine (pure; control thread).
+
+A grant's memory is reused once nothing can write to it any more; where that is unknown, it is
+quarantined until any transfer has been given up. Extents have any size and offset: an item's rows
+may lie scattered, and a window may be smaller than an item.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+
+from vllm_kvpool.embeds.machines.items import GrantRecord, Item, TransferRef
+from vllm_kvpool.embeds.machines.states import GRANT_TABLE, GrantEvent, GrantState
+from vllm_kvpool.embeds.protocol.messages import MAX_EXTENTS, Grant
+from vllm_kvpool.embeds.protocol.rows import Extent
+
+_offset_of = attrgetter("offset")
+
+
+WINDOWS_IN_FLIGHT = 2  # grants of an item: one is drained while the other is written
+MOST_SHARES = 8  # active items that the window is divided among, at most
+SMALLEST_SHARE = 16  # a grant of less than 1/n of the window waits for more, unless it is the last
+MOST_WINDOW_BYTES = 32 << 20  # longer grants overlap less and put more into quarantine
+
+
+def window_bytes(arena_bytes: int, active: int) -> int:
+    """The most bytes of one grant while so many items are active."""
+    share = arena_bytes // (WINDOWS_IN_FLIGHT * max(1, min(active, MOST_SHARES)))
+    return min(share, MOST_WINDOW_BYTES)
+
+
+def is_worth_it(nbytes: int, wanted: int, arena_bytes: int, window_is_idle: bool) -> bool:
+    """Whether to grant so few bytes now, or wait for more; an idle window always grants."""
+    return nbytes >= wanted or window_is_idle or nbytes * SMALLEST_SHARE >= arena_bytes
+
+
+class ExtentAllocator:
+    """Free and quarantined extents of `nbytes`."""
+
+    def __init__(self, nbytes: int) -> None:
+        assert nbytes > 0
+        self.nbytes = nbytes
+        self._free = [Extent(0, nbytes)]  # by offset, none touching the next
+        self._quarantine: list[tuple[float, Extent]] = []  # by time
+        self.free_bytes = nbytes
+        self.quarantined_bytes = 0
+
+    def take(self, nbytes: int, granule: int, most_extents: int) -> tuple[Extent, ...]:
+        """Whole granules (rows): `nbytes` in all, or as many as are free, maybe none.
+
+        The lowest extent that holds everything, else the lowest ones.
+        """
+        assert granule > 0
+        assert nbytes % granule == 0
+        for at, extent in enumerate(self._free):
+            if extent.nbytes >= nbytes > 0:
+                return (self._cut(at, nbytes),)
+        taken: list[Extent] = []
+        left = nbytes
+        for extent in self._free:
+            fit = min(left, extent.nbytes // granule * granule)
+            if fit and len(taken) < most_extents:
+                taken.append(Extent(extent.offset, fit))
+                left -= fit
+        for extent in taken:
+            self._remove(extent)
+        return tuple(taken)
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Nothing writes to these extents any more."""
+        for extent in extents:
+            self._insert(extent)
+
+    def quarantine(self, extents: Iterable[Extent], until: float) -> None:
+        """A write to these extents may still arrive: they are free again at `until`."""
+        for extent in extents:
+            insort(self._quarantine, (until, extent))
+            self.quarantined_bytes += extent.nbytes
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """End the quarantine of these extents early: their writer reported the end."""
+        for extent in extents:
+            at = next(at for at, (_, each) in enumerate(self._quarantine) if each == extent)
+            del self._quarantine[at]
+            self.quarantined_bytes -= extent.nbytes
+            self._insert(extent)
+
+    def tick(self, now: float) -> bool:
+        """Free what was quarantined until now; whether there was any."""
+        over = bisect_left(self._quarantine, now, key=lambda entry: entry[0])
+        for _, extent in self._quarantine[:over]:
+            self.quarantined_bytes -= extent.nbytes
+            self._insert(extent)
+        del self._quarantine[:over]
+        return over > 0
+
+    def check(self, granted: Iterable[Extent]) -> None:
+        """Assert that every byte is in one place; `granted` is everything taken and not freed."""
+        pieces = sorted((*self._free, *granted, *(each for _, each in self._quarantine)))
+        at = 0
+        for piece in pieces:
+            assert piece.offset == at, f"{piece} where {at} is next"
+            assert piece.nbytes > 0
+            at = piece.end
+        assert at == self.nbytes
+        assert self.free_bytes == sum(each.nbytes for each in self._free)
+        for low, high in zip(self._free, self._free[1:], strict=False):
+            assert low.end < high.offset, "free extents are not merged"
+
+    def _remove(self, extent: Extent) -> None:
+        """Take the beginning of a free extent."""
+        self._cut(bisect_left(self._free, extent.offset, key=_offset_of), extent.nbytes)
+
+    def _cut(self, at: int, nbytes: int) -> Extent:
+        old = self._free[at]
+        taken = Extent(old.offset, nbytes)
+        if nbytes == old.nbytes:
+            del self._free[at]
+        else:
+            self._free[at] = Extent(old.offset + nbytes, old.nbytes - nbytes)
+        self.free_bytes -= nbytes
+        return taken
+
+    def _insert(self, extent: Extent) -> None:
+        self.free_bytes += extent.nbytes
+        at = bisect_left(self._free, extent.offset, key=_offset_of)
+        low, high = at, at
+        first, end = extent.offset, extent.end
+        if at and self._free[at - 1].end == first:
+            low, first = at - 1, self._free[at - 1].offset
+        if at < len(self._free) and self._free[at].offset == end:
+            high, end = at + 1, self._free[at].end
+        self._free[low:high] = [Extent(first, end - first)]
+
+
+class WindowLedger:
+    """All grants and their memory. `ended(grant, now)` is called for each that ends, after its
+    memory.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        ttl_s: float,
+        quarantine_s: float,
+        ended: Callable[[GrantRecord, float], None],
+    ) -> None:
+        self._allocator = ExtentAllocator(nbytes)
+        self._ttl_s = ttl_s
+        self._quarantine_s = quarantine_s
+        self._on_end = ended
+        self._grants: dict[int, GrantRecord] = {}  # granted, revoked or draining
+        # Quarantined, and its producer may still report the end.
+        self._unresolved: dict[int, GrantRecord] = {}
+        self._next_gid = 1
+
+    def __iter__(self) -> Iterator[GrantRecord]:
+        return iter(tuple(self._grants.values()))
+
+    def __getitem__(self, gid: int) -> GrantRecord:
+        return self._grants[gid]
+
+    @property
+    def nbytes(self) -> int:
+        return self._allocator.nbytes
+
+    @property
+    def has_room(self) -> bool:
+        return self._allocator.free_bytes > 0
+
+    def of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
+        """The grant `gid`, if it was given to this transfer."""
+        granted = self._grants.get(gid)
+        return granted if granted is not None and granted.ref == ref else None
+
+    def take(self, rows: int, row_bytes: int) -> tuple[Extent, ...]:
+        """Memory for so many rows, or fewer; empty if too little is free to be worth a round."""
+        wanted = rows * row_bytes
+        extents = self._allocator.take(wanted, row_bytes, MAX_EXTENTS)
+        if len(extents) == 1 and extents[0].nbytes == wanted:
+            return extents
+        got = sum(extent.nbytes for extent in extents)
+        is_idle = not self._grants
+        if extents and not is_worth_it(got, wanted, self.nbytes, is_idle):
+            self._allocator.free(extents)
+            return ()
+        return extents
+
+    def grant(
+        self,
+        item: Item,
+        ref: TransferRef,
+        row: int,
+        rows: int,
+        extents: tuple[Extent, ...],
+        now: float,
+    ) -> GrantRecord:
+        """A new grant of memory that `take` returned."""
+        granted = GrantRecord(self._next_gid, item.mm_hash, ref, row, rows, extents, now, now)
+        granted.generation, granted.digest = item.generation, item.digest
+        self._next_gid += 1
+        self._grants[granted.gid] = item.grants[granted.gid] = granted
+        return granted
+
+    def message(self, granted: GrantRecord) -> Grant:
+        return Grant(
+            granted.ref[1],
+            granted.gid,
+            granted.row,
+            granted.rows,
+            granted.extents,
+            self._ttl_s,
+        )
+
+    def end(self, granted: GrantRecord, event: GrantEvent, now: float) -> None:
+        """A grant ends: its memory is free, or quarantined."""
+        granted.state = GRANT_TABLE.after(granted.state, event)
+        del self._grants[granted.gid]
+        if granted.state is GrantState.QUARANTINED:
+            granted.until = now + self._quarantine_s
+            self._allocator.quarantine(granted.extents, granted.until)
+        else:
+            self._allocator.free(granted.extents)
+        self._on_end(granted, now)
+
+    def end_all(self, event: GrantEvent, now: float, *, ref: TransferRef) -> None:
+        """End a transfer's grants, except those being drained: their writes have ended."""
+        for granted in self:
+            if granted.ref == ref and granted.state is not GrantState.DRAINING:
+                self.end(granted, event, now)
+        if event is GrantEvent.QUIESCED:
+            for gid in tuple(self._unresolved):
+                self.resolve(ref, gid)
+
+    def end_all_of(self, peer: str, now: float, *, quiesced: bool) -> None:
+        """End a lost peer's grants, except those being drained."""
+        for granted in self:
+            if granted.ref[0] == peer and granted.state is not GrantState.DRAINING:
+                if quiesced:
+                    self.end(granted, GrantEvent.QUIESCED, now)
+                else:
+                    self.end_unresolved(granted, now)
+
+    def end_unresolved(self, granted: GrantRecord, now: float) -> None:
+        """Quarantine a grant whose end is unknown; its producer may still report it."""
+        self.end(granted, GrantEvent.UNKNOWN, now)
+        if granted.ref[1]:
+            self._unresolved[granted.gid] = granted
+
+    def unresolved(self, now: float) -> list[GrantRecord]:
+        """Quarantined grants whose producers may still report the end."""
+        for gid in [gid for gid, each in self._unresolved.items() if each.until < now]:
+            del self._unresolved[gid]
+        return list(self._unresolved.values())
+
+    def drop_unresolved(self, ref: TransferRef, gid: int) -> None:
+        """The producer does not know the end of the write either: wait for the end of the
+        quarantine.
+        """
+        granted = self._unresolved.get(gid)
+        if granted is not None and granted.ref == ref:
+            del self._unresolved[gid]
+
+    def resolve(self, ref: TransferRef, gid: int) -> bool:
+        """The producer reported the end of the write: end the quarantine, if there is one."""
+        granted = self._unresolved.get(gid)
+        if granted is None or granted.ref != ref:
+            return False
+        del self._unresolved[gid]
+        granted.state = GRANT_TABLE.after(granted.state, GrantEvent.QUIESCED)
+        self._allocator.release(granted.extents)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Free what was quarantined until now."""
+        self._allocator.tick(now)
+
+    def gauges(self) -> dict[str, float]:
+        quarantined = self._allocator.quarantined_bytes
+        return {
+            "granted_bytes": self.nbytes - self._allocator.free_bytes - quarantined,
+            "quarantined_bytes": quarantined,
+        }
+
+    def check(self) -> None:
+        """Assert that every byte of the window is in one place."""
+        self._allocator.check(extent for granted in self for extent in granted.extents)
+        assert all(each.state is GrantState.QUARANTINED for each in self._unresolved.values())

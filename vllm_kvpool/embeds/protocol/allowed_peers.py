@@ -1,0 +1,291 @@
+"""Who may be a peer: this machine, the hosts of `peers`, and what `allowed_peers` lists.
+
+It decides on endpoints that requests and peers name, on connections made to us, and on hosts
+that rows are written to. Listed host names are trusted; any other name counts by its addresses,
+and the address that was checked is the one connected to. Names are resolved on threads of their
+own, since a name server may be slow.
+"""
+
+import queue
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import NamedTuple
+
+from vllm_kvpool.embeds.faults import RESOLVER, Died, WorkThread
+from vllm_kvpool.errors import ConfigError
+
+OPTION = "allowed_peers"
+MAX_PORT = 65_535
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_ENDPOINT = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+_RULE = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::(\d{1,5})(?:-(\d{1,5}))?)?")
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
+
+
+class Endpoint(NamedTuple):
+    """A host and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Endpoint | None":
+        """Parse `tcp://host:port`; None for any other form that zmq would accept."""
+        found = _ENDPOINT.fullmatch(text)
+        if found is None or not 0 < int(found[3]) <= MAX_PORT:
+            return None
+        return cls((found[1] or found[2]).lower(), int(found[3]))
+
+    def at(self, address: Address) -> str:
+        """The same port at an address, for zmq."""
+        host = f"[{address}]" if address.version == 6 else str(address)
+        return f"tcp://{host}:{self.port}"
+
+
+class Rule(NamedTuple):
+    """One entry of `allowed_peers`: a network or a host name, with the ports it may use."""
+
+    network: Network | None
+    name: str
+    first_port: int
+    last_port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """ConfigError unless the text is an address, a block of addresses or a host name."""
+        given = text.strip().removeprefix("tcp://")
+        network = _network(given)
+        if network is not None:
+            return cls(network, "", 1, MAX_PORT)
+        found = _RULE.fullmatch(given)
+        if found is not None:
+            first = int(found[3] or 1)
+            last = int(found[4] or found[3] or MAX_PORT)
+            host = found[1] or found[2]
+            network = _network(host)
+            is_name = found[2] is not None and _NAME.fullmatch(host) is not None
+            if 0 < first <= last <= MAX_PORT and (network is not None or is_name):
+                return cls(network, "" if network is not None else host.lower(), first, last)
+        raise ConfigError(
+            f"{OPTION}: {text[:100]!r} is not a host: write a name, an address or a block of "
+            "addresses, with ports or without: encoder-0, 10.42.0.0/16, 10.0.0.7:14579, "
+            "[fd00::/8]:14579-14586"
+        )
+
+
+def _network(text: str) -> Network | None:
+    try:
+        return ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
+def address_of(text: str) -> Address | None:
+    """The address that a text is, IPv4 also if written as IPv6; None for a name."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_own(address: Address) -> bool:
+    """Whether an address is this machine's: the kernel would use it as the source."""
+    if address.is_loopback:
+        return True
+    if address.is_unspecified or address.is_multicast:
+        return False
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))  # sends nothing
+            return address_of(probe.getsockname()[0]) == address
+    except OSError:
+        return False
+
+
+class Allowed(NamedTuple):
+    """The peer may be connected to, at this endpoint."""
+
+    endpoint: str
+
+
+class Refused(NamedTuple):
+    """The peer may not be connected to, for this reason."""
+
+    text: str
+
+
+class NeedsLookup(NamedTuple):
+    """The host is a name that is not listed: its addresses decide."""
+
+    endpoint: Endpoint
+
+
+ConnectDecision = Allowed | Refused | NeedsLookup
+
+
+class AllowedPeers:
+    """The rules; see the module docstring. ConfigError for an entry that is not valid."""
+
+    def __init__(
+        self,
+        allowed: Iterable[str] = (),
+        peers: Iterable[str] = (),
+        is_own: Callable[[Address], bool] = is_own,
+        own_name: str | None = None,
+    ) -> None:
+        rules = [Rule.parse(each) for each in allowed]
+        for peer in peers:  # the ports that follow are its further ranks'
+            host = peer.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            rules.append(Rule.parse(host.partition("%")[0]))
+        self._rules = tuple(rules)
+        self._is_own = is_own
+        self._own_names = {"localhost", (own_name or socket.gethostname()).lower()}
+        self._addresses: dict[str, frozenset[Address]] = {}
+        self.names = frozenset(rule.name for rule in rules if rule.name)
+        """Listed host names; `learn` takes their addresses."""
+
+    def learn(self, name: str, addresses: Sequence[str]) -> None:
+        """The addresses of a listed name."""
+        found = map(address_of, addresses)
+        self._addresses[name] = frozenset(each for each in found if each is not None)
+
+    def judge(self, text: str) -> ConnectDecision:
+        """Whether an endpoint that a request or a peer named may be connected to."""
+        named = Endpoint.parse(text)
+        if named is None:
+            return Refused("it is not of the form tcp://host:port")
+        address = address_of(named.host)
+        if address is not None:
+            return self._judge(named, address)
+        ports = (named.port, named.port)
+        if any(rule.name == named.host and _has(rule, *ports) for rule in self._rules):
+            return Allowed(text)
+        return NeedsLookup(named)
+
+    def judge_addresses(self, named: Endpoint, addresses: Sequence[str]) -> ConnectDecision:
+        """The same for a name that was resolved."""
+        refused = Refused(f"{named.host} cannot be resolved")
+        for text in addresses:
+            address = address_of(text)
+            if address is not None:
+                verdict = self._judge(named, address)
+                if isinstance(verdict, Allowed):
+                    return verdict
+                refused = verdict
+        return refused
+
+    def _judge(self, named: Endpoint, address: Address) -> Allowed | Refused:
+        if self._is_own(address) or self._is_listed(address, named.port, named.port):
+            return Allowed(named.at(address))
+        return Refused(f"{address}, port {named.port}, is neither this machine's nor listed")
+
+    def allows_address(self, text: str) -> bool:
+        """Whether a peer may connect from an address; its port says nothing."""
+        address = address_of(text)
+        return address is not None and (
+            self._is_own(address) or self._is_listed(address, 1, MAX_PORT)
+        )
+
+    def allows_host(self, host: str) -> bool:
+        """Whether rows may be written to a host; a name must be listed."""
+        host = host.strip("[]").lower()
+        if address_of(host) is not None:
+            return self.allows_address(host)
+        return host in self._own_names or host in self.names
+
+    def is_own_address(self, text: str) -> bool:
+        address = address_of(text)
+        return address is not None and self._is_own(address)
+
+    def _is_listed(self, address: Address, first: int, last: int) -> bool:
+        return any(
+            _has(rule, first, last)
+            and (
+                address in rule.network
+                if rule.network is not None
+                else address in self._addresses.get(rule.name, ())
+            )
+            for rule in self._rules
+        )
+
+
+def _has(rule: Rule, first: int, last: int) -> bool:
+    return rule.first_port <= last and first <= rule.last_port
+
+
+NUM_THREADS = 2
+MAX_WAITING = 64
+JOIN_S = 0.1  # a look-up cannot be ended
+
+Answer = tuple[str, tuple[str, ...]]
+"""A name and its addresses; none if it cannot be resolved."""
+
+
+def addresses_of(name: str) -> tuple[str, ...]:
+    """The addresses of a name; none if it cannot be resolved. Blocks."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+class Resolver:
+    """Resolves host names; `answer` is called on its threads, which start with the first name."""
+
+    def __init__(
+        self,
+        answer: Callable[[Answer], None],
+        died: Died,
+        look_up: Callable[[str], tuple[str, ...]] = addresses_of,
+    ) -> None:
+        self._answer = answer
+        self._died = died
+        self._look_up = look_up
+        self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows
+        self._waiting: set[str] = set()
+        self._threads: list[WorkThread[str, Answer]] = []
+
+    def look_up(self, name: str) -> bool:
+        """Have a name resolved; False if MAX_WAITING names wait. Called by the control thread."""
+        with self._lock:
+            if name in self._waiting:
+                return True
+            if len(self._waiting) >= MAX_WAITING:
+                return False
+            self._waiting.add(name)
+        if not self._threads:
+            self._threads = [
+                WorkThread(
+                    f"{RESOLVER}-{number}",
+                    take=self._names.get,
+                    perform=lambda name: (name, self._look_up(name)),
+                    failed=lambda name: (name, ()),
+                    report=self._report,
+                    died=self._died,
+                )
+                for number in range(NUM_THREADS)
+            ]
+        self._names.put(name)
+        return True
+
+    def _report(self, answer: Answer) -> None:
+        with self._lock:
+            self._waiting.discard(answer[0])
+        self._answer(answer)
+
+    def close(self) -> None:
+        """Stop the threads; one that waits for a name server is left behind."""
+        for _ in self._threads:
+            self._names.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_S)

@@ -1,0 +1,418 @@
+"""The messages between two workers, and between a scheduler and its own workers.
+
+A frame is one `Envelope` around one message or, since version 2, several, in msgpack. Messages
+only grow, at the end, with defaults; an unknown message is counted and ignored. Any message may
+be lost, doubled or late: whoever waits for an answer repeats what it asked (`repeat_s`), and
+repetition is harmless. C is an item's consumer, P its producer, S the scheduler of either.
+"""
+
+from enum import Enum
+from typing import Annotated, Final
+
+import msgspec
+
+from vllm_kvpool.config import MAX_HEARTBEAT_S
+from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape, Span
+from vllm_kvpool.errors import ProtocolError
+
+VERSION: Final = 2
+OLDEST_VERSION: Final = 1
+MANY_SINCE: Final = 2  # the version since which a frame holds several messages
+MAX_FRAME_BYTES = 8 << 20
+FULL_FRAME_BYTES = 256 << 10  # a frame of this size takes no further message
+MAX_MESSAGES = 256  # of a frame
+MAX_EXTENTS = 256  # of a grant
+MAX_RANKS = 1024  # of an engine
+MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
+MAX_AUX_BYTES = FULL_FRAME_BYTES  # of an item
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""A name that a peer chose and that is kept, as many as a limit allows."""
+
+
+class PeerRole(Enum):
+    """What a process does with embeddings."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    BOTH = "both"
+    SCHEDULER = "scheduler"
+
+
+class Code(Enum):
+    """Why something is refused or has failed; operators read these."""
+
+    TOO_LARGE = "too_large"
+    ROW_TOO_LARGE = "row_too_large"
+    INCOMPATIBLE = "incompatible"
+    CONFLICT = "conflict"
+    CORRUPT = "corrupt"
+    GONE = "gone"
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    STALE = "stale"
+    CLOSED = "closed"
+    WRITE = "write"
+
+
+class Verdict(Enum):
+    """A consumer's answer to an offer."""
+
+    ACCEPTED = "accepted"
+    QUEUED = "queued"
+    FOLLOW = "follow"
+    """Another producer sends it; keep it in reserve until that one ends."""
+    HAVE = "have"
+    REFUSED = "refused"
+
+
+class GrantOutcome(Enum):
+    """What became of a grant's rows."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"
+    STALE = "stale"
+    """The grant is not known any more; its rows were not used."""
+
+
+class WriteProgress(Enum):
+    """How far a producer is with a revoked grant."""
+
+    NOT_STARTED = "not_started"
+    IN_FLIGHT = "in_flight"
+    WROTE = "wrote"
+
+
+class MooncakeWindow(msgspec.Struct, frozen=True, gc=False, tag="mooncake"):
+    """A landing window that Mooncake's transfer engine writes to."""
+
+    session: str
+    """`host:port` of the engine."""
+    base: int
+    """Address of the window in the owner's memory."""
+    nbytes: int
+
+
+class SharedWindow(msgspec.Struct, frozen=True, gc=False, tag="shared"):
+    """A landing window in memory that processes of one host share."""
+
+    host: str
+    """The host's identity, which no other host has."""
+    path: str
+    nbytes: int
+
+
+Window = MooncakeWindow | SharedWindow
+
+
+class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
+    """Who is there. Sent first on every connection, and again with a higher `epoch`."""
+
+    versions: tuple[int, int]
+    incarnation: Name
+    """Id of the process, a new one at each start."""
+    engine_id: str
+    role: PeerRole
+    fingerprint: str
+    """Digest of everything on which an encoder's output depends."""
+    heartbeat_s: float
+    rank: int = 0
+    endpoints: tuple[str, ...] = ()
+    """Control endpoints of the engine's ranks, by rank."""
+    window: Window | None = None
+    epoch: int = 0
+    """Counts the fingerprints of an incarnation."""
+    answer: bool = False
+    """Whether it answers a hello; then it is not answered."""
+
+
+def check_hello(hello: Hello) -> None:
+    """ProtocolError for values that no process has; a peer has sent them."""
+    if len(hello.endpoints) > MAX_RANKS or not 0 <= hello.rank < MAX_RANKS:
+        raise ProtocolError(f"rank {hello.rank} of {len(hello.endpoints)}; at most {MAX_RANKS}")
+    if not 0 <= hello.heartbeat_s <= MAX_HEARTBEAT_S:
+        raise ProtocolError(f"a heartbeat of {hello.heartbeat_s} s; at most {MAX_HEARTBEAT_S} s")
+
+
+class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):
+    """There is no session with this incarnation, for this reason."""
+
+    code: Code
+    text: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, gc=False, tag="heartbeat"):
+    """The process is alive, and so are the threads that move data."""
+
+    answer: bool = False
+
+
+class Goodbye(msgspec.Struct, frozen=True, gc=False, tag="goodbye"):
+    """The process ends in order: nothing of it is in flight any more."""
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
+    """C→P: write at most `rows` rows, from `row` on, into these extents.
+
+    The first grant of a transfer and every later one are alike, so there is no resume message.
+    `gid` is never used twice by an incarnation and seeds the digests.
+    """
+
+    tid: int
+    gid: int
+    row: int
+    rows: int
+    extents: tuple[Extent, ...]
+    ttl_s: float = 60.0
+    """How long the memory is kept at least."""
+
+
+class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
+    """C→P: send this item as soon as it is encoded.
+
+    `first` is a grant made before the length is known: the offer uses it, or it is declined at
+    once, so an item that does not exist yet holds no memory.
+    """
+
+    mm_hash: Name
+    patience_s: float
+    first: Grant | None = None
+
+
+class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
+    """P→C: the item is not encoded yet or, if `gone`, not kept any more. `declined` is the
+    unused grant.
+    """
+
+    mm_hash: Name
+    gone: bool
+    declined: int = 0
+
+
+class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
+    """P→C: the producer has the whole item; its true length, and everything that is not rows."""
+
+    tid: int
+    mm_hash: Name
+    shape: ItemShape
+    digest: Name
+    """Names the encoding: rows of two producers with the same digest can be mixed."""
+    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] = b""
+    first: int = 0
+    """The grant of a `Want` that is used, or 0."""
+
+
+class OfferAck(msgspec.Struct, frozen=True, gc=False, tag="offer_ack"):
+    """C→P: the answer to an offer, and the rows received so far."""
+
+    tid: int
+    verdict: Verdict
+    received: tuple[Span, ...] = ()
+    code: Code | None = None
+    text: str = ""
+
+
+class NeedGrant(msgspec.Struct, frozen=True, gc=False, tag="need_grant"):
+    """P→C: the producer still waits. Answered by `OfferAck`; live grants are repeated."""
+
+    tid: int
+
+
+class Wrote(msgspec.Struct, frozen=True, gc=False, tag="wrote"):
+    """P→C: the rows of a grant are in its extents; a digest for each run."""
+
+    tid: int
+    gid: int
+    row: int
+    rows: int
+    digests: tuple[int, ...]
+
+
+class WriteFailed(msgspec.Struct, frozen=True, gc=False, tag="write_failed"):
+    """P→C: they are not. Unless `quiesced`, some may still arrive."""
+
+    tid: int
+    gid: int
+    quiesced: bool
+    text: str = ""
+
+
+class RowsAck(msgspec.Struct, frozen=True, gc=False, tag="rows_ack"):
+    """C→P: what became of a grant, and all rows received so far."""
+
+    tid: int
+    gid: int
+    landing: GrantOutcome
+    received: tuple[Span, ...] = ()
+
+
+class Revoke(msgspec.Struct, frozen=True, gc=False, tag="revoke"):
+    """C→P: do not use this grant unless its write has begun."""
+
+    tid: int
+    gid: int
+
+
+class RevokeAck(msgspec.Struct, frozen=True, gc=False, tag="revoke_ack"):
+    """P→C: how far the write of a revoked grant is."""
+
+    tid: int
+    gid: int
+    progress: WriteProgress
+
+
+class Complete(msgspec.Struct, frozen=True, gc=False, tag="complete"):
+    """C→P: every row is received and verified."""
+
+    tid: int
+
+
+class Cancel(msgspec.Struct, frozen=True, gc=False, tag="cancel"):
+    """C→P: the item is not wanted any more or, with `code`, cannot be received."""
+
+    tid: int
+    code: Code = Code.CANCELLED
+    text: str = ""
+
+
+class CancelAck(msgspec.Struct, frozen=True, gc=False, tag="cancel_ack"):
+    """P→C: nothing of this transfer is written from now on."""
+
+    tid: int
+
+
+class Withdraw(msgspec.Struct, frozen=True, gc=False, tag="withdraw"):
+    """P→C: this producer does not have the item any more."""
+
+    tid: int
+    code: Code
+    text: str = ""
+
+
+class Unknown(msgspec.Struct, frozen=True, gc=False, tag="unknown"):
+    """Either way: the sender knows no such transfer."""
+
+    tid: int
+    yours: bool
+    """Whether the receiver of this message is the transfer's producer."""
+
+
+class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
+    """S→C: a request waits for an item. `order` is the request's age: older ones are lower."""
+
+    mm_hash: str
+    order: int
+    peers: tuple[str, ...] = ()
+    rows: int = 0
+    """Rows that the request has room for; 0: unknown."""
+    patience_s: float = 0.0
+    is_pushed: bool = False
+    """An encoder was told to send it: producers are asked only after `repeat_s`."""
+    digest: str = ""
+    """The encoding that all ranks must have; empty: any."""
+
+
+class Forget(msgspec.Struct, frozen=True, gc=False, tag="forget"):
+    """S→C: no request waits for it any more."""
+
+    mm_hash: str
+
+
+class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
+    """C→S: an item is complete (`digest`), or cannot be received (`code`)."""
+
+    mm_hash: str
+    digest: str = ""
+    rows: int = 0
+    code: Code | None = None
+    text: str = ""
+    epoch: int = 0
+    """Epoch of the weights under which it was encoded."""
+    offered: bool = False
+    """It is on its way: no request waits for it yet or, with `digest`, other ranks may have been
+    offered another encoding."""
+
+
+class Taken(msgspec.Struct, frozen=True, gc=False, tag="taken"):
+    """C→S: the engine has this rank's tensors of an item, which can be requested anew."""
+
+    mm_hash: str
+
+
+class HeldBytes(msgspec.Struct, frozen=True, gc=False, tag="held"):
+    """P→S: bytes of items that consumers have not taken yet."""
+
+    nbytes: int
+
+
+class Numbers(msgspec.Struct, frozen=True, gc=False, tag="numbers"):
+    """C→S, P→S: metric samples counted since the last time."""
+
+    samples: dict[str, float]
+
+
+class Push(msgspec.Struct, frozen=True, gc=False, tag="push"):
+    """S→P: send an item that is about to be encoded to these consumers."""
+
+    mm_hash: str
+    endpoints: tuple[str, ...] = ()
+
+
+class Epoch(msgspec.Struct, frozen=True, gc=False, tag="epoch"):
+    """S→C, S→P: the weights have changed; nothing encoded before is sent or used."""
+
+    number: int
+    fingerprint: str
+
+
+Message = (
+    Hello | HelloReject | Heartbeat | Goodbye | Grant | Want | WantAck | Offer | OfferAck
+    | NeedGrant | Wrote | WriteFailed | RowsAck | Revoke | RevokeAck | Complete | Cancel
+    | CancelAck | Withdraw | Unknown | Expect | Forget | ItemNews | Taken | HeldBytes | Numbers
+    | Push | Epoch
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One or more messages between incarnations; `target` is empty until it is known."""
+
+    source: str
+    target: str
+    seq: int
+    body: Message
+    more: tuple[msgspec.Raw, ...] = ()
+    """Further messages, in order, each decoded on its own: an unknown one costs no other."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The envelope as one frame."""
+    return _encoder.encode(envelope)
+
+
+def encode_body(body: Message) -> msgspec.Raw:
+    """A further message of an envelope."""
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def decode(frame: bytes) -> Envelope:
+    """The envelope of a frame; ProtocolError if this release does not understand it."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a frame of version {VERSION}: {error}") from None
+
+
+def decode_body(raw: msgspec.Raw) -> Message:
+    """A further message of an envelope; ProtocolError as of `decode`."""
+    try:
+        return _body_decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message of version {VERSION}: {error}") from None

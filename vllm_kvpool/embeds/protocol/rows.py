@@ -1,0 +1,199 @@
+"""Rows of an item and the bytes they take (pure).
+
+An item is a number of rows; a row is one position of the encoder's output. Its planes (the
+embedding itself and whatever belongs to the same positions: M-RoPE positions, further layers)
+are moved together, row for row.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+
+import msgspec
+
+from vllm_kvpool.errors import ProtocolError
+
+MAX_PLANES = 16
+MAX_PLANE_NAME = 256  # characters
+MAX_DIMENSIONS = 16  # of a row
+MAX_ROWS = 1 << 40
+MAX_ROW_BYTES = 1 << 30
+KNOWN_SHAPES = 1024  # recent shapes, which are checked and measured once
+DTYPE_BYTES = {
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+"""What a plane may hold; torch's names."""
+
+
+class Plane(msgspec.Struct, frozen=True, gc=False):
+    """One tensor of an item, of shape [rows, *row_shape]."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        nbytes = DTYPE_BYTES[self.dtype]
+        for size in self.row_shape:
+            nbytes *= size
+        return nbytes
+
+
+class ItemShape(msgspec.Struct, frozen=True, dict=True):
+    """How many rows an item has, and what is in a row."""
+
+    rows: int
+    planes: tuple[Plane, ...]
+
+    @cached_property
+    def plane_row_bytes(self) -> tuple[int, ...]:
+        return tuple(plane.row_bytes for plane in self.planes)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return sum(self.plane_row_bytes)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def check(self) -> None:
+        """ProtocolError if no tensors have this shape: a peer has sent it."""
+        if not 0 < self.rows <= MAX_ROWS:
+            raise ProtocolError(f"an item of {self.rows} rows")
+        if not 0 < len(self.planes) <= MAX_PLANES:
+            raise ProtocolError(
+                f"an item of {len(self.planes)} planes; 1 to {MAX_PLANES} are allowed"
+            )
+        if len({plane.name for plane in self.planes}) < len(self.planes):
+            raise ProtocolError("two planes of an item have the same name")
+        for plane in self.planes:
+            if len(plane.name) > MAX_PLANE_NAME or len(plane.row_shape) > MAX_DIMENSIONS:
+                raise ProtocolError(
+                    f"a plane with a name of {len(plane.name)} characters and rows of "
+                    f"{len(plane.row_shape)} dimensions; at most {MAX_PLANE_NAME} and "
+                    f"{MAX_DIMENSIONS} are allowed"
+                )
+            if plane.dtype not in DTYPE_BYTES:
+                raise ProtocolError(f"plane {plane.name!r} has the unknown dtype {plane.dtype!r}")
+            if min(plane.row_shape, default=1) < 1 or plane.row_bytes > MAX_ROW_BYTES:
+                raise ProtocolError(f"plane {plane.name!r} has rows of shape {plane.row_shape}")
+
+
+@lru_cache(KNOWN_SHAPES)
+def known_shape(shape: ItemShape) -> ItemShape:
+    """The shape, or an equal one that was measured before. Any thread."""
+    return shape
+
+
+@lru_cache(KNOWN_SHAPES)
+def checked_shape(shape: ItemShape) -> ItemShape:
+    """As `known_shape`, of what a peer has sent; ProtocolError if no tensors have this shape."""
+    shape.check()
+    return known_shape(shape)
+
+
+class Extent(msgspec.Struct, frozen=True, order=True, gc=False):
+    """Bytes [offset, offset + nbytes) of a landing window."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class RowRun(msgspec.Struct, frozen=True, gc=False):
+    """Rows [row, row + rows) of an item in one extent, plane after plane."""
+
+    row: int
+    rows: int
+    offset: int
+
+    def planes(self, shape: ItemShape) -> list[tuple[int, int]]:
+        """For each plane its offset in the window and its bytes."""
+        places, offset = [], self.offset
+        for row_bytes in shape.plane_row_bytes:
+            nbytes = self.rows * row_bytes
+            places.append((offset, nbytes))
+            offset += nbytes
+        return places
+
+
+def runs_of(
+    row: int, rows: int, extents: Sequence[Extent], row_bytes: int
+) -> tuple[tuple[RowRun, ...], int]:
+    """Where at most `rows` rows from `row` on go in the extents, and how many fit.
+
+    Each extent takes as many whole rows as fit: no row is split. Both sides of a transfer use
+    this, so a grant names only extents.
+    """
+    runs = []
+    first, left = row, rows
+    for extent in extents:
+        fit = min(left, extent.nbytes // row_bytes)
+        if fit > 0:
+            runs.append(RowRun(first, fit, extent.offset))
+            first, left = first + fit, left - fit
+    return tuple(runs), first - row
+
+
+Span = tuple[int, int]
+"""Rows [first, end)."""
+
+
+class Intervals(msgspec.Struct, frozen=True, gc=False):
+    """A set of rows: disjoint spans, in order, that do not touch."""
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def checked(cls, spans: Sequence[Sequence[int]], rows: int) -> "Intervals":
+        """The rows that a peer has sent; ProtocolError if the item does not have them."""
+        result = cls()
+        for span in spans:
+            first, end = span
+            if not 0 <= first < end <= rows:
+                raise ProtocolError(f"rows [{first}, {end}) of an item of {rows}")
+            result = result.with_rows(first, end)
+        return result
+
+    def __len__(self) -> int:
+        rows = 0
+        for first, end in self.spans:
+            rows += end - first
+        return rows
+
+    def with_rows(self, first: int, end: int) -> "Intervals":
+        """The set plus rows [first, end)."""
+        if first >= end:
+            return self
+        if not self.spans:
+            return Intervals(((first, end),))
+        low = bisect_left(self.spans, first, key=lambda span: span[1])
+        high = bisect_right(self.spans, end, key=lambda span: span[0])
+        touched = self.spans[low:high]
+        if touched:
+            first, end = min(first, touched[0][0]), max(end, touched[-1][1])
+        return Intervals((*self.spans[:low], (first, end), *self.spans[high:]))
+
+    def gaps(self, rows: int) -> Iterator[Span]:
+        """The spans of [0, rows) that are missing, in order."""
+        at = 0
+        for first, end in self.spans:
+            if first >= rows:
+                break
+            if at < first:
+                yield at, first
+            at = end
+        if at < rows:
+            yield at, rows
+
+    def holds(self, first: int, end: int) -> bool:
+        """Whether all rows of [first, end) are in the set."""
+        return any(low <= first and end <= high for low, high in self.spans)

@@ -1,0 +1,260 @@
+"""A session with one peer: greeted, alive, silent, lost, refused (pure; control thread).
+
+Whoever has connected sends hellos until they are answered. Any frame is a sign of life. A peer
+that is silent for `heartbeat_max_failures` heartbeats is lost, and greeted again at growing
+intervals. A peer with another protocol or fingerprint gets nothing but hellos until it reports a
+change.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from vllm_kvpool.embeds.protocol.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Code,
+    Heartbeat,
+    Hello,
+    HelloReject,
+    Message,
+    PeerRole,
+)
+from vllm_kvpool.embeds.transitions import TransitionTable
+
+FIRST_GREETING_S = 0.2
+LONGEST_GREETING_S = 5.0
+HEARTBEATS = 4  # heartbeats are sent after 1/n of heartbeat_s, so that some may be lost
+
+
+class SessionState(Enum):
+    """States of a session."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    DEGRADED = "degraded"
+    """Silent for a heartbeat."""
+    INCOMPATIBLE = "incompatible"
+
+
+class SessionEvent(Enum):
+    """Events of a session."""
+
+    WELCOME = "welcome"
+    REJECT = "reject"
+    HEARD = "heard"
+    SILENT = "silent"
+    LOST = "lost"
+
+
+_C, _U, _D = SessionState.CONNECTING, SessionState.UP, SessionState.DEGRADED
+_I = SessionState.INCOMPATIBLE
+_E = SessionEvent
+SESSION_TABLE = TransitionTable(
+    "session",
+    {
+        _C: {_E.WELCOME: _U, _E.REJECT: _I},
+        _U: {_E.WELCOME: _U, _E.REJECT: _I, _E.SILENT: _D, _E.LOST: _C},
+        _D: {_E.WELCOME: _U, _E.REJECT: _I, _E.HEARD: _U, _E.LOST: _C},
+        _I: {_E.WELCOME: _U, _E.REJECT: _I, _E.LOST: _C},
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    """The peer is in session, or has changed."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """This incarnation cannot be reached; `quiesced` if nothing of it is in flight."""
+
+    incarnation: str
+    quiesced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send this to the peer."""
+
+    body: Message
+
+
+Action = PeerUp | PeerLost | SendMessage
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatPolicy:
+    """How often a sign of life is due, and how many may be missing."""
+
+    heartbeat_s: float = 5.0
+    max_failures: int = 2
+
+
+class Session:
+    """The session of one connection, made by us (`active`) or by the peer."""
+
+    def __init__(
+        self, hello: Hello, heartbeats: HeartbeatPolicy, *, active: bool, now: float
+    ) -> None:
+        self.state = SessionState.CONNECTING
+        self.peer: Hello | None = None
+        self.refusal = self.refused_by_peer = ""
+        self._own = hello
+        self._heartbeats = heartbeats
+        self._active = active
+        self._received_at = self._sent_at = now
+        self._hello_at = now
+        self._hello_interval_s = FIRST_GREETING_S
+        self._actions: list[Action] = []
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def is_up(self) -> bool:
+        """Whether messages may be sent to the peer."""
+        return self.state in (SessionState.UP, SessionState.DEGRADED)
+
+    @property
+    def is_of_scheduler(self) -> bool:
+        """Whether the peer is the own engine's scheduler."""
+        return self.peer is not None and self.peer.role is PeerRole.SCHEDULER
+
+    @property
+    def is_silence_checked(self) -> bool:
+        """Whether silence ends the session; a scheduler checks its own workers
+        (`worker_channel`).
+        """
+        return self.peer is not None and PeerRole.SCHEDULER not in (self._own.role, self.peer.role)
+
+    def update_hello(self, hello: Hello) -> None:
+        """Our own hello has changed: the weights are others."""
+        self._own = hello
+        self._send(hello)
+        if self.peer is not None:
+            self._evaluate(self.peer)
+
+    def sent(self, now: float) -> None:
+        """Something was sent."""
+        self._sent_at = now
+
+    def hello(self, message: Hello, now: float) -> None:
+        """The peer has sent its hello."""
+        self._received_at = now
+        if self.peer is not None and self.peer.incarnation != message.incarnation:
+            self._lose(quiesced=False)
+        if not message.answer:
+            self._send(_as_answer(self._own))
+        self._evaluate(message)
+
+    def _evaluate(self, message: Hello) -> None:
+        was_up, self.peer = self.is_up, message
+        refusal = _refusal(self._own, message)
+        if refusal is not None:
+            self.refusal = refusal.text
+            self.state = SESSION_TABLE.after(self.state, SessionEvent.REJECT)
+            if was_up:
+                self._actions.append(PeerLost(message.incarnation, quiesced=False))
+            self._send(refusal)
+            return
+        self.state = SESSION_TABLE.after(self.state, SessionEvent.WELCOME)
+        self._hello_interval_s = FIRST_GREETING_S
+        self._actions.append(PeerUp(message))
+
+    def rejected(self, message: HelloReject, now: float) -> bool:
+        """The peer refuses a session; whether the reason is new."""
+        self._received_at = now
+        is_news = self.refused_by_peer != message.text
+        self.refused_by_peer = message.text
+        if self.is_up and self.peer is not None:
+            self._actions.append(PeerLost(self.peer.incarnation, quiesced=False))
+        self.state = SESSION_TABLE.after(self.state, SessionEvent.REJECT)
+        return is_news
+
+    def received(self, now: float) -> None:
+        """The peer has sent something else."""
+        self._received_at = now
+        if self.state is SessionState.DEGRADED:
+            self.state = SESSION_TABLE.after(self.state, SessionEvent.HEARD)
+
+    def goodbye(self) -> None:
+        """The peer ends in order."""
+        if self.is_up:
+            self._lose(quiesced=True)
+
+    def tick(self, now: float) -> None:
+        """Act on whatever is due. Called often."""
+        if not self.is_up:
+            if self._active and now >= self._hello_at:
+                self._hello_at = now + self._hello_interval_s
+                self._hello_interval_s = min(2 * self._hello_interval_s, LONGEST_GREETING_S)
+                self._send(self._own)
+            return
+        assert self.peer is not None
+        if self.is_silence_checked:
+            self._check_silence(now - self._received_at, self.peer.heartbeat_s, now)
+        # A scheduler reads only while it waits for something, so heartbeats to it would pile up.
+        if (
+            not self.is_of_scheduler
+            and now - self._sent_at > self._heartbeats.heartbeat_s / HEARTBEATS
+        ):
+            self._sent_at = now
+            self._send(Heartbeat())
+
+    def _check_silence(self, silent_s: float, peers_heartbeat_s: float, now: float) -> None:
+        beat_s = max(self._heartbeats.heartbeat_s, peers_heartbeat_s)
+        if silent_s > beat_s * self._heartbeats.max_failures:
+            self._lose(quiesced=False)
+            self._hello_at = now
+        elif silent_s > beat_s and self.state is SessionState.UP:
+            self.state = SESSION_TABLE.after(self.state, SessionEvent.SILENT)
+
+    def lost(self) -> None:
+        """The connection is broken."""
+        if self.is_up:
+            self._lose(quiesced=False)
+
+    def _lose(self, *, quiesced: bool) -> None:
+        if self.peer is None:
+            return
+        if self.is_up:
+            self._actions.append(PeerLost(self.peer.incarnation, quiesced))
+        self.state = SESSION_TABLE.after(self.state, SessionEvent.LOST)
+        self.peer = None
+
+    def _send(self, body: Message) -> None:
+        self._actions.append(SendMessage(body))
+
+
+def _as_answer(hello: Hello) -> Hello:
+    return msgspec.structs.replace(hello, answer=True)
+
+
+def _refusal(own: Hello, message: Hello) -> HelloReject | None:
+    """Why there can be no session; None if there can."""
+    low, high = message.versions
+    if high < OLDEST_VERSION or low > VERSION:
+        return HelloReject(
+            Code.INCOMPATIBLE,
+            f"this engine speaks versions {OLDEST_VERSION} to {VERSION} of the protocol, the peer "
+            f"{low} to {high}: bring both to the same release",
+        )
+    if PeerRole.SCHEDULER in (own.role, message.role):
+        if own.engine_id == message.engine_id:
+            return None
+        return HelloReject(Code.INCOMPATIBLE, "a scheduler of another engine")
+    if own.fingerprint != message.fingerprint:
+        return HelloReject(
+            Code.INCOMPATIBLE,
+            f"the peer encodes with another model, revision, weights, dtype or processor (its "
+            f"fingerprint is {message.fingerprint}, ours {own.fingerprint}); if the same weights "
+            "are kept in different files, set the same weights_id on both",
+        )
+    return None

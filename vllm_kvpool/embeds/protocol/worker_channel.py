@@ -1,0 +1,232 @@
+"""A scheduler's connections to its own engine's workers; everything runs on the scheduler's
+thread.
+
+The sockets, sessions and messages are those between peers, without a thread: the scheduler polls
+often while it waits for something. Messages about a step's requests are sent at its end, in one
+frame. While it polls it asks each worker for a heartbeat; a worker that has not answered for
+`heartbeat_s * heartbeat_max_failures` of polled time is lost, whatever became of its threads.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_kvpool.embeds.protocol.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Expect,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloReject,
+    Message,
+    PeerRole,
+    Push,
+    decode,
+    decode_body,
+)
+from vllm_kvpool.embeds.protocol.outbox import Outbox
+from vllm_kvpool.embeds.protocol.session import (
+    HEARTBEATS,
+    HeartbeatPolicy,
+    PeerLost,
+    PeerUp,
+    SendMessage,
+    Session,
+)
+from vllm_kvpool.embeds.protocol.transport_zmq import CurveKeys, Link, ZmqTransport
+from vllm_kvpool.errors import ConfigError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+OF_A_STEP: frozenset[type] = frozenset((Expect, Push))
+"""Messages that wait for the end of the step or, if there is none, for a later poll."""
+
+
+DEFAULT_HEARTBEATS = HeartbeatPolicy()
+
+
+class WorkerMessage(NamedTuple):
+    """A rank's message; None: the rank is in session, maybe again, and knows nothing."""
+
+    rank: int
+    body: Message | None
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A rank, and for how long it has not answered."""
+
+    rank: int
+    session: Session
+    asked_at: float = float("-inf")
+    is_asked: bool = False  # a heartbeat, and has not answered
+    silent_s: float = 0.0
+    lost_since: float | None = None  # None unless it was in session before
+
+
+class WorkerChannel:
+    """Connections to the workers; `endpoints` are theirs, by rank."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        engine_id: str,
+        keys: CurveKeys | None = None,
+        heartbeats: HeartbeatPolicy = DEFAULT_HEARTBEATS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._ask_every_s = heartbeats.heartbeat_s / HEARTBEATS
+        self._longest_silence_s = heartbeats.heartbeat_s * heartbeats.max_failures
+        self._sockets = ZmqTransport(None, keys)
+        self._hello = Hello(
+            versions=(OLDEST_VERSION, VERSION),
+            incarnation=secrets.token_hex(8),
+            engine_id=engine_id,
+            role=PeerRole.SCHEDULER,
+            fingerprint="",
+            heartbeat_s=1.0,
+        )
+        now = self._looked_at = clock()
+        self._ranks: dict[Link, _Worker] = {}
+        for rank, endpoint in enumerate(endpoints):
+            session = Session(self._hello, heartbeats, active=True, now=now)
+            try:
+                link = self._sockets.connect(endpoint)
+            except ConfigError:
+                self.close()
+                raise
+            self._ranks[link] = _Worker(rank, session)
+        self._outbox = Outbox(self._hello.incarnation, OF_A_STEP)
+        self.poll()  # send hellos: they are answered by the time of the first request
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def are_up(self) -> bool:
+        """Whether a message sent now reaches all ranks; a lost one has to answer first."""
+        return all(
+            worker.session.is_up and worker.lost_since is None for worker in self._ranks.values()
+        )
+
+    @property
+    def lost_since(self) -> float | None:
+        """When the first rank was lost; -inf if it ended in order, None if none is lost."""
+        lost = (each.lost_since for each in self._ranks.values() if each.lost_since is not None)
+        return min(lost, default=None)
+
+    def send(self, body: Message, rank: int | None = None) -> None:
+        """Send to all ranks in session, or to one; the caller repeats what is lost.
+
+        Messages about a step's requests wait for `flush`.
+        """
+        for link, worker in self._ranks.items():
+            if worker.session.is_up and rank in (None, worker.rank):
+                self._add(link, worker.session, body)
+        self._say_due(self._clock())
+
+    def _add(self, link: Link, session: Session, body: Message) -> None:
+        target = session.peer.incarnation if session.peer is not None else ""
+        self._outbox.add(link, target, body, self._clock())
+
+    def flush(self) -> None:
+        """The step is planned: send what waits."""
+        self._say_due(float("inf"))
+
+    def _say_due(self, until: float) -> None:
+        for link, said in self._outbox.take(until):
+            if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(said)):
+                self._ranks[link].session.lost()
+
+    def poll(self, timeout_s: float = 0.0) -> list[WorkerMessage]:
+        """The workers' messages; waits at most `timeout_s` for the first."""
+        # A message that is still queued is not answered.
+        self._say_due(float("inf") if timeout_s else self._clock())
+        said: list[WorkerMessage] = []
+        frames = self._sockets.poll(timeout_s)
+        now = self._clock()
+        for frame in frames:
+            worker = self._ranks[frame.link]
+            for body in _bodies(frame.data):
+                said += self._heard(worker, body, now)
+                said += self._act(frame.link, worker, now)
+        # Time in which this side did not poll says nothing about a worker.
+        looked_s = min(now - self._looked_at, self._longest_silence_s / 2)
+        self._looked_at = now
+        for link, worker in self._ranks.items():
+            if worker.session.is_up:
+                self._watch(link, worker, looked_s, now)
+            worker.session.tick(now)
+            said += self._act(link, worker, now)
+        return said
+
+    def _heard(self, worker: _Worker, body: Message, now: float) -> list[WorkerMessage]:
+        match body:
+            case Hello():
+                worker.session.hello(body, now)
+            case HelloReject():
+                worker.session.rejected(body, now)
+            case Goodbye():
+                worker.session.goodbye()
+                worker.lost_since = float("-inf")
+            case _:
+                worker.is_asked, worker.lost_since = False, None
+                return [] if isinstance(body, Heartbeat) else [WorkerMessage(worker.rank, body)]
+        return []
+
+    def _watch(self, link: Link, worker: _Worker, looked_s: float, now: float) -> None:
+        """Ask for a heartbeat; a worker that does not answer for long is lost."""
+        if not worker.is_asked:
+            worker.silent_s = 0.0
+            if now - worker.asked_at >= self._ask_every_s:
+                worker.asked_at, worker.is_asked = now, True
+                self._add(link, worker.session, Heartbeat())
+                self._say_due(now)
+            return
+        worker.silent_s += looked_s
+        if worker.silent_s > self._longest_silence_s:
+            worker.session.lost()
+
+    def _act(self, link: Link, worker: _Worker, now: float) -> list[WorkerMessage]:
+        said = []
+        for action in worker.session.take_actions():
+            match action:
+                case SendMessage(body):
+                    self._add(link, worker.session, body)
+                    self._say_due(now)
+                case PeerUp():
+                    worker.is_asked = False
+                    worker.asked_at = now if worker.lost_since is None else float("-inf")
+                    said.append(WorkerMessage(worker.rank, None))
+                case PeerLost() if worker.lost_since is None:
+                    worker.lost_since = now - worker.silent_s
+        return said
+
+    def close(self) -> None:
+        """End the connections."""
+        self._sockets.close()
+
+
+def _bodies(data: bytes) -> Iterator[Message]:
+    """The messages of a frame; what cannot be decoded is logged and skipped."""
+    try:
+        envelope = decode(data)
+    except ProtocolError as error:
+        logger.warning(
+            "kvpool: a frame at the scheduler's control connection was ignored: %s", error
+        )
+        return
+    yield envelope.body
+    for raw in envelope.more:
+        try:
+            yield decode_body(raw)
+        except ProtocolError as error:
+            logger.warning(
+                "kvpool: a frame at the scheduler's control connection was ignored: %s", error
+            )
