@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from benchmarks.common import DidNotFinish, Result, Target, percentile, run_script
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor, Perform
 from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,
@@ -98,9 +98,9 @@ def make(perform: Perform = done, tiers: int = 0, keep: int = KEEP) -> Bench:
     )
     lanes = dict.fromkeys(lane_names(tiers), 1)
     limits = dict.fromkeys(lanes, LaneLimits(2, 64, 1 << 30, 1 << 40))
-    residency = Residency(SlotPool(STAGING + keep, 16), keep, Lru(), {"": 1})
-    engine = Engine(residency, tuple(Tier(f"t{i}", True, False) for i in range(tiers)), limits)
-    return Bench(Executor(engine, planner, perform, lanes, Tally()))
+    host_cache = HostCache(SlotPool(STAGING + keep, 16), keep, Lru(), {"": 1})
+    engine = Engine(host_cache, tuple(Tier(f"t{i}", True, False) for i in range(tiers)), limits)
+    return Bench(Executor(engine, planner, perform, lanes, MetricsRegistry()))
 
 
 def round_trips(rounds: int) -> list[float]:

@@ -48,7 +48,7 @@ from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.transfer.host_cache import Entry, Residency
+from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 
 VARIABLE = "CONVERSATION_TRACE"
 CAPACITIES, QUICK_CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000, 50_000), (2000, 10_000)
@@ -145,12 +145,12 @@ def made_up(scale: float) -> dict[str, list[Request]]:
 # Caches
 
 
-class HostCache:
+class HostTierCache:
     """The host tier, without an engine around it."""
 
     def __init__(self, capacity: int, policy: str) -> None:
         slots = SlotPool(capacity + 2, 1)
-        self._host = Residency(slots, capacity, POLICIES[policy], {"": 1})
+        self._host = HostCache(slots, capacity, POLICIES[policy], {"": 1})
 
     def __contains__(self, chunk: int) -> bool:
         return self._host.get(str(chunk)) is not None
@@ -165,8 +165,8 @@ class HostCache:
                 self._bring(host.begin(key, ChunkRef(key, parent, position), 1), request.now_ns)
             parent = key
 
-    def _bring(self, entry: Entry, now_ns: int) -> None:
-        assert self._host.give_slot(entry, SlotUse.SAVE), entry.key
+    def _bring(self, entry: CacheEntry, now_ns: int) -> None:
+        assert self._host.assign_slot(entry, SlotUse.SAVE), entry.key
         self._host.arrived(entry, now_ns)
         self._host.unpin(entry)
 
@@ -248,7 +248,7 @@ def real_tiers(requests: Sequence[Request], quick: bool) -> Iterator[Row]:
     for policy in POLICIES:
         row: Row = {"traffic": "trace", "policy": f"host://?policy={policy}"}
         capacities = QUICK_CAPACITIES[:1] if quick else HOST_CAPACITIES
-        row |= {f"{c}": play(HostCache(c, policy), requests).ratio for c in capacities}
+        row |= {f"{c}": play(HostTierCache(c, policy), requests).ratio for c in capacities}
         yield row
     first = requests[: QUICK_FILE_REQUESTS if quick else FILE_REQUESTS]
     traffic = f"the first {len(first)} requests"

@@ -40,14 +40,14 @@ from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, Step
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)
 BLOCK, NUM_BLOCKS, NUM_RUNNING = 32, 3_500, 64
@@ -417,7 +417,7 @@ class Bench:
         self.lookups = LookupService((self.store,), names, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (Group(BLOCK),), 1, max_pinned)
-        self.scheduler = PoolScheduler(config, Role.BOTH, shape, self.lookups, Tally())
+        self.scheduler = PoolScheduler(config, Role.BOTH, shape, self.lookups, MetricsRegistry())
         self.scheduler.saves.ledger.pins = FakePins()
         self.table = range(1, LONG_TOKENS // BLOCK + 1)
         self.names = [f"r{number}" for number in range(MANY)]
@@ -469,7 +469,7 @@ def no_room(repeats: int) -> list[float]:
 
 
 def host_changes(count: int, repeats: int) -> list[float]:
-    changes = [StepReport(host={0: HostChange((f"a{i}",), (f"b{i}",))}) for i in range(count)]
+    changes = [StepReport(host={0: HostCacheChange((f"a{i}",), (f"b{i}",))}) for i in range(count)]
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -479,14 +479,14 @@ def host_changes(count: int, repeats: int) -> list[float]:
 
 
 def few_changes(repeats: int) -> list[float]:
-    tally, times = Tally(), []
+    registry, times = MetricsRegistry(), []
     for number in range(NUM_SAMPLES):
-        tally.add("kvpool_failures", kind=str(number))
-    tally.take_changes()
+        registry.add("kvpool_failures", kind=str(number))
+    registry.take_changes()
     for _ in range(repeats):
-        tally.add("kvpool_hit_tokens")
+        registry.add("kvpool_hit_tokens")
         start = time.perf_counter()
-        tally.take_changes()
+        registry.take_changes()
         times.append(1e6 * (time.perf_counter() - start))
     return times
 

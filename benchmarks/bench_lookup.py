@@ -32,7 +32,7 @@ from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.pool_scheduler import ANSWER_SHARE, PoolScheduler
@@ -138,7 +138,7 @@ class Lookups:
         lookups: Any = LookupService((self._store,), NAMES, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (Group(BLOCK),), 1, 1 << 20)
-        self._scheduler = PoolScheduler(config, Role.BOTH, shape, lookups, Tally())
+        self._scheduler = PoolScheduler(config, Role.BOTH, shape, lookups, MetricsRegistry())
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))
         self._lookups = lookups

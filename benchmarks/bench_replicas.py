@@ -124,7 +124,7 @@ class ReplicaSide(PageKeeper):
         return self._counted("kvpool_host_bytes")
 
     def _counted(self, start: str) -> float:
-        samples = self._side.tally.snapshot().items()
+        samples = self._side.registry.snapshot().items()
         return sum(value for name, value in samples if name.startswith(start))
 
     def close(self) -> None:

@@ -239,7 +239,7 @@ class OurSide(PageKeeper):
     def _ended(self, direction: str) -> float:
         """Cells that the lanes are done with so far; anything but `done` is a failure."""
         total = 0.0
-        for sample, value in self._side.tally.snapshot().items():
+        for sample, value in self._side.registry.snapshot().items():
             if sample.startswith(f"kvpool_cells{{direction={direction},"):
                 if not sample.endswith("outcome=done}"):
                     raise RuntimeError(sample)
@@ -253,5 +253,7 @@ class OurSide(PageKeeper):
     def seconds_by_part(self) -> dict[str, float]:
         """Where the lanes' time has gone so far, by the counters of the pool."""
         return {
-            name: value for name, value in self._side.tally.snapshot().items() if "seconds" in name
+            name: value
+            for name, value in self._side.registry.snapshot().items()
+            if "seconds" in name
         }

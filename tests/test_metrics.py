@@ -16,9 +16,9 @@ from vllm_kvpool.metrics import (
     SECONDS,
     Bucket,
     Kind,
+    MetricsRegistry,
     Sample,
     StatsFile,
-    Tally,
     adds_up,
     merge_samples,
     parse_sample,
@@ -59,20 +59,20 @@ def test_series_whose_labels_look_like_grammar_are_told_apart() -> None:
 
 
 def test_labels_are_exactly_the_tables() -> None:
-    tally = Tally()
+    registry = MetricsRegistry()
     for labels in ({}, {"kind": "x", "more": "y"}, {"reason": "x"}):
         with pytest.raises(AssertionError):
-            tally.add("kvpool_failures", **labels)
+            registry.add("kvpool_failures", **labels)
     with pytest.raises(KeyError):
-        tally.add("kvpool_unheard_of")
+        registry.add("kvpool_unheard_of")
     for labels in ({"lane": "get"}, {"lane": "get", "tier": "x", "le": "1"}):
         with pytest.raises(AssertionError):
-            tally.observe("kvpool_op_seconds", 1.0, **labels)
-    assert tally.snapshot() == {}
+            registry.observe("kvpool_op_seconds", 1.0, **labels)
+    assert registry.snapshot() == {}
 
 
 def test_a_series_that_was_looked_up_once_counts_in_the_same_buckets() -> None:
-    one, other = Tally(), Tally()
+    one, other = MetricsRegistry(), MetricsRegistry()
     observe = one.histogram("kvpool_op_seconds", lane="put", tier="far")
     for seconds in (0.0, 0.00005, 0.3, 99.0):
         observe(seconds)
@@ -82,47 +82,47 @@ def test_a_series_that_was_looked_up_once_counts_in_the_same_buckets() -> None:
 
 
 def test_only_histograms_are_observed_and_only_they_have_bounds() -> None:
-    tally = Tally()
+    registry = MetricsRegistry()
     for name, metric in METRICS.items():
         labels = dict.fromkeys(metric.labels, "x")
         assert (name in HISTOGRAMS) == bool(metric.bounds)
         assert list(metric.bounds) == sorted(set(metric.bounds))
-        call = tally.add if name in HISTOGRAMS else tally.observe
+        call = registry.add if name in HISTOGRAMS else registry.observe
         with pytest.raises(AssertionError):
             call(name, 1.0, **labels)
     for value in (-1e-9, math.nan):
         with pytest.raises(AssertionError):
-            tally.observe("kvpool_load_seconds", value)
-    assert tally.snapshot() == {}
+            registry.observe("kvpool_load_seconds", value)
+    assert registry.snapshot() == {}
 
 
 def test_a_value_falls_into_the_bucket_whose_bound_it_does_not_exceed() -> None:
-    tally = Tally()
+    registry = MetricsRegistry()
     expected: dict[str, float] = {}
     for number, bound in enumerate((*SECONDS, math.inf)):
         values = [bound, math.nextafter(bound, 0)] if bound < math.inf else [30.1, 1e6]
         for value in values:
-            tally.observe("kvpool_load_seconds", value)
+            registry.observe("kvpool_load_seconds", value)
         for part, number_of in (("count", 2), ("sum", sum(values))):
             expected[sample_name("kvpool_load_seconds", {}, Bucket(number, part))] = number_of
-    assert tally.snapshot() == expected
-    tally.observe("kvpool_load_seconds", 0.0)
+    assert registry.snapshot() == expected
+    registry.observe("kvpool_load_seconds", 0.0)
     # A value of nothing grows the count alone.
-    assert tally.take_changes() != {}
-    tally.observe("kvpool_load_seconds", 0.0)
-    assert tally.take_changes() == {"kvpool_load_seconds{le=0.00005}.count": 1}
+    assert registry.take_changes() != {}
+    registry.observe("kvpool_load_seconds", 0.0)
+    assert registry.take_changes() == {"kvpool_load_seconds{le=0.00005}.count": 1}
 
 
 def test_labels_in_any_order_are_one_series() -> None:
-    tally = Tally()
-    tally.observe("kvpool_op_seconds", 0.002, lane="get", tier="a,b")
-    tally.observe("kvpool_op_seconds", 0.002, tier="a,b", lane="get")
+    registry = MetricsRegistry()
+    registry.observe("kvpool_op_seconds", 0.002, lane="get", tier="a,b")
+    registry.observe("kvpool_op_seconds", 0.002, tier="a,b", lane="get")
     name = "kvpool_op_seconds{lane=get,tier=a%2Cb,le=0.0025}"
-    assert tally.take_changes() == {f"{name}.count": 2, f"{name}.sum": 0.004}
+    assert registry.take_changes() == {f"{name}.count": 2, f"{name}.sum": 0.004}
 
 
 def test_histograms_of_ranks_and_intervals_add_up() -> None:
-    ranks = [Tally(), Tally()]
+    ranks = [MetricsRegistry(), MetricsRegistry()]
     total: dict[str, float] = {}
     values = [0.001, 0.0011, 0.5, 0.75, 100.0]
     for i, value in enumerate(values):
@@ -131,34 +131,34 @@ def test_histograms_of_ranks_and_intervals_add_up() -> None:
             merge_samples(total, msgspec.json.decode(msgspec.json.encode(ranks[0].take_changes())))
     for rank in ranks:
         merge_samples(total, rank.take_changes())
-    alone = Tally()
+    alone = MetricsRegistry()
     for value in values:
         alone.observe("kvpool_save_seconds", value)
     assert total == pytest.approx(alone.snapshot())
 
 
 def test_changes_are_told_once() -> None:
-    tally = Tally()
-    assert tally.take_changes() == {}
-    tally.add("kvpool_hit_tokens", 5)
-    tally.add("kvpool_failures", kind="a")
-    tally.set("kvpool_pinned_blocks", 3)
+    registry = MetricsRegistry()
+    assert registry.take_changes() == {}
+    registry.add("kvpool_hit_tokens", 5)
+    registry.add("kvpool_failures", kind="a")
+    registry.set("kvpool_pinned_blocks", 3)
     first = {"kvpool_hit_tokens": 5, "kvpool_failures{kind=a}": 1, "kvpool_pinned_blocks": 3}
-    assert tally.take_changes() == first
-    assert tally.take_changes() == {}
-    tally.add("kvpool_hit_tokens", 2)
-    tally.set("kvpool_pinned_blocks", 3)
-    assert tally.take_changes() == {"kvpool_hit_tokens": 2}
-    tally.set("kvpool_pinned_blocks", 0)
-    assert tally.take_changes() == {"kvpool_pinned_blocks": 0}
-    assert tally.snapshot() == first | {"kvpool_hit_tokens": 7, "kvpool_pinned_blocks": 0}
+    assert registry.take_changes() == first
+    assert registry.take_changes() == {}
+    registry.add("kvpool_hit_tokens", 2)
+    registry.set("kvpool_pinned_blocks", 3)
+    assert registry.take_changes() == {"kvpool_hit_tokens": 2}
+    registry.set("kvpool_pinned_blocks", 0)
+    assert registry.take_changes() == {"kvpool_pinned_blocks": 0}
+    assert registry.snapshot() == first | {"kvpool_hit_tokens": 7, "kvpool_pinned_blocks": 0}
 
 
 def test_telling_changes_looks_at_nothing_else() -> None:
-    tally = Tally()
+    registry = MetricsRegistry()
     for number in range(1000):
-        tally.add("kvpool_failures", kind=str(number))
-    tally.take_changes()
+        registry.add("kvpool_failures", kind=str(number))
+    registry.take_changes()
 
     class Untouchable(dict[str, float]):
         def items(self) -> Any:
@@ -166,36 +166,36 @@ def test_telling_changes_looks_at_nothing_else() -> None:
 
         __iter__ = keys = values = items
 
-    tally._values = Untouchable(tally._values)
-    tally.add("kvpool_failures", kind="7")
-    tally.set("kvpool_pinned_blocks", 2)
-    assert tally.take_changes() == {"kvpool_failures{kind=7}": 1, "kvpool_pinned_blocks": 2}
+    registry._values = Untouchable(registry._values)
+    registry.add("kvpool_failures", kind="7")
+    registry.set("kvpool_pinned_blocks", 2)
+    assert registry.take_changes() == {"kvpool_failures{kind=7}": 1, "kvpool_pinned_blocks": 2}
 
 
 def test_a_snapshot_is_a_copy() -> None:
-    tally = Tally()
-    tally.add("kvpool_hit_tokens")
-    tally.snapshot().clear()
-    assert tally.snapshot() == {"kvpool_hit_tokens": 1}
+    registry = MetricsRegistry()
+    registry.add("kvpool_hit_tokens")
+    registry.snapshot().clear()
+    assert registry.snapshot() == {"kvpool_hit_tokens": 1}
 
 
 def test_no_count_is_lost_between_threads() -> None:
-    tally = Tally()
+    registry = MetricsRegistry()
     taken: dict[str, float] = {}
 
     def count() -> None:
         for _ in range(ADDS):
-            tally.add("kvpool_failures", kind="x")
-            tally.observe("kvpool_load_seconds", 0.5)
+            registry.add("kvpool_failures", kind="x")
+            registry.observe("kvpool_load_seconds", 0.5)
 
     threads = [threading.Thread(target=count) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        merge_samples(taken, tally.take_changes())
-    merge_samples(taken, tally.take_changes())
+        merge_samples(taken, registry.take_changes())
+    merge_samples(taken, registry.take_changes())
     name = "kvpool_load_seconds{le=0.5}"
-    assert taken == tally.snapshot()
+    assert taken == registry.snapshot()
     assert taken == {
         "kvpool_failures{kind=x}": THREADS * ADDS,
         f"{name}.count": THREADS * ADDS,
@@ -225,13 +225,13 @@ def test_a_tier_that_is_down_on_one_rank_shows_as_down() -> None:
 
 
 def test_a_summary_has_one_line_for_each_thing_one_asks_of_a_histogram() -> None:
-    tally = Tally()
-    tally.add("kvpool_hit_tokens", 5)
+    registry = MetricsRegistry()
+    registry.add("kvpool_hit_tokens", 5)
     for value in (0.002, 0.002, 0.0022, *[0.003] * 6, 60.0, 80.0):
-        tally.observe("kvpool_op_seconds", value, lane="get", tier="x=y")
-    tally.observe("kvpool_load_seconds", 0.0)
+        registry.observe("kvpool_op_seconds", value, lane="get", tier="x=y")
+    registry.observe("kvpool_load_seconds", 0.0)
     series = "kvpool_op_seconds{lane=get,tier=x%3Dy}"
-    assert summarize(tally.snapshot()) == pytest.approx(
+    assert summarize(registry.snapshot()) == pytest.approx(
         {
             "kvpool_hit_tokens": 5,
             "kvpool_load_seconds.count": 1,
@@ -255,13 +255,13 @@ def test_the_stats_file_is_one_object_and_nothing_beside_it(tmp_path: Path) -> N
 
 
 def test_the_stats_file_has_buckets_from_the_fastest_to_the_slowest(tmp_path: Path) -> None:
-    tally = Tally()
+    registry = MetricsRegistry()
     values = (*SECONDS, 31.0)
     for lane in ("put", "get"):
         for value in reversed(values):
-            tally.observe("kvpool_op_seconds", value, lane=lane, tier="file")
-    write_stats(tmp_path / "stats", tally.snapshot())
-    assert json.loads((tmp_path / "stats").read_text()) == tally.snapshot()
+            registry.observe("kvpool_op_seconds", value, lane=lane, tier="file")
+    write_stats(tmp_path / "stats", registry.snapshot())
+    assert json.loads((tmp_path / "stats").read_text()) == registry.snapshot()
     written = json.loads((tmp_path / "stats").read_text(), object_pairs_hook=list)
     sums = [(name, value) for name, value in written if name.endswith(".sum")]
     assert [value for _, value in sums] == [*values, *values]
@@ -270,9 +270,9 @@ def test_the_stats_file_has_buckets_from_the_fastest_to_the_slowest(tmp_path: Pa
 
 
 def test_the_stats_file_has_the_last_values(tmp_path: Path) -> None:
-    tally = Tally()
-    stats = StatsFile(tmp_path / "stats", tally)
-    tally.add("kvpool_hit_tokens", 5)
+    registry = MetricsRegistry()
+    stats = StatsFile(tmp_path / "stats", registry)
+    registry.add("kvpool_hit_tokens", 5)
     stats.close()
     assert msgspec.json.decode((tmp_path / "stats").read_bytes()) == {"kvpool_hit_tokens": 5}
 
@@ -284,7 +284,7 @@ def test_a_disk_that_hangs_holds_up_neither_steps_nor_the_end(
     os.mkfifo(tmp_path / "stats.tmp")
     monkeypatch.setattr(metrics, "STATS_EVERY_S", 0.0)
     monkeypatch.setattr(metrics, "STATS_CLOSE_S", 0.05)
-    stats = StatsFile(tmp_path / "stats", Tally())
+    stats = StatsFile(tmp_path / "stats", MetricsRegistry())
     stats.close()
     assert "were not written within" in caplog.text
     with (tmp_path / "stats.tmp").open("rb"):  # its thread may end
@@ -294,5 +294,5 @@ def test_a_disk_that_hangs_holds_up_neither_steps_nor_the_end(
 def test_a_stats_file_that_cannot_be_written_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    StatsFile(tmp_path / "no directory" / "stats", Tally()).close()
+    StatsFile(tmp_path / "no directory" / "stats", MetricsRegistry()).close()
     assert len(caplog.records) == 1

@@ -101,7 +101,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_config.scheduler_device(),
             )
             self._requests = RequestReader(
-                self._scheduler_side.tally,
+                self._scheduler_side.registry,
                 media_are_named=self._facts.media_are_named,
                 saves_base=self._facts.saves_base,
             )
@@ -389,7 +389,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVPoolStats | None:
         """What has been counted since the last call."""
         side = self._scheduler_side or self._worker_side
-        return None if side is None else KVPoolStats.since_last(side.tally)
+        return None if side is None else KVPoolStats.since_last(side.registry)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPoolStats | None:

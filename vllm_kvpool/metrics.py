@@ -1,4 +1,4 @@
-"""What is counted: one table of names, and the tally that holds the values.
+"""What is counted: one table of names, and the registry that holds the values.
 
 The same names appear in vLLM's `/metrics` (with the prefix `vllm:`), in its log line and in the
 `stats_file`. A sample's name is `name` or `name{label=value,…}`, labels in the table's order; in a
@@ -7,8 +7,8 @@ bucket that something fell into, `name{label=value,…,le=bound}.count` and `.su
 lay above the bound before and not above this one, and their sum. Not cumulative, so that samples
 of ranks and intervals add up like counters and an interval holds only the buckets it touched.
 
-A tally may be used from any thread; its lock guards numbers only. `StatsFile` writes one to a file,
-on a thread of its own: a disk that hangs must hold up no step.
+A registry may be used from any thread; its lock guards numbers only. `StatsFile` writes one to a
+file, on a thread of its own: a disk that hangs must hold up no step.
 """
 
 import logging
@@ -212,7 +212,7 @@ def _bucket_names(
     )
 
 
-class Tally:
+class MetricsRegistry:
     """Values by sample name: counters and buckets only grow, gauges are set."""
 
     def __init__(self) -> None:
@@ -354,9 +354,9 @@ class StatsFile:
     writes what the values are by then; it gives up for good if it cannot.
     """
 
-    def __init__(self, path: Path, tally: Tally) -> None:
+    def __init__(self, path: Path, registry: MetricsRegistry) -> None:
         self._path = path
-        self._tally = tally
+        self._registry = registry
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-stats", daemon=True)
         self._thread.start()
@@ -377,7 +377,7 @@ class StatsFile:
         is_last = False
         while not is_last:
             is_last = self._is_closing.wait(STATS_EVERY_S)
-            samples = self._tally.snapshot()
+            samples = self._registry.snapshot()
             if samples != written and not write_stats(self._path, samples):
                 return
             written = samples

@@ -104,7 +104,7 @@ class Rank:
     def close(self) -> dict[str, float]:
         """Waits for the puts; what was counted."""
         self.side.close()
-        return self.side.tally.snapshot()
+        return self.side.registry.snapshot()
 
 
 def hashes_of(prompt: int) -> tuple[bytes, ...]:
@@ -417,7 +417,7 @@ def test_a_tier_that_comes_later_is_found_and_used(
     rank = one_rank([tiers.memory if lost == "memory" else tiers.file])
     back.set()
     deadline = time.monotonic() + LIMIT_S
-    while not rank.side.tally.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
+    while not rank.side.registry.snapshot().get(f"kvpool_tier_up{{tier={lost}}}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     rank.save(kv)

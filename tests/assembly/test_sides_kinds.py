@@ -210,7 +210,7 @@ class Rank:
 
     def close(self) -> dict[str, float]:
         self.side.close()
-        return self.side.tally.snapshot()
+        return self.side.registry.snapshot()
 
 
 def engine(

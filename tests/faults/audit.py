@@ -27,11 +27,11 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
             continue
         assert not executor.unreported, f"never reported: {executor.unreported}\n{rig.describe()}"
         if not stuck:
-            residency = executor.engine.desk.residency
-            kept = sum(entry.slot is not None for entry in residency)
-            assert residency.slots.num_held == kept, f"{residency.slots.num_held} slots, {kept}"
-            assert residency.slots.num_quarantined == 0
-            assert kept <= residency.keep, "slots are kept although there is no host tier"
+            host_cache = executor.engine.context.host_cache
+            kept = sum(entry.slot is not None for entry in host_cache)
+            assert host_cache.slots.num_held == kept, f"{host_cache.slots.num_held} slots, {kept}"
+            assert host_cache.slots.num_quarantined == 0
+            assert kept <= host_cache.keep, "slots are kept although there is no host tier"
             executor.engine.check()
     _check_blocks(rig)
 

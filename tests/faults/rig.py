@@ -285,10 +285,10 @@ class Rig:
 
     def counted(self, name: str) -> dict[str, float]:
         """Values of a metric by its labels, over both sides and all ranks."""
-        tallies = [self.pool._tally, *(rank.side.tally for rank in self.ranks)]
+        registries = [self.pool._registry, *(rank.side.registry for rank in self.ranks)]
         sums: dict[str, float] = defaultdict(float)
-        for tally in tallies:
-            for key, value in tally.snapshot().items():
+        for registry in registries:
+            for key, value in registry.snapshot().items():
                 if key == name or key.startswith(f"{name}{{"):
                     sums[key[len(name) :].strip("{}")] += value
         return dict(sums)

@@ -118,8 +118,8 @@ class Workshop:
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
         now, lookups = time.monotonic(), rig.pool._lookups
-        desks = [executor.engine.desk for executor in rig.executors]
-        breakers = [b for desk in desks for b in (*desk.breakers, *desk.write_breakers)]
+        desks = [executor.engine.context for executor in rig.executors]
+        breakers = [b for context in desks for b in (*context.breakers, *context.write_breakers)]
         return (
             lookups.core.is_at_rest
             and all(store._is_up for store in lookups._stores)

@@ -16,11 +16,11 @@ from hypothesis.stateful import (
 from vllm_kvpool.scheduler import kv_event_tracker as module
 from vllm_kvpool.scheduler.kv_event_tracker import (
     Announcement,
-    Announcer,
     BlocksRemoved,
     BlocksStored,
     ChunkBlocks,
     Cleared,
+    KVEventTracker,
     Medium,
 )
 from vllm_kvpool.scheduler.messages import Stored
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, chunk_tokens: int, block_size: int) -> None:
         self.sizes = chunk_tokens, block_size
-        self.announcer = Announcer(MEDIA, num_ranks=1)
+        self.announcer = KVEventTracker(MEDIA, num_ranks=1)
         self.listener = Listener()
         self.units: dict[str, ChunkBlocks] = {}
         for prompt in "ab":
@@ -162,7 +162,7 @@ def simple(chunk: str) -> ChunkBlocks:
     return ChunkBlocks(chunk, (f"{chunk}0", f"{chunk}1"), (), None)
 
 
-def told(announcer: Announcer) -> list[str]:
+def told(announcer: KVEventTracker) -> list[str]:
     """Announcements in words: `+a0 a1 STORAGE`, `-a0 a1 STORAGE`, `cleared`."""
     words = []
     for each in announcer.take():
@@ -176,8 +176,8 @@ def told(announcer: Announcer) -> list[str]:
     return words
 
 
-def with_chunks(chunks: str, num_ranks: int = 2) -> Announcer:
-    announcer = Announcer(MEDIA, num_ranks)
+def with_chunks(chunks: str, num_ranks: int = 2) -> KVEventTracker:
+    announcer = KVEventTracker(MEDIA, num_ranks)
     for chunk in chunks:
         announcer.learn(simple(chunk))
     return announcer

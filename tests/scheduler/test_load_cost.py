@@ -7,7 +7,7 @@ from vllm_kvpool.scheduler.load_cost import (
     IDLE_WAIT_MIN_S,
     MAX_STEP_S,
     RETRY_EVERY,
-    Pace,
+    LoadCostModel,
     idle_wait_s,
 )
 
@@ -20,9 +20,9 @@ def test_a_long_wait_is_waited_for_in_longer_pieces(waited: float, expected: flo
     assert idle_wait_s(waited) == pytest.approx(expected)
 
 
-def measured(compute: float, load: float) -> Pace:
+def measured(compute: float, load: float) -> LoadCostModel:
     """A pace at which so many tokens a second are computed and loaded."""
-    pace = Pace()
+    pace = LoadCostModel()
     pace.step_planned(0.0, {"a": 1000})
     pace.step_planned(1000 / compute, {})
     pace.loaded(1000, 1000 / load)
@@ -30,8 +30,8 @@ def measured(compute: float, load: float) -> Pace:
 
 
 def test_until_both_are_known_loads_are_taken() -> None:
-    assert Pace().loading_beats_computing(1000)
-    pace = Pace()
+    assert LoadCostModel().loading_beats_computing(1000)
+    pace = LoadCostModel()
     pace.loaded(1, 100.0)
     assert pace.loading_beats_computing(1000)
 
@@ -48,7 +48,7 @@ def test_a_refused_load_is_tried_now_and_then() -> None:
 
 
 def test_pauses_and_decode_steps_tell_nothing_of_computing() -> None:
-    pace = Pace()
+    pace = LoadCostModel()
     pace.loaded(1000, 100.0)
     pace.step_planned(0.0, {"a": 1000})
     pace.step_planned(MAX_STEP_S + 1, {"a": 8})

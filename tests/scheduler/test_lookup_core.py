@@ -25,7 +25,7 @@ from vllm_kvpool.scheduler.lookup_core import (
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
@@ -200,9 +200,9 @@ def test_hits_in_near_tiers_do_not_wait_for_lookups_of_far_ones() -> None:
 
 def test_host_memory_waits_for_nobody() -> None:
     world = World([Tier(delays=[1.0]), Tier(delays=[1.0])], host_ranks=1)
-    world.core.host_changed(0, HostChange(tuple(PLAIN.group(each) for each in HASHES), ()))
+    world.core.host_changed(0, HostCacheChange(tuple(PLAIN.group(each) for each in HASHES), ()))
     assert world.answer() == (NUM_CHUNKS, ANSWERED, 0)
-    world.core.host_changed(0, HostChange((), (PLAIN.group(HASHES[7]),)))
+    world.core.host_changed(0, HostCacheChange((), (PLAIN.group(HASHES[7]),)))
     assert world.answer(2) == (7, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
 
 
@@ -321,7 +321,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[bool], set[int]]:
         )
     kinds = range(len(names.kinds))
     groups = tuple(names.group(HASHES[chunk], kind) for chunk in host for kind in kinds)
-    world.core.host_changed(0, HostChange(groups, ()))
+    world.core.host_changed(0, HostCacheChange(groups, ()))
     return world, is_fast, host
 
 
@@ -453,7 +453,7 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
             check = PresenceCheck(2, (PLAIN.group(HASHES[0]),), 0, said.append)
             world.core.check(check, world.now)
         elif message == "host":
-            world.core.host_changed(0, HostChange((PLAIN.group(HASHES[0]),), ()))
+            world.core.host_changed(0, HostCacheChange((PLAIN.group(HASHES[0]),), ()))
         else:
             world.run(limit_s=0.4)
             world.now += 0.1

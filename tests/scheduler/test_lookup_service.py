@@ -32,7 +32,7 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
@@ -82,7 +82,7 @@ class Pool:
     def tell(self, rank: int, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
         """A rank says which chunks have come into its host memory, and left it."""
         hashes = chain_of().hashes
-        change = HostChange(
+        change = HostCacheChange(
             tuple(NAMES.group(hashes[i]) for i in added),
             tuple(NAMES.group(hashes[i]) for i in removed),
         )

@@ -8,14 +8,21 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
-from vllm_kvpool.transfer.ops import HostChange, JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.ops import (
+    HostCacheChange,
+    JobId,
+    JobPages,
+    LoadPlan,
+    PrefetchPlan,
+    SavePlan,
+)
 
 CHUNKS = ["w", "x", "y", "z"]
 RANKS = range(3)
 
 groups = st.lists(st.sampled_from(CHUNKS), unique=True)
 changes = st.builds(  # a chunk that has come is not among those that have left
-    lambda added, removed: HostChange(
+    lambda added, removed: HostCacheChange(
         tuple(added), tuple(group for group in removed if group not in added)
     ),
     groups,
@@ -78,7 +85,7 @@ def state(reports: list[StepReport]) -> dict[tuple[int, str], bool]:
 
 @given(st.lists(hosts, max_size=6))
 def test_merged_over_steps_host_memory_is_as_told_one_by_one(
-    hosts: list[dict[int, HostChange]],
+    hosts: list[dict[int, HostCacheChange]],
 ) -> None:
     single = [StepReport(host=host) for host in hosts]
     whole = merged(*single)
@@ -91,7 +98,7 @@ def test_merged_over_steps_host_memory_is_as_told_one_by_one(
 
 
 @given(st.lists(changes, min_size=3, max_size=3))
-def test_the_order_of_ranks_host_changes_does_not_matter(three: list[HostChange]) -> None:
+def test_the_order_of_ranks_host_changes_does_not_matter(three: list[HostCacheChange]) -> None:
     a, b, c = (StepReport(host={rank: change}) for rank, change in enumerate(three))
     assert merged(merged(a, b), c) == merged(merged(c, a), b)
     assert merged(merged(a, b), c) == merged(a, merged(b, c))
@@ -107,16 +114,16 @@ def test_merging_costs_what_there_is_to_merge() -> None:
             Counted.hashes += 1
             return super().__hash__()
 
-    changes = [HostChange((Counted(f"a{i}"),), (Counted(f"r{i}"),)) for i in range(2000)]
+    changes = [HostCacheChange((Counted(f"a{i}"),), (Counted(f"r{i}"),)) for i in range(2000)]
     whole = merged(*(StepReport(host={0: change}) for change in changes))
     assert whole.host[0].added == tuple(change.added[0] for change in changes)
     assert Counted.hashes <= 4 * 2 * len(changes)
 
 
 def test_what_came_and_left_within_a_report_has_left() -> None:
-    first, second = HostChange(("a", "b"), ("c",)), HostChange(("c",), ("a",))
+    first, second = HostCacheChange(("a", "b"), ("c",)), HostCacheChange(("c",), ("a",))
     report = merged(StepReport(host={0: first}), StepReport(host={0: second, 1: first}))
-    assert report.host == {0: HostChange(("b", "c"), ("a",)), 1: first}
+    assert report.host == {0: HostCacheChange(("b", "c"), ("a",)), 1: first}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ def test_what_came_and_left_within_a_report_has_left() -> None:
         StepReport(load_stops={"a": 0}),
         StepReport(load_tokens=1, load_seconds=0.1),
         StepReport(dropped={1: 1}),
-        StepReport(host={0: HostChange((), ("a",))}),
+        StepReport(host={0: HostCacheChange((), ("a",))}),
     ],
 )
 def test_only_a_report_of_nothing_is_empty(report: StepReport) -> None:
@@ -142,5 +149,7 @@ def test_both_survive_the_way_between_processes() -> None:
         idle=True,
         generation=2,
     )
-    report = StepReport({JobId(1): 1}, {"a": 5}, 1.0, 2.0, {3: 1}, {1: HostChange(("x",), ("y",))})
+    report = StepReport(
+        {JobId(1): 1}, {"a": 5}, 1.0, 2.0, {3: 1}, {1: HostCacheChange(("x",), ("y",))}
+    )
     assert pickle.loads(pickle.dumps((plan, report))) == (plan, report)

@@ -19,7 +19,7 @@ from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import key_of_stem, make_namespace
 from vllm_kvpool.layout.topology import Group, Kind, Topology
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
 from vllm_kvpool.scheduler.block_tables import GroupTables, all_blocks
 from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
@@ -35,7 +35,7 @@ from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
-    HostChange,
+    HostCacheChange,
     JobId,
     JobPages,
     LoadPlan,
@@ -85,7 +85,7 @@ class Bench:
         self.store = FaultyStore(self.memory)
         self.lookups = PatientLookups((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
         self.clock = FakeClock(time.monotonic())
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self.pins = FakePins()
         self.scheduler = PoolScheduler(
             config or KVPoolConfig(),
@@ -102,7 +102,7 @@ class Bench:
                 stems=NAMES.stems(CHUNK),
             ),
             self.lookups,
-            self.tally,
+            self.registry,
             self.clock,
         )
         self.scheduler.saves.ledger.pins = self.pins
@@ -216,7 +216,9 @@ class Bench:
 
     def counts(self, name: str) -> dict[str, float]:
         return {
-            k.removeprefix(name): v for k, v in self.tally.snapshot().items() if k.startswith(name)
+            k.removeprefix(name): v
+            for k, v in self.registry.snapshot().items()
+            if k.startswith(name)
         }
 
     def save(self, job: int, chunks: range, request_id: str = "a") -> SavePlan:
@@ -1088,11 +1090,11 @@ def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
 def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
     bench = make(host_tier=True, num_ranks=2)
     groups = tuple(NAMES.group(chunk_hash) for chunk_hash in hashes_of(range(100)))
-    bench.scheduler.apply(StepReport(host={rank: HostChange(groups, ()) for rank in (0, 1)}))
+    bench.scheduler.apply(StepReport(host={rank: HostCacheChange(groups, ()) for rank in (0, 1)}))
     bench.add()
     assert bench.match() == (96, True)
     assert bench.store.calls == {}
-    bench.scheduler.apply(StepReport(host={1: HostChange((), groups[2:])}))
+    bench.scheduler.apply(StepReport(host={1: HostCacheChange((), groups[2:])}))
     bench.add("b")
     assert bench.match("b") == (64, True)
 

@@ -25,7 +25,7 @@ from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.transfer.ops import HostChange, JobId, SavePlan
+from vllm_kvpool.transfer.ops import HostCacheChange, JobId, SavePlan
 
 FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
 Make = Callable[..., Bench]
@@ -196,17 +196,17 @@ def test_what_ranks_have_of_one_epoch_is_not_found_in_another(make: Make) -> Non
     )
     assert not set(first) & set(new)
     for rank in (0, 1):
-        bench.scheduler.apply(StepReport(host={rank: HostChange(first, ())}))
+        bench.scheduler.apply(StepReport(host={rank: HostCacheChange(first, ())}))
     # One rank has told of the new epoch, and one of the old: nobody has all of it.
     begin(bench, NEW)
-    bench.scheduler.apply(StepReport(host={0: HostChange(new, ())}))
+    bench.scheduler.apply(StepReport(host={0: HostCacheChange(new, ())}))
     bench.add("a")
     assert bench.match("a") == NOTHING
-    bench.scheduler.apply(StepReport(host={1: HostChange(new[:2], ())}))
+    bench.scheduler.apply(StepReport(host={1: HostCacheChange(new[:2], ())}))
     bench.add("b")
     assert bench.match("b") == (64, True)
     for rank in (0, 1):
-        bench.scheduler.apply(StepReport(host={rank: HostChange((), first)}))
+        bench.scheduler.apply(StepReport(host={rank: HostCacheChange((), first)}))
     bench.add("c")
     assert bench.match("c") == (64, True)
 

@@ -33,7 +33,7 @@ from vllm_kvpool.scheduler.prefix_search import (
     PrefixSearch,
     Question,
 )
-from vllm_kvpool.transfer.ops import HostChange, PrefetchPlan
+from vllm_kvpool.transfer.ops import HostCacheChange, PrefetchPlan
 from vllm_kvpool.transfer.planner import Planner
 
 MAX_CHUNKS = 600
@@ -399,10 +399,10 @@ def test_chunks_before_the_window_are_not_asked_for() -> None:
 CHUNKS = ["a", "b", "c", "d", "e"]
 
 
-def change(added: str = "", removed: str = "") -> HostChange:
+def change(added: str = "", removed: str = "") -> HostCacheChange:
     """Of chunks by their digits."""
     groups = [tuple(CHUNKS[int(digit)] for digit in digits) for digits in (added, removed)]
-    return HostChange(*groups)
+    return HostCacheChange(*groups)
 
 
 def test_a_chunk_is_here_once_every_rank_has_it() -> None:

@@ -10,7 +10,7 @@ from tests.scheduler.test_pool_scheduler import Bench as SchedulerBench
 from tests.support.fakes import FakeClock, FakeExecutor
 from tests.worker.test_pool_worker import DONE, load_plan, loaded, save_plan
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SpanLoaded
 from vllm_kvpool.worker import pool_worker as worker_module
@@ -29,13 +29,13 @@ class WorkerBench:
 
     def __init__(self) -> None:
         self.executor = FakeExecutor()
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self.worker = PoolWorker(
             self.executor,  # type: ignore[arg-type]
             CHUNK,
             BLOCK,
             finish_in_step=False,
-            tally=self.tally,
+            registry=self.registry,
             layer_spans=LAYERS,
             load_timeout_s=TIMEOUT_S,
         )
@@ -154,7 +154,7 @@ def test_a_load_that_stops_in_mid_step_invalidates_blocks_in_the_same(ok_stop: i
     report = bench.worker.take_report()
     assert report is not None
     assert report.load_stops == {"a": ok_stop * CHUNK}
-    assert bench.tally.snapshot() == {"kvpool_failures{kind=load_corrupt}": 1}
+    assert bench.registry.snapshot() == {"kvpool_failures{kind=load_corrupt}": 1}
 
 
 def test_the_step_ends_no_earlier_than_its_loads() -> None:
@@ -180,7 +180,7 @@ def test_a_layer_that_has_not_asked_makes_the_load_a_failure() -> None:
     report = bench.worker.take_report()
     assert report is not None
     assert report.load_stops == {"a": BLOCK}
-    assert bench.tally.snapshot() == {"kvpool_failures{kind=layer_not_asked}": 1}
+    assert bench.registry.snapshot() == {"kvpool_failures{kind=layer_not_asked}": 1}
     # The next step starts afresh.
     again = layered(job=2)
     step = bench.begin(again)

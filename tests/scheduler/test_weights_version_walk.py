@@ -18,7 +18,7 @@ from vllm_kvpool.scheduler.block_tables import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.transfer.ops import HostChange, LoadPlan, SavePlan
+from vllm_kvpool.transfer.ops import HostCacheChange, LoadPlan, SavePlan
 
 BLOCK = 16
 EPOCHS = ("", "sample:b", "drawn:c")
@@ -206,7 +206,7 @@ class Walk:
             if self.host_tier:
                 group = names.group(chunk_hash)
                 self.host[group] = content
-                self.bench.scheduler.apply(StepReport(host={0: HostChange((group,), ())}))
+                self.bench.scheduler.apply(StepReport(host={0: HostCacheChange((group,), ())}))
 
     def evict(self) -> None:
         if not self.cells:

@@ -20,7 +20,7 @@ from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import WHOLE, Group, Kind, Reach, Topology
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.block_pins import HELD_SHARE
 from vllm_kvpool.scheduler.block_tables import all_blocks
 from vllm_kvpool.scheduler.lookup_service import LookupService
@@ -117,7 +117,7 @@ class Engine:
             Role.BOTH,
             shape,
             self.lookups,
-            Tally(),
+            MetricsRegistry(),
             self.clock,
         )
         self.scheduler.saves.ledger.pins = self.pool

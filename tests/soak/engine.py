@@ -204,9 +204,9 @@ class Engine:
 
     def counted(self) -> dict[str, float]:
         """What both sides have counted since they were made."""
-        total = self._scheduler_side.tally.snapshot()
+        total = self._scheduler_side.registry.snapshot()
         for rank in self._ranks:
-            merge_samples(total, rank.side.tally.snapshot())
+            merge_samples(total, rank.side.registry.snapshot())
         return total
 
     def close(self) -> None:

@@ -10,24 +10,24 @@ from collections.abc import Callable
 from tests.support.fakes import FakeClock
 from vllm_kvpool.identity.keys import HeadPart, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
-from vllm_kvpool.metrics import Tally, sample_name
+from vllm_kvpool.metrics import MetricsRegistry, sample_name
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellName,
     CellOutcome,
     CellTask,
+    DemotionJob,
     DropSaves,
     Flush,
-    HandDown,
     HandedDown,
-    HostChange,
+    HostCacheChange,
     JobId,
     JobPages,
     LaneName,
@@ -126,7 +126,7 @@ def in_words(action: Action) -> str:
         case SaveDone(job, request, outcomes):
             assert request == f"r{job}"
             return f"saved {job}: {counts_of(outcomes)}"
-        case HostChange(added, removed):
+        case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
         case HandedDown(job, moved):
             return f"handed down {job}: {moved}"
@@ -159,11 +159,11 @@ class Bench:
     ) -> None:
         names = lane_names(len(tiers), replicas=replicas is not None)
         own = lanes or {}
-        self.residency = Residency(
+        self.host_cache = HostCache(
             SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}
         )
         self.engine = Engine(
-            self.residency,
+            self.host_cache,
             tiers,
             {name: own.get(name.kind, limits) for name in names},
             write_back=write_back,
@@ -174,7 +174,7 @@ class Bench:
         self.clock = FakeClock()
         self.running: dict[int, Work] = {}
         self.hanging: dict[int, Work] = {}  # given up, and not answered
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self.checks = True  # long runs go without
         self.saved: list[SaveDone] = []
 
@@ -221,7 +221,7 @@ class Bench:
         return self.step(DropSaves(forget))
 
     def hand_down(self, job: int, tier: int, cells: str) -> list[str]:
-        return self.step(HandDown(JobId(job), tier, tuple(map(name_of, cells.split()))))
+        return self.step(DemotionJob(JobId(job), tier, tuple(map(name_of, cells.split()))))
 
     def flush(self) -> list[str]:
         return self.step(Flush())
@@ -269,22 +269,22 @@ class Bench:
 
     def slots(self) -> str:
         """How many slots are free, held and in quarantine."""
-        slots = self.residency.slots
+        slots = self.host_cache.slots
         return f"{slots.num_free} {slots.num_held} {slots.num_quarantined}"
 
     def cells(self) -> str:
         """The cells in host memory or on their way into it; dirty ones have a star."""
-        return " ".join(sorted(entry.key + "*" * entry.dirty for entry in self.residency))
+        return " ".join(sorted(entry.key + "*" * entry.dirty for entry in self.host_cache))
 
     def counted(self, name: str, **labels: str) -> int:
-        self.engine.desk.fill(self.tally)
-        return int(self.tally.snapshot().get(sample_name(name, labels), 0))
+        self.engine.context.fill(self.registry)
+        return int(self.registry.snapshot().get(sample_name(name, labels), 0))
 
     @property
     def is_clean(self) -> bool:
         """Nothing is under way, and all slots are free or of cells that stay."""
-        slots = self.residency.slots
-        held = sum(1 for _ in self.residency)
+        slots = self.host_cache.slots
+        held = sum(1 for _ in self.host_cache)
         return self.engine.idle and slots.num_free == slots.count - held
 
 

@@ -10,7 +10,7 @@ from tests.transfer.engine_bench import DISK, FAILED, FAR, MISSING, Bench
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import ChunkRef, EvictionCandidate
 from vllm_kvpool.transfer import demotion
-from vllm_kvpool.transfer.demotion import Custodian
+from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.ops import CellName, CellOutcome, LaneName, OpKind
 
 LIMIT_S = 10.0
@@ -81,7 +81,7 @@ def test_with_no_tier_after_it_nothing_is_done() -> None:
 
 def test_cells_of_larger_models_are_left_alone() -> None:
     bench = Bench(DISK, FAR, write_back=True)
-    bench.engine.desk.slot_bytes = 10
+    bench.engine.context.slot_bytes = 10
     assert bench.hand_down(-1, 0, "a") == ["handed down -1: 0"]
 
 
@@ -130,7 +130,7 @@ def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) 
         ],
         [EvictionCandidate("n@x@cc", ChunkRef("n@x@cc"), 30)],
     )
-    custodian = Custodian({3: store}, post)
+    custodian = DemotionThread({3: store}, post)
     assert posted.get(timeout=LIMIT_S) == (
         3,
         (CellName("n@x@aa", ChunkRef("n@x@aa"), 10), CellName("n@x@bb", ChunkRef("n@x@bb"), 20)),
@@ -153,7 +153,7 @@ def test_a_hand_down_without_an_end_does_not_keep_others_from_their_turn(
         [EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)],
         [EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)],
     )
-    custodian = Custodian({0: store}, lambda tier, cells, answer: asked.put(tier))
+    custodian = DemotionThread({0: store}, lambda tier, cells, answer: asked.put(tier))
     for _ in range(2):
         asked.get(timeout=LIMIT_S)
     custodian.close()
@@ -165,7 +165,7 @@ def test_closing_waits_for_no_hand_down(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.01)
     asked: SimpleQueue[int] = SimpleQueue()
     store = Store([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
-    custodian = Custodian({0: store}, lambda tier, cells, answer: asked.put(tier))
+    custodian = DemotionThread({0: store}, lambda tier, cells, answer: asked.put(tier))
     assert asked.get(timeout=LIMIT_S) == 0
     assert custodian.close()
     assert store.turns_ended == 1
@@ -185,7 +185,7 @@ def test_a_hand_down_that_begins_while_closing_is_not_waited_for(
             return super().surplus(max_keys)
 
     store = SlowStore([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
-    custodian = Custodian({0: store}, lambda tier, cells, answer: None)
+    custodian = DemotionThread({0: store}, lambda tier, cells, answer: None)
     assert asked.wait(LIMIT_S)
     monkeypatch.setattr(demotion, "JOIN_S", 0.01)
     assert not custodian.close(), "the store is still being asked"
@@ -209,7 +209,7 @@ def test_a_store_that_fails_is_asked_again(
         answer.put(0)
         asked.put(tier)
 
-    custodian = Custodian({0: store}, post)
+    custodian = DemotionThread({0: store}, post)
     for _ in range(3):
         store.failures.get(timeout=LIMIT_S)
     assert asked.empty()

@@ -26,14 +26,14 @@ from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.host_cache import EntryState, Residency
+from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     CellTask,
     DropSaves,
     Flush,
-    HostChange,
+    HostCacheChange,
     LoadDone,
     LoadJob,
     OpKind,
@@ -120,11 +120,11 @@ class EngineMachine(RuleBasedStateMachine):
         limits: LaneLimits,
     ) -> None:
         slots = SlotPool(keep + staging, min(reserve, staging - 1))
-        self.residency = Residency(slots, keep, POLICIES[policy], {"": cells})
+        self.host_cache = HostCache(slots, keep, POLICIES[policy], {"": cells})
         named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
         lanes = dict.fromkeys(lane_names(len(tiers)), limits)
         self.engine = Engine(
-            self.residency, named, lanes, write_back=write_back, chance=lambda: 0.5
+            self.host_cache, named, lanes, write_back=write_back, chance=lambda: 0.5
         )
         self.cells = cells
         self.clock = FakeClock()
@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.told[job] = Told(event, self.epoch, float("inf"))
         self.step(event)
 
-    @precondition(lambda self: self.residency.keep)
+    @precondition(lambda self: self.host_cache.keep)
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4))
     def prefetch(self, first: int, chunks: int) -> None:
         cells = map(name_of, self.keys(first, chunks).split())
@@ -199,10 +199,10 @@ class EngineMachine(RuleBasedStateMachine):
         kinds = OUTCOMES[work.lane.kind]
         self.come_back(work, [data.draw(st.sampled_from(kinds)) for _ in work.cells])
 
-    @precondition(lambda self: self.engine.desk.tiers)
+    @precondition(lambda self: self.engine.context.tiers)
     @rule(data=st.data(), up=st.booleans())
     def tier_changes(self, data: st.DataObject, up: bool) -> None:
-        tier = data.draw(st.integers(0, len(self.engine.desk.tiers) - 1))
+        tier = data.draw(st.integers(0, len(self.engine.context.tiers) - 1))
         (self.away.discard if up else self.away.add)(tier)
         self.step(TierHealth(tier, up))
 
@@ -219,7 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
     def drop_saves(self, forget: bool) -> None:
         self.epoch += forget
         self.step(DropSaves(forget))
-        assert not forget or not list(self.residency)
+        assert not forget or not list(self.host_cache)
 
     @rule()
     def flush(self) -> None:
@@ -242,18 +242,18 @@ class EngineMachine(RuleBasedStateMachine):
                     self.gather_reported(action)
                 case SaveDone():
                     self.save_reported(action)
-                case HostChange():
+                case HostCacheChange():
                     assert not set(action.added) & set(action.removed)
                     self.whole = (self.whole | set(action.added)) - set(action.removed)
 
     def started(self, work: Work) -> None:
         lane = work.lane
-        limits = self.engine.desk.lane(lane.kind, lane.tier).limits
+        limits = self.engine.context.lane(lane.kind, lane.tier).limits
         assert work.work_id not in self.flying.keys() | self.hanging.keys()
         assert 0 < len(work.cells) <= limits.batch_ops
         assert lane.tier not in self.away
         if lane.tier >= 0:
-            assert not self.engine.desk.breakers[lane.tier].is_open(self.clock())
+            assert not self.engine.context.breakers[lane.tier].is_open(self.clock())
         users = defaultdict(set)
         for other in [*self.flying.values(), *self.hanging.values()]:
             for cell in other.cells:
@@ -350,11 +350,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.idle or self.flying or due is not None
         assert not self.engine.idle or not (waiting or self.flying)
         assert self.whole == self.whole_groups()
-        assert self.residency.keep or not self.whole
+        assert self.host_cache.keep or not self.whole
 
     def lent_memory_is_kept(self) -> None:
         """What a call that hangs may write is nobody's, what it may read stays as it is."""
-        slots = self.residency.slots
+        slots = self.host_cache.slots
         written = set()
         for work in self.hanging.values():
             for cell in work.cells:
@@ -368,12 +368,12 @@ class EngineMachine(RuleBasedStateMachine):
                     content = self.contents[cell.slot]
                     assert (content.key, content.good) == (cell.cell.key, True)
         assert len(written) == self.engine.stuck.num_slots_written
-        assert not written & {entry.slot for entry in self.residency}
+        assert not written & {entry.slot for entry in self.host_cache}
 
     def whole_groups(self) -> set[str]:
         """Chunks all of whose cells are in host memory."""
-        groups = [e.chunk.id for e in self.residency if e.state is EntryState.PRESENT]
-        kept = self.residency.keep > 0
+        groups = [e.chunk.id for e in self.host_cache if e.state is CacheEntryState.PRESENT]
+        kept = self.host_cache.keep > 0
         return {group for group in groups if kept and groups.count(group) == self.cells}
 
     def teardown(self) -> None:
@@ -388,10 +388,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.holds()
         self.run_dry()
         assert self.engine.idle
-        assert not any(entry.pins for entry in self.residency)
-        assert self.residency.keep or not list(self.residency)
-        slots = self.residency.slots
-        assert slots.num_held == len(list(self.residency))
+        assert not any(entry.pins for entry in self.host_cache)
+        assert self.host_cache.keep or not list(self.host_cache)
+        slots = self.host_cache.slots
+        assert slots.num_held == len(list(self.host_cache))
         assert slots.num_free == slots.count - slots.num_held
 
     def run_dry(self) -> None:

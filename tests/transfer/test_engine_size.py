@@ -21,7 +21,7 @@ from tests.transfer.engine_bench import (
 )
 from tests.transfer.lines import PACKAGE, counted_lines
 from vllm_kvpool.transfer.graph import LaneLimits, Op
-from vllm_kvpool.transfer.host_cache import Entry
+from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import CellOutcome, LaneName, OpKind
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) ->
         write_back=write_back,
     )
     bench.checks = False
-    before = alive(Op), alive(Entry)
+    before = alive(Op), alive(CacheEntry)
 
     def outcome(lane: LaneName, key: str) -> CellOutcome:
         return dice.choice(BAD[lane.kind]) if lane.kind in BAD and dice.random() < 0.05 else DONE
@@ -87,11 +87,11 @@ def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) ->
         bench.after(1.0)
     bench.engine.check()
     assert bench.engine.idle
-    assert bench.residency.num_idle <= 12
-    assert bench.residency.slots.num_held == len(list(bench.residency))
+    assert bench.host_cache.num_idle <= 12
+    assert bench.host_cache.slots.num_held == len(list(bench.host_cache))
     assert alive(Op) == before[0]
-    assert alive(Entry) == before[1] + len(list(bench.residency))
-    assert all(not any(lane.queues) for lane in bench.engine.desk.scheduler.lanes.values())
+    assert alive(CacheEntry) == before[1] + len(list(bench.host_cache))
+    assert all(not any(lane.queues) for lane in bench.engine.context.scheduler.lanes.values())
 
 
 def test_a_load_that_is_over_holds_nothing_until_its_deadline() -> None:

@@ -17,7 +17,7 @@ from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, group_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
@@ -34,13 +34,13 @@ from vllm_kvpool.transfer.executor import (
     Executor,
 )
 from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     DropSaves,
-    HostChange,
+    HostCacheChange,
     JobId,
     JobPages,
     LaneName,
@@ -103,7 +103,7 @@ class Rank:
             block_sizes=(BLOCK,),
         )
         self.pages_lbhnc = torch.zeros((LAYERS, BLOCKS, HEADS, BLOCK, ROW), dtype=torch.int16)
-        self.tally, self.trace = Tally(), FakeTrace()
+        self.registry, self.trace = MetricsRegistry(), FakeTrace()
         self.copier = FakeCopier()
         real = CpuCopier([from_token_content(layer) for layer in self.pages_lbhnc])
         if copies:
@@ -112,9 +112,9 @@ class Rank:
         arena = Arena(
             num_slots * SLOT_ALIGNMENT, self.planner.max_cell_bytes(), keep * SLOT_ALIGNMENT
         )
-        work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.tally)
+        work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.registry)
         self.engine = Engine(
-            Residency(SlotPool(arena.num_slots, 4), keep, Lru(), {"": len(self.planner.cells)}),
+            HostCache(SlotPool(arena.num_slots, 4), keep, Lru(), {"": len(self.planner.cells)}),
             (Tier("memory", durable=True, remote=False),),
             dict.fromkeys(lane_names(1), LIMITS),
             write_back=write_back,
@@ -127,7 +127,7 @@ class Rank:
             self.planner,
             self.perform,
             lanes,
-            self.tally,
+            self.registry,
             self.trace,
             call_timeout_s,
             on_stuck,
@@ -259,7 +259,7 @@ def test_a_bug_in_a_lane_is_a_report_and_the_lane_goes_on(rank: Rank) -> None:
     ]
     rank.copier.broken = False
     assert rank.save(2) == {DONE: 4}
-    assert "kvpool_failures{kind=lane}" not in rank.tally.snapshot()
+    assert "kvpool_failures{kind=lane}" not in rank.registry.snapshot()
 
 
 def test_reports_are_drained_once_and_waited_for(rank: Rank) -> None:
@@ -302,7 +302,7 @@ def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) ->
     rank.save(1, 2)
     rank.executor.post(DropSaves(forget=True))
     groups = tuple(group_of(MODEL, chunk_hash.hex()) for chunk_hash in HASHES[:2])
-    gone = lambda reports: HostChange((), groups) in reports  # noqa: E731
+    gone = lambda reports: HostCacheChange((), groups) in reports  # noqa: E731
     assert rank.executor.wait(gone, LIMIT_S)
     rank.executor.drain()
     rank.executor.post(PrefetchPlan("r9", HASHES[:2]))
@@ -327,7 +327,7 @@ def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
     assert rank.executor.wait(lambda reports: LoadDone in map(type, reports), LIMIT_S)
     rank.trace.dropped = 5
     assert rank.close()
-    tally = rank.tally.snapshot()
+    registry = rank.registry.snapshot()
     expected = {
         "kvpool_trace_dropped": 5,
         "kvpool_slots{state=free}": 16,
@@ -340,9 +340,9 @@ def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
         "kvpool_queue_cells{lane=put,tier=memory}": 0,
         "kvpool_queue_cells{lane=seal,tier=host}": 0,
     }
-    assert {name: tally.get(name) for name in expected} == expected
+    assert {name: registry.get(name) for name in expected} == expected
     for name in ("kvpool_save_seconds", "kvpool_load_seconds"):
-        counts = [v for k, v in tally.items() if k.startswith(name) and k.endswith(".count")]
+        counts = [v for k, v in registry.items() if k.startswith(name) and k.endswith(".count")]
         assert sum(counts) == 1
     marks = [(mark["name"], mark["job"]) for mark in rank.trace.of("instant")]
     assert marks == [("save done", 1), ("load done", 2)]
@@ -424,7 +424,7 @@ def test_closing_does_not_try_for_ever_to_copy_down(store: FaultyStore) -> None:
     began = time.monotonic()
     assert rank.close()
     assert time.monotonic() - began < SLACK_S
-    assert rank.tally.snapshot()["kvpool_evicted_cells{tier=host,fate=lost}"] == 12
+    assert rank.registry.snapshot()["kvpool_evicted_cells{tier=host,fate=lost}"] == 12
 
 
 # An engine that fails
@@ -453,7 +453,7 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
     rank.executor.post(PrefetchPlan("r4", HASHES))
     rank.executor.post(save_plan(4, 1, (3, 4)))
     assert rank.reports(1) == [SaveGathered(JobId(4), "r4")]
-    assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
+    assert rank.registry.snapshot()["kvpool_failures{kind=engine}"] == 1
     store.release()
     assert rank.close(1.0)
 
@@ -500,7 +500,7 @@ def test_what_has_ended_is_told_though_the_engine_fails_right_after(store: Fault
     store.release()
     assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, CellOutcome.MISSING)]
     assert rank.close(1.0)
-    assert rank.tally.snapshot()["kvpool_failures{kind=engine}"] == 1
+    assert rank.registry.snapshot()["kvpool_failures{kind=engine}"] == 1
 
 
 # Lanes that die
@@ -541,7 +541,7 @@ def test_what_a_dying_lane_was_doing_has_failed_and_another_takes_its_place(
     assert rank.save(2) == {DONE: 4}
     assert lane_thread(rank, lane) is rank.perform.threads[lane]
     assert rank.close()
-    assert rank.tally.snapshot()["kvpool_failures{kind=lane}"] == 1
+    assert rank.registry.snapshot()["kvpool_failures{kind=lane}"] == 1
 
 
 @pytest.mark.usefixtures("mortal")
@@ -551,7 +551,7 @@ def test_the_answer_of_a_lane_whose_work_has_failed_is_not_heard(rank: Rank) -> 
     for work_id in range(3):  # gather, seal, put
         rank.executor._inbox.put(WorkDone(WorkId(work_id), (FAILED,) * 4))
     assert rank.save(2) == {EXISTED: 4}
-    assert "kvpool_failures{kind=engine}" not in rank.tally.snapshot()
+    assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
 
 @pytest.mark.parametrize("lane", ["get-0", "check", "scatter"])
@@ -572,7 +572,7 @@ def test_an_idle_lane_that_is_ended_from_outside_loses_no_work(rank: Rank) -> No
         throw_into(lane_thread(rank, "gather"))
         assert rank.save(job) == {FAILED: 4}
         assert rank.save(job + 1) in ({DONE: 4}, {EXISTED: 4})
-    assert rank.tally.snapshot()["kvpool_failures{kind=lane}"] == 10
+    assert rank.registry.snapshot()["kvpool_failures{kind=lane}"] == 10
 
 
 @pytest.mark.usefixtures("mortal")
@@ -609,7 +609,7 @@ def test_a_lane_that_always_dies_is_given_up_and_nothing_hangs(rank: Rank) -> No
     for job in range(MAX_NEW_LANES + 5):
         assert rank.save(job) == {FAILED: 4}
     assert rank.perform.calls["gather"] == MAX_NEW_LANES + 1
-    assert rank.tally.snapshot()["kvpool_failures{kind=lane}"] == MAX_NEW_LANES + 1
+    assert rank.registry.snapshot()["kvpool_failures{kind=lane}"] == MAX_NEW_LANES + 1
     rank.executor.post(load_plan(100, (3, 4), 0, CHUNK))
     assert rank.reports(1) == [LoadDone(JobId(100), "r100", 0, CellOutcome.MISSING)]
 
@@ -680,5 +680,5 @@ def test_a_lane_that_dies_among_many_graphs_holds_up_none(
     types = (SaveGathered, SaveDone) if kind is SavePlan else (LoadDone,)
     assert counts == {(t, job): 1 for t in types for job in range(NUM_GRAPHS)}
     rank.check_is_idle()
-    tally = rank.tally.snapshot()
-    assert tally["kvpool_failures{kind=lane}"] == 1
+    registry = rank.registry.snapshot()
+    assert registry["kvpool_failures{kind=lane}"] == 1

@@ -153,7 +153,7 @@ def threads_of(rank: Rank, lane: LaneName) -> list[threading.Thread]:
 
 def level(rank: Rank, name: str) -> float | None:
     """A gauge, as of now."""
-    return rank.tally.snapshot().get(name)
+    return rank.registry.snapshot().get(name)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -174,10 +174,10 @@ def check_is_clean(rank: Rank) -> None:
     wait_for(lambda: not rank.executor._stuck)
     assert rank.close()
     rank.check_is_idle()
-    slots = rank.engine.desk.residency.slots
+    slots = rank.engine.context.host_cache.slots
     assert slots.num_free == slots.count
     assert len(rank.engine.stuck) == 0
-    assert "kvpool_failures{kind=engine}" not in rank.tally.snapshot()
+    assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
 
 # A call that hangs
@@ -234,8 +234,8 @@ def test_slots_of_a_call_that_the_store_gave_up_are_never_used_again(
     assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)], "the lane goes on"
     assert not rank.executor._stuck
     assert not rank.close(), "memory may be released that is still touched"
-    assert rank.engine.desk.residency.slots.num_quarantined == 1
-    assert "kvpool_failures{kind=engine}" not in rank.tally.snapshot()
+    assert rank.engine.context.host_cache.slots.num_quarantined == 1
+    assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
 
 def test_a_save_is_reported_and_its_cells_can_still_be_read(ward: Ward) -> None:
@@ -285,7 +285,7 @@ def test_lanes_of_host_memory_are_waited_for(ward: Ward) -> None:
     rank.perform.release()
     assert SaveDone(JobId(1), "r1", ((DONE, CELLS_PER_CHUNK),), tiers=(0,)) in rank.reports(2)
     assert threads_of(rank, LaneName(OpKind.GATHER, -1)) == [gather]
-    assert "kvpool_failures{kind=store_stuck}" not in rank.tally.snapshot()
+    assert "kvpool_failures{kind=store_stuck}" not in rank.registry.snapshot()
 
 
 def test_a_tier_that_is_away_is_not_asked_until_it_is_there(ward: Ward) -> None:
@@ -407,7 +407,7 @@ def test_a_thread_that_dies_after_it_was_left_answers_by_that(ward: Ward, how: s
     rank.executor.post(one_cell_plan(LoadPlan, 2))
     assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)]
     check_is_clean(rank)
-    assert "kvpool_failures{kind=lane}" not in rank.tally.snapshot()
+    assert "kvpool_failures{kind=lane}" not in rank.registry.snapshot()
 
 
 # A call that returns at the very moment

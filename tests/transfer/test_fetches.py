@@ -151,7 +151,7 @@ def test_a_remote_tier_is_tried_so_often_and_passed_over(outcome: CellOutcome) -
         assert told == f"{work} get-0 a"
         assert bench.running[work].attempt == attempt + 1
         # Others get through, so the tier is not left alone.
-        bench.engine.desk.breakers[0].succeeded()
+        bench.engine.context.breakers[0].succeeded()
         told = bench.ends(work, outcome)
     assert told == [f"{work + 1} get-1 a"]
     assert due == pytest.approx([retry_pause_s(n, 0.0) for n in range(1, MAX_TRIES)])
@@ -164,7 +164,7 @@ def test_every_remote_tier_is_tried_as_often() -> None:
     while bench.running:
         lanes += [str(work.lane) for work in bench.running.values()]
         told = bench.ends(max(bench.running), FAILED) or bench.after(LONG_S)
-        for breaker in bench.engine.desk.breakers:
+        for breaker in bench.engine.context.breakers:
             breaker.succeeded()
     assert lanes == ["get-0"] * MAX_TRIES + ["get-1"] * MAX_TRIES
     assert told == ["loaded 1 to 0 failed"]
@@ -244,7 +244,7 @@ def down(bench: Bench, *stuck: str) -> None:
         while free := [n for n, work in bench.running.items() if str(work.lane) not in stuck]:
             is_first = bench.running[free[0]].lane.tier == 0
             bench.ends(free[0], FAILED if is_first else MISSING)
-    assert bench.counted("kvpool_tier_up", tier=bench.engine.desk.tiers[0].name) == 0
+    assert bench.counted("kvpool_tier_up", tier=bench.engine.context.tiers[0].name) == 0
 
 
 def test_a_tier_that_is_down_is_not_asked_until_the_pause_is_over() -> None:

@@ -9,8 +9,8 @@ from tests.support.fakes import FakeClock
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.transfer.host_cache import STALE_PLACES, Entry, EntryState, Residency
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.host_cache import STALE_PLACES, CacheEntry, CacheEntryState, HostCache
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 LOAD, SAVE = SlotUse.LOAD, SlotUse.SAVE
 SECOND = 10**9
@@ -26,25 +26,25 @@ def now_ns() -> int:
 
 def host(
     keep: int = 2, slots: int = 4, reserve: int = 0, cells_per_chunk: int = 1, policy: str = "lru"
-) -> Residency:
-    return Residency(SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk})
+) -> HostCache:
+    return HostCache(SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk})
 
 
-def bring(residency: Residency, keys: str, *, dirty: bool = False, hold: bool = False) -> None:
+def bring(host_cache: HostCache, keys: str, *, dirty: bool = False, hold: bool = False) -> None:
     """Cells come in one after the other, each of the chunk that its first letter names."""
     for key in keys.split():
-        come(residency, key, ChunkRef(key[0]), dirty=dirty, hold=hold)
+        come(host_cache, key, ChunkRef(key[0]), dirty=dirty, hold=hold)
 
 
 def come(
-    residency: Residency, key: str, chunk: ChunkRef, *, dirty: bool = False, hold: bool = False
+    host_cache: HostCache, key: str, chunk: ChunkRef, *, dirty: bool = False, hold: bool = False
 ) -> None:
-    entry = residency.begin(key, chunk, 100)
-    assert residency.give_slot(entry, LOAD)
-    residency.arrived(entry, now_ns(), dirty=dirty)
+    entry = host_cache.begin(key, chunk, 100)
+    assert host_cache.assign_slot(entry, LOAD)
+    host_cache.arrived(entry, now_ns(), dirty=dirty)
     if not hold:
-        residency.unpin(entry)
-    residency.check()
+        host_cache.unpin(entry)
+    host_cache.check()
 
 
 def prompt(chunks: str) -> list[ChunkRef]:
@@ -53,279 +53,279 @@ def prompt(chunks: str) -> list[ChunkRef]:
     return [ChunkRef(each, each[:-1], i) for i, each in enumerate(ids)]
 
 
-def keys(residency: Residency) -> str:
-    return " ".join(sorted(entry.key for entry in residency))
+def keys(host_cache: HostCache) -> str:
+    return " ".join(sorted(entry.key for entry in host_cache))
 
 
-def entry(residency: Residency, key: str) -> Entry:
-    found = residency.get(key)
+def entry(host_cache: HostCache, key: str) -> CacheEntry:
+    found = host_cache.get(key)
     assert found is not None
     return found
 
 
 def test_a_cell_stays_until_there_are_too_many() -> None:
-    residency = host()
-    bring(residency, "a b")
-    assert keys(residency) == "a b"
-    bring(residency, "c")
-    assert keys(residency) == "b c"
-    assert residency.num_dropped == 1
-    assert residency.slots.num_free == 2
+    host_cache = host()
+    bring(host_cache, "a b")
+    assert keys(host_cache) == "a b"
+    bring(host_cache, "c")
+    assert keys(host_cache) == "b c"
+    assert host_cache.num_dropped == 1
+    assert host_cache.slots.num_free == 2
 
 
 def test_without_a_host_tier_a_cell_stays_while_it_is_held() -> None:
-    residency = host(keep=0)
-    bring(residency, "a", hold=True)
-    held = entry(residency, "a")
-    assert held.state is EntryState.PRESENT
-    residency.unpin(held)
-    assert keys(residency) == ""
-    assert held.state is EntryState.GONE
-    assert residency.slots.num_free == 4
-    assert residency.take_change() is None
+    host_cache = host(keep=0)
+    bring(host_cache, "a", hold=True)
+    held = entry(host_cache, "a")
+    assert held.state is CacheEntryState.PRESENT
+    host_cache.unpin(held)
+    assert keys(host_cache) == ""
+    assert held.state is CacheEntryState.GONE
+    assert host_cache.slots.num_free == 4
+    assert host_cache.take_change() is None
 
 
 def test_a_cell_that_was_read_leaves_later() -> None:
-    residency = host()
-    bring(residency, "a b")
-    residency.hit("a", now_ns())
-    bring(residency, "c")
-    assert keys(residency) == "a c"
+    host_cache = host()
+    bring(host_cache, "a b")
+    host_cache.hit("a", now_ns())
+    bring(host_cache, "c")
+    assert keys(host_cache) == "a c"
 
 
 def test_a_chunk_that_was_used_twice_stays_longer_than_those_used_once() -> None:
-    residency = host(keep=3, slots=8, policy="lrfu")
-    bring(residency, "a b c")
-    residency.hit("a", now_ns())
-    bring(residency, "d e f")
-    assert keys(residency) == "a e f"
+    host_cache = host(keep=3, slots=8, policy="lrfu")
+    bring(host_cache, "a b c")
+    host_cache.hit("a", now_ns())
+    bring(host_cache, "d e f")
+    assert keys(host_cache) == "a e f"
 
 
 def test_a_chunk_that_comes_back_soon_after_it_left_was_used_twice() -> None:
-    residency = host(keep=2, slots=8, policy="lrfu")
-    bring(residency, "a b c a d e")
-    assert keys(residency) == "a e"
-    bring(residency, "v w x y z")
-    assert keys(residency) == "a z"
+    host_cache = host(keep=2, slots=8, policy="lrfu")
+    bring(host_cache, "a b c a d e")
+    assert keys(host_cache) == "a e"
+    bring(host_cache, "v w x y z")
+    assert keys(host_cache) == "a z"
 
 
 def test_what_left_long_ago_is_not_remembered() -> None:
-    residency = host(keep=2, slots=8, policy="lrfu")
-    bring(residency, "a b c d e f g h i j k a y z")
-    assert keys(residency) == "y z"
+    host_cache = host(keep=2, slots=8, policy="lrfu")
+    bring(host_cache, "a b c d e f g h i j k a y z")
+    assert keys(host_cache) == "y z"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("order", ["abc", "cba", "bac"])
 def test_a_prompts_end_leaves_before_its_beginning(policy: str, order: str) -> None:
     """In whatever order its chunks came."""
-    residency = host(keep=3, slots=8, policy=policy)
+    host_cache = host(keep=3, slots=8, policy=policy)
     chunks = dict(zip("abc", prompt("abc"), strict=True))
     for each in order:
-        come(residency, chunks[each].id, chunks[each])
+        come(host_cache, chunks[each].id, chunks[each])
     left = []
     for each in "xyz":
-        before = set(keys(residency).split())
-        bring(residency, each)
-        left += sorted(before - set(keys(residency).split()))
+        before = set(keys(host_cache).split())
+        bring(host_cache, each)
+        left += sorted(before - set(keys(host_cache).split()))
     assert left == ["abc", "ab", "a"]
 
 
 def test_a_prompt_that_goes_on_keeps_its_beginning() -> None:
     """Whoever saves what comes after a chunk has used the chunk, wherever it was read from."""
-    residency = host(keep=4, slots=8)
+    host_cache = host(keep=4, slots=8)
     for chunk in prompt("ab"):
-        come(residency, chunk.id, chunk)
-    bring(residency, "x y")
-    come(residency, "abc", prompt("abc")[2])
-    bring(residency, "z")
-    assert keys(residency) == "a ab abc z"
+        come(host_cache, chunk.id, chunk)
+    bring(host_cache, "x y")
+    come(host_cache, "abc", prompt("abc")[2])
+    bring(host_cache, "z")
+    assert keys(host_cache) == "a ab abc z"
 
 
 def test_a_chunk_is_known_to_come_after_one_that_is_not_there_yet() -> None:
-    residency = host(keep=3, slots=8)
+    host_cache = host(keep=3, slots=8)
     a, ab, abc = prompt("abc")
-    come(residency, "abc", abc)
-    come(residency, "a", a)
-    come(residency, "ab", ab)
-    bring(residency, "x")
-    assert keys(residency) == "a ab x"
+    come(host_cache, "abc", abc)
+    come(host_cache, "a", a)
+    come(host_cache, "ab", ab)
+    bring(host_cache, "x")
+    assert keys(host_cache) == "a ab x"
 
 
 def test_nothing_is_left_of_chunks_that_are_forgotten() -> None:
-    residency = host(keep=2, slots=8)
-    come(residency, "abc", prompt("abc")[2])
-    residency.clear()
-    residency.check()
-    assert not residency._chunks
+    host_cache = host(keep=2, slots=8)
+    come(host_cache, "abc", prompt("abc")[2])
+    host_cache.clear()
+    host_cache.check()
+    assert not host_cache._chunks
 
 
 def test_a_cell_that_was_held_keeps_its_place() -> None:
-    residency = host()
-    bring(residency, "a b")
-    residency.pin(entry(residency, "a"))
-    residency.unpin(entry(residency, "a"))
-    bring(residency, "c")
-    assert keys(residency) == "b c"
+    host_cache = host()
+    bring(host_cache, "a b")
+    host_cache.pin(entry(host_cache, "a"))
+    host_cache.unpin(entry(host_cache, "a"))
+    bring(host_cache, "c")
+    assert keys(host_cache) == "b c"
 
 
 def test_a_cell_that_was_read_while_it_was_held_has_its_new_place() -> None:
-    residency = host()
-    bring(residency, "a b")
-    residency.pin(entry(residency, "a"))
-    residency.hit("a", now_ns())
-    residency.unpin(entry(residency, "a"))
-    bring(residency, "c")
-    assert keys(residency) == "a c"
+    host_cache = host()
+    bring(host_cache, "a b")
+    host_cache.pin(entry(host_cache, "a"))
+    host_cache.hit("a", now_ns())
+    host_cache.unpin(entry(host_cache, "a"))
+    bring(host_cache, "c")
+    assert keys(host_cache) == "a c"
 
 
 def test_a_hit_of_what_is_not_here_says_nothing() -> None:
-    residency = host()
-    bring(residency, "a", hold=True)
-    old = entry(residency, "a")
-    residency.forget(old)
-    residency.hit("a", now_ns())
-    bring(residency, "a b c")
-    assert keys(residency) == "b c"
+    host_cache = host()
+    bring(host_cache, "a", hold=True)
+    old = entry(host_cache, "a")
+    host_cache.forget(old)
+    host_cache.hit("a", now_ns())
+    bring(host_cache, "a b c")
+    assert keys(host_cache) == "b c"
 
 
 def test_neither_held_nor_dirty_cells_leave() -> None:
-    residency = host(keep=2, slots=6)
-    bring(residency, "a", hold=True)
-    bring(residency, "b", dirty=True)
-    bring(residency, "c d e")
-    assert keys(residency) == "a b e"
-    assert residency.num_slots() == (1, 1, 1)
+    host_cache = host(keep=2, slots=6)
+    bring(host_cache, "a", hold=True)
+    bring(host_cache, "b", dirty=True)
+    bring(host_cache, "c d e")
+    assert keys(host_cache) == "a b e"
+    assert host_cache.num_slots() == (1, 1, 1)
 
 
 def test_a_dirty_cell_that_was_cleaned_leaves_in_its_old_turn() -> None:
-    residency = host(keep=2, slots=6)
-    bring(residency, "a", dirty=True)
-    bring(residency, "b")
-    [cold] = residency.coldest_dirty(8)
+    host_cache = host(keep=2, slots=6)
+    bring(host_cache, "a", dirty=True)
+    bring(host_cache, "b")
+    [cold] = host_cache.coldest_dirty(8)
     assert cold.key == "a"
-    residency.pin(cold)
-    residency.cleaned(cold)
-    residency.unpin(cold)
-    bring(residency, "c")
-    assert keys(residency) == "b c"
+    host_cache.pin(cold)
+    host_cache.cleaned(cold)
+    host_cache.unpin(cold)
+    bring(host_cache, "c")
+    assert keys(host_cache) == "b c"
 
 
 def test_the_coldest_dirty_cells_come_in_order_and_no_more_than_asked() -> None:
-    residency = host(keep=8, slots=8)
-    bring(residency, "a b c d", dirty=True)
-    bring(residency, "e")
-    residency.hit("a", now_ns())
-    residency.pin(entry(residency, "b"))
-    assert [each.key for each in residency.coldest_dirty(2)] == ["c", "d"]
+    host_cache = host(keep=8, slots=8)
+    bring(host_cache, "a b c d", dirty=True)
+    bring(host_cache, "e")
+    host_cache.hit("a", now_ns())
+    host_cache.pin(entry(host_cache, "b"))
+    assert [each.key for each in host_cache.coldest_dirty(2)] == ["c", "d"]
 
 
 def test_a_slot_is_made_free_by_dropping_the_coldest() -> None:
-    residency = host(keep=3, slots=3)
-    bring(residency, "a b c")
-    bring(residency, "d", hold=True)
-    assert keys(residency) == "b c d"
+    host_cache = host(keep=3, slots=3)
+    bring(host_cache, "a b c")
+    bring(host_cache, "d", hold=True)
+    assert keys(host_cache) == "b c d"
 
 
 def test_no_slot_is_given_when_all_are_held() -> None:
-    residency = host(keep=2, slots=2)
-    bring(residency, "a b", hold=True)
-    assert not residency.give_slot(residency.begin("c", ChunkRef("c"), 100), LOAD)
+    host_cache = host(keep=2, slots=2)
+    bring(host_cache, "a b", hold=True)
+    assert not host_cache.assign_slot(host_cache.begin("c", ChunkRef("c"), 100), LOAD)
 
 
 def test_a_save_may_not_have_the_last_slots_that_are_free_or_could_be() -> None:
-    residency = host(keep=4, slots=4, reserve=2)
-    bring(residency, "a b", hold=True)
-    bring(residency, "c d")
-    assert not residency.has_room(SAVE)
-    assert not residency.give_slot(residency.begin("e", ChunkRef("e"), 100), SAVE)
-    assert keys(residency) == "a b c d e"
-    residency.unpin(entry(residency, "a"))
-    assert residency.give_slot(entry(residency, "e"), SAVE)
-    assert keys(residency) == "b c d e"
+    host_cache = host(keep=4, slots=4, reserve=2)
+    bring(host_cache, "a b", hold=True)
+    bring(host_cache, "c d")
+    assert not host_cache.has_room(SAVE)
+    assert not host_cache.assign_slot(host_cache.begin("e", ChunkRef("e"), 100), SAVE)
+    assert keys(host_cache) == "a b c d e"
+    host_cache.unpin(entry(host_cache, "a"))
+    assert host_cache.assign_slot(entry(host_cache, "e"), SAVE)
+    assert keys(host_cache) == "b c d e"
 
 
 def test_a_slot_once_given_is_kept() -> None:
-    residency = host()
-    arriving = residency.begin("a", ChunkRef("a"), 100)
-    assert residency.give_slot(arriving, LOAD)
+    host_cache = host()
+    arriving = host_cache.begin("a", ChunkRef("a"), 100)
+    assert host_cache.assign_slot(arriving, LOAD)
     slot = arriving.slot
-    assert residency.give_slot(arriving, SAVE)
+    assert host_cache.assign_slot(arriving, SAVE)
     assert arriving.slot == slot
 
 
 def test_an_abandoned_cell_is_nobodys_and_its_slot_is_out_of_use() -> None:
-    residency = host()
-    late = residency.begin("a", ChunkRef("a"), 100)
-    residency.give_slot(late, LOAD)
-    residency.abandon(late)
-    assert residency.get("a") is None
-    assert residency.slots.num_quarantined == 1
-    bring(residency, "a")
-    residency.arrived(late, now_ns())
-    residency.unpin(late)
-    assert residency.slots.num_quarantined == 0
-    assert keys(residency) == "a"
-    residency.check()
+    host_cache = host()
+    late = host_cache.begin("a", ChunkRef("a"), 100)
+    host_cache.assign_slot(late, LOAD)
+    host_cache.abandon(late)
+    assert host_cache.get("a") is None
+    assert host_cache.slots.num_quarantined == 1
+    bring(host_cache, "a")
+    host_cache.arrived(late, now_ns())
+    host_cache.unpin(late)
+    assert host_cache.slots.num_quarantined == 0
+    assert keys(host_cache) == "a"
+    host_cache.check()
 
 
 def test_what_is_held_when_all_is_forgotten_leaves_with_its_last_pin() -> None:
-    residency = host()
-    bring(residency, "a")
-    bring(residency, "b", hold=True)
-    held = entry(residency, "b")
-    residency.clear()
-    assert keys(residency) == ""
-    assert residency.slots.num_free == 3
-    residency.unpin(held)
-    assert residency.slots.num_free == 4
-    residency.check()
+    host_cache = host()
+    bring(host_cache, "a")
+    bring(host_cache, "b", hold=True)
+    held = entry(host_cache, "b")
+    host_cache.clear()
+    assert keys(host_cache) == ""
+    assert host_cache.slots.num_free == 3
+    host_cache.unpin(held)
+    assert host_cache.slots.num_free == 4
+    host_cache.check()
 
 
 def test_whole_chunks_are_told_and_those_that_are_whole_no_more() -> None:
-    residency = host(keep=4, slots=8, cells_per_chunk=2)
-    bring(residency, "a0")
-    assert residency.take_change() is None
-    bring(residency, "a1 b0")
-    assert residency.take_change() == HostChange(("a",), ())
-    assert residency.take_change() is None
-    bring(residency, "c0 d0")
-    assert residency.take_change() == HostChange((), ("a",))
-    residency.clear()
-    assert residency.take_change() is None
+    host_cache = host(keep=4, slots=8, cells_per_chunk=2)
+    bring(host_cache, "a0")
+    assert host_cache.take_change() is None
+    bring(host_cache, "a1 b0")
+    assert host_cache.take_change() == HostCacheChange(("a",), ())
+    assert host_cache.take_change() is None
+    bring(host_cache, "c0 d0")
+    assert host_cache.take_change() == HostCacheChange((), ("a",))
+    host_cache.clear()
+    assert host_cache.take_change() is None
 
 
 def test_a_later_change_of_a_chunk_replaces_the_earlier_one() -> None:
-    residency = host(keep=1)
-    bring(residency, "a b a")
-    assert residency.take_change() == HostChange(("a",), ("b",))
+    host_cache = host(keep=1)
+    bring(host_cache, "a b a")
+    assert host_cache.take_change() == HostCacheChange(("a",), ("b",))
 
 
 def test_the_lines_do_not_grow_with_use() -> None:
-    residency = host(keep=4, slots=8)
-    bring(residency, "a b", dirty=True)
-    bring(residency, "c d")
+    host_cache = host(keep=4, slots=8)
+    bring(host_cache, "a b", dirty=True)
+    bring(host_cache, "c d")
     for number in range(10_000):
         key = "abcd"[number % 4]
-        residency.hit(key, now_ns())
-        residency.pin(entry(residency, key))
-        residency.unpin(entry(residency, key))
-    residency.check()
-    assert sum(map(len, residency._lines)) == 4
+        host_cache.hit(key, now_ns())
+        host_cache.pin(entry(host_cache, key))
+        host_cache.unpin(entry(host_cache, key))
+    host_cache.check()
+    assert sum(map(len, host_cache._lines)) == 4
 
 
 def test_the_lines_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
-    residency = host(keep=4, slots=8)
-    bring(residency, "a b")
+    host_cache = host(keep=4, slots=8)
+    bring(host_cache, "a b")
     for number in range(1_000):
         key = f"c{number}"
-        bring(residency, key, dirty=number % 2 == 0)
-        passing = entry(residency, key)
-        residency.pin(passing)
-        residency.forget(passing)
-        residency.unpin(passing)
-    residency.check()
-    assert sum(map(len, residency._lines)) <= 2 * (2 * 3 + STALE_PLACES)
+        bring(host_cache, key, dirty=number % 2 == 0)
+        passing = entry(host_cache, key)
+        host_cache.pin(passing)
+        host_cache.forget(passing)
+        host_cache.unpin(passing)
+    host_cache.check()
+    assert sum(map(len, host_cache._lines)) <= 2 * (2 * 3 + STALE_PLACES)
 
 
 class ResidencyMachine(RuleBasedStateMachine):
@@ -333,7 +333,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @initialize(keep=st.integers(1, 5))
     def begin(self, keep: int) -> None:
-        self.residency = host(keep, slots=12)
+        self.host_cache = host(keep, slots=12)
         self.keep = keep
         self.order: list[str] = []
         self.dirty: set[str] = set()
@@ -351,15 +351,15 @@ class ResidencyMachine(RuleBasedStateMachine):
                 break
             self.order.remove(clean[0])
 
-    @precondition(lambda self: self.residency.has_room(LOAD))
+    @precondition(lambda self: self.host_cache.has_room(LOAD))
     @rule(dirty=st.booleans())
     def come(self, dirty: bool) -> None:
-        if not self.residency.slots.num_free:
+        if not self.host_cache.slots.num_free:
             clean = [key for key in self.idle() if key not in self.dirty]
             self.order.remove(clean[0])
         key = f"k{self.next}"
         self.next += 1
-        come(self.residency, key, ChunkRef(key), dirty=dirty)
+        come(self.host_cache, key, ChunkRef(key), dirty=dirty)
         self.order.append(key)
         if dirty:
             self.dirty.add(key)
@@ -369,7 +369,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.order))
-        self.residency.hit(key, now_ns())
+        self.host_cache.hit(key, now_ns())
         self.order.remove(key)
         self.order.append(key)
 
@@ -377,7 +377,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.order))
-        self.residency.pin(entry(self.residency, key))
+        self.host_cache.pin(entry(self.host_cache, key))
         self.pinned.append(key)
 
     @precondition(lambda self: self.pinned)
@@ -385,29 +385,29 @@ class ResidencyMachine(RuleBasedStateMachine):
     def let_go(self, data: st.DataObject, clean: bool) -> None:
         key = data.draw(st.sampled_from(self.pinned))
         if clean:
-            self.residency.cleaned(entry(self.residency, key))
+            self.host_cache.cleaned(entry(self.host_cache, key))
             self.dirty.discard(key)
-        self.residency.unpin(entry(self.residency, key))
+        self.host_cache.unpin(entry(self.host_cache, key))
         self.pinned.remove(key)
         self.overflow()
 
     @rule(count=st.integers(0, 3))
     def copy_down(self, count: int) -> None:
         expected = [key for key in self.idle() if key in self.dirty][:count]
-        found = self.residency.coldest_dirty(count)
+        found = self.host_cache.coldest_dirty(count)
         assert [each.key for each in found] == expected
         for each in found:
-            self.residency.pin(each)
+            self.host_cache.pin(each)
         for each in found:
-            self.residency.cleaned(each)
+            self.host_cache.cleaned(each)
             self.dirty.remove(each.key)
-            self.residency.unpin(each)
+            self.host_cache.unpin(each)
             self.overflow()
 
     @invariant()
     def holds(self) -> None:
-        self.residency.check()
-        assert keys(self.residency) == " ".join(sorted(self.order))
+        self.host_cache.check()
+        assert keys(self.host_cache) == " ".join(sorted(self.order))
 
 
 TestResidencyMachine = ResidencyMachine.TestCase
@@ -424,11 +424,11 @@ class PromptMachine(RuleBasedStateMachine):
     )
     def begin(self, keep: int, policy: str, cells_per_chunk: int) -> None:
         self.cells = range(cells_per_chunk)
-        self.residency = host(keep, 24, cells_per_chunk=cells_per_chunk, policy=policy)
+        self.host_cache = host(keep, 24, cells_per_chunk=cells_per_chunk, policy=policy)
         self.before: set[str] = set()
 
-    def all_of(self, chunk_id: str) -> list[Entry]:
-        found = (self.residency.get(f"{chunk_id}.{i}") for i in self.cells)
+    def all_of(self, chunk_id: str) -> list[CacheEntry]:
+        found = (self.host_cache.get(f"{chunk_id}.{i}") for i in self.cells)
         return [each for each in found if each is not None]
 
     def may_leave(self, chunk_id: str) -> bool:
@@ -440,21 +440,21 @@ class PromptMachine(RuleBasedStateMachine):
     def put(self, chunks: str, data: st.DataObject, dirty: bool, hold: bool) -> None:
         refs = prompt(chunks)
         for ref in refs[data.draw(st.integers(0, len(refs) - 1)) :]:
-            self.residency.hit(ref.id, now_ns())
+            self.host_cache.hit(ref.id, now_ns())
             for i in self.cells:
                 key = f"{ref.id}.{i}"
-                if self.residency.get(key) is None and self.residency.has_room(LOAD):
-                    come(self.residency, key, ref, dirty=dirty, hold=hold)
+                if self.host_cache.get(key) is None and self.host_cache.has_room(LOAD):
+                    come(self.host_cache, key, ref, dirty=dirty, hold=hold)
                     self.nothing_left_before_what_comes_after_it()
 
     @rule(chunks=prompts)
     def hit(self, chunks: str) -> None:
         for ref in prompt(chunks):
-            self.residency.hit(ref.id, now_ns())
+            self.host_cache.hit(ref.id, now_ns())
 
     @rule(chunks=prompts)
     def hit_the_end_alone(self, chunks: str) -> None:
-        self.residency.hit(chunks, now_ns())
+        self.host_cache.hit(chunks, now_ns())
 
     @rule(minutes=st.integers(1, 120))
     def wait(self, minutes: int) -> None:
@@ -462,16 +462,16 @@ class PromptMachine(RuleBasedStateMachine):
 
     @rule()
     def let_go(self) -> None:
-        for each in list(self.residency):
+        for each in list(self.host_cache):
             if each.pins:
-                self.residency.cleaned(each)
-                self.residency.unpin(each)
+                self.host_cache.cleaned(each)
+                self.host_cache.unpin(each)
 
     @invariant()
     def nothing_left_before_what_comes_after_it(self) -> None:
         """But where that was held, or in no lower tier yet."""
-        self.residency.check()
-        now = {each.chunk.id for each in self.residency}
+        self.host_cache.check()
+        now = {each.chunk.id for each in self.host_cache}
         for gone in self.before - now:
             after = [each for each in now if each[:-1] == gone]
             assert not any(self.may_leave(each) for each in after), (gone, after)

@@ -166,7 +166,7 @@ def test_what_waits_behind_a_work_that_is_stuck_goes_elsewhere_at_once() -> None
     bench = Bench(MEMORY, DISK, slots=8, lanes=limits)
     bench.load(1, "a b c d")
     assert words(bench.stuck(0)) == ["get-1 c", "get-1 d"]
-    assert bench.engine.desk.breakers[0].is_open(bench.clock())
+    assert bench.engine.context.breakers[0].is_open(bench.clock())
     bench.ends(1)
     assert bench.run()[-1] == "loaded 1 to 4 done"
     bench.late(0)
@@ -189,9 +189,9 @@ def test_a_late_answer_says_nothing_about_the_tier() -> None:
     bench = Bench(DISK)
     bench.load(1, "a")
     bench.stuck(0)
-    pause = bench.engine.desk.breakers[0].closed_at
+    pause = bench.engine.context.breakers[0].closed_at
     bench.late(0, DONE)
-    assert bench.engine.desk.breakers[0].closed_at == pause
+    assert bench.engine.context.breakers[0].closed_at == pause
     assert bench.counted("kvpool_hit_cells", tier="disk") == 0
 
 
@@ -224,14 +224,14 @@ def test_a_save_whose_put_is_stuck_is_reported_and_its_slot_stays_out_of_use(
     told = bench.stuck(2)
     assert told[-1] == "saved 1: 1 timed_out"
     assert bench.engine.idle
-    free = bench.residency.slots.num_free
+    free = bench.host_cache.slots.num_free
     assert bench.slots() == f"{free} 1 0"
     # Whoever wants the cell finds it here, and nobody writes into its slot.
     assert bench.load(2, "a") == ["3 scatter a"]
     assert bench.running[3].cells[0].slot == lent
     assert bench.ends(3) == ["loaded 2 to 1 done"]
     bench.load(3, " ".join(f"{chunk}0" for chunk in "bcdefgh"))
-    assert bench.engine.desk.residency.get("a").slot == lent
+    assert bench.engine.context.host_cache.get("a").slot == lent
     bench.run()
     # Loads went on meanwhile: they have filled the place that it would go back to, and what was
     # used once leaves.
@@ -253,7 +253,7 @@ def test_a_full_host_tier_does_not_take_the_slot_of_a_put_that_is_stuck() -> Non
             work = next(iter(bench.running))
             assert lent not in [each.slot for each in bench.running[work].cells]
             bench.ends(work)
-    assert bench.residency.get("a") is not None
+    assert bench.host_cache.get("a") is not None
     bench.late(2)
     assert bench.is_clean
 

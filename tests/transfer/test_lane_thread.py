@@ -129,6 +129,6 @@ def test_looks_at_works_that_end_all_the_time(monkeypatch: pytest.MonkeyPatch) -
         logging.getLogger(EXECUTOR_LOG).setLevel(logging.NOTSET)
     reports += rank.executor.drain()
     assert Counter(report.job_id for report in reports) == dict.fromkeys(range(num_loads), 1)
-    given_up = rank.tally.snapshot()["kvpool_failures{kind=store_stuck}"]
+    given_up = rank.registry.snapshot()["kvpool_failures{kind=store_stuck}"]
     assert 0 < given_up < num_loads
     assert not any(thread.name.startswith("kvpool-get") for thread in threading.enumerate())

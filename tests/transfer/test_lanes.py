@@ -10,7 +10,7 @@ from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.identity.keys import HeadPart, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
@@ -60,7 +60,7 @@ class Bench:
         self.stores = [FaultyStore(memory, self._wait) for memory in self.memories]
         self.arena = Arena(8 * SLOT_ALIGNMENT, CELL_BYTES)
         self.gatherer, self.scatterer = FakeCopier(), FakeCopier()
-        self.tally, self.trace = Tally(), FakeTrace()
+        self.registry, self.trace = MetricsRegistry(), FakeTrace()
         self.work = LaneWork(
             tuple(self.stores),
             ("near", "far"),
@@ -69,7 +69,7 @@ class Bench:
             self.scatterer,
             CHUNK_TOKENS,
             verify_checksum,
-            self.tally,
+            self.registry,
             self.trace,
             self.clock,
         )
@@ -99,7 +99,7 @@ class Bench:
         return tuple(c if g is DONE else g for g, c in zip(got, checked, strict=True))
 
     def counts(self, name: str) -> dict[str, float]:
-        return {k: v for k, v in self.tally.snapshot().items() if k.startswith(name)}
+        return {k: v for k, v in self.registry.snapshot().items() if k.startswith(name)}
 
 
 def work(
@@ -277,7 +277,7 @@ def test_what_is_no_fault_of_the_store_fails_and_is_counted() -> None:
         assert bench.perform(kind, "key-a") == (FAILED,)
     nowhere = work(OpKind.GET, "key-a")._replace(lane=LaneName(OpKind.SCATTER, HOST))
     assert bench.work.perform(nowhere) == (FAILED,)  # its cell says nothing of pages
-    bugs = bench.tally.snapshot()["kvpool_failures{kind=bug}"]
+    bugs = bench.registry.snapshot()["kvpool_failures{kind=bug}"]
     assert bugs == 3 + len(TIERS)
 
 

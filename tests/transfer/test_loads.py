@@ -360,7 +360,7 @@ def test_a_load_that_joins_a_prefetch_under_way_hurries_what_is_left_of_it() -> 
     bench.prefetch(1, "a")
     bench.load(2, "a")
     assert bench.ends(0) == ["1 check a"]
-    entry = bench.residency.get("a")
+    entry = bench.host_cache.get("a")
     assert entry is not None
     assert entry.op is not None
     assert entry.op.priority == Priority.LOAD

@@ -21,7 +21,7 @@ from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.ops import (
     CellTask,
     JobId,
@@ -175,7 +175,7 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
     for rank in here:
         siblings = {Replica(each, 0): each for each in here if each != rank}
         mine = replace(planner(1, 4, rank, keeps_all=True), siblings=siblings)
-        residency = Residency(SlotPool(64, 0), 64, POLICIES["lru"], {"": len(mine.cells)})
+        host_cache = HostCache(SlotPool(64, 0), 64, POLICIES["lru"], {"": len(mine.cells)})
         kept: list[int] = []
         for first in range(0, len(hashes), count):
             plan = replace(
@@ -184,14 +184,14 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
                 before=hashes[max(0, first - 4) : first],
             )
             for task in mine.save(plan).tasks:
-                entry = residency.begin(task.key, task.chunk, task.nbytes)
-                assert residency.give_slot(entry, SlotUse.SAVE)
-                residency.arrived(entry, now_ns=first, dirty=True)
-                residency.unpin(entry)
+                entry = host_cache.begin(task.key, task.chunk, task.nbytes)
+                assert host_cache.assign_slot(entry, SlotUse.SAVE)
+                host_cache.arrived(entry, now_ns=first, dirty=True)
+                host_cache.unpin(entry)
                 kept.append(task.chunk.position)
-        residency.check()
+        host_cache.check()
         assert len(set(kept)) < len(hashes)
-        leaving = [entry.chunk.position for entry in residency.coldest_dirty(len(kept))]
+        leaving = [entry.chunk.position for entry in host_cache.coldest_dirty(len(kept))]
         assert leaving == sorted(kept, reverse=True)
 
 

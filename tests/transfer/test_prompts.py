@@ -36,7 +36,7 @@ def test_whenever_a_chunk_is_in_host_memory_so_are_those_before_it(
         cells = " ".join(prompt.split()[:length])
         {"load": bench.load, "save": bench.save, "prefetch": bench.prefetch}[kind](job, cells)
         bench.run()
-        here = {entry.key for entry in bench.residency}
+        here = {entry.key for entry in bench.host_cache}
         assert all(PARENTS.get(chunk, chunk) in here for chunk in here), here
         bench.after(pause_s)
         bench.run()

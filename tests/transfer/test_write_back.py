@@ -211,5 +211,5 @@ def test_many_dirty_cells_do_not_keep_clean_ones_from_leaving() -> None:
     for job, group in enumerate("bcd", 2):
         bench.load(job, " ".join(f"{group}{i}" for i in range(count)))
         bench.run()
-    assert bench.residency.num_dirty == count
-    assert bench.residency.num_idle == 3 * count
+    assert bench.host_cache.num_dirty == count
+    assert bench.host_cache.num_idle == 3 * count

@@ -9,7 +9,7 @@ import pytest
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.embeds.connector import KVPoolECConnector
 from vllm_kvpool.embeds.scheduler import StepMeta
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 
 
 def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path)
     )
     connector._worker_side = None
     connector._scheduler_side = SimpleNamespace(  # type: ignore[assignment]
-        tally=Tally(), close=lambda: ends.append("scheduler")
+        registry=MetricsRegistry(), close=lambda: ends.append("scheduler")
     )
     connector.shutdown()
     connector.shutdown()

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from tests.test_config import NOT_READ
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt.requests import AdapterDigests, RequestReader, VllmRequest
 
 CHUNK = 16
@@ -43,8 +43,10 @@ def view(
     return read(request(params, **arguments), named=named)
 
 
-def read(asked: Request, *, named: bool = True, tally: Tally | None = None) -> VllmRequest:
-    return RequestReader(tally or Tally(), media_are_named=named).read(asked)
+def read(
+    asked: Request, *, named: bool = True, registry: MetricsRegistry | None = None
+) -> VllmRequest:
+    return RequestReader(registry or MetricsRegistry(), media_are_named=named).read(asked)
 
 
 def hashes(seen: VllmRequest) -> list[bytes]:
@@ -193,7 +195,7 @@ def test_prompt_logprobs_read_no_cache() -> None:
 
 
 def test_what_is_not_saved_of_an_engine_that_adapts_base_requests(tmp_path: Path) -> None:
-    reader = RequestReader(Tally(), media_are_named=True, saves_base=False)
+    reader = RequestReader(MetricsRegistry(), media_are_named=True, saves_base=False)
     base = reader.read(request()).options
     assert (base.save, base.load) == (False, True)
     lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
@@ -211,9 +213,9 @@ def test_a_request_whose_wishes_are_not_understood_is_not_saved(
     caplog: pytest.LogCaptureFixture, ours: object, message: str
 ) -> None:
     """It goes on, and may load; but it may have asked for privacy."""
-    tally = Tally()
-    options = read(request({"kvpool": ours}), tally=tally).options
+    registry = MetricsRegistry()
+    options = read(request({"kvpool": ours}), registry=registry).options
     assert (options.save, options.load) == (False, True)
-    assert tally.snapshot() == {"kvpool_failures{kind=request_options}": 1}
+    assert registry.snapshot() == {"kvpool_failures{kind=request_options}": 1}
     [record] = caplog.records
     assert re.search(rf"request r: .*{message}.* not saved", record.getMessage())

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 
-from vllm_kvpool.metrics import EMBEDS_PREFIX, METRICS, PREFIX, SECONDS, Tally
+from vllm_kvpool.metrics import EMBEDS_PREFIX, METRICS, PREFIX, SECONDS, MetricsRegistry
 from vllm_kvpool.vllm_adapt.stats import REPLAYS_PER_STEP, KVPoolProm, KVPoolStats
 
 ENGINES = {0: ["model", "0"], 1: ["model", "1"]}
@@ -16,18 +16,18 @@ OP = "vllm:kvpool_op_seconds"
 
 
 class Bench:
-    """A registry of its own, and a tally whose steps are reported to it."""
+    """Prometheus collectors of its own, and a registry whose steps are reported to them."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.tally = Tally()
+        self.collectors = CollectorRegistry()
+        self.registry = MetricsRegistry()
         self.told = 0
         types = {Counter: self._in(Counter), Gauge: self._in(Gauge), Histogram: self._histogram}
         config: Any = SimpleNamespace(kv_transfer_config=None)
         self.prom = KVPoolProm(config, types, ["model_name", "engine"], ENGINES)
 
     def _in(self, kind: Any) -> Any:
-        return lambda **options: kind(**options, registry=self.registry)
+        return lambda **options: kind(**options, registry=self.collectors)
 
     def _histogram(self, **options: Any) -> Histogram:
         bench = self
@@ -37,19 +37,19 @@ class Bench:
                 bench.told += 1
                 super().observe(amount, exemplar)
 
-        return Counted(**options, registry=self.registry)
+        return Counted(**options, registry=self.collectors)
 
     def step(self, engine: int = 0) -> None:
         """What vLLM does with a step's numbers."""
         self.told = 0
-        stats = KVPoolStats.since_last(self.tally)
+        stats = KVPoolStats.since_last(self.registry)
         self.prom.observe({} if stats is None else stats.data, engine)
 
     def samples(self, name: str) -> list[Sample]:
-        return [s for m in self.registry.collect() if m.name == name for s in m.samples]
+        return [s for m in self.collectors.collect() if m.name == name for s in m.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        value = self.registry.get_sample_value(
+        value = self.collectors.get_sample_value(
             name, {"model_name": "model", "engine": "0", **labels}
         )
         return 0.0 if value is None else value
@@ -64,7 +64,7 @@ class Bench:
 
 def test_every_row_of_the_table_is_registered_as_its_kind() -> None:
     bench = Bench()
-    kinds = {m.name: m.type for m in bench.registry.collect()}
+    kinds = {m.name: m.type for m in bench.collectors.collect()}
     # Both connectors of an engine register theirs in one place.
     assert kinds == {
         PREFIX + name: metric.kind.value
@@ -75,9 +75,9 @@ def test_every_row_of_the_table_is_registered_as_its_kind() -> None:
 
 def test_counters_gauges_and_histograms_arrive_under_their_engine() -> None:
     bench = Bench()
-    bench.tally.add("kvpool_retries", 3, **LABELS)
-    bench.tally.set("kvpool_tier_up", 0, tier="a,b")
-    bench.tally.observe("kvpool_op_seconds", 0.25, **LABELS)
+    bench.registry.add("kvpool_retries", 3, **LABELS)
+    bench.registry.set("kvpool_tier_up", 0, tier="a,b")
+    bench.registry.observe("kvpool_op_seconds", 0.25, **LABELS)
     bench.step(engine=1)
     on = {"engine": "1"}
     assert bench.value("vllm:kvpool_retries_total", **LABELS, **on) == 3
@@ -93,7 +93,7 @@ def test_buckets_and_sum_are_those_of_the_values_themselves() -> None:
     plain = Histogram("plain", "", buckets=SECONDS, registry=CollectorRegistry())
     for i, value in enumerate(values):
         plain.observe(value)
-        bench.tally.observe("kvpool_op_seconds", value, **LABELS)
+        bench.registry.observe("kvpool_op_seconds", value, **LABELS)
         if i % 5 == 0:
             bench.step()
     bench.step()
@@ -110,7 +110,7 @@ def test_the_mean_of_equal_values_stays_in_their_bucket(bound: float) -> None:
     bench = Bench()
     for count in range(1, 12):
         for _ in range(count):
-            bench.tally.observe("kvpool_op_seconds", bound, **LABELS)
+            bench.registry.observe("kvpool_op_seconds", bound, **LABELS)
         bench.step()
     expected = [0.0] * (len(SECONDS) + 1)
     expected[SECONDS.index(bound)] = sum(range(1, 12))
@@ -121,11 +121,11 @@ def test_a_burst_is_told_over_several_steps_and_all_of_it() -> None:
     bench = Bench()
     burst = 2 * REPLAYS_PER_STEP + 500
     for i in range(burst):
-        bench.tally.observe("kvpool_op_seconds", 0.002 if i % 2 else 0.0021, **LABELS)
+        bench.registry.observe("kvpool_op_seconds", 0.002 if i % 2 else 0.0021, **LABELS)
     bench.step()
     assert bench.told == REPLAYS_PER_STEP
     # What comes after a burst is not held up until all of it is told.
-    bench.tally.observe("kvpool_op_seconds", 7.0, **LABELS)
+    bench.registry.observe("kvpool_op_seconds", 7.0, **LABELS)
     bench.step()
     assert bench.told == REPLAYS_PER_STEP
     bench.step()
@@ -142,9 +142,9 @@ def test_series_in_a_burst_take_turns() -> None:
     bench = Bench()
     for lane in ("get", "put", "gather"):
         for _ in range(REPLAYS_PER_STEP):
-            bench.tally.observe("kvpool_op_seconds", 1.0, lane=lane, tier="file")
+            bench.registry.observe("kvpool_op_seconds", 1.0, lane=lane, tier="file")
     for _ in range(REPLAYS_PER_STEP // 2):
-        bench.tally.observe("kvpool_op_seconds", 1.0, lane="get", tier="file")
+        bench.registry.observe("kvpool_op_seconds", 1.0, lane="get", tier="file")
     counts = []
     for _ in range(4):
         bench.step()
@@ -156,14 +156,14 @@ def test_series_in_a_burst_take_turns() -> None:
 
 
 def test_the_log_line_sums_a_histogram_up() -> None:
-    tally = Tally()
-    tally.add("kvpool_hit_tokens", 5)
+    registry = MetricsRegistry()
+    registry.add("kvpool_hit_tokens", 5)
     for value in (0.00003, 0.00004):
-        tally.observe("kvpool_load_seconds", value)
-    first = KVPoolStats.since_last(tally)
+        registry.observe("kvpool_load_seconds", value)
+    first = KVPoolStats.since_last(registry)
     assert first is not None
-    tally.observe("kvpool_load_seconds", 0.00005)
-    second = KVPoolStats.since_last(tally)
+    registry.observe("kvpool_load_seconds", 0.00005)
+    second = KVPoolStats.since_last(registry)
     assert second is not None
     assert first.aggregate(second).reduce() == {
         "kvpool_hit_tokens": 5,

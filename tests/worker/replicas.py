@@ -117,7 +117,7 @@ class ReplicaRank:
 
     def count(self, name: str, **labels: str) -> float:
         """A counter's sum over the labels that are not named."""
-        samples = self.side.tally.snapshot()
+        samples = self.side.registry.snapshot()
         return sum(
             value
             for sample, value in samples.items()

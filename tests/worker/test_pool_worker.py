@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeExecutor
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
     DropSaves,
-    HostChange,
+    HostCacheChange,
     JobId,
     JobPages,
     LoadDone,
@@ -37,9 +37,9 @@ class Bench:
         self, block: int = 16, *, in_step: bool = False, rank: int = 0, resumes: bool = True
     ) -> None:
         self.executor = FakeExecutor()
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self.worker = PoolWorker(
-            self.executor, CHUNK, block, in_step, self.tally, rank=rank, resumes=resumes
+            self.executor, CHUNK, block, in_step, self.registry, rank=rank, resumes=resumes
         )
 
     def step(self, plan: StepPlan | None, *finished: str) -> StepResults:
@@ -147,7 +147,7 @@ def test_a_failed_load_is_counted_by_its_reason() -> None:
     bench.step(StepPlan(loads=(plan,)))
     bench.executor.reports.append(loaded(plan, 2, CellOutcome.TIMED_OUT))
     bench.step(None)
-    assert bench.tally.snapshot() == {"kvpool_failures{kind=load_timed_out}": 1}
+    assert bench.registry.snapshot() == {"kvpool_failures{kind=load_timed_out}": 1}
 
 
 def test_the_load_of_a_request_that_has_ended_is_cancelled() -> None:
@@ -236,11 +236,11 @@ def test_reports_of_a_step_are_merged() -> None:
 
 def test_what_host_memory_holds_is_told_with_the_rank() -> None:
     bench = Bench(rank=3)
-    bench.executor.reports += [HostChange(("x", "y"), ()), SaveDone(JobId(1), "a", ())]
+    bench.executor.reports += [HostCacheChange(("x", "y"), ()), SaveDone(JobId(1), "a", ())]
     assert bench.step(StepPlan()) == NOTHING
-    bench.executor.reports.append(HostChange(("z",), ("x",)))
+    bench.executor.reports.append(HostCacheChange(("z",), ("x",)))
     bench.step(StepPlan())
-    assert bench.worker.take_report() == StepReport(host={3: HostChange(("y", "z"), ("x",))})
+    assert bench.worker.take_report() == StepReport(host={3: HostCacheChange(("y", "z"), ("x",))})
     assert bench.worker.take_report() is None
 
 

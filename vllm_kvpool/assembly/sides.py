@@ -33,7 +33,7 @@ from vllm_kvpool.layout.topology import (
     Topology,
     cells_of_rank,
 )
-from vllm_kvpool.metrics import StatsFile, Tally
+from vllm_kvpool.metrics import MetricsRegistry, StatsFile
 from vllm_kvpool.scheduler.block_pins import HELD_SHARE
 from vllm_kvpool.scheduler.block_tables import GroupTables
 from vllm_kvpool.scheduler.lookup_core import PresenceCheck
@@ -52,11 +52,11 @@ from vllm_kvpool.storage.guarded import GuardedStore, Patience
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, uses_device
-from vllm_kvpool.transfer.demotion import Custodian
+from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.host_cache import Residency
+from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
@@ -134,7 +134,7 @@ class SchedulerSide:
         first_epoch: str = "",
         device: Device = HOST_DEVICE,
     ) -> None:
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         specs = tier_specs(config)
         lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
         patience = Patience(call_s=config.call_timeout_s, answer_s=lookup_s)
@@ -153,7 +153,7 @@ class SchedulerSide:
             block,
             config.lookup_timeout_ms / 1000,
             self._tiers.names,
-            self.tally,
+            self.registry,
         )
         least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
         if tables.forgets:
@@ -170,8 +170,8 @@ class SchedulerSide:
             in_lockstep=model.in_lockstep,
             stems=names.stems(config.chunk_tokens),
         )
-        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.tally)
-        self._stats = stats_file(config, "scheduler", rank, self.tally)
+        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.registry)
+        self._stats = stats_file(config, "scheduler", rank, self.registry)
         self.first_epoch = first_epoch
 
     def check(self, check: PresenceCheck) -> None:
@@ -227,7 +227,7 @@ class WorkerSide:
         gather: Callable[[bytes], Sequence[bytes]] | None = None,
     ) -> None:
         self._device = device
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self._number = place.number(model.num_ranks)
         self._namespace = model.namespace
         specs = tier_specs(config)
@@ -258,7 +258,7 @@ class WorkerSide:
         self._trace: Trace = NO_TRACE
         self._arena: Arena | None = None
         self._page_lock = page_lock_for(pages)
-        self._custodian: Custodian | None = None
+        self._custodian: DemotionThread | None = None
         self._manifests: ManifestWriter | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._tiers.close)
@@ -272,7 +272,7 @@ class WorkerSide:
             config.chunk_tokens,
             model.groups[0].block_size,
             finish_in_step,
-            self.tally,
+            self.registry,
             copiers,
             place.rank,
             GroupTables(model.groups).resumes,
@@ -284,7 +284,7 @@ class WorkerSide:
                 kind: self._exchange.ranks_of(sorted(members))
                 for kind, members in _members(planner, self._exchange).items()
             }
-        self._stats = stats_file(config, "worker", self._number, self.tally)
+        self._stats = stats_file(config, "worker", self._number, self.registry)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
 
     def _start(
@@ -318,7 +318,7 @@ class WorkerSide:
             scatter_copier=copiers[1],
             chunk_tokens=planner.local_chunk_tokens,
             verify_checksum=config.verify is Verify.CHECKSUM,
-            tally=self.tally,
+            registry=self.registry,
             trace=self._trace,
             borrow=None if self._exchange is None else self._exchange.borrow,
         )
@@ -343,7 +343,7 @@ class WorkerSide:
             planner,
             work.perform,
             lanes,
-            self.tally,
+            self.registry,
             self._trace,
             config.call_timeout_s,
             lambda lane: stores[lane.tier].report_stuck(writes=lane.kind in WRITES),
@@ -361,7 +361,7 @@ class WorkerSide:
             tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
         }
         if shedding and config.write_policy is WritePolicy.BACK:
-            self._custodian = Custodian(
+            self._custodian = DemotionThread(
                 shedding, lambda tier, cells, answer: executor.post(PassOn(tier, cells, answer))
             )
         return executor
@@ -394,11 +394,13 @@ class WorkerSide:
             self._stats.close()
 
 
-def stats_file(config: KVPoolConfig, side: str, number: int, tally: Tally) -> StatsFile | None:
+def stats_file(
+    config: KVPoolConfig, side: str, number: int, registry: MetricsRegistry
+) -> StatsFile | None:
     """Where one side's counters are written, if anywhere."""
     if not config.stats_file:
         return None
-    return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), tally)
+    return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), registry)
 
 
 def _exchange_of(
@@ -490,7 +492,7 @@ def make_engine(
         lane = LaneName(OpKind.GET, REPLICA)
         room = staging // REPLICA_SHARE * arena.slot_bytes
         limits[lane] = LaneLimits(lanes[lane] + 1, REPLICA_BATCH_CELLS, COPY_BATCH_BYTES, room)
-    residency = Residency(
+    host_cache = HostCache(
         SlotPool(arena.num_slots, staging // LOAD_RESERVE),
         arena.num_kept,
         POLICIES[specs.host.policy],
@@ -501,7 +503,7 @@ def make_engine(
         for name, store in zip(tiers.names, tiers.stores, strict=True)
     )
     return Engine(
-        residency,
+        host_cache,
         known,
         limits,
         write_back=config.write_policy is WritePolicy.BACK,

@@ -245,7 +245,7 @@ class KVPoolECConnector(ECConnectorBase):
             if self._config.stats_file:
                 rank = self._vllm_config.parallel_config.data_parallel_index
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                StatsFile(path, self._scheduler_side.tally).close()
+                StatsFile(path, self._scheduler_side.registry).close()
 
 
 _ROLES = {

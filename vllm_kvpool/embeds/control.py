@@ -79,7 +79,7 @@ from vllm_kvpool.embeds.protocol.rows import ItemShape
 from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy, Session, SessionState
 from vllm_kvpool.embeds.protocol.transport_zmq import Frame, ZmqTransport
 from vllm_kvpool.errors import ProtocolError
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Control:
             allowed or AllowedPeers(),
             self._resolver.look_up,
         )
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self.missing: frozenset[str] = frozenset()
         """Items that consumers wait for and that are not encoded yet; read by any thread."""
 
@@ -390,14 +390,14 @@ class Control:
             for event, value in counts.items():
                 growth = value - self._reported[side, event]
                 if growth:
-                    self.tally.add("kvpool_ec_events", growth, side=side, event=event)
+                    self.registry.add("kvpool_ec_events", growth, side=side, event=event)
                     self._reported[side, event] = value
             for level, value in levels.items():
-                self.tally.set("kvpool_ec_levels", value, side=side, level=level)
+                self.registry.set("kvpool_ec_levels", value, side=side, level=level)
         states = self._peers.states()
         for state in SessionState:
-            self.tally.set("kvpool_ec_peers", states[state], state=state.value)
-        changes = self.tally.take_changes()
+            self.registry.set("kvpool_ec_peers", states[state], state=state.value)
+        changes = self.registry.take_changes()
         if changes:
             self._peers.notify_scheduler(Numbers(changes), now)
 

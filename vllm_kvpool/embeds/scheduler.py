@@ -28,7 +28,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Taken,
 )
 from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
-from vllm_kvpool.metrics import Tally, merge_samples
+from vllm_kvpool.metrics import MetricsRegistry, merge_samples
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class EmbedsScheduler:
         self._unsent_forgets: dict[str, None] = {}
         self._epoch = 0
         self._epoch_message = Epoch(0, "")
-        self.tally = Tally()
+        self.registry = MetricsRegistry()
         self._from_workers: dict[str, float] = {}
 
     # From the engine
@@ -534,10 +534,10 @@ class EmbedsScheduler:
     # Metrics
 
     def _count(self, event: str) -> None:
-        self.tally.add("kvpool_ec_events", 1, side="scheduler", event=event)
+        self.registry.add("kvpool_ec_events", 1, side="scheduler", event=event)
 
     def take_samples(self) -> dict[str, float]:
         """Metric samples of this side and of the workers since the last call."""
         numbers, self._from_workers = self._from_workers, {}
-        merge_samples(numbers, self.tally.take_changes())
+        merge_samples(numbers, self.registry.take_changes())
         return numbers

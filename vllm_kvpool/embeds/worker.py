@@ -219,7 +219,7 @@ class EmbedsWorker:
         self._io_workers.close()
         if self._config.stats_file:
             path = Path(f"{self._config.stats_file}.ec.worker.{self._identity.number}")
-            StatsFile(path, self._control.tally).close()
+            StatsFile(path, self._control.registry).close()
 
 
 def _count(producer: Producer, event: str) -> None:

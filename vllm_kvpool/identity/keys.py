@@ -3,9 +3,10 @@
     {model_name}@fmt:{12 hex}@pcp{r}of{n}@dcp{r}of{n}@head:{h}@layers:{a}-{b}@{chunk_hash hex}
     `------- namespace ------'
 
-`h` is the global KV head and `a-b` the half-open global layer range. One cell per rank, where
-`per_head_storage` is off, says `@rank:{r}of{n}` instead of `@head:{h}`; layers of a model with
-several kinds of attention are counted within one kind and say `@kind:{name}` after the layers.
+`h` is the global KV head and `a-b` the half-open global layer range. Where `per_head_storage` is
+off, a rank's heads are one cell and the key says `@rank:{r}of{n}` instead of `@head:{h}`; layers of
+a model with several kinds of attention are counted within one kind and say `@kind:{name}` after the
+layers.
 What a namespace stands for is kept beside its cells as `{namespace}@manifest` (`manifest.py`).
 Keys hold only the characters of `_SAFE` and `@:`, so that every store can take them as they are.
 """
@@ -98,7 +99,11 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class ContextRank:
-    """Rank and size of the two context-parallel dimensions, whose ranks hold different tokens."""
+    """A rank's place in the context-parallel dimensions, as keys say it.
+
+    Ranks of decode context parallelism hold different tokens. Those of prefill context parallelism
+    hold the same, so every key says `pcp0of1`; the field stays, so that keys stay what they are.
+    """
 
     pcp_rank: int = 0
     pcp_size: int = 1

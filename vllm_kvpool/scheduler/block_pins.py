@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from vllm_kvpool.transfer.ops import JobId
 
-HELD_SHARE = 2  # at most half of the blocks are held for saves that are not due yet
+HELD_SHARE = 2  # of the blocks that may be pinned, half may be held for saves not due yet
 
 
 class BlockPins(Protocol):

@@ -130,7 +130,7 @@ class _Content:
         return True
 
 
-class Announcer:
+class KVEventTracker:
     """See the module docstring. `media` says which medium each tier is."""
 
     def __init__(self, media: Sequence[Medium], num_ranks: int) -> None:

@@ -1,8 +1,8 @@
 """How long to wait, and whether loading pays (pure).
 
-`Pace` holds measured rates of loading and of computing, for `load_policy: auto`: exponentially
-weighted means in tokens per second. Until both are known, loads are taken: a load is how its rate
-becomes known.
+`LoadCostModel` holds measured rates of loading and of computing, for `load_policy: auto`:
+exponentially weighted means in tokens per second. Until both are known, loads are taken: a load is
+how its rate becomes known.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def idle_wait_s(waited_s: float) -> float:
     return min(IDLE_WAIT_MAX_S, max(IDLE_WAIT_MIN_S, waited_s * IDLE_WAIT_SHARE))
 
 
-class Pace:
+class LoadCostModel:
     """Owned by the scheduler's thread."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_group, kind_of_group
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 MAX_KEYS_PER_ROUND = 4096
 POLL_MIN_S = 0.002
@@ -414,7 +414,7 @@ class LookupCore:
         """The answer is not wanted any more."""
         self._open.pop(lookup_id, None)
 
-    def host_changed(self, rank: int, change: HostChange) -> None:
+    def host_changed(self, rank: int, change: HostCacheChange) -> None:
         """A rank has told what its host memory holds now."""
         self._host.apply(rank, change)
 

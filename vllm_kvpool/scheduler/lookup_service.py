@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_core import (
     QUICK_SHARE,
     Lookup,
@@ -34,7 +34,7 @@ from vllm_kvpool.scheduler.lookup_core import (
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class HostCacheUpdate:
     """What has come into a rank's host memory, or left it."""
 
     rank: int
-    change: HostChange
+    change: HostCacheChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class LookupService:
         block: int = 1,
         timeout_s: float = LOOKUP_TIMEOUT_S,
         tier_names: Sequence[str] = (),
-        tally: Tally | None = None,
+        registry: MetricsRegistry | None = None,
     ) -> None:
         self._stores = stores
         self._chunk_tokens = chunk_tokens
         self._timeout_s = timeout_s
         self._tier_names = tier_names or [str(number) for number in range(len(stores))]
-        self._tally = tally or Tally()
+        self._registry = registry or MetricsRegistry()
         self.core = LookupCore(
             len(stores), names, chunk_tokens, host_ranks, block, timeout_s, self._pace_changed
         )
@@ -111,7 +111,7 @@ class LookupService:
             ),
         ]
         for name in self._tier_names:
-            self._tally.set("kvpool_lookup_tier_up", 1, tier=name)
+            self._registry.set("kvpool_lookup_tier_up", 1, tier=name)
         for thread in self._threads:
             thread.start()
 
@@ -126,7 +126,7 @@ class LookupService:
         """Remove the own namespace; `done` is called on the lookup thread."""
         self._inbox.put(RemoveAll(done, epochs))
 
-    def host_changed(self, rank: int, change: HostChange) -> None:
+    def host_changed(self, rank: int, change: HostCacheChange) -> None:
         """A rank has told what its host memory holds now."""
         self._inbox.put(HostCacheUpdate(rank, change))
 
@@ -246,7 +246,7 @@ class LookupService:
 
     def _pace_changed(self, tier: int, is_left_alone: bool) -> None:
         name = self._tier_names[tier]
-        self._tally.set("kvpool_lookup_tier_up", not is_left_alone, tier=name)
+        self._registry.set("kvpool_lookup_tier_up", not is_left_alone, tier=name)
         quick_ms = 1000 * self._timeout_s * QUICK_SHARE
         if is_left_alone:
             logger.warning(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from vllm_kvpool.transfer.ops import HostChange, JobId, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.ops import HostCacheChange, JobId, LoadPlan, PrefetchPlan, SavePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StepReport:
     load_seconds: float = 0
     dropped: Mapping[int, int] = field(default_factory=dict)
     """Generation -> ranks in which nothing of those before it is being put any more."""
-    host: Mapping[int, HostChange] = field(default_factory=dict)
+    host: Mapping[int, HostCacheChange] = field(default_factory=dict)
     """Rank -> the chunks that have come into its host tier, or left it."""
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
     """Saves that have ended in the stores; only where somebody wants to know."""
@@ -62,7 +62,7 @@ class StepReport:
         gathered: dict[JobId, int] = {}
         dropped: dict[int, int] = {}
         stops: dict[str, int] = {}
-        hosts: defaultdict[int, list[HostChange]] = defaultdict(list)
+        hosts: defaultdict[int, list[HostCacheChange]] = defaultdict(list)
         stored: dict[JobId, Stored] = {}
         load_tokens = load_seconds = 0.0
         for report in reports:
@@ -78,7 +78,7 @@ class StepReport:
                 stored[job] = stored[job].merged(how) if job in stored else how
             load_tokens += report.load_tokens
             load_seconds += report.load_seconds
-        host = {rank: HostChange.merge(changes) for rank, changes in hosts.items()}
+        host = {rank: HostCacheChange.merge(changes) for rank, changes in hosts.items()}
         return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored)
 
     @property

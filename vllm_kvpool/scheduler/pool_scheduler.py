@@ -23,16 +23,16 @@ import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables
 from vllm_kvpool.scheduler.layerwise import LayeredLoads
-from vllm_kvpool.scheduler.load_cost import Pace, idle_wait_s
+from vllm_kvpool.scheduler.load_cost import LoadCostModel, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, Step
 from vllm_kvpool.scheduler.reset import Reset
-from vllm_kvpool.scheduler.save_planner import Saves
+from vllm_kvpool.scheduler.save_planner import SavePlanner
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0
@@ -48,19 +48,24 @@ class PoolScheduler:
         role: Role,
         shape: PoolShape,
         lookups: LookupService,
-        tally: Tally,
+        registry: MetricsRegistry,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._shape = shape
         self._lookups = lookups
-        self._tally = tally
+        self._registry = registry
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
         self._tables = GroupTables(shape.groups)
         self._reset = Reset(shape.num_ranks)
-        self.saves = Saves(
-            shape, self._tables, self._reset, tally, self._take_id, save_decode=config.save_decode
+        self.saves = SavePlanner(
+            shape,
+            self._tables,
+            self._reset,
+            registry,
+            self._take_id,
+            save_decode=config.save_decode,
         )
         self._requests: dict[str, RequestState] = {}
         self._asked: dict[int, str] = {}  # lookups not yet answered -> their requests
@@ -73,7 +78,7 @@ class PoolScheduler:
         self._epoch = ""
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
-        self._pace = Pace()
+        self._pace = LoadCostModel()
 
     # Arrival and lookup
 
@@ -130,8 +135,8 @@ class PoolScheduler:
                 self._answered(state, answer)
 
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
-        self._tally.add("kvpool_lookups", outcome=answer.outcome.value)
-        self._tally.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
+        self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
+        self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
         is_over = self._reset.pending or answer.epoch != self._epoch
         found = 0 if is_over else answer.found_chunks  # it may be gone by now
         if state.answer is None:
@@ -205,7 +210,7 @@ class PoolScheduler:
 
     def _time_out(self, state: RequestState) -> None:
         state.answer = LookupOutcome.TIMED_OUT
-        self._tally.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
+        self._registry.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
 
     def _worth_loading(self, tokens: int) -> bool:
         if self._config.load_policy is LoadPolicy.ALWAYS:
@@ -228,7 +233,7 @@ class PoolScheduler:
         if not state.counted:
             state.counted = True
             for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
-                self._tally.add("kvpool_miss_tokens", tokens, reason=reason)
+                self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
         if num_external == 0 or state.offer is None or state.chain is None:
             return
         start, stop = state.offer
@@ -274,9 +279,9 @@ class PoolScheduler:
         self._count_loaded(start, kept, stop)
 
     def _count_loaded(self, start: int, kept: int, stop: int) -> None:
-        self._tally.add("kvpool_hit_tokens", kept - start)
+        self._registry.add("kvpool_hit_tokens", kept - start)
         if kept < stop:
-            self._tally.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
+            self._registry.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
 
     # Steps
 

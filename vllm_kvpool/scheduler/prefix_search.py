@@ -20,7 +20,7 @@ from vllm_kvpool.identity.cell_names import CellStem
 from vllm_kvpool.identity.keys import CellKey, KeyMaker, Namespace, group_of, in_epoch
 from vllm_kvpool.layout.topology import Kind
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 FANOUT = 7  # chunks asked for whole in one round
 SAMPLES = 127  # chunks of which one cell is asked for in one round
@@ -195,7 +195,7 @@ class HostCacheIndex:
         self.num_ranks = num_ranks
         self._ranks_of: dict[str, set[int]] = {}  # group -> ranks
 
-    def apply(self, rank: int, change: HostChange) -> None:
+    def apply(self, rank: int, change: HostCacheChange) -> None:
         for group in change.added:
             self._ranks_of.setdefault(group, set()).add(rank)
         for group in change.removed:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.block_pins import PinLedger
 from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables, all_blocks
 from vllm_kvpool.scheduler.layerwise import LayeredLoad, LayeredLoads
@@ -25,7 +25,7 @@ from vllm_kvpool.scheduler.reset import Reset
 from vllm_kvpool.transfer.ops import JobId, SavePlan
 
 
-class Saves:
+class SavePlanner:
     """See the module docstring. `take_id` gives job numbers."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Saves:
         shape: PoolShape,
         tables: GroupTables,
         reset: Reset,
-        tally: Tally,
+        registry: MetricsRegistry,
         take_id: Callable[[], int],
         *,
         save_decode: bool,
@@ -41,7 +41,7 @@ class Saves:
         self._shape = shape
         self._tables = tables
         self._reset = reset
-        self._tally = tally
+        self._registry = registry
         self._take_id = take_id
         self._save_decode = save_decode
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
@@ -214,8 +214,8 @@ class Saves:
         job_id = JobId(self._take_id())
         self.ledger.pin(job_id, all_blocks(pages))
         state.next_save = stop
-        self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
-        self._tally.add("kvpool_saved_tokens", (stop - first) * chunk)
+        self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
+        self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
         hashes = state.chain.hashes
         before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
         return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, before)
@@ -254,7 +254,7 @@ class Saves:
         for job_id, ranks in ranks_by_job.items():
             self.ledger.gathered(job_id, ranks)
         if ranks_by_job:
-            self._tally.set("kvpool_pinned_blocks", self.ledger.num_blocks)
+            self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
 
     def drop_late(self) -> None:
         """Give up saves that wait for a further step: there may be none. Hold no block."""

@@ -1,17 +1,17 @@
 """What the parts of the engine share: the scheduler, host memory, tiers, what is to be done.
 
 Pure; owned by the engine thread. Loads, saves and fetches each own their jobs and never touch
-another's; they meet in the cells in host memory (`residency`) and in the scheduler's graphs.
+another's; they meet in the cells in host memory (`host_cache`) and in the scheduler's graphs.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op
-from vllm_kvpool.transfer.host_cache import Entry, Residency
+from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
     HOST,
     CellOutcome,
@@ -33,15 +33,15 @@ class CellOp:
     """What an op is about: a cell and its place in host memory."""
 
     cell: NamedCell
-    entry: Entry | None
+    entry: CacheEntry | None
 
 
 @dataclass(slots=True)
-class Desk:
+class TransferContext:
     """See the module docstring. `chance` draws from [0, 1)."""
 
     scheduler: Scheduler
-    residency: Residency
+    host_cache: HostCache
     tiers: tuple[Tier, ...]
     chance: Callable[[], float]
     slot_bytes: int
@@ -94,25 +94,25 @@ class Desk:
         if amount:
             self.counts[name, tuple(labels.items())] += amount
 
-    def fill(self, tally: Tally) -> None:
+    def fill(self, registry: MetricsRegistry) -> None:
         """Hand over what was counted since the last call, and how things stand."""
         for (name, labels), amount in self.counts.items():
-            tally.add(name, amount, **dict(labels))
+            registry.add(name, amount, **dict(labels))
         self.counts.clear()
         tier_names = [*(tier.name for tier in self.tiers), "replica", "host"]
         for name, hits in zip(tier_names, self.hits, strict=True):
             if hits:
-                tally.add("kvpool_hit_cells", hits, tier=name)
+                registry.add("kvpool_hit_cells", hits, tier=name)
         self.hits = [0] * len(self.hits)
         for tier, breaker, writes in zip(
             self.tiers, self.breakers, self.write_breakers, strict=True
         ):
-            tally.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
+            registry.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
             is_open = writes.is_open(self.now)
-            tally.set("kvpool_tier_writable", 0 if is_open else 1, tier=tier.name)
-        if self.residency.keep:
-            clean, dirty, pinned = self.residency.num_slots()
+            registry.set("kvpool_tier_writable", 0 if is_open else 1, tier=tier.name)
+        if self.host_cache.keep:
+            clean, dirty, pinned = self.host_cache.num_slots()
             slot_bytes = self.slot_bytes
-            tally.set("kvpool_host_bytes", clean * slot_bytes, state="clean")
-            tally.set("kvpool_host_bytes", dirty * slot_bytes, state="dirty")
-            tally.set("kvpool_host_bytes", pinned * slot_bytes, state="pinned")
+            registry.set("kvpool_host_bytes", clean * slot_bytes, state="clean")
+            registry.set("kvpool_host_bytes", dirty * slot_bytes, state="dirty")
+            registry.set("kvpool_host_bytes", pinned * slot_bytes, state="pinned")

@@ -4,8 +4,8 @@ Only with write-back: with write-through the tier after it was given the cell wh
 cell is fetched, checked, put into the next tier and then removed where it was; host memory does not
 keep it. What cannot be put stays until the store evicts it.
 
-The thread of `Custodian` asks the stores, as that reads from disks, and waits for each hand-down
-to end before it asks again; the engine thread owns the rest.
+`DemotionThread` asks the stores, as that reads from disks, and waits for each demotion to end
+before it asks again; the engine thread owns the rest.
 """
 
 import logging
@@ -16,12 +16,12 @@ from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Shedding
-from vllm_kvpool.transfer.context import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
-from vllm_kvpool.transfer.host_cache import Entry, EntryState
-from vllm_kvpool.transfer.ops import NOBODY, CellName, HandDown, HandedDown, OpKind
-from vllm_kvpool.transfer.saves import Put, Saves
+from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
+from vllm_kvpool.transfer.ops import NOBODY, CellName, DemotionJob, HandedDown, OpKind
+from vllm_kvpool.transfer.saves import Put, SaveManager
 
 logger = logging.getLogger(__name__)
 
@@ -32,72 +32,72 @@ JOIN_S = 0.5
 
 
 @dataclass(slots=True)
-class Passage:
+class Demotion:
     """A hand-down that is under way: what its last marker is about."""
 
-    job: HandDown
+    job: DemotionJob
     removes: list[Op]
 
 
-class HandDowns:
+class Demotions:
     """See the module docstring; the engine thread's part."""
 
-    def __init__(self, desk: Desk, fetches: Fetches, saves: Saves) -> None:
-        self._desk = desk
+    def __init__(self, context: TransferContext, fetches: Fetches, saves: SaveManager) -> None:
+        self._context = context
         self._fetches = fetches
         self._saves = saves
 
-    def submit(self, job: HandDown) -> None:
+    def submit(self, job: DemotionJob) -> None:
         """Start to move the cells; with no tier after it that can be asked, it ends at once."""
-        desk = self._desk
+        context = self._context
         graph = Graph(NOBODY, Priority.DEMOTE)
-        passage = Passage(job, [])
-        further = desk.tiers_writable(job.tier + 1)
+        passage = Demotion(job, [])
+        further = context.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
-            if cell.nbytes > desk.slot_bytes:  # of another model
+            if cell.nbytes > context.slot_bytes:  # of another model
                 continue
             if self._fetches.is_leaving(job.tier, cell.key):
                 continue
-            entry = desk.residency.get(cell.key)
+            entry = context.host_cache.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin_at(job.tier, cell, graph)
                 self._pass_on(passage, graph, cell, entry, further[0], passing=True)
-            elif entry.state is EntryState.PRESENT and not entry.dirty:
+            elif entry.state is CacheEntryState.PRESENT and not entry.dirty:
                 self._pass_on(passage, graph, cell, entry, further[0], passing=False)
-        desk.scheduler.add(graph, None, passage, after=passage.removes, always=True)
-        desk.scheduler.close(graph)
+        context.scheduler.add(graph, None, passage, after=passage.removes, always=True)
+        context.scheduler.close(graph)
 
     def _pass_on(
         self,
-        passage: Passage,
+        passage: Demotion,
         graph: Graph,
         cell: CellName,
-        entry: Entry,
+        entry: CacheEntry,
         tier: int,
         *,
         passing: bool,
     ) -> None:
-        desk = self._desk
+        context = self._context
         copy = self._saves.begin_copy(entry)
         copy.passing = passing
         before = () if entry.op is None else (entry.op,)
         # What a store gave is sealed. What a gather brought is not, unless a tier has it.
-        seal = desk.scheduler.add(graph, desk.lane(OpKind.SEAL), copy, cell.nbytes, before)
-        lane = desk.lane(OpKind.PUT, tier)
-        put = desk.scheduler.add(graph, lane, Put(cell, entry, copy, tier), cell.nbytes, (seal,))
+        seal = context.scheduler.add(graph, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
+        lane = context.lane(OpKind.PUT, tier)
+        put = context.scheduler.add(graph, lane, Put(cell, entry, copy, tier), cell.nbytes, (seal,))
         copy.ops += (seal, put)
-        lane = desk.lane(OpKind.REMOVE, passage.job.tier)
-        passage.removes.append(desk.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
+        lane = context.lane(OpKind.REMOVE, passage.job.tier)
+        passage.removes.append(context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
 
-    def ended(self, passage: Passage) -> None:
+    def ended(self, passage: Demotion) -> None:
         """Every cell has moved, or will not."""
         moved = sum(op.state is OpState.DONE for op in passage.removes)
-        tier = self._desk.tiers[passage.job.tier].name
-        self._desk.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
-        self._desk.reports.append(HandedDown(passage.job.job_id, moved))
+        tier = self._context.tiers[passage.job.tier].name
+        self._context.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
+        self._context.reports.append(HandedDown(passage.job.job_id, moved))
 
 
-class Custodian:
+class DemotionThread:
     """Asks stores for what they would evict next. `post` hands a job to the engine, and the number
     of cells that moved comes through the queue."""
 

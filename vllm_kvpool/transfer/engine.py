@@ -15,12 +15,12 @@ from typing import cast
 
 from vllm_kvpool.staging.slots import SlotUse
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import PASSING, Desk
-from vllm_kvpool.transfer.demotion import HandDowns, Passage
+from vllm_kvpool.transfer.context import PASSING, TransferContext
+from vllm_kvpool.transfer.demotion import Demotion, Demotions
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
-from vllm_kvpool.transfer.host_cache import Residency
-from vllm_kvpool.transfer.hung_calls import Stuck
+from vllm_kvpool.transfer.host_cache import HostCache
+from vllm_kvpool.transfer.hung_calls import HungCalls
 from vllm_kvpool.transfer.loads import Load, Loads, Scatter
 from vllm_kvpool.transfer.loans import Borrowed, Kept, Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
@@ -30,9 +30,9 @@ from vllm_kvpool.transfer.ops import (
     WRITES,
     CancelRequest,
     CellOutcome,
+    DemotionJob,
     DropSaves,
     Flush,
-    HandDown,
     LaneName,
     Lend,
     Lent,
@@ -53,13 +53,13 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.saves import Copy, Put, Saves
+from vllm_kvpool.transfer.saves import Copy, Put, SaveManager
 from vllm_kvpool.transfer.scheduler import Scheduler
 from vllm_kvpool.transfer.tiers import Tier
 
 OWNERS_SHOWN = 4  # jobs named in a lane's work
 
-Job = LoadJob | SaveJob | PrefetchJob | HandDown
+Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
 Told = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
 Event = Job | WorkDone | WorkStuck | Told | Tick
 Action = Work | Report | Lent | LoanEnded  # a lane performs the work
@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        residency: Residency,
+        host_cache: HostCache,
         tiers: tuple[Tier, ...],
         limits: Mapping[LaneName, LaneLimits],
         *,
@@ -95,13 +95,13 @@ class Engine:
             cast("Mapping[Hashable, LaneLimits]", limits),
             {lane: bind[lane.kind] for lane in limits if lane.kind in bind},
         )
-        self.desk = Desk(scheduler, residency, tiers, chance, slot_bytes)
-        self.saves = Saves(self.desk, write_back=write_back)
-        self._fetches = Fetches(self.desk, self.saves.copy_up)
-        self.loans = Loans(self.desk, self._fetches, replicas)
-        self.loads = Loads(self.desk, self._fetches, self.loans.wanted)
-        self._hand_downs = HandDowns(self.desk, self._fetches, self.saves)
-        self.stuck = Stuck(residency)
+        self.context = TransferContext(scheduler, host_cache, tiers, chance, slot_bytes)
+        self.saves = SaveManager(self.context, write_back=write_back)
+        self._fetches = Fetches(self.context, self.saves.copy_up)
+        self.loans = Loans(self.context, self._fetches, replicas)
+        self.loads = Loads(self.context, self._fetches, self.loans.wanted)
+        self._hand_downs = Demotions(self.context, self._fetches, self.saves)
+        self.stuck = HungCalls(host_cache)
         self._running: dict[WorkId, Batch] = {}
         self._next_work = 0
         self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
@@ -116,21 +116,21 @@ class Engine:
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Take one event; return what is to be reported and started, in order."""
-        desk = self.desk
-        desk.now = desk.scheduler.now = now
+        context = self.context
+        context.now = context.scheduler.now = now
         self._take(event)
-        for graph in desk.scheduler.take_expired(now):
+        for graph in context.scheduler.take_expired(now):
             self.loads.expired(graph)
         self.loans.expire()
         self._settle()
         started = self._start()
         self.saves.watch_stall()
-        if self.saves.keep_clean() or desk.scheduler.has_news:
+        if self.saves.demote_dirty() or context.scheduler.has_news:
             self._settle()
             started += self._start()
-        if desk.residency.keep:
+        if context.host_cache.keep:
             self._look_at_host()
-        reports, desk.reports = desk.reports, []
+        reports, context.reports = context.reports, []
         return [*reports, *started]
 
     def _take(self, event: Event) -> None:
@@ -155,7 +155,7 @@ class Engine:
                     self._forget(event.generation)
             case Flush():
                 self.saves.flush()
-            case HandDown():
+            case DemotionJob():
                 self._hand_downs.submit(event)
             case Lend():
                 self.loans.lend(event)
@@ -166,7 +166,7 @@ class Engine:
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, or None."""
-        parts = (self.desk.scheduler, self.saves, self.loans)
+        parts = (self.context.scheduler, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 
     @property
@@ -185,16 +185,16 @@ class Engine:
     def _bind_get(self, op: Op) -> bool:
         use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
         entry = op.what.entry
-        if not (self.loans.may_begin(entry) and self.desk.residency.give_slot(entry, use)):
+        if not (self.loans.may_begin(entry) and self.context.host_cache.assign_slot(entry, use)):
             return False
         self.loans.has_begun(entry)
         return True
 
     def _bind_gather(self, op: Op) -> bool:
-        return self.desk.residency.give_slot(op.what.entry, SlotUse.SAVE)
+        return self.context.host_cache.assign_slot(op.what.entry, SlotUse.SAVE)
 
     def _start(self) -> list[Action]:
-        return [self._work(batch) for batch in self.desk.scheduler.take(self.desk.now)]
+        return [self._work(batch) for batch in self.context.scheduler.take(self.context.now)]
 
     def _work(self, batch: Batch) -> Work:
         work_id = WorkId(self._next_work)
@@ -202,7 +202,7 @@ class Engine:
         self._running[work_id] = batch
         cells = []
         owners: dict[Owner, None] = {}
-        ready_at, attempts = self.desk.now, 0
+        ready_at, attempts = self.context.now, 0
         for op in batch.ops:
             what = op.what
             cells.append(WorkCell(what.cell, None if what.entry is None else what.entry.slot))
@@ -221,7 +221,7 @@ class Engine:
             ready_at,
             tuple(owners),
             1 + attempts,
-            self.desk.generation,
+            self.context.generation,
         )
 
     # Work that ended
@@ -233,11 +233,11 @@ class Engine:
             return
         assert len(done.outcomes) == len(batch.ops), done
         lane = cast("LaneName", batch.lane.key)
-        self.desk.scheduler.batch_ended(batch)
+        self.context.scheduler.batch_ended(batch)
         if lane.tier >= 0:
             self._watch_tier(lane, done.outcomes)
         if lane.kind is OpKind.GET:
-            self.desk.hits[lane.tier] += sum(
+            self.context.hits[lane.tier] += sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
                 for op, outcome in zip(batch.ops, done.outcomes, strict=True)
             )
@@ -247,25 +247,25 @@ class Engine:
 
     def _forget(self, generation: int | None) -> None:
         """A reset: nothing that is on its way may be found afterwards."""
-        desk = self.desk
+        context = self.context
         still = self.saves.drop_copies()
         self._fetches.forget()
         self.loans.forget()
-        desk.residency.clear()
+        context.host_cache.clear()
         if generation is not None:
-            desk.generation = generation
+            context.generation = generation
             graph = Graph(NOBODY, Priority.SAVE)
             dropped = SavesDropped(generation)
-            desk.scheduler.add(graph, None, dropped, after=still, always=True)
-            desk.scheduler.close(graph)
+            context.scheduler.add(graph, None, dropped, after=still, always=True)
+            context.scheduler.close(graph)
 
     def _work_stuck(self, work_id: WorkId) -> None:
         """A store call does not return: its cells go on without it, its memory waits for it."""
         batch = self._running.pop(work_id)
         lane = cast("LaneName", batch.lane.key)
-        self.desk.scheduler.batch_ended(batch)
+        self.context.scheduler.batch_ended(batch)
         self.stuck.begin(work_id, lane.kind, batch)
-        if self._breaker(lane).tripped(self.desk.now):
+        if self._breaker(lane).tripped(self.context.now):
             self._lane_down(lane)
         for op in batch.ops:
             self._handlers[lane.kind](op, CellOutcome.TIMED_OUT)
@@ -275,12 +275,12 @@ class Engine:
         breaker = self._breaker(lane)
         if not all(outcome in PASSING for outcome in outcomes):
             breaker.succeeded()
-        elif breaker.failed(self.desk.now):
+        elif breaker.failed(self.context.now):
             self._lane_down(lane)
 
     def _breaker(self, lane: LaneName) -> Breaker:
-        desk = self.desk
-        return (desk.write_breakers if lane.kind in WRITES else desk.breakers)[lane.tier]
+        context = self.context
+        return (context.write_breakers if lane.kind in WRITES else context.breakers)[lane.tier]
 
     def _lane_down(self, lane: LaneName) -> None:
         """A tier is left alone for a while; where writes alone failed, loads go on."""
@@ -292,13 +292,13 @@ class Engine:
 
     def _tier_changed(self, event: TierHealth) -> None:
         """Who watches the store knows best: until it is there again nobody tries."""
-        breaker = self.desk.breakers[event.tier]
+        breaker = self.context.breakers[event.tier]
         if event.is_up:
             breaker.let_go()
             if event.is_writable:
-                self.desk.write_breakers[event.tier].let_go()
+                self.context.write_breakers[event.tier].let_go()
             else:
-                self.desk.write_breakers[event.tier].hold()
+                self.context.write_breakers[event.tier].hold()
                 self.saves.tier_down(event.tier)
         else:
             breaker.hold()
@@ -310,18 +310,20 @@ class Engine:
 
     def _look_at_host(self) -> None:
         """Report and count what has come into host memory and left it."""
-        desk, residency = self.desk, self.desk.residency
-        change = residency.take_change()
+        context, host_cache = self.context, self.context.host_cache
+        change = host_cache.take_change()
         if change is not None:
-            desk.reports.append(change)
-        if residency.num_dropped:
-            desk.count("kvpool_evicted_cells", residency.num_dropped, tier="host", fate="dropped")
-            desk.count("kvpool_prefetched_cells", residency.unused_prefetches, outcome="unused")
-            residency.num_dropped = residency.unused_prefetches = 0
+            context.reports.append(change)
+        if host_cache.num_dropped:
+            context.count(
+                "kvpool_evicted_cells", host_cache.num_dropped, tier="host", fate="dropped"
+            )
+            context.count("kvpool_prefetched_cells", host_cache.unused_prefetches, outcome="unused")
+            host_cache.num_dropped = host_cache.unused_prefetches = 0
 
     def _settle(self) -> None:
         """Tell owners of what the scheduler did on its own, until that has no consequences."""
-        scheduler = self.desk.scheduler
+        scheduler = self.context.scheduler
         while scheduler.has_consequences:
             lost, reached = scheduler.take_lost(), scheduler.take_reached()
             for op, cause in lost:
@@ -334,12 +336,12 @@ class Engine:
                 elif isinstance(op.what, Kept):
                     self.loans.keep_nothing(op.what)
             for marker in reached:
-                if isinstance(marker.what, Passage):
+                if isinstance(marker.what, Demotion):
                     self._hand_downs.ended(marker.what)
                 elif isinstance(marker.what, Load):
                     self.loads.removed(marker.what)
                 elif isinstance(marker.what, SavesDropped):
-                    self.desk.reports.append(marker.what)
+                    self.context.reports.append(marker.what)
                 elif isinstance(marker.what, Borrowed):
                     self.loans.here(marker.what)
                 elif isinstance(marker.what, Kept):
@@ -351,7 +353,7 @@ class Engine:
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""
-        self.desk.residency.check()
+        self.context.host_cache.check()
         self.loads.check()
         self._fetches.check()
         self.loans.check()
@@ -359,12 +361,12 @@ class Engine:
         held = [op.what.entry.slot for op in running if op.what.entry is not None]
         assert all(slot is not None for slot in held)
         if self.idle:
-            residency = self.desk.residency
+            host_cache = self.context.host_cache
             stuck = self.stuck
-            assert all(e.pins == stuck.pins_of(e) or e.prefetched for e in residency)
-            assert residency.slots.num_quarantined == stuck.num_slots_written
-            known = {entry.slot for entry in residency} | stuck.slots_read
-            assert residency.slots.num_held == len(known - {None})
+            assert all(e.pins == stuck.pins_of(e) or e.prefetched for e in host_cache)
+            assert host_cache.slots.num_quarantined == stuck.num_slots_written
+            known = {entry.slot for entry in host_cache} | stuck.slots_read
+            assert host_cache.slots.num_held == len(known - {None})
 
 
 def _why(cause: Op) -> CellOutcome:

@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.gauges import Gauges
 from vllm_kvpool.transfer.lane_thread import LaneThread, Perform
@@ -35,11 +35,11 @@ from vllm_kvpool.transfer.ops import (
     CellName,
     CellOutcome,
     CellTask,
+    DemotionJob,
     DropSaves,
     Flush,
-    HandDown,
     HandedDown,
-    HostChange,
+    HostCacheChange,
     JobId,
     LaneName,
     Lend,
@@ -129,7 +129,7 @@ class Executor:
         planner: Planner,
         perform: Perform,
         lanes: dict[LaneName, int],
-        tally: Tally,
+        registry: MetricsRegistry,
         trace: Trace = NO_TRACE,
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_stuck: Callable[[LaneName], None] = lambda lane: None,
@@ -143,9 +143,9 @@ class Executor:
         self._engine = engine
         self._planner = planner
         self._perform = perform
-        self._tally = tally
-        self._save_seconds = tally.histogram("kvpool_save_seconds")
-        self._load_seconds = tally.histogram("kvpool_load_seconds")
+        self._registry = registry
+        self._save_seconds = registry.histogram("kvpool_save_seconds")
+        self._load_seconds = registry.histogram("kvpool_load_seconds")
         self._trace = trace
         self._inbox: SimpleQueue[Post | WorkDone | LaneThread] = SimpleQueue()
         self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
@@ -160,7 +160,7 @@ class Executor:
         self._num_passages = 0
         self._begun: list[Work] = []
         self._said: list[Report] = []
-        self._gauges = Gauges(engine, tally, trace)
+        self._gauges = Gauges(engine, registry, trace)
         self._num_new_lanes = 0
         self._lost_slots = False
         self._refused: set[LaneName] = set()  # lanes without a thread
@@ -218,7 +218,7 @@ class Executor:
             self._serve()
         except BaseException:
             logger.exception("kvpool: the transfer engine has failed; going on without the pool")
-            self._tally.add("kvpool_failures", kind="engine")
+            self._registry.add("kvpool_failures", kind="engine")
             if self._lender is not None:
                 self._lender.close()
             self._end_lanes()
@@ -333,7 +333,7 @@ class Executor:
         self._num_passages += 1
         job = JobId(-self._num_passages)  # the scheduler side's are positive
         self._passages[job] = message.answer
-        self._step(HandDown(job, message.tier, message.cells))
+        self._step(DemotionJob(job, message.tier, message.cells))
 
     def _as_job(self, plan: Plan) -> Event:
         match plan:
@@ -369,7 +369,7 @@ class Executor:
                 self._save_seconds(time.monotonic() - began)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
-                        self._tally.add("kvpool_failures", count, kind=f"save_{outcome.value}")
+                        self._registry.add("kvpool_failures", count, kind=f"save_{outcome.value}")
                 self._trace.instant("save done", job=report.job_id, request=report.request_id)
             case LoadDone():
                 del self._open[report.job_id]
@@ -380,7 +380,7 @@ class Executor:
                     self._trace.instant(name, job=report.job_id, request=report.request_id)
             case HandedDown():
                 self._passages.pop(report.job_id).put(report.moved)
-            case HostChange() | SavesDropped() | SpanLoaded():
+            case HostCacheChange() | SavesDropped() | SpanLoaded():
                 pass
             case _:
                 del self._open[report.job_id]
@@ -425,7 +425,7 @@ class Executor:
         self._lanes.remove(lane)
         self._stuck[work.work_id] = lane
         del self._works[work.work_id]
-        self._tally.add("kvpool_failures", kind="store_stuck")
+        self._registry.add("kvpool_failures", kind="store_stuck")
         logger.warning("kvpool: %s has not returned for %.0f s", lane.lane, now - busy[1])
         self._on_stuck(lane.lane)
         if sum(other.lane == lane.lane for other in self._stuck.values()) <= MAX_STUCK:
@@ -451,7 +451,7 @@ class Executor:
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
-        self._tally.add("kvpool_failures", kind="lane")
+        self._registry.add("kvpool_failures", kind="lane")
         logger.error("kvpool: a thread of lane %s has died", dead.lane)
         if self._num_new_lanes < MAX_NEW_LANES:
             self._num_new_lanes += 1

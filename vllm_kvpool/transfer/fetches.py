@@ -14,9 +14,9 @@ A cell found further away is copied into the nearer tiers that lack it (`copy_up
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from vllm_kvpool.transfer.context import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.graph import Graph, Op, OpState
-from vllm_kvpool.transfer.host_cache import Entry, EntryState
+from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import REPLICA, CellOutcome, CellTask, NamedCell, OpKind
 
 MAX_WAITING_REMOVES = 1024
@@ -26,7 +26,7 @@ MAX_WAITING_REMOVES = 1024
 class Fetch(CellOp):
     """A cell that is being fetched, and from where."""
 
-    entry: Entry
+    entry: CacheEntry
     tier: int
     trouble: CellOutcome = CellOutcome.MISSING  # the most telling outcome so far
 
@@ -42,36 +42,38 @@ class Fetches:
     """`copy_up(entry, tiers)` is told of a cell that these nearer tiers lack. An op that waits for
     a cell which no tier can give is lost (`Scheduler.take_lost`), with the fetch as the cause."""
 
-    def __init__(self, desk: Desk, copy_up: Callable[[Entry, list[int]], None]) -> None:
-        self._desk = desk
+    def __init__(
+        self, context: TransferContext, copy_up: Callable[[CacheEntry, list[int]], None]
+    ) -> None:
+        self._context = context
         self._copy_up = copy_up
         self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
-    def begin(self, cell: NamedCell, graph: Graph) -> Entry | None:
+    def begin(self, cell: NamedCell, graph: Graph) -> CacheEntry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked for it."""
         if isinstance(cell, CellTask) and cell.fetcher is not None:
             return self.begin_at(REPLICA, cell, graph)
         tiers = self._tiers_of(cell)
         return self.begin_at(tiers[0], cell, graph) if tiers else None
 
-    def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> Entry:
+    def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> CacheEntry:
         """Start to fetch a cell that is not in host memory, from a tier or those after it."""
-        desk = self._desk
-        entry = desk.residency.begin(cell.key, cell.chunk, cell.nbytes)
-        lane = desk.lane(OpKind.GET, tier)
-        entry.op = desk.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
+        context = self._context
+        entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
+        lane = context.lane(OpKind.GET, tier)
+        entry.op = context.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
 
-    def let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: CacheEntry) -> None:
         """Somebody does not want the cell any more, and has given up the pin on it."""
         op = entry.op
-        if entry.state is not EntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
+        if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
             return
-        if op is not None and isinstance(op.what, Fetch) and self._desk.scheduler.cancel(op):
+        if op is not None and isinstance(op.what, Fetch) and self._context.scheduler.cancel(op):
             entry.op = None
-            self._desk.residency.unpin(entry)
+            self._context.host_cache.unpin(entry)
 
-    def abandon(self, entry: Entry) -> None:
+    def abandon(self, entry: CacheEntry) -> None:
         """A load has waited too long: if the transfer still runs and nobody else waits for it,
         its slot stays out of use until it ends, and whoever wants the cell starts afresh."""
         op = entry.op
@@ -81,13 +83,13 @@ class Fetches:
             and entry.wanted
             and op.state is OpState.RUNNING
             and isinstance(op.what, Fetch)
-            and op.lane is self._desk.lane(OpKind.GET, op.what.tier)
+            and op.lane is self._context.lane(OpKind.GET, op.what.tier)
         ):
-            self._desk.residency.abandon(entry)
+            self._context.host_cache.abandon(entry)
 
     def forget(self) -> None:
         """A reset: what has not started, or is to be tried again, is not wanted any more."""
-        for entry in list(self._desk.residency):
+        for entry in list(self._context.host_cache):
             op = entry.op
             if op is not None and isinstance(op.what, Fetch) and op.state is not OpState.RUNNING:
                 self._give_up(op, CellOutcome.CANCELLED)
@@ -100,7 +102,7 @@ class Fetches:
         elif outcome is CellOutcome.DONE and op.what.tier == REPLICA:
             self._arrived(op)
         elif outcome is CellOutcome.DONE:
-            self._desk.scheduler.move(op, self._desk.lane(OpKind.CHECK))
+            self._context.scheduler.move(op, self._context.lane(OpKind.CHECK))
         else:
             self._elsewhere(op, outcome)
 
@@ -114,35 +116,35 @@ class Fetches:
             self._arrived(op)
 
     def _arrived(self, op: Op) -> None:
-        fetch, residency = op.what, self._desk.residency
+        fetch, host_cache = op.what, self._context.host_cache
         entry = fetch.entry
-        if isinstance(fetch.cell, CellTask) and fetch.cell.fetcher is not None and residency.keep:
-            residency.forget(entry)  # another rank's host tier keeps it
-        residency.arrived(entry, self._desk.now_ns)
-        nearer = [t for t in self._desk.tiers_writable() if t < fetch.tier]
+        if isinstance(fetch.cell, CellTask) and fetch.cell.fetcher is not None and host_cache.keep:
+            host_cache.forget(entry)  # another rank's host tier keeps it
+        host_cache.arrived(entry, self._context.now_ns)
+        nearer = [t for t in self._context.tiers_writable() if t < fetch.tier]
         if nearer:
             self._copy_up(entry, nearer)
-        self._desk.scheduler.finish(op)
-        residency.unpin(entry)
+        self._context.scheduler.finish(op)
+        host_cache.unpin(entry)
 
     def tier_down(self, tier: int) -> None:
         """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
         self.writes_down(tier)
-        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.GET, tier)):
+        for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.GET, tier)):
             self._move_on(op, CellOutcome.UNREACHABLE)
 
     def writes_down(self, tier: int) -> None:
         """Nothing is removed from a tier for now; bad cells stay."""
-        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.REMOVE, tier)):
+        for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.REMOVE, tier)):
             self.removed(op, CellOutcome.UNREACHABLE)
 
     def remove(self, cell: NamedCell, tier: int, graph: Graph) -> None:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
-        lane = self._desk.lane(OpKind.REMOVE, tier)
-        is_down = tier not in self._desk.tiers_writable(tier)
+        lane = self._context.lane(OpKind.REMOVE, tier)
+        is_down = tier not in self._context.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
-            removal = self._desk.scheduler.add(graph, lane, Removal(cell, None, tier))
+            removal = self._context.scheduler.add(graph, lane, Removal(cell, None, tier))
             self._removing[tier, cell.key] = removal
 
     def removed(self, op: Op, outcome: CellOutcome) -> None:
@@ -151,9 +153,9 @@ class Fetches:
         if isinstance(what, Removal):
             del self._removing[what.tier, what.cell.key]
         if outcome is CellOutcome.DONE:
-            self._desk.scheduler.finish(op)
+            self._context.scheduler.finish(op)
         else:
-            self._desk.scheduler.fail(op)
+            self._context.scheduler.fail(op)
 
     def is_leaving(self, tier: int, key: str) -> bool:
         """Whether a bad cell is being removed there."""
@@ -169,13 +171,13 @@ class Fetches:
     def check(self) -> None:
         """What always holds."""
         for tier, key in self._removing:
-            lane = self._desk.lane(OpKind.REMOVE, tier)
-            waiting = (op.what.cell.key for op in self._desk.scheduler.waiting_in(lane))
+            lane = self._context.lane(OpKind.REMOVE, tier)
+            waiting = (op.what.cell.key for op in self._context.scheduler.waiting_in(lane))
             assert lane.num_batches or key in waiting, "it would never be asked for again"
 
     def _tiers_of(self, cell: NamedCell, first: int = 0) -> list[int]:
         """The tiers from `first` on that can be asked for a cell: not where it is being removed."""
-        tiers = self._desk.tiers_up(first)
+        tiers = self._context.tiers_up(first)
         if not self._removing:  # as nearly always
             return tiers
         return [tier for tier in tiers if not self.is_leaving(tier, cell.key)]
@@ -192,13 +194,13 @@ class Fetches:
             self._give_up(op, CellOutcome.CANCELLED)
             return
         # In the queue again, it may stand behind fetches that still wait for a slot.
-        self._desk.residency.take_slot(fetch.entry)
-        get = self._desk.lane(OpKind.GET, fetch.tier)
-        if not self._desk.try_again(op, fetch.tier, outcome, get):
+        self._context.host_cache.release_slot(fetch.entry)
+        get = self._context.lane(OpKind.GET, fetch.tier)
+        if not self._context.try_again(op, fetch.tier, outcome, get):
             self._move_on(op, outcome)
 
     def _move_on(self, op: Op, outcome: CellOutcome) -> None:
-        desk, fetch = self._desk, op.what
+        context, fetch = self._context, op.what
         if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
         further = self._tiers_of(fetch.cell, max(0, fetch.tier + 1))
@@ -207,13 +209,13 @@ class Fetches:
             return
         fetch.tier = further[0]
         op.attempts = 0
-        desk.scheduler.move(op, desk.lane(OpKind.GET, fetch.tier))
+        context.scheduler.move(op, context.lane(OpKind.GET, fetch.tier))
 
     def _give_up(self, op: Op, outcome: CellOutcome) -> None:
         entry = op.what.entry
         op.what.trouble = outcome
         entry.op = None
         if entry.prefetched:
-            self._desk.count("kvpool_prefetched_cells", outcome="failed")
-        self._desk.scheduler.fail(op)
-        self._desk.residency.unpin(entry)
+            self._context.count("kvpool_prefetched_cells", outcome="failed")
+        self._context.scheduler.fail(op)
+        self._context.host_cache.unpin(entry)

@@ -1,10 +1,10 @@
 """Which cells are in host memory, where, and how long they stay (pure; owned by the engine thread).
 
-An `Entry` is one cell in one slot of the arena, on its way in or present. Whoever moves its bytes
-holds a pin; without pins it stays as long as the host tier has room for it (`keep` slots; none
-without a host tier), and then the chunk with the lowest score leaves first (storage/eviction.py), a
-prompt's end before its beginning: no chunk scores less than one that comes after it. A dirty cell
-is in no lower tier yet: it is copied there before it leaves.
+A `CacheEntry` is one cell in one slot of the arena, on its way in or present. Whoever moves its
+bytes holds a pin; without pins it stays as long as the host tier has room for it (`keep` slots;
+none without a host tier), and then the chunk with the lowest score leaves first
+(storage/eviction.py), a prompt's end before its beginning: no chunk scores less than one that comes
+after it. A dirty cell is in no lower tier yet: it is copied there before it leaves.
 
 Cells that nobody holds stand in two lines, the clean ones and the dirty ones, each a heap by rank.
 Scores only rise. A cell whose chunk is used again keeps its place, and takes one further back when
@@ -26,7 +26,7 @@ from vllm_kvpool.identity.keys import kind_of_group
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictedScores, EvictionPolicy
-from vllm_kvpool.transfer.ops import HostChange
+from vllm_kvpool.transfer.ops import HostCacheChange
 
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.graph import Op
@@ -38,13 +38,13 @@ Rank = tuple[int, int, str]
 """Score and negative position of its chunk, and its key: the lowest leaves first."""
 
 
-class EntryState(Enum):
+class CacheEntryState(Enum):
     ARRIVING = "arriving"
     PRESENT = "present"
     GONE = "gone"
 
 
-class Entry:
+class CacheEntry:
     """One cell in host memory. `op` brings it in, while it arrives."""
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Entry:
         self.nbytes = nbytes
         self.slot: Slot | None = None
         self.pins = 1  # of the transfer that brings it in
-        self.state = EntryState.ARRIVING
+        self.state = CacheEntryState.ARRIVING
         self.op: Op | None = None
         self.dirty = False
         self.prefetched = False  # brought in for nobody, and not used yet
@@ -88,7 +88,7 @@ class _Chunk:
         self.score = 0  # never less than a child's
 
 
-class Residency:
+class HostCache:
     """See the module docstring.
 
     `cells_per_chunk`: how many of this rank's cells make a chunk, for each kind of layers.
@@ -101,7 +101,7 @@ class Residency:
         self.keep = keep
         self._policy = policy
         self._cells_per_chunk = cells_per_chunk
-        self._index: dict[str, Entry] = {}
+        self._index: dict[str, CacheEntry] = {}
         self._chunks: dict[str, _Chunk] = {}
         num_chunks = keep // min(cells_per_chunk.values(), default=1)
         self._evicted = EvictedScores(policy.remembered * num_chunks)
@@ -112,15 +112,15 @@ class Residency:
         self.unused_prefetches = 0  # dropped without having been used; the owner resets it
         self.num_dropped = 0  # the same
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> CacheEntry | None:
         return self._index.get(key)
 
-    def begin(self, key: str, chunk: ChunkRef, nbytes: int) -> Entry:
+    def begin(self, key: str, chunk: ChunkRef, nbytes: int) -> CacheEntry:
         """A cell is about to come in; the caller holds its first pin."""
-        entry = self._index[key] = Entry(key, chunk, nbytes)
+        entry = self._index[key] = CacheEntry(key, chunk, nbytes)
         return entry
 
-    def give_slot(self, entry: Entry, use: SlotUse) -> bool:
+    def assign_slot(self, entry: CacheEntry, use: SlotUse) -> bool:
         """Late binding: a slot for a cell that starts to come in; False if there is none now."""
         if entry.slot is None and self.has_room(use):
             if not self.slots.num_free:
@@ -132,15 +132,15 @@ class Residency:
         """Whether there is a slot now, free or of a clean cell that nobody holds."""
         return self.slots.has_room(use, self.num_idle - self.num_dirty)
 
-    def take_slot(self, entry: Entry) -> None:
+    def release_slot(self, entry: CacheEntry) -> None:
         """Nothing is to be kept of the cell: others may have its slot."""
         if entry.slot is not None:
             self.slots.give_back(entry.slot)
             entry.slot = None
 
-    def arrived(self, entry: Entry, now_ns: int, *, dirty: bool = False) -> None:
+    def arrived(self, entry: CacheEntry, now_ns: int, *, dirty: bool = False) -> None:
         """The bytes are there; the transfer's pin stays until `unpin`."""
-        entry.state = EntryState.PRESENT
+        entry.state = CacheEntryState.PRESENT
         entry.op = None
         entry.dirty = dirty
         if entry.wanted and self.keep:
@@ -184,19 +184,19 @@ class Residency:
     def _is_whole(self, chunk: _Chunk) -> bool:
         return chunk.num_cells == self._cells_per_chunk.get(kind_of_group(chunk.chunk_id))
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: CacheEntry) -> None:
         """Hold the entry for another transfer."""
         if not entry.pins:
             self.num_idle -= 1
             self.num_dirty -= entry.dirty
         entry.pins += 1
 
-    def unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: CacheEntry) -> None:
         """A transfer is done with the entry; the last one decides whether it stays."""
         entry.pins -= 1
         if entry.pins:
             return
-        if entry.state is EntryState.PRESENT and entry.wanted and self.keep:
+        if entry.state is CacheEntryState.PRESENT and entry.wanted and self.keep:
             self.num_idle += 1
             self.num_dirty += entry.dirty
             self._take_place(entry)
@@ -206,18 +206,18 @@ class Residency:
             self.forget(entry)
             self._release(entry)
 
-    def cleaned(self, entry: Entry) -> None:
+    def cleaned(self, entry: CacheEntry) -> None:
         """A lower tier has the cell, or it was given up; the entry is pinned."""
         assert entry.pins, entry.key
         entry.dirty = False
 
-    def abandon(self, entry: Entry) -> None:
+    def abandon(self, entry: CacheEntry) -> None:
         """A transfer into the slot may never end: whoever asks for the key starts afresh."""
         self.forget(entry)
         if entry.slot is not None:
             self.slots.quarantine(entry.slot)
 
-    def part_with_slot(self, entry: Entry) -> Slot:
+    def part_with_slot(self, entry: CacheEntry) -> Slot:
         """A transfer that does not end may still write to the slot: it is not the entry's any
         more, and nobody's until `slots.give_back`."""
         slot, entry.slot = entry.slot, None
@@ -235,26 +235,26 @@ class Residency:
                 self.num_dirty -= entry.dirty
                 self._release(entry)
 
-    def coldest_dirty(self, count: int) -> list[Entry]:
+    def coldest_dirty(self, count: int) -> list[CacheEntry]:
         """Dirty cells that nobody holds, coldest first; the caller copies all of them down."""
-        found: list[Entry] = []
+        found: list[CacheEntry] = []
         while len(found) < count and (entry := self._next_in_line(dirty=True)) is not None:
             found.append(entry)
         return found
 
-    def take_change(self) -> HostChange | None:
+    def take_change(self) -> HostCacheChange | None:
         """Chunks that have become whole, and that are whole no more, since the last call."""
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
         added = tuple(group for group, whole in changes.items() if whole)
         removed = tuple(group for group, whole in changes.items() if not whole)
-        return HostChange(added, removed)
+        return HostCacheChange(added, removed)
 
-    def _rank(self, entry: Entry) -> Rank:
+    def _rank(self, entry: CacheEntry) -> Rank:
         return self._chunks[entry.chunk.id].score, -entry.chunk.position, entry.key
 
-    def _take_place(self, entry: Entry) -> None:
+    def _take_place(self, entry: CacheEntry) -> None:
         """Give a cell that nobody holds a place in line, unless it has one already."""
         dirty, place = entry.dirty, entry.place
         if place is not None and place[0] == dirty:
@@ -272,7 +272,7 @@ class Residency:
         entry = self._index.get(rank[2])
         return entry is not None and entry.place == (dirty, rank)
 
-    def _next_in_line(self, *, dirty: bool) -> Entry | None:
+    def _next_in_line(self, *, dirty: bool) -> CacheEntry | None:
         """The clean or dirty cell of the lowest rank that nobody holds; it is in line no more."""
         line = self._lines[dirty]
         while line:
@@ -299,13 +299,13 @@ class Residency:
         self._release(entry)
         return True
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: CacheEntry) -> None:
         """Nobody who asks for the key gets this entry any more; it goes with its last pin."""
         if not entry.wanted:
             return
         entry.wanted = False
         del self._index[entry.key]
-        if entry.state is EntryState.PRESENT and self.keep:
+        if entry.state is CacheEntryState.PRESENT and self.keep:
             chunk = self._chunks[entry.chunk.id]
             if self._is_whole(chunk):
                 self._changes[chunk.chunk_id] = False
@@ -322,16 +322,16 @@ class Residency:
             if chunk is not None:
                 chunk.num_children -= 1
 
-    def _release(self, entry: Entry) -> None:
-        self.take_slot(entry)
-        entry.state = EntryState.GONE
+    def _release(self, entry: CacheEntry) -> None:
+        self.release_slot(entry)
+        entry.state = CacheEntryState.GONE
 
     def num_slots(self) -> tuple[int, int, int]:
         """Slots of cells: clean and dirty ones that nobody holds, and held ones."""
         held = self.slots.num_held - self.num_idle
         return self.num_idle - self.num_dirty, self.num_dirty, held
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[CacheEntry]:
         return iter(self._index.values())
 
     def check(self) -> None:
@@ -340,12 +340,12 @@ class Residency:
         slots = [entry.slot for entry in self if entry.slot is not None]
         assert len(set(slots)) == len(slots)
         idle = [entry for entry in self if not entry.pins]
-        assert all(e.state is EntryState.PRESENT and e.slot is not None for e in idle)
+        assert all(e.state is CacheEntryState.PRESENT and e.slot is not None for e in idle)
         assert len(idle) == self.num_idle
         assert sum(e.dirty for e in idle) == self.num_dirty
         assert self.num_idle - self.num_dirty <= self.keep
         if self.keep:
-            present = [e for e in self if e.state is EntryState.PRESENT]
+            present = [e for e in self if e.state is CacheEntryState.PRESENT]
             cells = Counter(e.chunk.id for e in present)
             children = Counter(c.parent.chunk_id for c in self._chunks.values() if c.parent)
             for chunk_id, chunk in self._chunks.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.transfer.graph import Batch
-from vllm_kvpool.transfer.host_cache import Entry, Residency
+from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import OpKind, WorkId
 
 
@@ -18,14 +18,14 @@ class _Lent:
     """What one call has."""
 
     slots: list[Slot] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[CacheEntry] = field(default_factory=list)
 
 
-class Stuck:
+class HungCalls:
     """Engine thread."""
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
+    def __init__(self, host_cache: HostCache) -> None:
+        self._host_cache = host_cache
         self._lent: dict[WorkId, _Lent] = {}
 
     def __len__(self) -> int:
@@ -42,18 +42,18 @@ class Stuck:
             if entry is None:
                 continue
             if kind is OpKind.GET:
-                lent.slots.append(self._residency.part_with_slot(entry))
+                lent.slots.append(self._host_cache.part_with_slot(entry))
             else:
-                self._residency.pin(entry)
+                self._host_cache.pin(entry)
                 lent.entries.append(entry)
 
     def end(self, work_id: WorkId) -> None:
         """The call has returned after all: nothing of its memory is touched any more."""
         lent = self._lent.pop(work_id)
         for slot in lent.slots:
-            self._residency.slots.give_back(slot)
+            self._host_cache.slots.give_back(slot)
         for entry in lent.entries:
-            self._residency.unpin(entry)
+            self._host_cache.unpin(entry)
 
     @property
     def slots_read(self) -> set[Slot | None]:
@@ -64,6 +64,6 @@ class Stuck:
     def num_slots_written(self) -> int:
         return sum(len(lent.slots) for lent in self._lent.values())
 
-    def pins_of(self, entry: Entry) -> int:
+    def pins_of(self, entry: CacheEntry) -> int:
         """How many calls that are stuck hold the entry."""
         return sum(held is entry for lent in self._lent.values() for held in lent.entries)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.layout.pages import CellMove
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
@@ -64,7 +64,7 @@ class LaneWork:
     scatter_copier: Copier
     chunk_tokens: int
     verify_checksum: bool
-    tally: Tally
+    registry: MetricsRegistry
     trace: Trace = NO_TRACE
     clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
     borrow: Borrow | None = None  # where replicas are on this host
@@ -78,18 +78,18 @@ class LaneWork:
         try:
             outcomes = self._perform(work)
         except StoreUnreachable:
-            self.tally.add("kvpool_failures", kind="store_unreachable")
+            self.registry.add("kvpool_failures", kind="store_unreachable")
             outcomes = [CellOutcome.UNREACHABLE] * len(work.cells)
         except BuffersInUse:
-            self.tally.add("kvpool_failures", kind="store_error")
+            self.registry.add("kvpool_failures", kind="store_error")
             self._count(work, [CellOutcome.FAILED] * len(work.cells), start, self.clock())
             raise
         except StoreError:
-            self.tally.add("kvpool_failures", kind="store_error")
+            self.registry.add("kvpool_failures", kind="store_error")
             outcomes = [CellOutcome.FAILED] * len(work.cells)
         except Exception:
             logger.exception("kvpool: %s failed", work.lane)
-            self.tally.add("kvpool_failures", kind="bug")
+            self.registry.add("kvpool_failures", kind="bug")
             outcomes = [CellOutcome.FAILED] * len(work.cells)
         self._count(work, outcomes, start, self.clock())
         return tuple(outcomes)
@@ -124,7 +124,7 @@ class LaneWork:
         got = store.get([cell.cell.key for cell in cells], self._buffers(cells))
         wrong_size = got.count(GetOutcome.WRONG_SIZE)
         if wrong_size:
-            self.tally.add("kvpool_failures", wrong_size, kind="cell_length")
+            self.registry.add("kvpool_failures", wrong_size, kind="cell_length")
         return [_GOT[outcome] for outcome in got]
 
     def _put(self, store: Store, cells: Sequence[WorkCell]) -> list[CellOutcome]:
@@ -144,7 +144,7 @@ class LaneWork:
         fault = verify(buffer.view, key_digest(cell.key), checksum=self.verify_checksum)
         if fault is None:
             return CellOutcome.DONE
-        self.tally.add("kvpool_failures", kind=f"cell_{fault.value}")
+        self.registry.add("kvpool_failures", kind=f"cell_{fault.value}")
         return CellOutcome.CORRUPT
 
     def _buffers(self, cells: Sequence[WorkCell]) -> list[Buffer]:
@@ -193,10 +193,10 @@ class LaneWork:
             if outcome is CellOutcome.DONE
         )
         waited = max(0.0, start - work.ready_at)
-        self.tally.observe("kvpool_op_seconds", end - start, lane=kind.value, tier=tier_name)
-        self.tally.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)
+        self.registry.observe("kvpool_op_seconds", end - start, lane=kind.value, tier=tier_name)
+        self.registry.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)
         if work.attempt > 1:
-            self.tally.add("kvpool_retries", lane=kind.value, tier=tier_name)
+            self.registry.add("kvpool_retries", lane=kind.value, tier=tier_name)
         self.trace.batch(
             kind.value,
             kind.value,
@@ -211,16 +211,16 @@ class LaneWork:
             attempt=work.attempt,
         )
         if kind in _COPIES:
-            self.tally.add("kvpool_copy_bytes", nbytes, direction=kind.value)
-            self.tally.add("kvpool_copy_seconds", end - start, direction=kind.value)
+            self.registry.add("kvpool_copy_bytes", nbytes, direction=kind.value)
+            self.registry.add("kvpool_copy_seconds", end - start, direction=kind.value)
             return
         direction = _DIRECTION.get(kind)
         if direction is None:
             return
         for outcome, count in ends.items():
-            self.tally.add(
+            self.registry.add(
                 "kvpool_cells", count, direction=direction, store=tier_name, outcome=outcome.value
             )
-        self.tally.add("kvpool_seconds", end - start, direction=direction, store=tier_name)
+        self.registry.add("kvpool_seconds", end - start, direction=direction, store=tier_name)
         if kind is not OpKind.REMOVE:
-            self.tally.add("kvpool_bytes", nbytes, direction=direction, store=tier_name)
+            self.registry.add("kvpool_bytes", nbytes, direction=direction, store=tier_name)

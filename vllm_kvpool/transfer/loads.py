@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.transfer.context import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
-from vllm_kvpool.transfer.host_cache import Entry, EntryState
+from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
     CellOutcome,
@@ -39,7 +39,7 @@ class Scatter(CellOp):
     """One cell of a load; `over` once it is in the pages or not wanted any more."""
 
     cell: CellTask
-    entry: Entry
+    entry: CacheEntry
     load: "Load"
     op: Op | None = None
     over: bool = False
@@ -65,14 +65,14 @@ class Loads:
 
     def __init__(
         self,
-        desk: Desk,
+        context: TransferContext,
         fetches: "Fetches",
-        on_wanted: Callable[[CellTask, Entry, Graph], None] = lambda cell, entry, graph: None,
+        on_wanted: Callable[[CellTask, CacheEntry, Graph], None] = lambda cell, entry, graph: None,
     ) -> None:
-        self._desk = desk
+        self._context = context
         self._on_wanted = on_wanted
         self._fetches = fetches
-        self._scatters = desk.lane(OpKind.SCATTER)
+        self._scatters = context.lane(OpKind.SCATTER)
         self._loads: dict[JobId, Load] = {}
 
     @property
@@ -81,9 +81,9 @@ class Loads:
 
     def submit(self, job: LoadJob) -> None:
         """Start a load."""
-        desk, residency = self._desk, self._desk.residency
+        context, host_cache = self._context, self._context.host_cache
         owner = Owner(job.request_id, job.job_id)
-        graph = Graph(owner, Priority.LOAD, desk.now + job.timeout_s)
+        graph = Graph(owner, Priority.LOAD, context.now + job.timeout_s)
         load = self._loads[job.job_id] = Load(job, graph, job.stop_chunk)
         stop = job.stop_chunk
         num_from_host = 0
@@ -91,50 +91,50 @@ class Loads:
         for task in job.tasks:
             if task.chunk.position >= stop:
                 continue
-            entry = residency.get(task.key)
+            entry = host_cache.get(task.key)
             if entry is None:
                 entry = self._fetches.begin(task, graph)
                 if entry is None:  # later chunks are of no use without this one
                     stop = task.chunk.position
                     continue
             elif entry.op is not None:
-                desk.scheduler.raise_priority(entry.op, Priority.LOAD)
+                context.scheduler.raise_priority(entry.op, Priority.LOAD)
             is_here = entry.op is None
             num_from_host += is_here
-            residency.pin(entry)
+            host_cache.pin(entry)
             if task.fetcher is None:
                 self._on_wanted(task, entry, graph)
             if is_here and not entry.prefetched:
                 hits[task.chunk.id] = None
             scatter = Scatter(task, entry, load)
             after = () if entry.op is None else (entry.op,)
-            scatter.op = desk.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)
+            scatter.op = context.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)
             load.scatters.append(scatter)
             load.num_open += 1
             if job.layered:
                 span = task.cell.layer_start
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         for chunk_id in hits:
-            residency.hit(chunk_id, desk.now_ns)
+            host_cache.hit(chunk_id, context.now_ns)
         if job.layered:  # its cells come in the order of the layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
         if stop < job.stop_chunk:
             self._stop(load, stop, self._why_none())
-        desk.hits[HOST] += num_from_host
-        desk.scheduler.close(graph)
+        context.hits[HOST] += num_from_host
+        context.scheduler.close(graph)
         self._finish(load)
 
     def prefetch(self, job: PrefetchJob) -> None:
         """Bring cells into the host tier for a request that will probably load them."""
-        desk, residency = self._desk, self._desk.residency
+        context, host_cache = self._context, self._context.host_cache
         graph = Graph(Owner(job.request_id), Priority.PREFETCH)
-        for cell in job.cells[: residency.keep]:
-            if residency.get(cell.key) is None:
+        for cell in job.cells[: host_cache.keep]:
+            if host_cache.get(cell.key) is None:
                 entry = self._fetches.begin(cell, graph)
                 if entry is None:
                     break
                 entry.prefetched = True
-        desk.scheduler.close(graph)
+        context.scheduler.close(graph)
 
     def cancel(self, request_id: str) -> None:
         """The request has ended: its loads need not go on."""
@@ -147,7 +147,7 @@ class Loads:
         for load in list(self._loads.values()):
             if load.graph is graph:
                 if load.removals is not None:
-                    self._desk.scheduler.cancel(load.removals)
+                    self._context.scheduler.cancel(load.removals)
                 open_now = [scatter for scatter in load.scatters if not scatter.over]
                 first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
                 self._stop(load, first, CellOutcome.TIMED_OUT)
@@ -158,12 +158,12 @@ class Loads:
         """SCATTER has ended."""
         scatter = op.what
         if outcome is CellOutcome.DONE:
-            self._desk.scheduler.finish(op)
+            self._context.scheduler.finish(op)
             if scatter.entry.prefetched:
                 scatter.entry.prefetched = False
-                self._desk.count("kvpool_prefetched_cells", outcome="used")
+                self._context.count("kvpool_prefetched_cells", outcome="used")
         else:
-            self._desk.scheduler.fail(op)
+            self._context.scheduler.fail(op)
         self._over(scatter)
         if outcome is not CellOutcome.DONE:
             self._stop(scatter.load, scatter.cell.chunk.position, outcome)
@@ -181,13 +181,13 @@ class Loads:
         self._finish(load)
 
     def _why_none(self) -> CellOutcome:
-        desk = self._desk
-        is_cut_off = bool(desk.tiers) and not desk.tiers_up()
+        context = self._context
+        is_cut_off = bool(context.tiers) and not context.tiers_up()
         return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
     def _stop(self, load: Load, chunk: int, outcome: CellOutcome) -> None:
         """Nothing at or after `chunk` is wanted any more."""
-        desk = self._desk
+        context = self._context
         if chunk < load.stop_chunk:
             load.stop_chunk = chunk
             load.outcome = outcome
@@ -196,7 +196,7 @@ class Loads:
                 scatter = load.scatters.pop()
                 if scatter.over or scatter.op is None:
                     continue
-                if desk.scheduler.cancel(scatter.op):
+                if context.scheduler.cancel(scatter.op):
                     self._over(scatter)
                 else:
                     running.append(scatter)
@@ -211,8 +211,8 @@ class Loads:
             span = scatter.cell.cell.layer_start
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
-                self._desk.reports.append(SpanLoaded(load.job.job_id, span))
-        self._desk.residency.unpin(scatter.entry)
+                self._context.reports.append(SpanLoaded(load.job.job_id, span))
+        self._context.host_cache.unpin(scatter.entry)
         if scatter.entry.op is not None:  # it is still on its way
             self._fetches.let_go(scatter.entry)
 
@@ -223,9 +223,9 @@ class Loads:
         load.done = True
         job = load.job
         del self._loads[job.job_id]
-        desk = self._desk
+        context = self._context
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
-        desk.reports.append(done)
+        context.reports.append(done)
 
     def _is_removing(self, load: Load) -> bool:
         """Whether bad cells of the chunk that stopped the load are still on their way out."""
@@ -234,7 +234,7 @@ class Loads:
             keys = (task.key for task in job.tasks if task.chunk.position == load.stop_chunk)
             removals = self._fetches.removals(keys)
             if removals:
-                add = self._desk.scheduler.add
+                add = self._context.scheduler.add
                 load.removals = add(load.graph, None, load, after=removals, always=True)
         return load.removals is not None and load.removals.state is OpState.WAITING
 
@@ -244,4 +244,4 @@ class Loads:
             still = [scatter for scatter in load.scatters if not scatter.over]
             assert load.num_open == len(still)
             assert still or self._is_removing(load)
-            assert all(s.entry.pins and s.entry.state is not EntryState.GONE for s in still)
+            assert all(s.entry.pins and s.entry.state is not CacheEntryState.GONE for s in still)

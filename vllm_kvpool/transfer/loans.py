@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from vllm_kvpool.identity.keys import kind_of_group
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.transfer.context import Desk
+from vllm_kvpool.transfer.context import TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, Priority
-from vllm_kvpool.transfer.host_cache import Entry, EntryState
+from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     NOBODY,
     REPLICA,
@@ -65,7 +65,7 @@ class Borrowed:
 
     loan: _Loan
     place: int
-    entry: Entry
+    entry: CacheEntry
     op: Op | None = None
     over: bool = False
 
@@ -74,7 +74,7 @@ class Borrowed:
 class Kept:
     """A cell that stays for those of the set who have not asked; what the marker is about."""
 
-    entry: Entry
+    entry: CacheEntry
     left: AbstractSet[int]
     until: float | None = None  # set while it is pinned
 
@@ -82,8 +82,10 @@ class Kept:
 class Loans:
     """See the module docstring."""
 
-    def __init__(self, desk: Desk, fetches: Fetches, replicas: ReplicaSet | None) -> None:
-        self._desk = desk
+    def __init__(
+        self, context: TransferContext, fetches: Fetches, replicas: ReplicaSet | None
+    ) -> None:
+        self._context = context
         self._fetches = fetches
         self._replicas = replicas
         self._loans: dict[int, _Loan] = {}  # in order of their deadlines
@@ -99,29 +101,29 @@ class Loans:
 
     def lend(self, event: Lend) -> None:
         """A replica asks for cells: fetch what is not here; `Lent` follows."""
-        desk, replicas = self._desk, self._replicas
+        context, replicas = self._context, self._replicas
         assert replicas is not None
-        cells = event.cells if event.generation == desk.generation else ()
+        cells = event.cells if event.generation == context.generation else ()
         slots: list[Slot | None] = [None] * len(event.cells)
-        loan = _Loan(event.loan_id, desk.now + replicas.loan_s, slots)
+        loan = _Loan(event.loan_id, context.now + replicas.loan_s, slots)
         self._loans[loan.loan_id] = loan
         graph = Graph(NOBODY, Priority.LOAD)
         for place, cell in enumerate(cells):
             entry = self._entry_of(cell, graph)
             if entry is None:
                 continue
-            desk.residency.pin(entry)  # first: it may be the last one that it is kept for
+            context.host_cache.pin(entry)  # first: it may be the last one that it is kept for
             self._keep(cell, entry, graph, event.borrower)
             borrowed = Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
-            borrowed.op = desk.scheduler.add(graph, None, borrowed, after=after)
+            borrowed.op = context.scheduler.add(graph, None, borrowed, after=after)
             loan.cells.append(borrowed)
             loan.num_open += 1
-        desk.scheduler.close(graph)
+        context.scheduler.close(graph)
         self._tell(loan)
 
-    def _entry_of(self, cell: CellName, graph: Graph) -> Entry | None:
-        entry = self._desk.residency.get(cell.key)
+    def _entry_of(self, cell: CellName, graph: Graph) -> CacheEntry | None:
+        entry = self._context.host_cache.get(cell.key)
         if entry is None:
             return self._fetches.begin(cell, graph)
         if entry.nbytes != cell.nbytes:
@@ -130,7 +132,7 @@ class Loans:
             what = entry.op.what
             if isinstance(what, Fetch) and what.tier == REPLICA:
                 return None
-            self._desk.scheduler.raise_priority(entry.op, Priority.LOAD)
+            self._context.scheduler.raise_priority(entry.op, Priority.LOAD)
         return entry
 
     def over(self, event: LoanOver) -> None:
@@ -138,14 +140,14 @@ class Loans:
         loan = self._loans.pop(event.loan_id, None)
         if loan is not None:
             self._release(loan)
-        self._desk.reports.append(LoanEnded(event.loan_id, loan is not None))
+        self._context.reports.append(LoanEnded(event.loan_id, loan is not None))
 
     def here(self, borrowed: Borrowed) -> None:
         """The cell is in host memory."""
         if borrowed.over:
             return
         loan, entry = borrowed.loan, borrowed.entry
-        loan.slots[borrowed.place] = entry.slot if entry.state is EntryState.PRESENT else None
+        loan.slots[borrowed.place] = entry.slot if entry.state is CacheEntryState.PRESENT else None
         loan.num_open -= 1
         self._tell(loan)
 
@@ -154,13 +156,13 @@ class Loans:
         if borrowed.over:
             return
         borrowed.over = True
-        self._desk.residency.unpin(borrowed.entry)
+        self._context.host_cache.unpin(borrowed.entry)
         borrowed.loan.num_open -= 1
         self._tell(borrowed.loan)
 
     def _tell(self, loan: _Loan) -> None:
         if not loan.num_open:
-            self._desk.reports.append(Lent(loan.loan_id, tuple(loan.slots)))
+            self._context.reports.append(Lent(loan.loan_id, tuple(loan.slots)))
 
     def _release(self, loan: _Loan) -> None:
         for borrowed in loan.cells:
@@ -168,23 +170,23 @@ class Loans:
                 continue
             borrowed.over = True
             if borrowed.op is not None:
-                self._desk.scheduler.cancel(borrowed.op)
-            self._desk.residency.unpin(borrowed.entry)
+                self._context.scheduler.cancel(borrowed.op)
+            self._context.host_cache.unpin(borrowed.entry)
             if borrowed.entry.op is not None:
                 self._fetches.let_go(borrowed.entry)
 
     # Cells that are kept for the others
 
-    def wanted(self, cell: NamedCell, entry: Entry, graph: Graph) -> None:
+    def wanted(self, cell: NamedCell, entry: CacheEntry, graph: Graph) -> None:
         """A load of this rank wants a cell that it fetches for its set, too."""
         if self._replicas is not None:
             self._keep(cell, entry, graph, self._replicas.me)
 
-    def _keep(self, cell: NamedCell, entry: Entry, graph: Graph, member: int) -> None:
-        desk, replicas = self._desk, self._replicas
+    def _keep(self, cell: NamedCell, entry: CacheEntry, graph: Graph, member: int) -> None:
+        context, replicas = self._context, self._replicas
         assert replicas is not None
         members = replicas.members.get(kind_of_group(cell.chunk.id))
-        if members is None or desk.residency.keep:
+        if members is None or context.host_cache.keep:
             return
         self._silent.discard(member)
         kept = self._kept.get(cell.key)
@@ -196,13 +198,13 @@ class Loans:
                 return
             kept = self._kept[cell.key] = Kept(entry, left)
             after = () if entry.op is None else (entry.op,)
-            desk.scheduler.add(graph, None, kept, after=after)
+            context.scheduler.add(graph, None, kept, after=after)
             return
         kept.left -= {member}
         if not kept.left and kept.until is not None:
             self._drop(kept)
 
-    def may_begin(self, entry: Entry) -> bool:
+    def may_begin(self, entry: CacheEntry) -> bool:
         """Whether a fetch may have a slot: not where too many are kept for others already."""
         kept = self._kept.get(entry.key)
         if kept is None or kept.entry is not entry or entry.key in self._kept_slots:
@@ -210,7 +212,7 @@ class Loans:
         assert self._replicas is not None
         return len(self._kept_slots) < self._replicas.max_kept
 
-    def has_begun(self, entry: Entry) -> None:
+    def has_begun(self, entry: CacheEntry) -> None:
         """The fetch has a slot."""
         kept = self._kept.get(entry.key)
         if kept is not None and kept.entry is entry:
@@ -221,11 +223,11 @@ class Loans:
         entry = kept.entry
         if self._kept.get(entry.key) is not kept:
             return
-        if not kept.left or entry.state is not EntryState.PRESENT or not entry.wanted:
+        if not kept.left or entry.state is not CacheEntryState.PRESENT or not entry.wanted:
             self._drop(kept)
             return
-        self._desk.residency.pin(entry)
-        kept.until = self._desk.now + HOLD_S
+        self._context.host_cache.pin(entry)
+        kept.until = self._context.now + HOLD_S
         self._in_order.append(kept)
 
     def keep_nothing(self, kept: Kept) -> None:
@@ -238,13 +240,13 @@ class Loans:
         self._kept_slots.discard(kept.entry.key)
         if kept.until is not None:
             kept.until = None
-            self._desk.residency.unpin(kept.entry)
+            self._context.host_cache.unpin(kept.entry)
 
     # Time, and resets
 
     def expire(self) -> None:
         """Release what others have not taken in time."""
-        now = self._desk.now
+        now = self._context.now
         while self._loans and (loan := next(iter(self._loans.values()))).until <= now:
             del self._loans[loan.loan_id]
             self._release(loan)
@@ -283,7 +285,9 @@ class Loans:
         assert self._kept_slots <= self._kept.keys()
         for loan in self._loans.values():
             held = [each for each in loan.cells if not each.over]
-            assert all(each.entry.pins and each.entry.state is not EntryState.GONE for each in held)
+            assert all(
+                each.entry.pins and each.entry.state is not CacheEntryState.GONE for each in held
+            )
             assert loan.num_open == sum(loan.slots[each.place] is None for each in held)
         for kept in self._kept.values():
             assert kept.left or kept.until is None

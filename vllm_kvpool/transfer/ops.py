@@ -2,8 +2,8 @@
 
 Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
 planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane, and its
-`WorkDone`. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`, `HostChange`. What is made for
-every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
+`WorkDone`. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`, `HostCacheChange`. What is
+made for every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
 """
 
 from collections.abc import Iterable
@@ -273,14 +273,14 @@ class SaveDone(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HostChange:
+class HostCacheChange:
     """Chunks all of whose cells this rank has in host memory now, and those it has no more."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
 
     @classmethod
-    def merge(cls, changes: Iterable["HostChange"]) -> Self:
+    def merge(cls, changes: Iterable["HostCacheChange"]) -> Self:
         """All changes as one, in their order; linear in their size."""
         whole: dict[str, bool] = {}
         for change in changes:
@@ -295,7 +295,7 @@ class HostChange:
 
 
 @dataclass(frozen=True, slots=True)
-class HandDown:
+class DemotionJob:
     """Copy cells that a tier would evict next into the tier after it, and remove them there."""
 
     job_id: JobId
@@ -387,7 +387,9 @@ class Tick:
     """Time has passed."""
 
 
-Report = LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostChange | HandedDown
+Report = (
+    LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange | HandedDown
+)
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:

@@ -5,8 +5,8 @@ pages; `SaveDone` follows when every cell is in the first durable tier that took
 up, while copies to tiers further away go on. What is written where:
 
 * through: every tier that can be asked;
-* back: host memory alone, from where a cell is copied down before it leaves (`demote`), or the
-  nearest tier where there is no host tier.
+* back: host memory alone, from where a cell is copied down before it leaves (`demote_dirty`), or
+  the nearest tier where there is no host tier.
 
 A save that finds no slot for `SAVE_STALL_S` while none is given back is dropped, and so are later
 ones until there is room. For `STALL_REST_S` none waits again: on a CPU the step waits for its
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.transfer.context import CellOp, Desk
+from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
-from vllm_kvpool.transfer.host_cache import Entry
+from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     NOBODY,
     CellName,
@@ -61,7 +61,7 @@ class _Save:
 class Copy(CellOp):
     """A cell on its way into tiers: of a save, or from host memory (`save` None)."""
 
-    entry: Entry
+    entry: CacheEntry
     save: _Save | None
     dirty: bool = False  # save: no tier gets it before it leaves host memory
     ops: list[Op] = field(default_factory=list)
@@ -79,14 +79,14 @@ class Put(CellOp):
     tier: int
 
 
-class Saves:
+class SaveManager:
     """See the module docstring."""
 
-    def __init__(self, desk: Desk, *, write_back: bool) -> None:
-        self._desk = desk
+    def __init__(self, context: TransferContext, *, write_back: bool) -> None:
+        self._context = context
         self._write_back = write_back
-        self._gathers = desk.lane(OpKind.GATHER)
-        self._seals = desk.lane(OpKind.SEAL)
+        self._gathers = context.lane(OpKind.GATHER)
+        self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
         self._patience_ends: float | None = None  # set while saves wait in vain for a slot
         self._has_patience = False  # and have waited for all of it
@@ -106,22 +106,22 @@ class Saves:
 
     def submit(self, job: SaveJob) -> None:
         """Start a save."""
-        desk, scheduler = self._desk, self._desk.scheduler
+        context, scheduler = self._context, self._context.scheduler
         graph = Graph(Owner(job.request_id, job.job_id), Priority.SAVE)
         save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
-        up = desk.tiers_writable()
+        up = context.tiers_writable()
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
         for task in job.tasks:
-            if desk.residency.get(task.key) is not None:  # it is here, or on its way
+            if context.host_cache.get(task.key) is not None:  # it is here, or on its way
                 hits[task.chunk.id] = None
                 self._tell(save, task, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(task, up)
-            if not tiers and not desk.residency.keep:
+            if not tiers and not context.host_cache.keep:
                 self._tell(save, task, CellOutcome.UNREACHABLE)
                 continue
-            entry = desk.residency.begin(task.key, task.chunk, task.nbytes)
+            entry = context.host_cache.begin(task.key, task.chunk, task.nbytes)
             copy = Copy(task, entry, save, dirty=self._stays_dirty(task))
             entry.op = scheduler.add(graph, self._gathers, copy, task.nbytes)
             gathers.append(entry.op)
@@ -130,7 +130,7 @@ class Saves:
             save.cells.append(copy)
             self._copies[id(copy)] = copy
         for chunk_id in hits:
-            desk.residency.hit(chunk_id, desk.now_ns)
+            context.host_cache.hit(chunk_id, context.now_ns)
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
 
@@ -139,50 +139,50 @@ class Saves:
             return ()
         if not self._write_back:
             return up
-        return () if self._desk.residency.keep else up[:1]
+        return () if self._context.host_cache.keep else up[:1]
 
     def _stays_dirty(self, task: CellTask) -> bool:
-        desk = self._desk
-        back = self._write_back and desk.residency.keep > 0
-        return back and task.stored and bool(desk.tiers)
+        context = self._context
+        back = self._write_back and context.host_cache.keep > 0
+        return back and task.stored and bool(context.tiers)
 
     def _add_puts(
         self, graph: Graph, copy: Copy, tiers: Sequence[int], after: tuple[Op, ...]
     ) -> None:
-        desk, cell = self._desk, copy.cell
+        context, cell = self._context, copy.cell
         if not tiers:
             return
-        seal = desk.scheduler.add(graph, self._seals, copy, cell.nbytes, after)
+        seal = context.scheduler.add(graph, self._seals, copy, cell.nbytes, after)
         copy.ops.append(seal)
         for tier in tiers:
             put = Put(cell, copy.entry, copy, tier)
-            lane = desk.lane(OpKind.PUT, tier)
-            copy.ops.append(desk.scheduler.add(graph, lane, put, cell.nbytes, (seal,)))
+            lane = context.lane(OpKind.PUT, tier)
+            copy.ops.append(context.scheduler.add(graph, lane, put, cell.nbytes, (seal,)))
 
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
         """GATHER has ended."""
         copy = op.what
         dropped = copy.save.dropped
         if outcome is CellOutcome.DONE and dropped is None:
-            self._desk.residency.arrived(copy.entry, self._desk.now_ns, dirty=copy.dirty)
-            self._desk.scheduler.finish(op)
+            self._context.host_cache.arrived(copy.entry, self._context.now_ns, dirty=copy.dirty)
+            self._context.scheduler.finish(op)
         else:
             copy.entry.op = None
             copy.outcome = dropped or outcome
-            self._desk.scheduler.fail(op)
+            self._context.scheduler.fail(op)
         self.settle(copy)
 
     def all_gathered(self, save: _Save) -> None:
         """No gather of the save is in flight or to come: its pages may be reused."""
         save.gathered = True
-        self._desk.reports.append(SaveGathered(save.job.job_id, save.job.request_id))
+        self._context.reports.append(SaveGathered(save.job.job_id, save.job.request_id))
         self._finish(save)
 
     # Copies
 
     def sealed(self, op: Op, outcome: CellOutcome) -> None:
         """SEAL has ended."""
-        copy, up = op.what, self._desk.tiers_writable()
+        copy, up = op.what, self._context.tiers_writable()
         for put in copy.ops:
             if put.state is OpState.WAITING and put.what.tier not in up:  # down since they began
                 self._end(put, copy, CellOutcome.UNREACHABLE)
@@ -192,46 +192,46 @@ class Saves:
         """PUT has ended."""
         copy, tier = op.what.copy, op.what.tier
         dropped = copy.save is not None and copy.save.dropped is not None
-        if not dropped and self._desk.try_again(op, tier, outcome):
+        if not dropped and self._context.try_again(op, tier, outcome):
             return
-        if outcome in STORED and self._desk.tiers[tier].durable:
+        if outcome in STORED and self._context.tiers[tier].durable:
             self._report(copy, outcome, tier)
         self._end(op, copy, outcome)
 
     def tier_down(self, tier: int) -> None:
         """Give up what waits for a tier that is left alone from now on."""
-        for op in self._desk.scheduler.waiting_in(self._desk.lane(OpKind.PUT, tier)):
+        for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
             self._end(op, op.what.copy, CellOutcome.UNREACHABLE)
 
-    def copy_up(self, entry: Entry, tiers: list[int]) -> None:
+    def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
         """Copy a cell that has just come from further away into nearer tiers, if loads do not
         need its slot."""
-        if not self._write_back and self._desk.residency.has_room(SlotUse.SAVE):
+        if not self._write_back and self._context.host_cache.has_room(SlotUse.SAVE):
             self._copy(entry, tiers)
 
-    def keep_clean(self) -> bool:
+    def demote_dirty(self) -> bool:
         """Copy down what is too much, so that cells can leave at once when room is needed;
         whether anything was done.
 
         With no tier that can be asked, dirty cells are lost only when the room is needed now.
         """
-        residency = self._desk.residency
-        if not residency.num_dirty:
+        host_cache = self._context.host_cache
+        if not host_cache.num_dirty:
             return False
-        short = not residency.has_room(SlotUse.SAVE)
-        up = self._desk.tiers_writable()
+        short = not host_cache.has_room(SlotUse.SAVE)
+        up = self._context.tiers_writable()
         tiers = up[:1]
         if self._flushing:
             # What outlives the process, if there is such a tier.
-            tiers = ([t for t in up if self._desk.tiers[t].durable] or up)[:1]
-            count = residency.num_dirty
+            tiers = ([t for t in up if self._context.tiers[t].durable] or up)[:1]
+            count = host_cache.num_dirty
         elif not tiers:
             count = self._gathers.num_ready if short else 0
-        elif short or residency.num_dirty > residency.keep * DIRTY_SHARE:
+        elif short or host_cache.num_dirty > host_cache.keep * DIRTY_SHARE:
             count = DEMOTE_BATCH
         else:
             count = 0
-        for entry in residency.coldest_dirty(count):
+        for entry in host_cache.coldest_dirty(count):
             self._copy(entry, tiers)
         return count > 0
 
@@ -240,27 +240,27 @@ class Saves:
         process is about to end."""
         self._flushing = True
 
-    def begin_copy(self, entry: Entry) -> Copy:
+    def begin_copy(self, entry: CacheEntry) -> Copy:
         """A copy that is no save's; it holds the entry until it is settled."""
-        self._desk.residency.pin(entry)
+        self._context.host_cache.pin(entry)
         copy = Copy(CellName(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[id(copy)] = copy
         return copy
 
-    def _copy(self, entry: Entry, tiers: Sequence[int]) -> None:
-        desk = self._desk
+    def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
+        context = self._context
         graph = Graph(NOBODY, Priority.DEMOTE)
         copy = self.begin_copy(entry)
         self._add_puts(graph, copy, tiers, ())
-        desk.scheduler.close(graph)
+        context.scheduler.close(graph)
         self.settle(copy)
 
     def _end(self, op: Op, copy: Copy, outcome: CellOutcome) -> None:
         if outcome in STORED:
-            self._desk.scheduler.finish(op)
+            self._context.scheduler.finish(op)
         else:
             copy.outcome = outcome
-            self._desk.scheduler.fail(op)
+            self._context.scheduler.fail(op)
         self.settle(copy)
 
     def settle(self, copy: Copy) -> None:
@@ -273,11 +273,11 @@ class Saves:
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
             fate = "demoted" if stored else "lost"
-            self._desk.count("kvpool_evicted_cells", tier="host", fate=fate)
-            self._desk.residency.cleaned(copy.entry)
+            self._context.count("kvpool_evicted_cells", tier="host", fate=fate)
+            self._context.host_cache.cleaned(copy.entry)
         if copy.passing and copy.entry.pins == 1:
-            self._desk.residency.forget(copy.entry)
-        self._desk.residency.unpin(copy.entry)
+            self._context.host_cache.forget(copy.entry)
+        self._context.host_cache.unpin(copy.entry)
 
     # Ends
 
@@ -301,7 +301,7 @@ class Saves:
     def _finish(self, save: _Save) -> None:
         if save.num_open or not save.gathered:
             return
-        desk, job = self._desk, self._saves.pop(save.job.job_id).job
+        context, job = self._context, self._saves.pop(save.job.job_id).job
         done = SaveDone(
             job.job_id,
             job.request_id,
@@ -309,7 +309,7 @@ class Saves:
             tuple(sorted(save.tiers)),
             tuple(sorted(save.missed)),
         )
-        desk.reports.append(done)
+        context.reports.append(done)
 
     def drop(self, outcome: CellOutcome) -> None:
         """Give up every save that is not stored yet."""
@@ -329,7 +329,7 @@ class Saves:
             return
         copy.outcome = outcome
         for op in copy.ops:
-            self._desk.scheduler.cancel(op)
+            self._context.scheduler.cancel(op)
         if copy.ops[0].state is OpState.CANCELLED:
             copy.entry.op = None
         self.settle(copy)
@@ -339,20 +339,20 @@ class Saves:
         lane = self._gathers
         if self._patience_ends is None and not lane.num_ready:
             return
-        has_room = self._desk.residency.has_room(SlotUse.SAVE)
+        has_room = self._context.host_cache.has_room(SlotUse.SAVE)
         if lane.num_batches or (has_room and not lane.num_ready):
             self._patience_ends = None
             return
         if not lane.num_ready:
             return  # the mark stays, so that the next save does not wait again
-        now = self._desk.now
+        now = self._context.now
         if self._patience_ends is None:
             self._has_patience = now >= self._waits_from
             self._patience_ends = now + SAVE_STALL_S if self._has_patience else now
         if now >= self._patience_ends:
             if self._has_patience:
                 self._waits_from, self._has_patience = now + STALL_REST_S, False
-            for op in self._desk.scheduler.waiting_in(lane):
+            for op in self._context.scheduler.waiting_in(lane):
                 self._drop_copy(op.what, CellOutcome.FULL)
 
     def next_time(self) -> float | None:

@@ -33,11 +33,11 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from vllm_kvpool.identity.keys import Namespace, group_of, in_epoch
 from vllm_kvpool.scheduler.kv_event_tracker import (
     Announcement,
-    Announcer,
     BlocksRemoved,
     BlocksStored,
     ChunkBlocks,
     Cleared,
+    KVEventTracker,
     Medium,
 )
 from vllm_kvpool.scheduler.lookup_core import PresenceCheck
@@ -131,7 +131,7 @@ class KVEvents:
         self._stored_fields = compat.event_fields(BlockStored)
         self._removed_fields = compat.event_fields(BlockRemoved)
         media = [MEDIA[tier.name] for tier in tiers]
-        self._announcer = Announcer(media, num_ranks)
+        self._announcer = KVEventTracker(media, num_ranks)
         self._looks: dict[Medium, int] = {}  # media that are looked after -> tiers to look at
         for number, medium in enumerate(media, 1):
             # Cells of a chunk may lie in any tier up to the one that it was announced for.

@@ -15,7 +15,7 @@ from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_op
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity
 from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt.namespace import local_directory
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ class RequestReader:
     what it computes for requests without an adapter may be wrong.
     """
 
-    def __init__(self, tally: Tally, *, media_are_named: bool, saves_base: bool = True) -> None:
-        self._tally = tally
+    def __init__(
+        self, registry: MetricsRegistry, *, media_are_named: bool, saves_base: bool = True
+    ) -> None:
+        self._registry = registry
         self._adapters = AdapterDigests()
         self._media_are_named = media_are_named
         self._saves_base = saves_base
@@ -94,7 +96,7 @@ class RequestReader:
             return read_request_options(request.kv_transfer_params)
         except ConfigError as error:
             # The request itself is fine; only its wishes for the pool are not understood.
-            self._tally.add("kvpool_failures", kind="request_options")
+            self._registry.add("kvpool_failures", kind="request_options")
             logger.warning(
                 "kvpool: request %s: %s; it is loaded as by default, and not saved",
                 request.request_id,

@@ -21,7 +21,7 @@ from vllm_kvpool.metrics import (
     Bucket,
     Kind,
     Metric,
-    Tally,
+    MetricsRegistry,
     merge_samples,
     parse_sample,
     summarize,
@@ -56,9 +56,9 @@ class KVPoolStats(TableStats, KVConnectorStats):
     """`data` is sample name -> value; counters and buckets hold growth since the last report."""
 
     @classmethod
-    def since_last(cls, tally: Tally) -> "KVPoolStats | None":
-        """What a side's tally has to report, or None."""
-        changes = tally.take_changes()
+    def since_last(cls, registry: MetricsRegistry) -> "KVPoolStats | None":
+        """What a side's registry has to report, or None."""
+        changes = registry.take_changes()
         return cls(changes) if changes else None
 
 

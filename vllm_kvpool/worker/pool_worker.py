@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.identity.keys import kind_of_group
-from vllm_kvpool.metrics import Tally
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.load_cost import idle_wait_s
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.staging.copier import Copier
@@ -22,7 +22,7 @@ from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     DropSaves,
-    HostChange,
+    HostCacheChange,
     JobId,
     LoadDone,
     LoadPlan,
@@ -64,7 +64,7 @@ class PoolWorker:
         chunk_tokens: int,
         block_size: int,
         finish_in_step: bool,
-        tally: Tally,
+        registry: MetricsRegistry,
         copiers: Sequence[Copier] = (),
         rank: int = 0,
         resumes: bool = True,
@@ -81,7 +81,7 @@ class PoolWorker:
         self._chunk_tokens = chunk_tokens
         self._block_size = block_size
         self._finish_in_step = finish_in_step
-        self._tally = tally
+        self._registry = registry
         self._rank = rank
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
@@ -177,7 +177,7 @@ class PoolWorker:
                 if self.tells_stored:
                     how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
                     self._reports.append(StepReport(stored={report.job_id: how}))
-            elif isinstance(report, HostChange):
+            elif isinstance(report, HostCacheChange):
                 self._reports.append(StepReport(host=self._host_of_ranks(report)))
             elif isinstance(report, LoadDone):
                 load, kept = self._load_ended(report, unasked)
@@ -193,7 +193,7 @@ class PoolWorker:
                     invalid.update(block_ids[(kept - table_start) // self._block_size :])
         return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
 
-    def _host_of_ranks(self, change: HostChange) -> dict[int, HostChange]:
+    def _host_of_ranks(self, change: HostCacheChange) -> dict[int, HostCacheChange]:
         """What has changed for which rank: a chunk of this host memory is all its replicas' too."""
         if not self.speaks_for:
             return {self._rank: change}
@@ -203,7 +203,7 @@ class PoolWorker:
                 for rank in self.speaks_for.get(kind_of_group(group), (self._rank,)):
                     told.setdefault(rank, ([], []))[place].append(group)
         return {
-            rank: HostChange(tuple(added), tuple(removed))
+            rank: HostCacheChange(tuple(added), tuple(removed))
             for rank, (added, removed) in told.items()
         }
 
@@ -226,7 +226,7 @@ class PoolWorker:
         kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
         if plan.layered and unasked:
             kept = plan.token_start
-            self._tally.add("kvpool_failures", kind="layer_not_asked")
+            self._registry.add("kvpool_failures", kind="layer_not_asked")
             logger.error(
                 "kvpool: %d layers, %s among them, have been computed without waiting for their "
                 "load; its tokens are computed again. Leave layerwise out for this engine",
@@ -241,7 +241,7 @@ class PoolWorker:
             tokens = plan.token_stop - plan.token_start
             self._reports.append(StepReport(load_tokens=tokens, load_seconds=seconds))
         else:
-            self._tally.add("kvpool_failures", kind=f"load_{done.reason.value}")
+            self._registry.add("kvpool_failures", kind=f"load_{done.reason.value}")
             self._reports.append(StepReport(load_stops={plan.request_id: kept}))
         return plan, kept
 
