@@ -19,7 +19,7 @@ def invoke(path: Path, text: str, *options: str) -> tuple[int, str]:
 
 def test_a_file_is_checked_and_nothing_is_started(tmp_path: Path) -> None:
     path = tmp_path / "router.toml"
-    assert invoke(path, ENGINE, "--check") == (0, f"{path} will do\n")
+    assert invoke(path, ENGINE, "--check") == (0, f"{path} is valid\n")
 
 
 @pytest.mark.parametrize("options", [(), ("--check",)])

@@ -20,7 +20,7 @@ def main() -> None:
 @click.option(
     "--config", "path", required=True, type=click.Path(path_type=Path), help="A TOML file."
 )
-@click.option("--check", is_flag=True, help="Say whether the file will do, and start nothing.")
+@click.option("--check", is_flag=True, help="Say whether the file is valid, and start nothing.")
 @click.option(
     "--log-level",
     default="info",
@@ -42,7 +42,7 @@ def router(path: Path, check: bool, log_level: str) -> None:
         if check:
             if config.admin.token_file:
                 admin_token(config)
-            click.echo(f"{path} will do")
+            click.echo(f"{path} is valid")
             return
         serve(config)
     except ConfigError as error:

@@ -358,7 +358,7 @@ def _check(config: KVPoolConfig) -> None:
     given = config.staging_bytes
     is_small = not isinstance(given, int) or abs(given) <= MAX_STAGING_BYTES
     if not is_small or config.staging_nbytes > MAX_STAGING_BYTES:
-        raise ConfigError(f"staging_bytes is {_short(given)}; at most {MAX_STAGING_BYTES} will do")
+        raise ConfigError(f"staging_bytes is {_short(given)}; the limit is {MAX_STAGING_BYTES}")
 
 
 def _check_embeds(config: EmbedsConfig) -> None:

@@ -57,7 +57,9 @@ class OpenTiers:
 
     def leave(self) -> None:
         """Some call has not ended: the stores stay as they are, until the process ends."""
-        logger.warning("kvpool: a store call has not ended; its memory is left behind")
+        logger.warning(
+            "kvpool: a store call does not end; the stores and its memory stay open until exit"
+        )
         for store in self.stores:
             store.leave()
 
@@ -91,10 +93,12 @@ def open_tiers(
             if not store.opened and spec.required:
                 raise ConfigError(f"{store.trouble}; the store is required (required=1)")
             if not store.opened:
-                logger.warning("kvpool: %s. It is looked for in the background.", store.trouble)
+                logger.warning(
+                    "kvpool: %s; opening it is tried again in the background", store.trouble
+                )
         undo.pop_all()
     if specs and not any(store.opened for store in stores):
-        logger.warning("kvpool: no store can be reached: the engine runs without the pool for now.")
+        logger.warning("kvpool: no store can be reached; until one can, nothing is loaded or saved")
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
 

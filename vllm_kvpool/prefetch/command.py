@@ -124,7 +124,7 @@ class Prefetch:
             self._mover.close()
             _close(self._stores)
         except Exception:
-            logger.exception("the prefetch has failed")
+            logger.exception("prefetch: the mover failed")
         finally:
             self._ended.set()
 
@@ -132,7 +132,7 @@ class Prefetch:
         try:
             done = self._mover.move(names, lambda: not self._is_over.is_set())
         except (BadNames, StoreError) as error:
-            logger.warning("nothing is brought: %s", error)
+            logger.warning("prefetch: nothing was moved: %s", error)
             done = Brought()
         self._out.write(msgspec.json.encode(done) + b"\n")
         self._out.flush()
@@ -151,7 +151,7 @@ def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> No
         try:
             prefetch.order(_decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("no order: %s", error)
+            logger.warning("prefetch: line refused, no order in it: %s", error)
     at_end()
 
 
@@ -172,7 +172,7 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
     reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
     threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
     if not ended.wait(max_seconds):
-        logger.info("ended after %g s", max_seconds)
+        logger.info("prefetch: stopped at its limit of %g s", max_seconds)
     work.end()
     # Native threads of stores, and a reader that waits for a line, are nobody's to join.
     os._exit(0)

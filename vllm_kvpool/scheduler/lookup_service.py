@@ -179,7 +179,9 @@ class LookupService:
             for call in self.core.turn(time.monotonic()):
                 self._tier_inboxes[call.tier].put(call)
         except Exception:
-            logger.exception("kvpool: lookups failed")
+            logger.exception(
+                "kvpool: the lookup thread failed; open lookups are answered with no hit"
+            )
             self.core.fail_all()
         self._publish()
 
@@ -224,7 +226,7 @@ class LookupService:
         try:
             identity = lookup.identify()
         except OSError as error:
-            logger.warning("kvpool: request not shared: %s", error)
+            logger.warning("kvpool: request not looked up and not saved: %s", error)
             identity = None
         if identity is None:
             self._refuse(lookup)

@@ -69,9 +69,14 @@ class ManifestWriter:
                 for tier in tiers:
                     self._write_owed(tier)
         except BuffersInUse:
-            logger.warning("kvpool: a store call has not ended; no manifest is written any more")
+            logger.warning(
+                "kvpool: a store call does not end; manifests are not "
+                "written until the engine restarts"
+            )
         except Exception:
-            logger.exception("kvpool: no manifest is written any more")
+            logger.exception(
+                "kvpool: writing manifests failed; they are not written until the engine restarts"
+            )
 
     def _write_owed(self, tier: int) -> None:
         store, owed = self._stores[tier], self._owed[tier]

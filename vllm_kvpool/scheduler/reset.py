@@ -47,5 +47,7 @@ class Reset:
     def end(self, generation: int, removed: bool) -> None:
         """What was put until that generation has been removed, or could not be. Lookup thread."""
         if not removed:
-            logger.warning("kvpool: a reset could not remove what was put while it ran")
+            logger.warning(
+                "kvpool: a reset could not remove cells that were put while it ran; reset again"
+            )
         self.ended = generation

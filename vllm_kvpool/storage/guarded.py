@@ -197,7 +197,9 @@ class GuardedStore:
         StoreUnreachable if the store's own end takes longer than `CLOSE_S`.
         """
         if not self._end():
-            logger.warning("kvpool: %s does not answer and is left behind", self._name)
+            logger.warning(
+                "kvpool: store %s: a call does not end; the store stays open", self._name
+            )
         elif self._store is not None:
             self._end_calls.run(self._store.close, CLOSE_S)
         self._end_calls.close(JOIN_S)

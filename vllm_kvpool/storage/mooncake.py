@@ -400,7 +400,10 @@ class MooncakeStore:
             # A native call that is still under way, or comes later, is a segmentation fault.
             idle = self._state.wait_for(lambda: self._num_calls == 0, CLOSE_WAIT_S)
         if not idle:
-            logger.warning("a call to Mooncake at %s hangs; left open until exit", self._address)
+            logger.warning(
+                "Mooncake at %s: a call does not end; the connection stays open until exit",
+                self._address,
+            )
             _left_open.append(native)
             return
         for address in self._registered:  # left registered, it has been seen to crash the exit

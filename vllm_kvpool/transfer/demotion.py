@@ -150,5 +150,5 @@ class DemotionThread:
         except StoreUnreachable:
             return 0  # who watches over the store has said so, once
         except (StoreError, OSError) as error:
-            logger.warning("kvpool: handing cells down: %s", error)
+            logger.warning("kvpool: demotion to the next tier failed and is tried again: %s", error)
             return 0

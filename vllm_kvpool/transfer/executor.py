@@ -217,7 +217,10 @@ class Executor:
         try:
             self._serve()
         except BaseException:
-            logger.exception("kvpool: the transfer engine has failed; going on without the pool")
+            logger.exception(
+                "kvpool: the transfer engine failed; this process runs "
+                "without the pool until it restarts"
+            )
             self._registry.add("kvpool_failures", kind="engine")
             if self._lender is not None:
                 self._lender.close()
@@ -236,7 +239,7 @@ class Executor:
                     if self._works.pop(message.work_id, None) is not None:
                         self._step(WorkStuck(message.work_id) if message.in_use else message)
                     elif message.work_id in self._stuck:
-                        self._came_back(message)
+                        self._on_late_return(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
                     self._step(self._as_job(message))
                 case None:
@@ -299,7 +302,13 @@ class Executor:
                 busy = lane.busy_since()
                 if busy is not None and lane.leave(busy[0]):
                     hanging[lane] = busy[0]
-                    logger.error("kvpool: %s hangs; the blocks it writes stay in use", lane.lane)
+                    logger.error(
+                        "kvpool: lane %s: a copy into pages did not end "
+                        "within %g s; its blocks stay "
+                        "in use until the engine restarts",
+                        lane.lane,
+                        COPY_JOIN_S,
+                    )
                 else:
                     lane.thread.join(LANE_JOIN_S)  # it takes the next work, or ends
         return hanging
@@ -408,12 +417,12 @@ class Executor:
             for lane in [x for x in known if not x.ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
             for lane in [x for x in self._lanes if x.lane.tier >= 0]:
-                self._look_at(lane, now)
+                self._check_timeouts(lane, now)
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S
             self._gauges.update()
 
-    def _look_at(self, lane: LaneThread, now: float) -> None:
+    def _check_timeouts(self, lane: LaneThread, now: float) -> None:
         """Leave a thread behind that hangs in a store."""
         busy = lane.busy_since()
         limit_s = self._call_timeout_s * CALLS_OF.get(lane.lane.kind, 1)
@@ -426,7 +435,14 @@ class Executor:
         self._stuck[work.work_id] = lane
         del self._works[work.work_id]
         self._registry.add("kvpool_failures", kind="store_stuck")
-        logger.warning("kvpool: %s has not returned for %.0f s", lane.lane, now - busy[1])
+        logger.warning(
+            "kvpool: lane %s: a store call runs for %.1f s, past "
+            "call_timeout_s=%g; its cells are taken "
+            "as failed, its memory stays reserved until it returns",
+            lane.lane,
+            now - busy[1],
+            self._call_timeout_s,
+        )
         self._on_stuck(lane.lane)
         if sum(other.lane == lane.lane for other in self._stuck.values()) <= MAX_STUCK:
             self._add_lane(lane.lane)
@@ -434,10 +450,10 @@ class Executor:
             self._refuse_if_empty(lane.lane)
         self._step(WorkStuck(work.work_id))
 
-    def _came_back(self, done: WorkDone) -> None:
+    def _on_late_return(self, done: WorkDone) -> None:
         """A call that was given up has returned."""
         lane = self._stuck.pop(done.work_id).lane
-        logger.info("kvpool: %s has returned after all", lane)
+        logger.info("kvpool: lane %s: the call that was past call_timeout_s has returned", lane)
         if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
             self._refused.discard(lane)
             self._add_lane(lane)
@@ -447,12 +463,12 @@ class Executor:
     def _lane_died(self, dead: LaneThread) -> None:
         if dead in self._stuck.values():
             work_id = next(work for work, lane in self._stuck.items() if lane is dead)
-            self._came_back(WorkDone(work_id, (), dead.lost_slots))
+            self._on_late_return(WorkDone(work_id, (), dead.lost_slots))
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
         self._registry.add("kvpool_failures", kind="lane")
-        logger.error("kvpool: a thread of lane %s has died", dead.lane)
+        logger.error("kvpool: lane %s: a thread died; another one replaces it", dead.lane)
         if self._num_new_lanes < MAX_NEW_LANES:
             self._num_new_lanes += 1
             self._add_lane(dead.lane)

@@ -50,5 +50,7 @@ class Gauges:
             if up != self._up[place]:
                 self._up[place] = up
                 self._trace.instant("tier up" if up else "tier down", tier=tier.name)
-                what = "is asked again" if up else "fails and is left alone for a while"
+                what = (
+                    "is asked again" if up else "fails; it is not asked until a later try succeeds"
+                )
                 logger.warning("kvpool: tier %s %s", tier.name, what)

@@ -298,7 +298,9 @@ class _LenderThread:
                     elif isinstance(key.data, _Link):
                         self._read(key.data)
         except Exception:
-            logger.exception("kvpool: nothing is lent to replicas on this host any more")
+            logger.exception(
+                "kvpool: lending to replicas on this host failed; they fetch from the tiers"
+            )
         finally:
             self._selector.close()
             self._listener.close()

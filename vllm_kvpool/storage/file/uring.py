@@ -234,7 +234,10 @@ class UringDisk:
             raise
         finally:
             if given_up:
-                logger.error("the disk answered nothing for %g s", GIVE_UP_S)
+                logger.error(
+                    "file store: io_uring gave no completion for %g s; its buffers stay reserved",
+                    GIVE_UP_S,
+                )
                 _abandoned.append(ring)
                 self._rings.discard(ring)  # nor does `close` close it
                 del self._local.ring
