@@ -304,7 +304,8 @@ class GuardedStore:
         """Called with the lock held, so that listeners hear of changes in their order."""
         self._is_up = is_up
         level = logging.INFO if is_up else logging.WARNING
-        logger.log(level, "kvpool: %s is %s: %s", self._name, "there" if is_up else "away", why)
+        state = "available" if is_up else "unavailable"
+        logger.log(level, "kvpool: store %s: %s: %s", self._name, state, why)
         for listener in self._listeners:
             listener(is_up)
         self._state.notify_all()
@@ -375,11 +376,11 @@ class GuardedStore:
             if self._is_waited_for:
                 pass  # whoever waits will say so
             elif first:
-                logger.warning("kvpool: %s cannot be opened: %s", self._name, error)
+                logger.warning("kvpool: store %s: cannot be opened: %s", self._name, error)
             elif not isinstance(error, StoreError | ConfigError):
-                logger.error("kvpool: looking for %s failed", self._name, exc_info=error)
+                logger.error("kvpool: store %s: opening it failed", self._name, exc_info=error)
             else:
-                logger.debug("kvpool: %s is still away: %s", self._name, error)
+                logger.debug("kvpool: store %s: still unavailable: %s", self._name, error)
             self._breaker.tripped(self._clock())
             # Engines that lost a store together shall not come back together.
             self._breaker.closed_at += self._breaker.pause_s * PAUSE_JITTER * random.random()
