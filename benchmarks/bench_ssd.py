@@ -40,6 +40,7 @@ from vllm_kvpool.assembly.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file.format import file_bytes
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.file.uring import RING_DEPTH
@@ -153,7 +154,10 @@ def compare(root: Path, cell_bytes: int, quick: bool, fio: bool) -> tuple[list[S
     store_bytes = QUICK_STORE_BYTES if quick else STORE_BYTES
     cells = Cells(cell_bytes, max(total_bytes // cell_bytes, 1))
     directory = root / f"store-{cell_bytes}"
-    stores = {io: FileStore(str(directory), store_bytes, io) for io in ("uring", "threads")}
+    # By `lru`, so that what is put is there to be read: `lrfu` may drop cells that came just now
+    # before those that were read once, as they are in a cache.
+    lru = POLICIES["lru"]
+    stores = {io: FileStore(str(directory), store_bytes, io, lru) for io in ("uring", "threads")}
     batch_bytes = stores["uring"].capabilities.batches_per_put * BATCH_BYTES
     name = f"{batch_bytes >> 20} MiB"
     sides = [

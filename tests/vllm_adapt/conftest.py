@@ -38,6 +38,6 @@ collect_ignore = (
     if HAS_LAYOUTS
     else [
         *("test_embeds_end.py", "test_fingerprint.py", "test_kv_sharing.py"),
-        *("test_page_formats.py", "test_refusals.py", "test_sources.py"),
+        *("test_page_formats.py", "test_refusals.py", "test_hit_sources.py"),
     ]
 )
