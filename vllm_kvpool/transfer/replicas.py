@@ -124,7 +124,7 @@ class _Welcome(msgspec.Struct, tag="welcome"):
     nbytes: int
 
 
-class _Lent(msgspec.Struct, tag="lent"):
+class _LentCells(msgspec.Struct, tag="lent"):
     offsets: list[int]  # of cells in the arena's file; -1: not to be had
 
 
@@ -134,7 +134,7 @@ class _Ended(msgspec.Struct, tag="ended"):
 
 _encode = msgspec.msgpack.Encoder().encode
 _FROM_BORROWER = msgspec.msgpack.Decoder(_Hello | _Ask | _Copied)
-_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _Lent | _Ended)
+_FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentCells | _Ended)
 
 
 class ReplicaExchange:
@@ -273,10 +273,12 @@ class _LenderThread:
             if isinstance(message, LoanEnded):
                 del self._loans[message.loan_id]
                 link.loan_id = None
-                reply: _Lent | _Ended = _Ended(message.held)
+                reply: _LentCells | _Ended = _Ended(message.held)
             else:
                 place_of = self._arena.file_offset
-                reply = _Lent([-1 if slot is None else place_of(slot) for slot in message.slots])
+                reply = _LentCells(
+                    [-1 if slot is None else place_of(slot) for slot in message.slots]
+                )
             try:
                 link.peer.send(_encode(reply), socket.MSG_DONTWAIT)
             except OSError:
@@ -389,7 +391,7 @@ class _LenderThread:
 
 
 @dataclass(eq=False)
-class _Loan:
+class _OpenLoan:
     """What is asked of one lender in a call; `places` are those of the cells in the call."""
 
     number: int
@@ -422,7 +424,7 @@ class _Borrower:
             assert isinstance(each.cell, CellTask), each
             assert each.cell.fetcher is not None, each
             places_of[each.cell.fetcher].append(place)
-        loans: dict[int, _Loan] = {}  # by file descriptor
+        loans: dict[int, _OpenLoan] = {}  # by file descriptor
         poll = select.poll()
         for number, places in places_of.items():
             peer = self._connection(number)
@@ -432,7 +434,7 @@ class _Borrower:
             if not self._send(peer, _Ask(generation, names)):
                 self._end(number, peer, failed=True)
                 continue
-            loans[peer.fileno()] = _Loan(number, peer, places)
+            loans[peer.fileno()] = _OpenLoan(number, peer, places)
             poll.register(peer, select.POLLIN)
         while loans:
             left_ms = max(0.0, deadline - time.monotonic()) * 1000
@@ -460,7 +462,7 @@ class _Borrower:
         return outcomes
 
     def _take(
-        self, loan: _Loan, buffers: Sequence[Buffer], outcomes: list[CellOutcome]
+        self, loan: _OpenLoan, buffers: Sequence[Buffer], outcomes: list[CellOutcome]
     ) -> tuple[bool, bool]:
         """Read an answer: whether the loan goes on, and whether its lender has failed."""
         try:
@@ -472,7 +474,7 @@ class _Borrower:
             return False, True
         if isinstance(message, _Welcome):
             return True, False
-        if isinstance(message, _Lent) and not loan.copied:
+        if isinstance(message, _LentCells) and not loan.copied:
             if len(message.offsets) != len(loan.places):
                 return False, True
             lies_in = self._arenas.get(loan.number)
@@ -522,7 +524,7 @@ class _Borrower:
             self._busy.add(peer)
         return peer
 
-    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _Lent | _Ended:
+    def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentCells | _Ended:
         """A message; with a greeting comes the lender's arena, which is mapped."""
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
@@ -533,7 +535,7 @@ class _Borrower:
         try:
             if not data:
                 raise OSError("it has ended the connection")
-            message: _Welcome | _Lent | _Ended = _FROM_LENDER.decode(data)
+            message: _Welcome | _LentCells | _Ended = _FROM_LENDER.decode(data)
             if isinstance(message, _Welcome):
                 self._map(number, descriptors[0] if descriptors else -1, message.nbytes)
             return message
