@@ -123,10 +123,13 @@ class Child:
 Start = Callable[..., list[Child]]
 
 
+# Files of embeddings, and directories that tests make: other tests may have some meanwhile.
+OF_OTHER_TESTS = ("kvpool-ec-", "kvpool-test-", "kvpool-fuzz-")
+
+
 def files_of_ours() -> set[str]:
-    """But for those of embeddings, which other tests may use."""
     names = {path.name for path in SHARED_MEMORY.iterdir()}
-    return {name for name in names if "kvpool" in name and not name.startswith("kvpool-ec-")}
+    return {name for name in names if "kvpool" in name and not name.startswith(OF_OTHER_TESTS)}
 
 
 @pytest.fixture
