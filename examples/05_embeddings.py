@@ -196,6 +196,7 @@ def _picture() -> bytes:
 
 
 def _tiny_model(directory: Path) -> str:
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
     from tests.support.vision_models import LlavaShape, make_llava
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -11,9 +11,11 @@ would do (`dry_run`); roles can be changed at the administration's address, with
 import argparse
 import contextlib
 import shutil
+import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
 from tests.support.deployment import TOKEN, Deployment, DeploymentSpec
 from tests.support.stream_client import complete
 

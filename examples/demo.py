@@ -67,6 +67,7 @@ def main() -> int:
 
 def make_model(scratch: Path) -> Path:
     """A model just large enough that computing a prompt takes longer than reading it."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
     from tests.support.models import LlamaShape, make_llama
 
     shape = LlamaShape(
