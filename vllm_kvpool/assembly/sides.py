@@ -239,31 +239,32 @@ class WorkerSide:
             place.pcp_rank,
             [layer.group for layer in pages],
         )
-        self._exchange: ReplicaExchange | None = None
-        if gather is not None and model.loads:
-            self._exchange = _exchange_of(place, cells, gather, shares=device.shares_memory)
-        planner = Planner(
-            cells=cells,
-            keys=KeyMaker(model.namespace, context.rank(place.tp_rank, place.pcp_rank)),
-            chunk_tokens=config.chunk_tokens,
-            load_timeout_s=config.load_timeout_s,
-            keeps_all=specs.host.nbytes > 0,
-            block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
-            context=context,
-            siblings={} if self._exchange is None else self._exchange.siblings,
-        )
-        check_tiers(config, planner.max_cell_bytes())
-        patience = Patience(call_s=config.call_timeout_s)
-        self._tiers = open_tiers(specs.stores, patience, segment=True, device=device)
         self._trace: Trace = NO_TRACE
         self._arena: Arena | None = None
         self._page_lock = page_lock_for(pages)
-        self._custodian: DemotionThread | None = None
+        self._demotion_thread: DemotionThread | None = None
         self._manifests: ManifestWriter | None = None
+        self._exchange: ReplicaExchange | None = None
         with contextlib.ExitStack() as undo:
-            undo.callback(self._tiers.close)
+            if gather is not None and model.loads:
+                self._exchange = _exchange_of(place, cells, gather, shares=device.shares_memory)
             if self._exchange is not None:
                 undo.callback(self._exchange.close)
+            planner = Planner(
+                cells=cells,
+                keys=KeyMaker(model.namespace, context.rank(place.tp_rank, place.pcp_rank)),
+                chunk_tokens=config.chunk_tokens,
+                load_timeout_s=config.load_timeout_s,
+                keeps_all=specs.host.nbytes > 0,
+                block_sizes=tuple(group.block_size // context.dcp_size for group in model.groups),
+                context=context,
+                siblings={} if self._exchange is None else self._exchange.siblings,
+            )
+            self._members = {} if self._exchange is None else _members(cells, self._exchange)
+            check_tiers(config, planner.max_cell_bytes())
+            patience = Patience(call_s=config.call_timeout_s)
+            self._tiers = open_tiers(specs.stores, patience, segment=True, device=device)
+            undo.callback(self._tiers.close)
             copiers = [make_copier(pages), make_copier(pages)]
             self._executor = self._start(config, specs, planner, place, copiers)
             undo.pop_all()
@@ -282,7 +283,7 @@ class WorkerSide:
         if self._exchange is not None:
             self.worker.speaks_for = {
                 kind: self._exchange.ranks_of(sorted(members))
-                for kind, members in _members(planner, self._exchange).items()
+                for kind, members in self._members.items()
             }
         self._stats = stats_file(config, "worker", self._number, self.registry)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
@@ -331,7 +332,7 @@ class WorkerSide:
         if self._exchange is not None:
             replicas = ReplicaSet(
                 self._exchange.number,
-                _members(planner, self._exchange),
+                self._members,
                 2 * patience_s,  # more than a borrower waits
                 arena.num_slots // KEPT_SHARE,
             )
@@ -361,7 +362,7 @@ class WorkerSide:
             tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
         }
         if shedding and config.write_policy is WritePolicy.BACK:
-            self._custodian = DemotionThread(
+            self._demotion_thread = DemotionThread(
                 shedding, lambda tier, cells, answer: executor.post(PassOn(tier, cells, answer))
             )
         return executor
@@ -381,7 +382,7 @@ class WorkerSide:
         """Finish saves for a bounded time, end the threads, release memory and store."""
         if self._exchange is not None:  # whoever asks us asks the tiers from now on
             self._exchange.close()
-        nobody_asks = self._custodian is None or self._custodian.close()
+        nobody_asks = self._demotion_thread is None or self._demotion_thread.close()
         if self._manifests is not None:
             nobody_asks = self._manifests.close() and nobody_asks
         if self._executor.close(self._shutdown_s) and nobody_asks:
@@ -423,12 +424,12 @@ def _exchange_of(
     return None
 
 
-def _members(planner: Planner, exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
+def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
     """The numbers of the ranks that share, for each kind of layers of which some do."""
     siblings = exchange.siblings
     members = {
         cell.span.kind: {siblings[each] for each in cell.replicas if each in siblings}
-        for cell in planner.cells
+        for cell in cells
     }
     return {
         kind: frozenset(others | {exchange.number}) for kind, others in members.items() if others
