@@ -10,7 +10,7 @@ Owned by the scheduler's thread; the lookup service answers. A request's life:
 * When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
   then is of the old weights, and nothing of it is saved as if it were of the new ones.
 * What is computed is saved chunk by chunk (`saves.py`).
-* With `layerwise` a load begins and ends in the step that its request runs in (`layered.py`).
+* With `layerwise` a load begins and ends in the step that its request runs in (`layerwise.py`).
 """
 
 import time

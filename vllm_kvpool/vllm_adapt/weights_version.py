@@ -3,7 +3,7 @@
 vLLM tells connectors neither. So the methods of its engine through which users reach the weights
 are wrapped, once in a process, where they exist; they run in the scheduler's process, between two
 steps. A call that is not known to be harmless counts as a change, also if it fails: it may have
-changed some of the weights. Models of this process are looked at besides (`models.py`).
+changed some of the weights. Models of this process are looked at besides (`parameters.py`).
 
 While vLLM pauses or puts an engine to sleep it resets the connector along with its own caches. The
 pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.

@@ -51,6 +51,7 @@ ID_BYTES = 16
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LEAVING = -1  # `holders` of a chunk that is being evicted
 NOBODY = 0  # the writer that holds what an index which is not complete has found
+FOUND_ROUND = 0  # in which it holds that
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -298,11 +299,7 @@ class FileIndex:
                         "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
                         [(held.chunks[i], held.rows[i].name, held.rows[i].nbytes) for i in stored],
                     )
-                num_released = db.execute(
-                    "DELETE FROM hold WHERE writer = ?1 AND round = ?2 AND chunk IN "
-                    "(SELECT chunk FROM hold WHERE writer = ?1 AND round = ?2 LIMIT ?3)",
-                    (me, held.round, MAX_ROWS),
-                ).rowcount
+                num_released = _release(db, me, held.round)
 
     def _forget(self, held: Held, gone: Sequence[IndexedCell]) -> None:
         """Remove rows of cells whose files are gone."""
@@ -412,7 +409,8 @@ class FileIndex:
         now_ns = self._clock_ns()
         with self._writing() as db:
             [(used_bytes,)] = db.execute("SELECT used_bytes FROM store").fetchall()
-            chunks = self._add(db, NOBODY, 0, [cell for cell, _ in cells], is_new=False)
+            rows = [cell for cell, _ in cells]
+            chunks = self._add(db, NOBODY, FOUND_ROUND, rows, is_new=False)
             db.executemany(
                 "UPDATE chunk SET score = ?1 WHERE id = ?2 AND score < ?1",
                 [
@@ -427,11 +425,7 @@ class FileIndex:
         boot, num_released = _boot(), MAX_ROWS
         while num_released == MAX_ROWS:
             with self._writing() as db:
-                num_released = db.execute(
-                    "DELETE FROM hold WHERE writer = ?1 AND chunk IN "
-                    "(SELECT chunk FROM hold WHERE writer = ?1 LIMIT ?2)",
-                    (NOBODY, MAX_ROWS),
-                ).rowcount
+                num_released = _release(db, NOBODY, FOUND_ROUND)
                 if num_released < MAX_ROWS:
                     db.execute("UPDATE store SET is_complete = 1, boot = ?", (boot,))
 
@@ -770,6 +764,15 @@ def _chunk(
 
 def _cells(db: sqlite3.Connection, which: str, *values: int) -> list[IndexedCell]:
     return [IndexedCell(*row) for row in db.execute(_CELLS + which, values).fetchall()]
+
+
+def _release(db: sqlite3.Connection, writer: int, number: int) -> int:
+    """End up to `MAX_ROWS` holds of a writer's round; how many there were."""
+    return db.execute(
+        "DELETE FROM hold WHERE writer = ?1 AND round = ?2 AND chunk IN "
+        "(SELECT chunk FROM hold WHERE writer = ?1 AND round = ?2 LIMIT ?3)",
+        (writer, number, MAX_ROWS),
+    ).rowcount
 
 
 def _remove(db: sqlite3.Connection, cells: Iterable[IndexedCell]) -> None:
