@@ -51,7 +51,7 @@ def test_a_late_answer_spoils_nobodys_cells(
     rig.run(SLACK_S, until=lambda: all(e.perform.entered.is_set() for e in rig.executors))
     assert rig.answers[request_id].ended == "", "nothing was loaded"
     faults.release()
-    scene.wait(lambda: not any(executor.engine.stuck for executor in rig.executors))
+    scene.wait(lambda: not any(executor.engine.hung_calls for executor in rig.executors))
     for executor in rig.executors:
         executor.perform.release()
     rig.run(scene.limit_s)

@@ -10,7 +10,7 @@ WAIT_S = 1.0
 def has_taken_all(executor: Executor) -> bool:
     """Whether the engine's thread has taken all that was posted before this call, in `WAIT_S`.
 
-    Asked through the same inbox, by a hand-down of no cells; not so once the engine has ended.
+    Asked through the same inbox, by a demotion of no cells; not so once the engine has ended.
     """
     answer: SimpleQueue[int] = SimpleQueue()
     executor.post(PassOn(0, (), answer))

@@ -23,10 +23,10 @@ from vllm_kvpool.transfer.ops import (
     CellName,
     CellOutcome,
     CellTask,
+    DemotionDone,
     DemotionJob,
     DropSaves,
     Flush,
-    HandedDown,
     HostCacheChange,
     JobId,
     JobPages,
@@ -128,7 +128,7 @@ def in_words(action: Action) -> str:
             return f"saved {job}: {counts_of(outcomes)}"
         case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
-        case HandedDown(job, moved):
+        case DemotionDone(job, moved):
             return f"handed down {job}: {moved}"
         case Lent(loan, slots):
             return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"

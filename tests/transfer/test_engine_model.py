@@ -367,7 +367,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert not slots.is_quarantined(cell.slot)
                     content = self.contents[cell.slot]
                     assert (content.key, content.good) == (cell.cell.key, True)
-        assert len(written) == self.engine.stuck.num_slots_written
+        assert len(written) == self.engine.hung_calls.num_slots_written
         assert not written & {entry.slot for entry in self.host_cache}
 
     def whole_groups(self) -> set[str]:

@@ -36,7 +36,7 @@ from vllm_kvpool.transfer.engine import lane_names
 from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_STUCK
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
-    HandedDown,
+    DemotionDone,
     JobId,
     LaneName,
     LoadDone,
@@ -176,7 +176,7 @@ def check_is_clean(rank: Rank) -> None:
     rank.check_is_idle()
     slots = rank.engine.context.host_cache.slots
     assert slots.num_free == slots.count
-    assert len(rank.engine.stuck) == 0
+    assert len(rank.engine.hung_calls) == 0
     assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
 
@@ -192,7 +192,7 @@ def test_the_lane_goes_on_in_another_thread(ward: Ward) -> None:
     assert ward.store.entered.wait(LIMIT_S)
     rank.executor.post(load_plan(3, (5, 6), CHUNK, 2 * CHUNK))
     assert has_taken_all(rank.executor)  # it waits in the lane, behind what hangs
-    assert [type(report) for report in rank.executor.drain()] == [HandedDown]  # of the question
+    assert [type(report) for report in rank.executor.drain()] == [DemotionDone]  # of the question
     assert ward.give_up(rank) == GET
     reports = rank.reports(2)
     assert sorted(reports) == [

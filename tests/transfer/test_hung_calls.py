@@ -373,7 +373,7 @@ def test_what_is_stuck_can_be_asked_for() -> None:
     bench = two_works(MEMORY, DISK)
     bench.load(1, "a")
     bench.stuck(0)
-    stuck = bench.engine.stuck
+    stuck = bench.engine.hung_calls
     assert (len(stuck), WorkId(0) in stuck, WorkId(1) in stuck) == (1, True, False)
     assert (stuck.num_slots_written, stuck.slots_read) == (1, set())
     bench.run()

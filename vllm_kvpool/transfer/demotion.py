@@ -20,20 +20,20 @@ from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
-from vllm_kvpool.transfer.ops import NOBODY, CellName, DemotionJob, HandedDown, OpKind
+from vllm_kvpool.transfer.ops import NOBODY, CellName, DemotionDone, DemotionJob, OpKind
 from vllm_kvpool.transfer.saves import Put, SaveManager
 
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
-MAX_CELLS = 32  # of one hand-down: they take slots that saves could use
-WAIT_S = 60.0  # for a hand-down to end
+MAX_CELLS = 32  # of one demotion: they take slots that saves could use
+WAIT_S = 60.0  # for a demotion to end
 JOIN_S = 0.5
 
 
 @dataclass(slots=True)
 class Demotion:
-    """A hand-down that is under way: what its last marker is about."""
+    """A demotion that is under way: what its last marker is about."""
 
     job: DemotionJob
     removes: list[Op]
@@ -51,7 +51,7 @@ class Demotions:
         """Start to move the cells; with no tier after it that can be asked, it ends at once."""
         context = self._context
         graph = Graph(NOBODY, Priority.DEMOTE)
-        passage = Demotion(job, [])
+        demotion = Demotion(job, [])
         further = context.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
             if cell.nbytes > context.slot_bytes:  # of another model
@@ -61,15 +61,15 @@ class Demotions:
             entry = context.host_cache.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin_at(job.tier, cell, graph)
-                self._pass_on(passage, graph, cell, entry, further[0], passing=True)
+                self._pass_on(demotion, graph, cell, entry, further[0], passing=True)
             elif entry.state is CacheEntryState.PRESENT and not entry.dirty:
-                self._pass_on(passage, graph, cell, entry, further[0], passing=False)
-        context.scheduler.add(graph, None, passage, after=passage.removes, always=True)
+                self._pass_on(demotion, graph, cell, entry, further[0], passing=False)
+        context.scheduler.add(graph, None, demotion, after=demotion.removes, always=True)
         context.scheduler.close(graph)
 
     def _pass_on(
         self,
-        passage: Demotion,
+        demotion: Demotion,
         graph: Graph,
         cell: CellName,
         entry: CacheEntry,
@@ -86,15 +86,15 @@ class Demotions:
         lane = context.lane(OpKind.PUT, tier)
         put = context.scheduler.add(graph, lane, Put(cell, entry, copy, tier), cell.nbytes, (seal,))
         copy.ops += (seal, put)
-        lane = context.lane(OpKind.REMOVE, passage.job.tier)
-        passage.removes.append(context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
+        lane = context.lane(OpKind.REMOVE, demotion.job.tier)
+        demotion.removes.append(context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
 
-    def ended(self, passage: Demotion) -> None:
+    def ended(self, demotion: Demotion) -> None:
         """Every cell has moved, or will not."""
-        moved = sum(op.state is OpState.DONE for op in passage.removes)
-        tier = self._context.tiers[passage.job.tier].name
+        moved = sum(op.state is OpState.DONE for op in demotion.removes)
+        tier = self._context.tiers[demotion.job.tier].name
         self._context.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
-        self._context.reports.append(HandedDown(passage.job.job_id, moved))
+        self._context.reports.append(DemotionDone(demotion.job.job_id, moved))
 
 
 class DemotionThread:
@@ -114,12 +114,12 @@ class DemotionThread:
         self._thread.start()
 
     def close(self) -> bool:
-        """End the thread; a hand-down under way is left to the engine.
+        """End the thread; a demotion under way is left to the engine.
 
         Returns whether it has ended, so that the stores may be closed.
         """
         self._closing.set()
-        self._answer.put(0)  # an engine that ends before the hand-down answers nothing
+        self._answer.put(0)  # an engine that ends before the demotion answers nothing
         self._thread.join(JOIN_S)
         return not self._thread.is_alive()
 
@@ -127,10 +127,10 @@ class DemotionThread:
         pause = ASK_EVERY_S
         while not self._closing.wait(pause):
             # Where much has to go there is no pause, unless nothing moves.
-            moved = [self._hand_down(tier, store) for tier, store in self._stores.items()]
+            moved = [self._demote(tier, store) for tier, store in self._stores.items()]
             pause = 0.0 if any(moved) else ASK_EVERY_S
 
-    def _hand_down(self, tier: int, store: Shedding) -> int:
+    def _demote(self, tier: int, store: Shedding) -> int:
         try:
             found = store.surplus(MAX_CELLS)
             if not found:

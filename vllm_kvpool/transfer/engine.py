@@ -100,8 +100,8 @@ class Engine:
         self._fetches = Fetches(self.context, self.saves.copy_up)
         self.loans = Loans(self.context, self._fetches, replicas)
         self.loads = Loads(self.context, self._fetches, self.loans.wanted)
-        self._hand_downs = Demotions(self.context, self._fetches, self.saves)
-        self.stuck = HungCalls(host_cache)
+        self._demotions = Demotions(self.context, self._fetches, self.saves)
+        self.hung_calls = HungCalls(host_cache)
         self._running: dict[WorkId, Batch] = {}
         self._next_work = 0
         self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
@@ -156,7 +156,7 @@ class Engine:
             case Flush():
                 self.saves.flush()
             case DemotionJob():
-                self._hand_downs.submit(event)
+                self._demotions.submit(event)
             case Lend():
                 self.loans.lend(event)
             case LoanOver():
@@ -229,7 +229,7 @@ class Engine:
     def _work_done(self, done: WorkDone) -> None:
         batch = self._running.pop(done.work_id, None)
         if batch is None:
-            self.stuck.end(done.work_id)
+            self.hung_calls.end(done.work_id)
             return
         assert len(done.outcomes) == len(batch.ops), done
         lane = cast("LaneName", batch.lane.key)
@@ -264,7 +264,7 @@ class Engine:
         batch = self._running.pop(work_id)
         lane = cast("LaneName", batch.lane.key)
         self.context.scheduler.batch_ended(batch)
-        self.stuck.begin(work_id, lane.kind, batch)
+        self.hung_calls.begin(work_id, lane.kind, batch)
         if self._breaker(lane).tripped(self.context.now):
             self._lane_down(lane)
         for op in batch.ops:
@@ -337,7 +337,7 @@ class Engine:
                     self.loans.keep_nothing(op.what)
             for marker in reached:
                 if isinstance(marker.what, Demotion):
-                    self._hand_downs.ended(marker.what)
+                    self._demotions.ended(marker.what)
                 elif isinstance(marker.what, Load):
                     self.loads.removed(marker.what)
                 elif isinstance(marker.what, SavesDropped):
@@ -362,7 +362,7 @@ class Engine:
         assert all(slot is not None for slot in held)
         if self.idle:
             host_cache = self.context.host_cache
-            stuck = self.stuck
+            stuck = self.hung_calls
             assert all(e.pins == stuck.pins_of(e) or e.prefetched for e in host_cache)
             assert host_cache.slots.num_quarantined == stuck.num_slots_written
             known = {entry.slot for entry in host_cache} | stuck.slots_read

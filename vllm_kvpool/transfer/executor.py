@@ -35,10 +35,10 @@ from vllm_kvpool.transfer.ops import (
     CellName,
     CellOutcome,
     CellTask,
+    DemotionDone,
     DemotionJob,
     DropSaves,
     Flush,
-    HandedDown,
     HostCacheChange,
     JobId,
     LaneName,
@@ -387,7 +387,7 @@ class Executor:
                 if self._trace.on:
                     name = f"load {report.reason.value}"
                     self._trace.instant(name, job=report.job_id, request=report.request_id)
-            case HandedDown():
+            case DemotionDone():
                 self._passages.pop(report.job_id).put(report.moved)
             case HostCacheChange() | SavesDropped() | SpanLoaded():
                 pass

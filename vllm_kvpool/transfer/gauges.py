@@ -25,7 +25,7 @@ class Gauges:
         context, registry, trace = self._engine.context, self._registry, self._trace
         slots = context.host_cache.slots
         registry.set("kvpool_slots", slots.num_free, state="free")
-        read_by_stuck = len(self._engine.stuck.slots_read)
+        read_by_stuck = len(self._engine.hung_calls.slots_read)
         quarantined = slots.num_quarantined + read_by_stuck
         registry.set("kvpool_slots", slots.num_held - read_by_stuck, state="held")
         registry.set("kvpool_slots", quarantined, state="quarantined")

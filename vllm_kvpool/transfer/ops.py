@@ -304,8 +304,8 @@ class DemotionJob:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedDown:
-    """Nothing of a hand-down is under way any more; so many cells have moved."""
+class DemotionDone:
+    """Nothing of a demotion is under way any more; so many cells have moved."""
 
     job_id: JobId
     moved: int
@@ -388,7 +388,7 @@ class Tick:
 
 
 Report = (
-    LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange | HandedDown
+    LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange | DemotionDone
 )
 
 
