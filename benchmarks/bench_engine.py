@@ -24,9 +24,10 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.transfer.engine import Engine, lane_names
-from vllm_kvpool.transfer.executor import Executor, Perform
+from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
+from vllm_kvpool.transfer.lane_thread import Perform
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,

@@ -252,17 +252,17 @@ def real_tiers(requests: Sequence[Request], quick: bool) -> Iterator[Row]:
         yield row
     first = requests[: QUICK_FILE_REQUESTS if quick else FILE_REQUESTS]
     traffic = f"the first {len(first)} requests"
-    capacities = (200,) if quick else FILE_CAPACITIES
+    file_capacities = (200,) if quick else FILE_CAPACITIES
     row = {"traffic": traffic, "policy": "file://"}
-    for capacity in capacities:
+    for capacity in file_capacities:
         with tempfile.TemporaryDirectory(prefix="bench") as directory:
             cache = FileCache(directory, capacity)
             row[f"{capacity}"] = play(cache, first).ratio
             cache.close()
     yield row
-    for name, policy in POLICIES.items():
+    for name, scores in POLICIES.items():
         row = {"traffic": traffic, "policy": f"{name}, simulated"}
-        yield row | {f"{c}": play(Scored(c, policy), first).ratio for c in capacities}
+        yield row | {f"{c}": play(Scored(c, scores), first).ratio for c in file_capacities}
 
 
 def measure(quick: bool, trace: str) -> Result:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -77,6 +78,10 @@ def ask(engine: Engine, ids: Sequence[int]) -> tuple[float, int]:
     prompt = Prompt(ids=ids, max_tokens=1, logprobs=None)
     (answer,) = engine.generate(prompt, timeout_s=LIMIT_S)
     return answer.first_token_s, answer.cached_tokens
+
+
+def is_found(engine: Engine, ids: Sequence[int]) -> bool:
+    return ask(engine, ids)[1] == len(ids) - 1
 
 
 def side(directory: Path, model: Path, span: int, layerwise: bool) -> Side:
@@ -139,7 +144,7 @@ def run(sides: list[Side], repeats: int) -> None:
         if not each.layerwise:
             ask(each.engine, stored)
     for each in sides:  # also warms them up
-        wait_until(lambda each=each: ask(each.engine, stored)[1] == STORED - 1, LIMIT_S)
+        wait_until(partial(is_found, each.engine, stored), LIMIT_S)
         ask(each.engine, [*stored, *tokens(1, NEW[-1])])
     for repeat in range(repeats):
         for new in NEW:

@@ -289,7 +289,8 @@ def report(
     """Rows for each side; ratios of rates, ours over theirs, and of processor time."""
     outcomes: dict[str, dict[str, Outcome]] = {
         name: {way: moved.seconds for way, moved in ways.items()} for name, ways in spent.items()
-    } | {"in-tree, whole": whole}
+    }
+    outcomes["in-tree, whole"] = whole
     ours = outcomes["kvpool"]
     gigabytes = geometry.total_bytes / 1e9
     for name, own in outcomes.items():

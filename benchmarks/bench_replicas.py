@@ -77,7 +77,7 @@ class ReplicaSide(PageKeeper):
         )
         CpuCopier([]).warm_up()
         self._side = WorkerSide(
-            KVPoolConfig(store=[f"host://{HOST_BYTES}", url], chunk_tokens=GEOMETRY.chunk),
+            KVPoolConfig(store=(f"host://{HOST_BYTES}", url), chunk_tokens=GEOMETRY.chunk),
             model,
             RankPlace(rank, 0, rank),
             [from_token_content(layer) for layer in self.pages],

@@ -87,7 +87,7 @@ def write_config(name: str, scratch: Path, urls: Sequence[str], front: int, admi
     def role_of(number: int) -> str:
         return "both" if name == OURS else "prefill" if number < 2 else "decode"
 
-    sections = {
+    sections: dict[str, dict[str, object]] = {
         "front": {"listen": f"127.0.0.1:{front}"},
         "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
         "overload": {"ttft_target_s": TTFT_TARGET_S},

@@ -14,7 +14,7 @@ Engines and clients are simulated in virtual time, nothing runs beside the contr
 
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
@@ -22,9 +22,9 @@ from tests.support.router_burst import Way, burst
 from tests.support.router_engines import Kind
 from tests.support.router_world import World
 from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.events import Action, Event
+from vllm_kvpool.router.events import Action, Event, Mode
 from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.scaling import Mode, ScalingSettings
+from vllm_kvpool.router.scaling import ScalingSettings
 from vllm_kvpool.router.states import Role
 
 PREFILL, DECODE = 24, 40
@@ -41,7 +41,7 @@ class TimedController(Controller):
 
     def __init__(self) -> None:
         super().__init__(scaling=ScalingSettings(mode=Mode.DRY_RUN))
-        self.spent_s: Counter[str] = Counter()
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
         self.steps: Counter[str] = Counter()
 
     def step(self, event: Event, now: float) -> list[Action]:
@@ -87,7 +87,7 @@ def cost(per_second: float, seconds: float) -> tuple[Row, float]:
     world.run(seconds)
     row: Row = {"requests/s": per_second, "in flight": len(world.calls.clients)}
     row["waiting"] = len(controller.desk.queue) + len(controller.desk.migration)
-    mean_us = 1e6 * controller.spent_s.total() / controller.steps.total()
+    mean_us = 1e6 * sum(controller.spent_s.values()) / controller.steps.total()
     row |= {"events": controller.steps.total(), "mean us": mean_us}
     for kind, number in sorted(controller.steps.items()):
         row[f"{kind} us"] = 1e6 * controller.spent_s[kind] / number

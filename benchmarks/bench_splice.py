@@ -13,8 +13,9 @@ from collections.abc import Callable
 from benchmarks.common import Result, Row, Target, percentile, run_script
 from vllm_kvpool.router.bodies import Kind, parse_request
 from vllm_kvpool.router.recovery import joined_ids, resume_body
-from vllm_kvpool.router.splice import Resume, Splice
+from vllm_kvpool.router.splice import Splice
 from vllm_kvpool.router.sse import Events, frame
+from vllm_kvpool.router.steps import Resume
 
 CHUNKS = 1000
 CHARS_PER_TOKEN = 4

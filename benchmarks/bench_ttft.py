@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,6 +78,10 @@ def time_to_first(engine: Engine, asked: Prompt) -> tuple[float, int]:
     return answer.first_token_s, answer.cached_tokens
 
 
+def is_found(engine: Engine, asked: Prompt) -> bool:
+    return time_to_first(engine, asked)[1] >= FULL_HIT
+
+
 def write(side: Side, prompts: list[Prompt]) -> None:
     """Compute and save the prompts, until the reader finds them whole."""
     side.writer.generate(prompt(-2), timeout_s=LIMIT_S)  # the first pass of an engine is slow
@@ -86,7 +91,7 @@ def write(side: Side, prompts: list[Prompt]) -> None:
         # Its cache is not emptied: vLLM's connector holds the last prompt's blocks until it steps.
         side.writer.generate(asked, timeout_s=LIMIT_S)
     for asked in prompts:
-        wait_until(lambda asked=asked: time_to_first(side.reader, asked)[1] >= FULL_HIT, LIMIT_S)
+        wait_until(partial(is_found, side.reader, asked), LIMIT_S)
 
 
 def measure_warm(side: Side, asked: Prompt) -> None:

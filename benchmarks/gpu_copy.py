@@ -244,7 +244,9 @@ def whole_path(bench: Bench, layout: str, repeats: int) -> list[Row]:
             for moves in batches:
                 copier.scatter(moves)
 
+        to_host: dict[str, Callable[[], object]]
         to_host = {"plain copy": partial(bench.on_host.copy_, plain)}
+        from_host: dict[str, Callable[[], object]]
         from_host = {"plain copy": partial(plain.copy_, bench.on_host)}
         to_host |= {name: partial(gather, copier) for name, copier in made.items()}
         from_host |= {name: partial(scatter, copier) for name, copier in made.items()}

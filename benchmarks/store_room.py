@@ -107,7 +107,7 @@ def put_for(root: str, size: int, num_prompts: int, seed: int) -> dict[str, list
             walls.append(time.perf_counter() - start)
             cpus.append(time.thread_time() - cpu)
 
-    store._space.reserve = timed  # type: ignore[method-assign]
+    store._space.reserve = timed  # type: ignore[method-assign, assignment]
     index = store._space.index
     begin = index._writing
     holds: list[float] = []
