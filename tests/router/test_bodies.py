@@ -189,7 +189,6 @@ def test_whom_a_prefill_elsewhere_can_serve(more: dict[str, Any], expected: bool
     ("more", "expected"),
     [
         ({}, True),
-        ({"stream": False}, False),
         ({"n": 2}, False),
         ({"prompt": ["a", "b"]}, False),
         ({"prompt": ["a"]}, True),

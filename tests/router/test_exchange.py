@@ -201,6 +201,37 @@ def test_every_request_has_an_id() -> None:
     run(main)
 
 
+# Answers in one piece
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}], ids=["assembled", "unstreamed"])
+def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
+    """They were "starting" to their end: 16 at a time, and generating was learned as prefill."""
+
+    async def main() -> None:
+        spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
+        async with RouterRig(0, 1, spec=spec) as rig:
+            rates = rig.router.controller.desk.rates
+            prior = rates.snapshot().local_prefill_s_per_token
+            for number in range(4):
+                body = {"prompt": f"{number} {SHORT}", "max_tokens": 150, **more}
+                await rig.complete(body)
+            bodies = [{"prompt": f"hello {n}", "max_tokens": 150, **more} for n in range(40)]
+            replies = await asyncio.gather(*map(rig.complete, bodies))
+            assert {each.status for each in replies} == {200}
+            engine = rig.engines[0]
+            assert engine.counts.max_running == len(bodies)
+            assert engine.counts.asked.get("stream", False) is not bool(more)
+            learned = rates.snapshot().local_prefill_s_per_token
+            assert learned == prior if more else True, "what is not seen is not learned"
+            waits = rig.router.controller.desk.waits
+            assert bool(waits) is not bool(more)
+            assert max(waits, default=0.0) < 0.4, "150 tokens take at least 0.6 s"
+
+    run(main)
+
+
 # Hand-over
 
 

@@ -86,14 +86,13 @@ class ClientRequest:
 
     @property
     def trackable(self) -> bool:
-        """Whether the engine may be asked for token ids besides, without another answer.
+        """Whether a stream may be asked for with token ids besides, without another answer.
 
         vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
         embeddings has none.
         """
         return (
-            self.stream
-            and self.n == 1
+            self.n == 1
             and self.num_prompts == 1
             and "prompt_embeds" not in self.fields
             and not (self.kind is Kind.COMPLETION and self.value("echo"))

@@ -111,8 +111,8 @@ class Controller:
                 self.flow.cancelled(request_id)
             case PrefillEnded():
                 self.flow.prefill_ended(event)
-            case DecodeBegan(request_id):
-                self.flow.decode_began(request_id)
+            case DecodeBegan(request_id, is_seen):
+                self.flow.decode_began(request_id, is_seen=is_seen)
             case DecodeEnded():
                 self.flow.decode_ended(event)
             case Added():

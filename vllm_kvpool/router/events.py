@@ -83,9 +83,10 @@ class PrefillEnded:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBegan:
-    """The first token has come."""
+    """The first token has come; or, not `is_seen`, an answer in one piece has been asked for."""
 
     request_id: RequestId
+    is_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,8 +132,8 @@ class Flow:
         request.turn(Turn.REQUEUE, desk.now)
         self._wait(request)
 
-    def decode_began(self, request_id: RequestId) -> None:
-        """The first token has come."""
+    def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
+        """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
         desk = self._desk
         request = desk.requests.get(request_id)
         if request is None or request.phase is not Phase.DECODING:
@@ -143,14 +143,22 @@ class Flow:
         if replica.stays[request_id].is_flowing:
             return
         replica.flows(request_id)
-        replica.prefixes.add(request.ask.prefix)
-        if desk.pool_is_up:
-            desk.pool.add(request.ask.prefix)
-        self._learn_start(request, replica.replica_id)
         desk.rates.began(Stage.DECODE, replica.replica_id, desk.now)
+        if not is_seen:
+            if request.source is not None:
+                desk.rates.ended(Stage.TRANSFER, replica.replica_id)
+            return
+        self._remember_prompt(request, replica)
+        self._learn_start(request, replica.replica_id)
         if request.first_token is None:
             request.first_token = desk.now
             desk.waits.append(desk.now - request.arrived)
+
+    def _remember_prompt(self, request: Request, replica: Replica) -> None:
+        """It is computed: the replica has its beginnings, and so has the pool."""
+        replica.prefixes.add(request.ask.prefix)
+        if self._desk.pool_is_up:
+            self._desk.pool.add(request.ask.prefix)
 
     def _learn_start(self, request: Request, replica_id: ReplicaId) -> None:
         """How long it took from the hand-over to the first token, and what of."""
@@ -184,6 +192,8 @@ class Flow:
             desk.counts["served" if event.outcome is Outcome.OK else event.outcome.value] += 1
             if event.outcome is Outcome.OK:
                 desk.rates.answered(desk.now, request.output_tokens)
+                if request.first_token is None:
+                    self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
                 desk.actions.append(Probe(event.replica))
             self._end(request, Turn.FINISH)

@@ -224,6 +224,8 @@ class Router:
                 watch.engine_s += event.seconds
                 return
             del self._stopwatches[event.request_id]
+            if not event.is_seen:
+                return
             self.telemetry.first_token(now - watch.began)
             self.telemetry.added(max(0.0, watch.called - watch.began - watch.engine_s))
 
