@@ -55,6 +55,8 @@ BODIES: dict[str, tuple[str, Body]] = {
 USAGE = {"stream_options": {"include_usage": True}}
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
+TRUSTING = {"front": {"trust_clients": True}}
+
 BAD: dict[str, tuple[str, Body, int]] = {
     "negative length": (COMPLETIONS, {"prompt": LONG, "max_tokens": -1}, 400),
     "too long": (COMPLETIONS, {"prompt": LONG * 8}, 400),
@@ -189,6 +191,31 @@ def test_headers_go_on_but_for_those_of_the_connection() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_clients_steer_engines_where_they_are_trusted(trusts: bool) -> None:
+    steering = {"priority": 0, "ec_transfer_params": {"peer": "tcp://10.9.9.9:1"}}
+    wishes = {"kv_transfer_params": {"kvpool": {"save": False}}}
+    headers = {"X-data-parallel-rank": "7", "X-Vllm-Priority": "-9", "X-Tenant": "blue"}
+
+    async def main() -> None:
+        async with RouterRig(1, 1, config=TRUSTING if trusts else {}) as rig:
+            for path, body in (BODIES["long"], BODIES["chat"], BODIES["short"]):
+                for stream in (True, False):
+                    asked = {**body, **steering, **wishes, "stream": stream, "stop": ["zz"]}
+                    assert (await rig.complete(asked, path, headers)).status == 200
+                    got = rig.engines[1].counts
+                    assert [name in got.last_headers for name in map(str.lower, headers)] == [
+                        *(trusts, trusts, True),
+                    ]
+                    assert ("ec_transfer_params" in got.asked) is trusts
+                    assert ("priority" in got.asked) is trusts
+                    said = (got.asked.get("kv_transfer_params") or {}).get("kvpool", {})
+                    assert ("save" in said) is trusts
+                    assert got.asked["stop"] == ["zz"]
+
+    run(main)
+
+
 def test_every_request_has_an_id() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:
@@ -237,7 +264,7 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
 
 def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
     async def main() -> None:
-        async with RouterRig(1, 1) as rig:
+        async with RouterRig(1, 1, config=TRUSTING) as rig:
             prefill, decode = rig.engines
             before = prefill.counts.received[COMPLETIONS]
             reply = await rig.stream(

@@ -16,7 +16,7 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
 
 def request(fields: dict[str, Any]) -> ClientRequest:
     kind = Kind.CHAT if "messages" in fields else Kind.COMPLETION
-    return parse_request(kind, json.dumps(fields).encode())
+    return parse_request(kind, json.dumps(fields).encode(), is_trusted=True)
 
 
 @pytest.mark.parametrize(

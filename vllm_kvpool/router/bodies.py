@@ -186,11 +186,25 @@ _SHAPES_PREFIX = (
 _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 
-def parse_request(kind: Kind, raw: bytes) -> ClientRequest:
-    """Read a client's body; BadRequest where no engine could be asked."""
+RESERVED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
+"""What only the router, or a client that is trusted, may tell an engine."""
+XARGS = "vllm_xargs"
+RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""vLLM reads these there as well."""
+
+
+def parse_request(kind: Kind, raw: bytes, *, is_trusted: bool = False) -> ClientRequest:
+    """Read a client's body; BadRequest where no engine could be asked.
+
+    RESERVED_FIELDS are taken out, unless the client is trusted with them.
+    """
     try:
         # vLLM reads over the mark that some editors and shells put before UTF-8.
         fields = msgspec.json.decode(raw.removeprefix(BOM_UTF8), type=dict[str, Raw])
+        if not is_trusted:
+            kept = _without_reserved(fields)
+            raw = raw if kept is fields else msgspec.json.encode(kept)
+            fields = kept
         return _read(kind, raw, fields)
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body must be a JSON object: {error}.") from None
@@ -224,6 +238,18 @@ def _read(kind: Kind, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
         prefix=_prefix(fields, prompts),
         wants_handoff=_wants_handoff(fields, num_prompts),
     )
+
+
+def _without_reserved(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """The same object where nothing is reserved."""
+    kept = fields
+    if not fields.keys().isdisjoint(RESERVED_FIELDS):
+        kept = {name: each for name, each in fields.items() if name not in RESERVED_FIELDS}
+    xargs = _value(fields, XARGS)
+    if isinstance(xargs, dict) and not RESERVED_XARGS.isdisjoint(xargs):
+        left = {name: each for name, each in xargs.items() if name not in RESERVED_XARGS}
+        kept = {**kept, XARGS: Raw(msgspec.json.encode(left))}
+    return kept
 
 
 def count_ids(ids: Raw | bytes) -> int:

@@ -57,6 +57,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """When the router is stopped, requests have so long to end."""
     allowed_origins: tuple[str, ...] = ("*",)
     """Whose web pages may send requests (CORS)."""
+    trust_clients: bool = False
+    """Take `priority`, transfer parameters and the data-parallel rank from clients."""
     connect_timeout_s: float = 3.0
     expect_timeout_ms: int = 10_000
     """How long a decode engine waits for the prompt's KV in the pool."""

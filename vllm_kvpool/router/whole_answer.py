@@ -223,5 +223,10 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
-    unset = {"token": None, "logprob": UNKNOWN_LOGPROB, "bytes": None, "top_logprobs": []}
+    unset: dict[str, Any] = {
+        "token": None,
+        "logprob": UNKNOWN_LOGPROB,
+        "bytes": None,
+        "top_logprobs": [],
+    }
     return {**unset, **entry}
