@@ -24,7 +24,6 @@ from vllm_kvpool.router.events import (
     SetRole,
     Spawn,
 )
-from vllm_kvpool.router.load_stats import RouterView as LoadRouterView
 from vllm_kvpool.router.shown import (
     COUNTS,
     OUTCOMES,
@@ -296,13 +295,3 @@ def test_whatever_happens_can_be_shown(events: list[tuple[str, str]]) -> None:
         for each in view.replicas:
             assert (each.lock_why != "") is each.locked
             assert 0 <= each.starting <= each.decodes
-
-
-def test_a_load_reads_what_is_shown() -> None:
-    scene = busy_scene()
-    scene.tick(2.0)
-    told = msgspec.json.encode(shown(scene))
-    read = msgspec.json.decode(told, type=LoadRouterView)
-    assert [each.id for each in read.replicas] == ["p0", "p1", "d0", "d1", "d2"]
-    assert [each.locked for each in read.replicas].count(True) == 1
-    assert read.plan is not None
