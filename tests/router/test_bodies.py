@@ -235,15 +235,6 @@ def test_a_prefill_of_a_chat_keeps_what_shapes_its_prompt() -> None:
     assert json.loads(body) == CHAT | shapes | PREFILL | {"max_completion_tokens": 1}
 
 
-def test_a_prefill_of_token_ids_may_be_of_the_first_alone() -> None:
-    ids = request(COMPLETION, prompt=[5, 6, 7, 8])
-    assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5, 6, 7]
-    assert json.loads(ids.prefill_body())["prompt"] == [5, 6, 7, 8]
-    # vLLM takes these for whole numbers.
-    ids = request(COMPLETION, prompt=[5.0, 6, True, 8])
-    assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5.0, 6, True]
-
-
 @pytest.mark.parametrize(
     ("given", "sent"),
     [

@@ -328,21 +328,6 @@ def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
     run(main)
 
 
-def test_a_prompt_of_ids_may_be_computed_in_two_parts() -> None:
-    async def main() -> None:
-        body = {"prompt": list(range(300, 2900)), "max_tokens": 20}
-        async with RouterRig(2, 1, config={"flow": {"split_tokens": 1000}}) as rig:
-            before = sum(each.counts.received[COMPLETIONS] for each in rig.engines[:2])
-            reply = await rig.stream(body)
-            direct = await rig.stream(body, at=rig.reference)
-            assert reply.text == direct.text
-            assert sum(each.counts.received[COMPLETIONS] for each in rig.engines[:2]) == before + 2
-            wished = rig.engines[2].counts.asked["kv_transfer_params"]["kvpool"]
-            assert wished["expect_tokens"] == 2600 // 256 * 256
-
-    run(main)
-
-
 def test_what_is_learned_makes_estimates_exact() -> None:
     async def main() -> None:
         async with RouterRig(1, 1, config={"flow": {"hands_over": False}}) as rig:

@@ -27,7 +27,7 @@ def test_the_controller_has_the_files_numbers() -> None:
         "flow": {
             **{"prefill_tokens": 11, "prefill_requests": 12, "permits": 13, "decode_requests": 14},
             **{"headroom": 0.5, "max_attempts": 15, "max_lost": 16, "drain_timeout_s": 17.0},
-            **{"split_tokens": 18, "hands_over": False, "busy_pause_s": 19.0},
+            **{"hands_over": False, "busy_pause_s": 19.0},
         },
         "health": {"retry_pause_s": 20.0},
         "planner": {"live_takeover": False, "every_s": 3.0, "mode": "dry_run", "max_decode": 5},
@@ -38,7 +38,7 @@ def test_the_controller_has_the_files_numbers() -> None:
     assert (budgets.prefill_tokens, budgets.prefill_requests) == (11, 12)
     assert (budgets.permits, budgets.decode_requests, budgets.headroom) == (13, 14, 0.5)
     assert (settings.max_attempts, settings.max_lost) == (15, 16)
-    assert (settings.drain_timeout_s, settings.split_tokens) == (17.0, 18)
+    assert settings.drain_timeout_s == 17.0
     assert (settings.busy_pause_s, settings.retry_pause_s) == (19.0, 20.0)
     assert (settings.hands_over, settings.takes_over) == (False, False)
     assert (scaling.every_s, scaling.mode.value) == (3.0, "dry_run")

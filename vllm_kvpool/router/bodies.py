@@ -109,12 +109,11 @@ class ClientRequest:
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
         return max(1, round(PREFIX_SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
-    def prefill_body(self, stop_token: int = 0, *, name_cells: bool = False) -> bytes:
+    def prefill_body(self, *, name_cells: bool = False) -> bytes:
         """Have the same prompt computed, and one token only.
 
         Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
-        With `stop_token`, a prompt of token ids is cut after so many of them. With `name_cells`
-        the engine says what the cells are called.
+        With `name_cells` the engine says what the cells are called.
         """
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
         if self.kind is Kind.COMPLETION:
@@ -125,11 +124,6 @@ class ClientRequest:
         fields["max_tokens"] = _ONE
         fields["temperature"] = _ZERO
         fields["stream"] = _FALSE
-        if stop_token:
-            assert self.prompt_ids is not None
-            # Not as whole numbers alone: vLLM takes `5.0` for one, too.
-            ids = msgspec.json.decode(self.prompt_ids, type=list[Any])
-            fields["prompt"] = Raw(msgspec.json.encode(ids[:stop_token]))
         if name_cells:
             fields["kv_transfer_params"] = self._wishing({"name_cells": True})
         return msgspec.json.encode(fields)

@@ -22,7 +22,7 @@ MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAY_BE_ZERO = ("prefill", "decode", "split_tokens", "weights_port", "prefetch_bytes")
+_MAY_BE_ZERO = ("prefill", "decode", "weights_port", "prefetch_bytes")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
@@ -172,12 +172,9 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     busy_pause_s: float = 1.0
     """How long a replica that has refused work is left alone."""
     drain_timeout_s: float = 120.0
-    split_tokens: int = 0
     spills: bool = True
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = True
-    chunk_tokens: int = 256
-    """Of the engines' pool: where prompts may be cut."""
 
 
 class HealthConfig(_Section, frozen=True, kw_only=True):

@@ -220,11 +220,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt, or its first `stop_token` tokens, at a replica."""
+    """Compute the prompt at a replica."""
 
     request_id: RequestId
     replica: ReplicaId
-    stop_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

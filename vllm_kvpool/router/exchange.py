@@ -245,7 +245,7 @@ class Exchange:
         except (EngineLost, NoReply) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        if outcome is Outcome.OK and not directive.stop_token:
+        if outcome is Outcome.OK:
             self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
             if self._wiring.named is not None and said.cells is not None:
                 self._wiring.named(self._request, said.cells)
@@ -254,10 +254,7 @@ class Exchange:
     async def _ask_prefill(self, directive: Prefill) -> Answer:
         return await self._wiring.engines.post(
             self._wiring.url_of(directive.replica) + self._request.kind.value,
-            self._request.prefill_body(
-                directive.stop_token,
-                name_cells=self._wiring.named is not None and not directive.stop_token,
-            ),
+            self._request.prefill_body(name_cells=self._wiring.named is not None),
             with_request_id(self._headers, "prefill"),
             self._wiring.prefill_timeout_s,
         )

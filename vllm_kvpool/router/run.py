@@ -277,7 +277,6 @@ class Router:
         now = self._clock()
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         tokens = max(1, request.prompt_tokens(rates.tokens_per_byte))
-        chunk = self.config.flow.chunk_tokens
         ask = Ask(
             request_id=request_id,
             prompt_tokens=tokens,
@@ -288,7 +287,6 @@ class Router:
             prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
             # Whether a model that no engine has listed is there after all, one engine says.
             hands_over=request.wants_handoff and self.replicas.lists(request.model),
-            split_at=tokens // 2 // chunk * chunk if request.prompt_ids is not None else 0,
             priority=request.priority,
             deadline=now + self.config.front.max_wait_s,
         )

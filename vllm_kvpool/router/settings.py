@@ -64,7 +64,6 @@ def controller_of(config: RouterConfig) -> Controller:
             busy_pause_s=flow.busy_pause_s,
             drain_timeout_s=flow.drain_timeout_s,
             retry_pause_s=health.retry_pause_s,
-            split_tokens=flow.split_tokens,
             spills=flow.spills,
             hands_over=flow.hands_over,
             takes_over=config.planner.live_takeover,
