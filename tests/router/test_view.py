@@ -157,10 +157,10 @@ def test_a_plan_is_shown_with_its_equations_and_its_steps_in_words() -> None:
     assert (plan.prefill.have, plan.prefill.wanted) == (0, 1)
     assert plan.at == scene.now
     assert [each.what for each in plan.steps] == [
-        "start an engine for prefill on h1, weights from h1"
+        "start an engine for prefill on h1, weights from disk"
     ]
     assert {each.name for each in plan.equations} == {
-        *("decode memory", "hand-off, decode", "hand-off, prefill", "prefill"),
+        *("decode memory", "hand-off", "prefill"),
     }
     assert all(each.least <= each.target <= each.most for each in plan.equations)
     assert plan.held == ""

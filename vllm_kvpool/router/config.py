@@ -22,12 +22,12 @@ MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAY_BE_ZERO = ("prefill", "decode", "weights_port", "prefetch_bytes")
+_MAY_BE_ZERO = ("prefill", "decode", "prefetch_bytes")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
 Mode = Literal["manual", "dry_run", "automatic"]
-WeightSource = Literal["disk", "host_memory", "preload", "peer"]
+WeightSource = Literal["disk", "host_memory", "preload"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,10 +95,6 @@ class HostConfig(_Section, frozen=True, kw_only=True):
     max_replicas: int = 1
     weight_source: WeightSource = "disk"
     first_port: int = 8100
-    weights_port: int = 0
-    """With weight_source "peer": first of the ports at which engines give on their weights."""
-    ranks: int = 1
-    """Ranks of one engine there."""
     env: dict[str, str] = {}
 
 
@@ -382,8 +378,8 @@ def _check_hosts(config: RouterConfig, where: str) -> None:
             raise ConfigError(f"{place}: choose a name of letters, digits, '.', '_' and '-'")
         if [each.name for each in config.hosts].count(host.name) > 1:
             raise ConfigError(f"{place} is there twice; take one out")
-        if not 0 < host.max_replicas <= MAX_REPLICAS or host.ranks < 1:
-            raise ConfigError(f"{place}: max_replicas must be 1 to {MAX_REPLICAS}, ranks 1 or more")
+        if not 0 < host.max_replicas <= MAX_REPLICAS:
+            raise ConfigError(f"{place}: max_replicas must be 1 to {MAX_REPLICAS}")
         if not 0 < host.first_port <= MAX_PORT - host.max_replicas + 1:
             raise ConfigError(
                 f"{place}: max_replicas and first_port must leave ports below {MAX_PORT + 1}"
