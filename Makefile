@@ -25,7 +25,7 @@ OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
 export VENV TRITON_VENV
 
-.PHONY: help setup demo up load test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check bench \
+.PHONY: help setup demo up test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check bench \
 	format clean
 
 help:
@@ -46,18 +46,13 @@ test: setup test-triton
 	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)"
 
 ## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream;
-##                  two data-parallel ones behind a server; make up and make load
+##                  two data-parallel ones behind a server; make up
 test-deploy: setup
 	$(PYTHON) -m pytest -m "deploy or e2e" tests/deploy
 
 ## make up         such a deployment to try, until Ctrl-C; ARGS="--prefill 1 --decode 1" for a smaller one
 up: setup
 	$(PYTHON) examples/07_router.py $(ARGS)
-
-## make load       a bursty load on it, a live view, up/load.png; ARGS="--set seconds=30" and the like
-load: setup
-	. up/addresses.sh && $(PYTHON) -m vllm_kvpool.cli load $$FRONT --admin $$ADMIN \
-		--token-file up/token --out up/load $(ARGS)
 
 ## make test-triton  GPU kernels in Triton's interpreter, in an environment of their own
 test-triton:

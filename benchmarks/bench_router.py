@@ -20,6 +20,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
+from benchmarks.router_load import LoadSpec, Outcomes, run_load
 from benchmarks.router_sides import (
     TOKEN,
     process,
@@ -29,9 +30,6 @@ from benchmarks.router_sides import (
     wait_serving,
 )
 from tests.support.server_process import free_ports
-from vllm_kvpool.router.load import run_load
-from vllm_kvpool.router.load_stats import LoadResult, Outcome
-from vllm_kvpool.router.load_trace import LoadSpec
 
 TTFT_TARGET_S = 3.0
 CLIENTS = 256
@@ -176,39 +174,30 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
             sustained[name] = asyncio.run(many_at_once(url, CLIENTS, seconds / 2, body))
     rate = 2 * max(sustained.values())
     result.notes.append(f"sustained: with {CLIENTS} clients, each one request at a time")
-    spec = LoadSpec(
-        seconds=seconds,
-        rate=rate,
-        burst_rate=rate,
-        num_prefixes=1,
-        prefix_words=0,
-        prompt_words_min=400,
-        prompt_words_max=400,
-        output_tokens_min=64,
-        output_tokens_max=64,
-    )
-    loads: dict[str, LoadResult] = {}
+    spec = LoadSpec(seconds=seconds, rate=rate, prompt_words=(400, 400), output_tokens=(64, 64))
+    loads: dict[str, Outcomes] = {}
     for name in names:
         with side(name, BUSY, scratch) as url:
             loads[name] = asyncio.run(run_load(spec, url))
     ttft: dict[str, float] = {}
     goodput: dict[str, float] = {}
     for name, load in loads.items():
-        served = [each for each in load.requests if each.outcome is Outcome.COMPLETED]
-        ttft[name] = percentile([each.ttft_s or 0.0 for each in served], 0.99)
-        goodput[name] = sum(each.end_s <= seconds for each in served) / seconds
-        summary = load.summary()
+        ttft[name] = percentile(load.first_token_s, 0.99)
+        goodput[name] = sum(each <= seconds for each in load.ends_s) / seconds
+        refused_after_s = load.shed_after_s
         result.rows.append(
             {
                 "what": f"{rate:.0f} requests/s, twice the sustained",
                 "side": name,
                 "sustained/s": sustained[name],
                 "served/s in time": goodput[name],
-                "first token p50 s": summary.ttft_p50_s,
+                "first token p50 s": percentile(load.first_token_s, 0.5),
                 "first token p99 s": ttft[name],
-                "refused": summary.outcomes["shed"],
-                "refused after p99 s": summary.shed_p99_s,
-                "failed": summary.outcomes["failed"] + summary.outcomes["timed_out"],
+                "refused": load.counts["shed"],
+                "refused after p99 s": percentile(refused_after_s, 0.99)
+                if refused_after_s
+                else 0.0,
+                "failed": load.counts["failed"],
             }
         )
     for mine, other in ((OURS, THEIRS), (OURS_PD, THEIRS_PD)) if PEER else ():

@@ -22,8 +22,8 @@ import aiohttp
 import msgspec
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
+from benchmarks.router_load import Arrival, LoadSpec, arrivals
 from benchmarks.router_sides import TOKEN, burst_side
-from vllm_kvpool.router.load_trace import Arrival, LoadSpec, arrivals
 from vllm_kvpool.router.shown import RouterView
 
 CALM_S, BURST_S, QUICK_S = 6.0, 24.0, 10.0
@@ -129,16 +129,11 @@ def trace(seed: int, burst_s: float) -> LoadSpec:
     """More than two prefill engines compute, less than four do."""
     return LoadSpec(
         seconds=CALM_S + burst_s,
-        burst_every_s=CALM_S + burst_s,
-        burst_s=burst_s,
         rate=4.0,
+        burst_s=burst_s,
         burst_rate=16.0,
-        num_prefixes=1,
-        prefix_words=0,
-        prompt_words_min=1000,
-        prompt_words_max=5000,
-        output_tokens_min=16,
-        output_tokens_max=64,
+        prompt_words=(1000, 5000),
+        output_tokens=(16, 64),
         seed=seed,
     )
 

@@ -1,6 +1,6 @@
 """Two prefill and two decode engines of a tiny model on this machine, and a router in front.
 
-    python examples/07_router.py               until Ctrl-C; `make load` beside it
+    python examples/07_router.py               until Ctrl-C; it says how to send a load
     python examples/07_router.py --prefill 1 --decode 1 --once
 
 Engines are real vLLM servers on CPU; they share a pool of files. All that is written is below
@@ -46,7 +46,13 @@ def main() -> None:
         told = complete(deployment.front, QUESTION, max_tokens=16)
         print(f"first answer: {len(told.token_ids)} tokens, {told.usage}")
         if not args.once:
-            print("make load  in another terminal; Ctrl-C here ends everything")
+            model = next(UP.glob("models/llama*"))
+            print(f"a load:      vllm bench serve --base-url {deployment.front} --model tiny \\")
+            print(f"               --tokenizer {model} --dataset-name random --num-prompts 200 \\")
+            print("               --random-input-len 300 --random-output-len 32 --request-rate 8")
+            print(f"its record:  python examples/08_router_record.py {deployment.admin} \\")
+            print(f"               --token-file {UP}/token")
+            print("Ctrl-C here ends everything")
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(1)

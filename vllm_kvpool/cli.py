@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.load_command import load
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -65,9 +64,6 @@ def prefetch(given: str, max_bytes: int, max_seconds: float, finish: bool) -> No
         run(given, max_bytes, max_seconds, finish=finish)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
-
-
-main.add_command(load)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ Both are killed here, one after the other, with `kill -9` in mid-stream: what a 
 what it would have read anyhow.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -72,6 +74,41 @@ def test_what_is_not_streamed_and_chats_pass(deployment: Deployment) -> None:
         f"{deployment.front}/v1/completions", json={**body, "model": "other"}, timeout=60
     )
     assert unknown.status_code == 404
+
+
+WHOLE: dict[str, Any] = {
+    "plain": {},
+    "choices": {"n": 2, "temperature": 0.8, "seed": 3},
+    "ids": {"return_token_ids": True},
+    "stop": {"max_tokens": 60, "stop": ["e", "a"]},
+    "seeded": {"temperature": 0.9, "seed": 7},
+}
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_answers_in_one_piece_are_those_of_the_engine(
+    deployment: Deployment, is_chat: bool
+) -> None:
+    """Field by field, in their order; less what differs from one request to the next."""
+    replica = replica_in(deployment, "decode")
+    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
+    path, text = "/v1/chat/completions" if is_chat else "/v1/completions", words(9, 60)
+    prompt = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    logprobs = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+    for name, more in {**WHOLE, "logprobs": logprobs}.items():
+        body = {"model": MODEL, "max_tokens": 12, "temperature": 0, **prompt, **more}
+        answers = []
+        for url in (deployment.front, urls[replica]):
+            answer = httpx.post(url + path, json=body, timeout=60)
+            assert answer.status_code == 200, (name, answer.text)
+            assert answer.headers["content-type"] == "application/json"
+            own = {"id": "", "created": 0, "kv_transfer_params": None}
+            said = answer.json() | own
+            # Each finds cached what the one before has computed.
+            del said["usage"]["prompt_tokens_details"]
+            answers.append(said)
+        through, direct = answers
+        assert json.dumps(through) == json.dumps(direct), name
 
 
 @pytest.mark.parametrize("ask", [complete, chat], ids=["completion", "chat"])

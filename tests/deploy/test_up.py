@@ -1,4 +1,4 @@
-"""`make up` and `make load`, as a newcomer runs them: one deployment, one load, Ctrl-C."""
+"""`make up` as a newcomer runs it: one deployment, a load of `vllm bench serve`, Ctrl-C."""
 
 import contextlib
 import json
@@ -16,7 +16,6 @@ pytestmark = pytest.mark.deploy
 
 ROOT = Path(__file__).parents[2]
 UP_LIMIT_S = 300.0
-LOAD_S = 10
 LOAD_LIMIT_S = 120.0
 STOP_LIMIT_S = 90.0
 PNG = b"\x89PNG\r\n"
@@ -85,19 +84,26 @@ def test_a_newcomers_deployment_and_load(up: Up) -> None:
     addresses = dict(
         line.split("=", 1) for line in (up.directory / "up/addresses.sh").read_text().split()
     )
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "load", addresses["FRONT"]]
-    command += ["--admin", addresses["ADMIN"], "--token-file", "up/token", "--out", "up/load"]
-    command += ["--set", f"seconds={LOAD_S}"]
-    load = subprocess.run(
-        command, cwd=up.directory, capture_output=True, text=True, timeout=LOAD_LIMIT_S
-    )
+    command = ["vllm", "bench", "serve", "--base-url", addresses["FRONT"], "--model", "tiny"]
+    command += ["--tokenizer", str(next(up.directory.glob("up/models/llama*")))]
+    command += ["--dataset-name", "random", "--random-input-len", "100", "--num-prompts", "24"]
+    command += ["--random-output-len", "8", "--request-rate", "6", "--save-result"]
+    record = [sys.executable, str(ROOT / "examples/08_router_record.py"), addresses["ADMIN"]]
+    with subprocess.Popen([*record, "--token-file=up/token"], cwd=up.directory) as recorder:
+        load = subprocess.run(
+            [str(Path(sys.executable).parent / command[0]), *command[1:]],
+            cwd=up.directory,
+            capture_output=True,
+            text=True,
+            timeout=LOAD_LIMIT_S,
+        )
+        recorder.send_signal(signal.SIGINT)
     assert load.returncode == 0, load.stderr
-    kept = json.loads((up.directory / "up/load.json").read_bytes())
-    outcomes = {name for name, count in kept["summary"]["outcomes"].items() if count}
-    assert "completed" in outcomes
-    assert outcomes <= {"completed", "shed"}, load.stdout
-    assert len(kept["load"]["states"][-1]["router"]["replicas"]) == 2
-    assert (up.directory / "up/load.png").read_bytes().startswith(PNG)
+    kept = json.loads(next(up.directory.glob("*.json")).read_bytes())
+    assert kept["completed"] == 24, load.stdout
+    states = [json.loads(line) for line in (up.directory / "router.jsonl").open()]
+    assert len(states[-1]["replicas"]) == 2
+    assert (up.directory / "router.png").read_bytes().startswith(PNG)
     pids = up.engines()
     assert len(pids) == 2
     assert up.interrupt() == 0, up.said()

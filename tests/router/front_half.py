@@ -89,6 +89,67 @@ class FrontHalf:
             return self._complete(CompletionRequest.model_validate(data))
         return self._chat(ChatCompletionRequest.model_validate(data))
 
+    def whole(self, path: str, body: bytes) -> dict[str, Any]:
+        """The body that vLLM would answer with, without a stream."""
+        data = {**json.loads(body), "stream": False}
+        if path == "/v1/completions":
+            return self._complete_whole(CompletionRequest.model_validate(data))
+        return self._chat_whole(ChatCompletionRequest.model_validate(data))
+
+    def _complete_whole(self, request: CompletionRequest) -> dict[str, Any]:
+        ids = self.tokenizer.encode(request.prompt)
+        (output,) = self._generate(request, ids, request.max_tokens)
+        output.prompt = request.prompt
+        response = self._serving(OpenAIServingCompletion).request_output_to_completion_response(
+            [output],
+            request,
+            f"cmpl-{request.request_id}",
+            self.created,
+            request.model,
+            self.tokenizer,
+            SimpleNamespace(),
+        )
+        return self._dumped(response)
+
+    def _chat_whole(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        conversation: list[Any] = [
+            {"role": each["role"], "content": each["content"]} for each in request.messages
+        ]
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "
+        ids = self.tokenizer.encode(text)
+        outputs = self._generate(request, ids, vars(request)["max_tokens"])
+        serving = self._serving(OpenAIServingChat)
+        self._set_up_chat(serving)
+        parser = None
+        if serving.parser_cls is not None:
+            parser = serving._make_parser(request, self.tokenizer, {})
+        response = serving.chat_completion_full_generator(
+            request,
+            _async(outputs),
+            f"chatcmpl-{request.request_id}",
+            request.model,
+            conversation,
+            self.tokenizer,
+            SimpleNamespace(),
+            parser=parser,
+        )
+        return self._dumped(asyncio.run(response))
+
+    def _dumped(self, response: Any) -> dict[str, Any]:
+        # As FastAPI does: through JSON, where vLLM gives it a dict.
+        dumped: dict[str, Any] = json.loads(json.dumps(response.model_dump()))
+        return {**dumped, "created": self.created}
+
+    def _set_up_chat(self, serving: Any) -> None:
+        serving.response_role = "assistant"
+        serving.parser_cls = None
+        serving.enable_log_outputs = serving.enable_auto_tools = False
+        serving._include_reasoning_tokens_details = bool(self.reasoning_parser)
+        if self.reasoning_parser:
+            serving.parser_cls = ParserManager.get_parser(
+                reasoning_parser_name=self.reasoning_parser, tokenizer=self.tokenizer
+            )
+
     def detokenize(self, body: bytes) -> str:
         return str(self.tokenizer.decode(json.loads(body)["tokens"]))
 
@@ -130,14 +191,7 @@ class FrontHalf:
             asked = vars(request)["max_tokens"]  # reading it otherwise warns
         outputs = self._generate(request, ids, asked)
         serving = self._serving(OpenAIServingChat)
-        serving.response_role = "assistant"
-        serving.parser_cls = None
-        serving.enable_log_outputs = False
-        serving._include_reasoning_tokens_details = bool(self.reasoning_parser)
-        if self.reasoning_parser:
-            serving.parser_cls = ParserManager.get_parser(
-                reasoning_parser_name=self.reasoning_parser, tokenizer=self.tokenizer
-            )
+        self._set_up_chat(serving)
         chunks = serving.chat_completion_stream_generator(
             request,
             _async(outputs),

@@ -24,7 +24,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 def request(body: dict[str, Any], **more: Any) -> ClientRequest:
     kind = Kind.CHAT if "messages" in body else Kind.COMPLETION
-    return parse_request(kind, json.dumps({**body, **more}).encode())
+    return parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_no_engine_could_be_asked(
     kind: Kind, raw: bytes, param: str | None, says: str
 ) -> None:
     with pytest.raises(BadRequest, match=says) as caught:
-        parse_request(kind, raw)
+        parse_request(kind, raw, is_trusted=True)
     error = json.loads(caught.value.body())["error"]
     assert error == {
         **{"message": str(caught.value), "type": "BadRequestError"},
@@ -87,7 +87,7 @@ def test_what_vllm_takes_without_its_type_is_taken() -> None:
 def test_any_bytes_are_a_request_or_a_bad_one(kind: Kind, raw: bytes) -> None:
     for body in (raw, b'{"model":"m","prompt":"p","messages":[],' + raw + b"}"):
         with suppress(BadRequest):
-            parse_request(kind, body)
+            parse_request(kind, body, is_trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,6 @@ def test_whom_a_prefill_elsewhere_can_serve(more: dict[str, Any], expected: bool
     ("more", "expected"),
     [
         ({}, True),
-        ({"stream": False}, False),
         ({"n": 2}, False),
         ({"prompt": ["a", "b"]}, False),
         ({"prompt": ["a"]}, True),
@@ -236,15 +235,6 @@ def test_a_prefill_of_a_chat_keeps_what_shapes_its_prompt() -> None:
     assert json.loads(body) == CHAT | shapes | PREFILL | {"max_completion_tokens": 1}
 
 
-def test_a_prefill_of_token_ids_may_be_of_the_first_alone() -> None:
-    ids = request(COMPLETION, prompt=[5, 6, 7, 8])
-    assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5, 6, 7]
-    assert json.loads(ids.prefill_body())["prompt"] == [5, 6, 7, 8]
-    # vLLM takes these for whole numbers.
-    ids = request(COMPLETION, prompt=[5.0, 6, True, 8])
-    assert json.loads(ids.prefill_body(stop_token=3))["prompt"] == [5.0, 6, True]
-
-
 @pytest.mark.parametrize(
     ("given", "sent"),
     [
@@ -275,6 +265,25 @@ def test_a_body_that_needs_no_change_is_sent_as_it_came() -> None:
     assert parse_request(Kind.CHAT, raw).whole_body() is raw
     asks = b'{"messages":[],"model":"m","stream":true,"return_token_ids":true}'
     assert parse_request(Kind.CHAT, asks).whole_body(track=True) is asks
+
+
+@pytest.mark.parametrize("base", [COMPLETION, CHAT])
+def test_what_only_the_router_may_say_is_taken_out(base: dict[str, Any]) -> None:
+    kind = Kind.CHAT if base is CHAT else Kind.COMPLETION
+    own = {"top_p": 0.5, "vllm_xargs": {"a": 1}}
+    reserved: dict[str, Any] = {
+        **{"priority": -5, "kv_transfer_params": {"kvpool": {"save": False}}},
+        **{"ec_transfer_params": {"peer": "tcp://elsewhere:1"}},
+        "vllm_xargs": {"a": 1, "kv_transfer_params": "x", "ec_transfer_params": "y"},
+    }
+    raw = json.dumps(base | own | reserved).encode()
+    read = parse_request(kind, raw)
+    assert json.loads(read.raw) == json.loads(read.whole_body()) == base | own
+    assert read.priority == 0
+    assert read.wants_handoff
+    assert parse_request(kind, raw, is_trusted=True).whole_body() is raw
+    escaped = raw.replace(b'"priority"', b'"pr\\u0069ority"')
+    assert json.loads(parse_request(kind, escaped).raw) == base | own
 
 
 def test_a_byte_order_mark_is_read_over_as_vllm_does() -> None:

@@ -30,13 +30,12 @@ NOTHING = PlanInputs(
     block_tokens=16,
     waiting_tokens=0.0,
     prompt_tokens_per_s=0.0,
-    outgoing_tokens=0.0,
     incoming_tokens=0.0,
     handoff_tokens_per_s=0.0,
     rates=Rates(prefill_tokens_per_s=10_000.0, transfer_tokens_per_s=20_000.0),
 )
 BANDS = Utilisation(prefill=Band(0.4, 0.8), decode=Band(0.45, 0.8), handoff=Band(0.2, 0.8))
-MEMORY, TAKING, GIVING, COMPUTING = range(4)
+MEMORY, TAKING, COMPUTING = range(3)
 
 
 def numbers(inputs: PlanInputs, which: int) -> tuple[float, int, int, int]:
@@ -45,25 +44,22 @@ def numbers(inputs: PlanInputs, which: int) -> tuple[float, int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("used_blocks", "on_the_way", "expected"),
+    ("used_blocks", "incoming", "expected"),
     [
         # blocks / (1000 blocks / replica); least at 0.8, target at 0.625, most at 0.45
-        (0, (0, 0), (0.0, 0, 0, 0)),
-        (400, (0, 0), (0.4, 1, 1, 1)),
-        (800, (0, 0), (0.8, 1, 2, 2)),
-        (801, (0, 0), (0.801, 2, 2, 2)),
-        (2400, (0, 0), (2.4, 3, 4, 6)),
+        (0, 0, (0.0, 0, 0, 0)),
+        (400, 0, (0.4, 1, 1, 1)),
+        (800, 0, (0.8, 1, 2, 2)),
+        (801, 0, (0.801, 2, 2, 2)),
+        (2400, 0, (2.4, 3, 4, 6)),
         # 16,000 tokens are 1000 blocks that will be needed
-        (2400, (8000, 8000), (3.4, 5, 6, 8)),
+        (2400, 16_000, (3.4, 5, 6, 8)),
     ],
 )
 def test_decode_memory_is_blocks_by_blocks_of_a_replica(
-    used_blocks: int, on_the_way: tuple[int, int], expected: tuple[float, int, int, int]
+    used_blocks: int, incoming: int, expected: tuple[float, int, int, int]
 ) -> None:
-    outgoing, incoming = on_the_way
-    load = replace(
-        NOTHING, used_blocks=used_blocks, outgoing_tokens=outgoing, incoming_tokens=incoming
-    )
+    load = replace(NOTHING, used_blocks=used_blocks, incoming_tokens=incoming)
     assert numbers(load, MEMORY) == expected
 
 
@@ -82,21 +78,6 @@ def test_taking_over_is_tokens_by_second_by_those_of_a_decode_replica(
 ) -> None:
     load = replace(NOTHING, handoff_tokens_per_s=flow, incoming_tokens=incoming)
     assert numbers(load, TAKING) == expected
-
-
-@pytest.mark.parametrize(
-    ("outgoing", "expected"),
-    [
-        # tokens / 2 s / (20,000 tokens/s of a replica); prefill has bounds of its own: 0.8, 0.2
-        (0, (0.0, 0, 0, 0)),
-        (40_000, (1.0, 2, 2, 5)),
-        (100_000, (2.5, 4, 5, 13)),
-    ],
-)
-def test_handing_over_counts_what_is_not_durable_yet(
-    outgoing: float, expected: tuple[float, int, int, int]
-) -> None:
-    assert numbers(replace(NOTHING, outgoing_tokens=outgoing), GIVING) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,9 +101,7 @@ def test_prefill_is_tokens_by_second_by_those_of_a_prefill_replica(
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_a_demand_does_not_depend_on_the_replicas_there_are(prefill: int, decode: int) -> None:
     """Rates are those of one replica: folded with their number, the result would be a ratio."""
-    load = replace(
-        NOTHING, handoff_tokens_per_s=3e3, incoming_tokens=2e3, outgoing_tokens=1e3, used_blocks=500
-    )
+    load = replace(NOTHING, handoff_tokens_per_s=3e3, incoming_tokens=2e3, used_blocks=500)
     there = replace(load, prefill=Counts(prefill), decode=Counts(decode))
     assert equations(there, BANDS, TARGET_S) == equations(load, BANDS, TARGET_S)
 
@@ -141,7 +120,6 @@ def test_what_waits_while_decode_is_short_does_not_count_for_prefill() -> None:
 
 def test_a_backlog_of_migration_never_counts_for_prefill() -> None:
     load = replace(NOTHING, incoming_tokens=1e9)
-    assert numbers(load, GIVING)[1] == 0
     assert numbers(load, COMPUTING)[1] == 0
 
 
@@ -160,7 +138,7 @@ loads = st.builds(
         **dict(
             zip(
                 (
-                    *("waiting_tokens", "prompt_tokens_per_s", "outgoing_tokens"),
+                    *("waiting_tokens", "prompt_tokens_per_s"),
                     *("incoming_tokens", "handoff_tokens_per_s"),
                 ),
                 tokens,
@@ -169,7 +147,7 @@ loads = st.builds(
         ),
     ),
     st.integers(0, 100_000),
-    *[st.floats(0.0, 1e6)] * 5,
+    *[st.floats(0.0, 1e6)] * 4,
 )
 
 
@@ -182,7 +160,6 @@ def test_another_unit_of_tokens_changes_nothing(load: PlanInputs, unit: float) -
         block_tokens=load.block_tokens * unit,  # type: ignore[arg-type]
         waiting_tokens=load.waiting_tokens * unit,
         prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
-        outgoing_tokens=load.outgoing_tokens * unit,
         incoming_tokens=load.incoming_tokens * unit,
         handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
         rates=replace(
@@ -227,7 +204,6 @@ def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> 
         used_blocks=load.used_blocks * times,
         waiting_tokens=load.waiting_tokens * times,
         prompt_tokens_per_s=load.prompt_tokens_per_s * times,
-        outgoing_tokens=load.outgoing_tokens * times,
         incoming_tokens=load.incoming_tokens * times,
         handoff_tokens_per_s=load.handoff_tokens_per_s * times,
     )

@@ -16,7 +16,6 @@ from vllm_kvpool.router.commands import (
     CommandTemplate,
     LaunchHost,
     LaunchSpec,
-    Weights,
     WeightSource,
     check_launch,
     read_template,
@@ -130,32 +129,6 @@ def test_an_environment_goes_with_the_command() -> None:
     assert command == ("env", "A=1 2", "B=", "x")
 
 
-PEER = Weights(
-    source=WeightSource.PEER,
-    listen_port=20000,
-    num_ranks=2,
-    peers=(("10.0.0.1", 19000), ("10.0.0.2", 19500)),
-)
-
-
-def test_a_peer_is_asked_rank_by_rank_and_its_own_weights_are_given_on() -> None:
-    *flags, options = weight_arguments(PEER, "org/model")
-    assert flags == ["--load-format", "netloader", "--model-loader-extra-config"]
-    assert json.loads(options) == {
-        "MODEL": "org/model",
-        "LISTEN_PORT": 20000,
-        "SOURCE": [
-            {"device_id": 0, "sources": ["10.0.0.1:19000", "10.0.0.2:19500"]},
-            {"device_id": 1, "sources": ["10.0.0.1:19001", "10.0.0.2:19501"]},
-        ],
-    }
-
-
-def test_the_first_of_its_kind_has_no_peer_to_ask() -> None:
-    options = weight_arguments(Weights(source=WeightSource.PEER), "m")[-1]
-    assert json.loads(options) == {"MODEL": "m"}
-
-
 @pytest.mark.parametrize(
     ("source", "arguments"),
     [
@@ -165,28 +138,14 @@ def test_the_first_of_its_kind_has_no_peer_to_ask() -> None:
     ],
 )
 def test_other_sources_of_weights(source: WeightSource, arguments: tuple[str, ...]) -> None:
-    assert weight_arguments(Weights(source=source), "m") == arguments
+    assert weight_arguments(source) == arguments
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"extra": ("x",)}, "extra arguments are lost"),
-        ({"weights": Weights(source=WeightSource.PRELOAD)}, "'preload' of host 'here' is lost"),
-        (
-            {
-                "weights": Weights(listen_port=65534, num_ranks=2),
-                "template": CommandTemplate(DEFAULT_ENGINE_COMMAND),
-            },
-            "ports 65534 to 65535 for weights",
-        ),
-        (
-            {
-                "weights": Weights(listen_port=80),
-                "template": CommandTemplate(DEFAULT_ENGINE_COMMAND),
-            },
-            "ports 80 to 80 for weights",
-        ),
+        ({"weights": WeightSource.PRELOAD}, "'preload' of host 'here' is lost"),
     ],
 )
 def test_configuration_that_would_not_reach_the_engine_is_named(
@@ -197,7 +156,7 @@ def test_configuration_that_would_not_reach_the_engine_is_named(
 
 
 def test_configuration_that_reaches_the_engine_is_accepted() -> None:
-    check_launch(spec(weights=PEER, extra=("x",)))
+    check_launch(spec(weights=WeightSource.PRELOAD, extra=("x",)))
     check_launch(spec(template=CommandTemplate(("vllm", "{port}"))))
 
 
@@ -218,12 +177,11 @@ for line in json.loads(sys.argv[1]):
 @pytest.mark.slow
 def test_vllm_takes_the_arguments() -> None:
     sources = {
-        Weights(): "True None",
-        Weights(source=WeightSource.HOST_MEMORY): "True prefetch",
-        Weights(source=WeightSource.PRELOAD): "True None",
-        PEER: "False None",  # of a plugin: vLLM itself does not know it, and passes it on
+        WeightSource.DISK: "True None",
+        WeightSource.HOST_MEMORY: "True prefetch",
+        WeightSource.PRELOAD: "True None",
     }
-    lines = json.dumps([weight_arguments(weights, "m") for weights in sources])
+    lines = json.dumps([weight_arguments(source) for source in sources])
     done = subprocess.run(
         [sys.executable, "-c", ACCEPTED, lines],
         capture_output=True,

@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a host of two words": (HOST.replace('"big"', '"big one"'), ("'big one'", "name")),
     "unknown source": (
         HOST + 'weight_source = "tape"\n',
-        ("[[hosts]] number 1 weight_source", "disk, host_memory, preload, peer"),
+        ("[[hosts]] number 1 weight_source", "disk, host_memory, preload"),
     ),
 }
 

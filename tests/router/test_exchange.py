@@ -55,6 +55,8 @@ BODIES: dict[str, tuple[str, Body]] = {
 USAGE = {"stream_options": {"include_usage": True}}
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
+TRUSTING = {"front": {"trust_clients": True}}
+
 BAD: dict[str, tuple[str, Body, int]] = {
     "negative length": (COMPLETIONS, {"prompt": LONG, "max_tokens": -1}, 400),
     "too long": (COMPLETIONS, {"prompt": LONG * 8}, 400),
@@ -189,6 +191,31 @@ def test_headers_go_on_but_for_those_of_the_connection() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_clients_steer_engines_where_they_are_trusted(trusts: bool) -> None:
+    steering = {"priority": 0, "ec_transfer_params": {"peer": "tcp://10.9.9.9:1"}}
+    wishes = {"kv_transfer_params": {"kvpool": {"save": False}}}
+    headers = {"X-data-parallel-rank": "7", "X-Vllm-Priority": "-9", "X-Tenant": "blue"}
+
+    async def main() -> None:
+        async with RouterRig(1, 1, config=TRUSTING if trusts else {}) as rig:
+            for path, body in (BODIES["long"], BODIES["chat"], BODIES["short"]):
+                for stream in (True, False):
+                    asked = {**body, **steering, **wishes, "stream": stream, "stop": ["zz"]}
+                    assert (await rig.complete(asked, path, headers)).status == 200
+                    got = rig.engines[1].counts
+                    assert [name in got.last_headers for name in map(str.lower, headers)] == [
+                        *(trusts, trusts, True),
+                    ]
+                    assert ("ec_transfer_params" in got.asked) is trusts
+                    assert ("priority" in got.asked) is trusts
+                    said = (got.asked.get("kv_transfer_params") or {}).get("kvpool", {})
+                    assert ("save" in said) is trusts
+                    assert got.asked["stop"] == ["zz"]
+
+    run(main)
+
+
 def test_every_request_has_an_id() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:
@@ -201,12 +228,43 @@ def test_every_request_has_an_id() -> None:
     run(main)
 
 
+# Answers in one piece
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}], ids=["assembled", "unstreamed"])
+def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
+    """They were "starting" to their end: 16 at a time, and generating was learned as prefill."""
+
+    async def main() -> None:
+        spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
+        async with RouterRig(0, 1, spec=spec) as rig:
+            rates = rig.router.controller.desk.rates
+            prior = rates.snapshot().local_prefill_s_per_token
+            for number in range(4):
+                body = {"prompt": f"{number} {SHORT}", "max_tokens": 150, **more}
+                await rig.complete(body)
+            bodies = [{"prompt": f"hello {n}", "max_tokens": 150, **more} for n in range(40)]
+            replies = await asyncio.gather(*map(rig.complete, bodies))
+            assert {each.status for each in replies} == {200}
+            engine = rig.engines[0]
+            assert engine.counts.max_running == len(bodies)
+            assert engine.counts.asked.get("stream", False) is not bool(more)
+            learned = rates.snapshot().local_prefill_s_per_token
+            assert learned == prior if more else True, "what is not seen is not learned"
+            waits = rig.router.controller.desk.waits
+            assert bool(waits) is not bool(more)
+            assert max(waits, default=0.0) < 0.4, "150 tokens take at least 0.6 s"
+
+    run(main)
+
+
 # Hand-over
 
 
 def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
     async def main() -> None:
-        async with RouterRig(1, 1) as rig:
+        async with RouterRig(1, 1, config=TRUSTING) as rig:
             prefill, decode = rig.engines
             before = prefill.counts.received[COMPLETIONS]
             reply = await rig.stream(
@@ -266,21 +324,6 @@ def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
                 body = {"prompt": f"hello {number}", "max_tokens": 2}
                 await asyncio.gather(*(rig.complete(body) for _ in range(2)))
             assert rig.engines[0].counts.received[COMPLETIONS] == before
-
-    run(main)
-
-
-def test_a_prompt_of_ids_may_be_computed_in_two_parts() -> None:
-    async def main() -> None:
-        body = {"prompt": list(range(300, 2900)), "max_tokens": 20}
-        async with RouterRig(2, 1, config={"flow": {"split_tokens": 1000}}) as rig:
-            before = sum(each.counts.received[COMPLETIONS] for each in rig.engines[:2])
-            reply = await rig.stream(body)
-            direct = await rig.stream(body, at=rig.reference)
-            assert reply.text == direct.text
-            assert sum(each.counts.received[COMPLETIONS] for each in rig.engines[:2]) == before + 2
-            wished = rig.engines[2].counts.asked["kv_transfer_params"]["kvpool"]
-            assert wished["expect_tokens"] == 2600 // 256 * 256
 
     run(main)
 

@@ -46,11 +46,15 @@ HIDDEN: Body = {
     "stream_options": {"include_usage": True},
 }
 WHOLE: Body = {"prompt": LONG, "max_tokens": 60, "return_token_ids": True}
+UNSTREAMED: Body = {**WHOLE, "prompt_logprobs": 0}
 TALKS = {
     "stream": (COMPLETIONS, STREAM),
     "chat": (CHAT, CHAT_STREAM),
     "ids hidden": (COMPLETIONS, HIDDEN),
     "whole": (COMPLETIONS, WHOLE),
+    "chat, whole": (CHAT, {**CHAT_STREAM, "stream": False}),
+    "two choices, whole": (COMPLETIONS, {**WHOLE, "n": 2}),
+    "unstreamed": (COMPLETIONS, UNSTREAMED),
     "short": (COMPLETIONS, {**STREAM, "prompt": "hello"}),
 }
 
@@ -77,7 +81,7 @@ FAULTS: dict[str, Body] = {
     "429": {"kind": K.STATUS, "status": 429},
     "no HTTP": {"kind": K.NOT_HTTP},
 }
-FEW = ("ids hidden", "short")
+FEW = ("ids hidden", "short", "chat, whole", "two choices, whole")
 SOME = ("die at once", "die in the middle", "stall in the middle", "no end", "500")
 IMPATIENT = {
     "front": {"engine_timeout_s": 0.15, "answer_timeout_s": 0.3},
@@ -106,7 +110,9 @@ def test_whatever_happens_to_one_decode_engine(talk: str) -> None:
         async with RouterRig(1, 2, config=IMPATIENT) as rig:
             direct = await rig.complete(body, path, at=rig.reference)
             for name, fault in FAULTS.items():
-                if (name == "no end" and talk == "whole") or (talk in FEW and name not in SOME):
+                if (name == "no end" and talk == "unstreamed") or (
+                    talk in FEW and name not in SOME
+                ):
                     continue
                 for number in (1, 2):
                     rig.fail(number, **{**fault, "times": 1})
@@ -359,9 +365,9 @@ def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request(
 def test_a_connection_that_the_engine_has_just_closed_is_no_failure() -> None:
     async def main() -> None:
         async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(WHOLE, at=rig.reference)
+            direct = await rig.complete(UNSTREAMED, at=rig.reference)
             rig.fail(0, K.CUT, after_tokens=0, times=1)
-            assert_whole(await rig.complete(WHOLE), direct)
+            assert_whole(await rig.complete(UNSTREAMED), direct)
             assert "resumed" not in rig.counts
 
     run(main)
@@ -688,5 +694,29 @@ def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> None:
             Cancelled(ONE),
             DecodeEnded(request_id=ONE, replica=ReplicaId("r"), outcome=Outcome.CANCELLED),
         ]
+
+    run(main)
+
+
+def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
+    """Something that no rule puts into a whole answer, and a stream that has no usage."""
+
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            direct = await rig.complete(WHOLE, at=rig.reference)
+            tracked = await rig.complete({**STREAM, "return_token_ids": True}, at=rig.reference)
+            unknown = tracked.payloads[0].replace(b'"logprobs":null', b'"citations":[1]')
+            for said in ([unknown], tracked.payloads):
+
+                def back() -> None:
+                    rig.divert(0)
+
+                async with player(HEAD, piece(*said), END, on_request=back) as (url, heard):
+                    rig.divert(0, url)
+                    answer = asyncio.ensure_future(rig.complete(WHOLE))
+                    assert_whole(await answer, direct)
+                    assert heard.bodies[0]["stream"] is True
+                assert rig.engines[0].counts.asked == rig.body(WHOLE)
+            assert "resumed" not in rig.counts
 
     run(main)

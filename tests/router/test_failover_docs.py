@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_kvpool.router import whole_answer
 from vllm_kvpool.router.bodies import Kind, parse_request
 from vllm_kvpool.router.recovery import Manner
 from vllm_kvpool.router.splice import Splice
@@ -66,3 +67,9 @@ def test_named_bounds_exist() -> None:
 
     for name in re.findall(r"`(MAX_[A-Z_]+)`", DOCUMENT.read_text()):
         assert name in vars(splice)
+
+
+def test_what_is_asked_for_in_one_piece_is_listed() -> None:
+    table = DOCUMENT.read_text().partition("| Request has |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`(\w+)`", table)
+    assert {*whole_answer._ONLY_WHOLE, "tools"} <= set(listed)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Abort, Decode, Outcome, Prefill, PrefillEnded, Refuse
+from vllm_kvpool.router.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
 from vllm_kvpool.router.flow import HANDED_GRACE_S
 from vllm_kvpool.router.placement import Budgets
 from vllm_kvpool.router.requests import Phase, RequestId
@@ -67,95 +67,6 @@ def test_the_first_token_counts_once(steps: Steps) -> None:
     steps.began("r")
     assert list(steps.controller.desk.waits) == [2.0]
     assert steps.replica(again.replica).num_starting == 0
-
-
-# In two parts
-
-
-@pytest.fixture
-def split() -> Steps:
-    steps = Steps(Settings(split_tokens=1000))
-    steps.fleet(prefill="a b", decode="d")
-    return steps
-
-
-def test_a_prompt_in_two_parts_is_computed_one_after_the_other(split: Steps) -> None:
-    assert split.ask("r", 1000, split_at=512) == [Prefill("r", "a", stop_token=512)]
-    assert split.prefilled("r", "a", saved=512) == [Prefill("r", "a", stop_token=0)]
-    assert split.prefilled("r", "a", saved=992) == [Decode("r", "d", 992)]
-    split.began("r")
-    split.decoded("r", "d")
-    assert split.phase("r") is None
-
-
-def test_the_second_part_goes_to_whoever_is_free(split: Steps) -> None:
-    split.ask("r", 1000, split_at=512)
-    assert split.ask("other", 900) == [Prefill("other", "b")]
-    assert split.ask("more", 300) == [Prefill("more", "a")]
-    split.prefilled("other", "b")
-    assert split.prefilled("r", "a") == [Prefill("r", "b")]
-
-
-@pytest.mark.parametrize(("tokens", "split_at"), [(999, 512), (1000, 0), (1000, 1000)])
-def test_a_prompt_that_is_short_or_cannot_be_cut_is_computed_whole(
-    split: Steps, tokens: int, split_at: int
-) -> None:
-    assert split.ask("r", tokens, split_at=split_at) == [Prefill("r", "a", stop_token=0)]
-
-
-def test_both_parts_wait_in_the_migration_queue_until_a_decoder_has_room() -> None:
-    steps = Steps(Settings(split_tokens=1000, budgets=Budgets(decode_requests=1)))
-    steps.fleet(prefill="a", decode="d")
-    steps.ask("first", 100)
-    steps.ask("r", 1000, split_at=512)
-    steps.prefilled("r", "a")
-    assert steps.prefilled("r", "a") == []
-    assert steps.phase("r") is Phase.HANDING
-    assert steps.decoded("first", "d") == [Decode("r", "d", 0)]
-
-
-def test_the_parts_of_a_prompt_count_as_one_prompt(split: Steps) -> None:
-    split.ask("r", 1000, split_at=512)
-    assert split.replica("a").prefill_tokens == 512
-    split.prefilled("r", "a")
-    assert split.replica("a").prefill_tokens == 488
-    split.prefilled("r", "a")
-    assert split.controller.desk.handed_tokens == 1000
-
-
-@pytest.mark.parametrize(
-    ("outcome", "phase"),
-    [
-        (Outcome.FAILED, Phase.PREFILLING),
-        (Outcome.BUSY, Phase.PREFILLING),
-        (Outcome.REJECTED, Phase.DECODING),
-    ],
-)
-def test_a_second_part_that_fails_leaves_nothing_behind(
-    split: Steps, outcome: Outcome, phase: Phase
-) -> None:
-    split.ask("r", 1000, split_at=512)
-    split.prefilled("r", "a")
-    again = split.prefilled("r", "a", outcome)
-    assert split.phase("r") is phase
-    if phase is Phase.PREFILLING:  # from its beginning
-        assert Prefill("r", "b", stop_token=512) in again
-    assert len(split.controller.desk.migration) == 0
-
-
-def test_a_second_part_is_decoded_whole_when_nobody_can_compute_it(split: Steps) -> None:
-    split.remove("b")
-    split.ask("r", 1000, split_at=512)
-    split.drain("a")
-    assert split.prefilled("r", "a", saved=512) == [Decode("r", "d", 512)]
-
-
-def test_a_cancelled_second_part_leaves_nothing_behind(split: Steps) -> None:
-    split.ask("r", 1000, split_at=512)
-    split.prefilled("r", "a")
-    assert split.cancel("r") == [Abort("r")]
-    split.prefilled("r", "a", Outcome.CANCELLED)
-    assert len(split.controller.desk.migration) == 0
 
 
 # Waiting

@@ -122,7 +122,7 @@ WRONG = {
 
 def test_bodies_that_cannot_be_served_are_bad_requests() -> None:
     async def main() -> None:
-        async with RouterRig(1, 1) as rig:
+        async with RouterRig(1, 1, config={"front": {"trust_clients": True}}) as rig:
             for name, body in WRONG.items():
                 for path in (COMPLETIONS, CHAT):
                     headers = {"Content-Type": "application/json"}

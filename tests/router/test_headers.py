@@ -28,6 +28,12 @@ def test_those_of_one_connection_stay_behind(name: str) -> None:
     assert list(kept.items()) == KEPT
 
 
+def test_what_only_the_router_may_say_stays_behind() -> None:
+    given = CIMultiDict([*KEPT, ("X-Data-Parallel-Rank", "0"), ("x-vllm-priority", "-1")])
+    assert list(request_headers(given).items()) == KEPT
+    assert request_headers(given, is_trusted=True) == given
+
+
 def test_a_connection_names_more_of_its_own() -> None:
     given = CIMultiDict([*KEPT, ("Connection", "close, X-One"), ("connection", "x-two")])
     given.extend([("X-One", "1"), ("x-TWO", "2"), ("X-Three", "3")])

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -19,8 +18,6 @@ SOURCES = [ReplicaId("a"), ReplicaId("b"), None]
 class Entry:
     request: Request
     source: ReplicaId | None
-    tokens: int
-    is_ready: bool
 
 
 class Migration(RuleBasedStateMachine):
@@ -32,35 +29,13 @@ class Migration(RuleBasedStateMachine):
 
     def request(self, priority: int) -> Request:
         self.number += 1
-        made = Request(ask(f"r{self.number}", 1000, priority=priority), 0.0, self.number)
-        made.split_at = 512
-        return made
+        return Request(ask(f"r{self.number}", 1000, priority=priority), 0.0, self.number)
 
     @rule(priority=st.integers(-1, 1), source=st.sampled_from(SOURCES))
     def append(self, priority: int, source: ReplicaId | None) -> None:
         request = self.request(priority)
         self.queue.append(request, source)
-        self.model.append(Entry(request, source, 1000, is_ready=True))
-
-    @rule(priority=st.integers(-1, 1), source=st.sampled_from(SOURCES[:2]))
-    def append_first(self, priority: int, source: ReplicaId) -> None:
-        request = self.request(priority)
-        self.queue.append_first(request, source)
-        self.model.append(Entry(request, source, 512, is_ready=False))
-
-    @precondition(lambda self: any(not each.is_ready for each in self.model))
-    @rule(data=st.data(), source=st.sampled_from(SOURCES[:2]))
-    def append_second(self, data: st.DataObject, source: ReplicaId) -> None:
-        entry = data.draw(st.sampled_from([each for each in self.model if not each.is_ready]))
-        self.queue.append_second(entry.request, source)
-        entry.source, entry.tokens, entry.is_ready = source, 1000, True
-
-    @precondition(lambda self: any(each.is_ready for each in self.model))
-    @rule(data=st.data())
-    def consume(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from([each for each in self.model if each.is_ready]))
-        assert self.queue.consume(entry.request.ask.request_id) == entry.source
-        self.model.remove(entry)
+        self.model.append(Entry(request, source))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -73,11 +48,11 @@ class Migration(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.queue.check()
-        ready = sorted((e for e in self.model if e.is_ready), key=lambda e: e.request.order)
+        ready = sorted(self.model, key=lambda each: each.request.order)
         assert self.queue.ready() == [each.request for each in ready]
         assert self.queue.ready(2) == [each.request for each in ready][:2]
         assert len(self.queue) == len(self.model)
-        assert self.queue.tokens == sum(each.tokens for each in self.model)
+        assert self.queue.tokens == 1000 * len(self.model)
         for source in SOURCES[:2]:
             assert source is not None
             own = [each.request for each in ready if each.source == source]
@@ -87,11 +62,3 @@ class Migration(RuleBasedStateMachine):
 
 TestMigration = Migration.TestCase
 TestMigration.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_first_part_cannot_be_consumed() -> None:
-    queue, request = MigrationQueue(), Request(ask("r"), 0.0, 1, split_at=512)
-    queue.append_first(request, ReplicaId("a"))
-    with pytest.raises(AssertionError):
-        queue.consume(request.ask.request_id)
-    assert len(queue) == 1

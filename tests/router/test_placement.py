@@ -42,10 +42,9 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
     return replica
 
 
-def request(tokens: int = 1000, *, avoid: str = "", part: int = 0) -> Request:
+def request(tokens: int = 1000, *, avoid: str = "") -> Request:
     made = Request(ask("r", tokens, prefix=(1, 2, 3), prefix_tokens=256), 0.0, 1)
     made.avoid = {ReplicaId(each) for each in avoid.split()}
-    made.split_at, made.part = (512 if part else 0), max(0, part - 1)
     return made
 
 
@@ -83,22 +82,11 @@ def test_a_prompt_larger_than_the_budget_goes_to_who_has_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "cached", "tokens"),
-    [
-        (0, (), 1000),
-        (0, (1, 2), 488),
-        (1, (), 512),
-        (1, (1,), 256),
-        (1, (1, 2, 3), 1),
-        (2, (), 488),
-        (2, (1,), 488),
-        (2, (1, 2, 3), 232),
-    ],
+    ("prompt", "cached", "tokens"),
+    [(1000, (), 1000), (1000, (1, 2), 488), (1000, (1, 2, 3), 232), (500, (1, 2), 1)],
 )
-def test_only_the_part_that_is_next_and_not_cached_counts(
-    part: int, cached: tuple[int, ...], tokens: int
-) -> None:
-    assert uncached_tokens(request(part=part), prefiller("a", cached=cached)) == tokens
+def test_what_is_cached_does_not_count(prompt: int, cached: tuple[int, ...], tokens: int) -> None:
+    assert uncached_tokens(request(prompt), prefiller("a", cached=cached)) == tokens
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ QUIET = PlanInputs(
     block_tokens=16,
     waiting_tokens=0.0,
     prompt_tokens_per_s=11_000.0,  # 0.55 of both
-    outgoing_tokens=0.0,
     incoming_tokens=0.0,
     handoff_tokens_per_s=11_000.0,
     rates=Rates(prefill_tokens_per_s=10_000.0, transfer_tokens_per_s=50_000.0),
@@ -251,9 +250,9 @@ def test_above_the_most_there_may_be_the_one_with_more_to_spare_goes(
 def test_the_words_say_what_each_role_has_and_wants_and_what_it_waits_for() -> None:
     made, memory = plan(BUSY_PREFILL, replace(LIMITS, max_total=5), AFRESH)
     lines = made.why.splitlines()
-    assert len(lines) == 6
-    assert lines[4] == ("prefill: 2 replicas, wanted 3, 2 more when room and cooldown allow")
-    assert lines[5] == "decode: 2 replicas, wanted 2"
+    assert len(lines) == 5
+    assert lines[3] == ("prefill: 2 replicas, wanted 3, 2 more when room and cooldown allow")
+    assert lines[4] == "decode: 2 replicas, wanted 2"
     made, _ = plan(replace(IDLE_PREFILL, now=1001.0), LIMITS, memory)
     made, _ = plan(replace(IDLE_PREFILL, now=1003.0), LIMITS, _)
     assert "prefill: 2 replicas, wanted 2, too many for 2 s" in made.why
@@ -286,15 +285,14 @@ loads = st.builds(
         used_blocks=used_blocks,
         waiting_tokens=flows[0],
         prompt_tokens_per_s=flows[1],
-        outgoing_tokens=flows[2],
-        incoming_tokens=flows[3],
-        handoff_tokens_per_s=flows[4],
+        incoming_tokens=flows[2],
+        handoff_tokens_per_s=flows[3],
     ),
     counts,
     counts,
     st.sampled_from([0.0, 0.0, 0.0, 100.0, None]),
     st.integers(0, 20_000),
-    st.tuples(tokens, tokens, tokens, tokens, tokens),
+    st.tuples(tokens, tokens, tokens, tokens),
 )
 limits_of_all_kinds = st.builds(
     lambda least_p, more_p, least_d, more_d, more: PlanLimits(

@@ -17,11 +17,10 @@ class Queue(RuleBasedStateMachine):
         self.gone: list[Request] = []
         self.number = 0
 
-    @rule(tokens=st.integers(1, 5000), priority=st.integers(-1, 1), part=st.integers(0, 1))
-    def arrive(self, tokens: int, priority: int, part: int) -> None:
+    @rule(tokens=st.integers(1, 5000), priority=st.integers(-1, 1))
+    def arrive(self, tokens: int, priority: int) -> None:
         self.number += 1
         request = Request(ask(f"r{self.number}", tokens, priority=priority), 0.0, self.number)
-        request.split_at, request.part = tokens // 2, part
         self.queue.append(request)
         self.model.append(request)
 
@@ -55,7 +54,7 @@ class Queue(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.queue.check()
         assert len(self.queue) == len(self.model)
-        assert self.queue.tokens == sum(each.tokens_to_compute for each in self.model)
+        assert self.queue.tokens == sum(each.ask.prompt_tokens for each in self.model)
         assert all(each.ask.request_id in self.queue for each in self.model)
         assert all(each.ask.request_id not in self.queue for each in self.gone)
         if not self.model:

@@ -33,14 +33,3 @@ def test_priority_goes_before_arrival() -> None:
     first, second = Request(ask("a"), 0.0, 1), Request(ask("b", priority=-1), 0.0, 2)
     third = Request(ask("c"), 0.0, 3)
     assert sorted((third, first, second), key=lambda each: each.order) == [second, first, third]
-
-
-@pytest.mark.parametrize(
-    ("split_at", "part", "first", "stop", "left"),
-    [(0, 0, 0, 0, 1000), (512, 0, 0, 512, 1000), (512, 1, 512, 0, 488)],
-)
-def test_what_is_computed_next(split_at: int, part: int, first: int, stop: int, left: int) -> None:
-    request = Request(ask("r", 1000), 0.0, 1, split_at=split_at, part=part)
-    assert request.first_token_to_compute == first
-    assert request.stop_token == stop
-    assert request.tokens_to_compute == left

@@ -84,14 +84,6 @@ def test_else_where_its_weights_are_read_fastest_then_where_most_room_is() -> No
     assert steps.step(Spawn(D)) == [Load("disk-8001", D, "disk")]
 
 
-def test_weights_are_read_from_peers_that_serve_one_at_a_time() -> None:
-    steps = steps_with(host("h", 4, WeightSource.PEER), mode=Mode.MANUAL)
-    assert steps.step(Spawn(D)) == [Load("h-8000", D, "disk")]
-    steps.loaded("h-8000")
-    assert steps.step(Spawn(D)) == [Load("h-8001", D, "peer")]
-    assert steps.step(Spawn(D)) == [Load("h-8002", D, "disk")]
-
-
 def test_a_port_that_another_engine_has_is_not_free() -> None:
     steps = steps_with(host(slots=3), mode=Mode.MANUAL)
     steps.step(Added(spec=spec("h-8000")))

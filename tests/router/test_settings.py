@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.commands import Weights, WeightSource
+from vllm_kvpool.router.commands import WeightSource
 from vllm_kvpool.router.config import RouterConfig, read_config
 from vllm_kvpool.router.settings import (
     controller_of,
@@ -27,7 +27,7 @@ def test_the_controller_has_the_files_numbers() -> None:
         "flow": {
             **{"prefill_tokens": 11, "prefill_requests": 12, "permits": 13, "decode_requests": 14},
             **{"headroom": 0.5, "max_attempts": 15, "max_lost": 16, "drain_timeout_s": 17.0},
-            **{"split_tokens": 18, "hands_over": False, "busy_pause_s": 19.0},
+            **{"hands_over": False, "busy_pause_s": 19.0},
         },
         "health": {"retry_pause_s": 20.0},
         "planner": {"live_takeover": False, "every_s": 3.0, "mode": "dry_run", "max_decode": 5},
@@ -38,7 +38,7 @@ def test_the_controller_has_the_files_numbers() -> None:
     assert (budgets.prefill_tokens, budgets.prefill_requests) == (11, 12)
     assert (budgets.permits, budgets.decode_requests, budgets.headroom) == (13, 14, 0.5)
     assert (settings.max_attempts, settings.max_lost) == (15, 16)
-    assert (settings.drain_timeout_s, settings.split_tokens) == (17.0, 18)
+    assert settings.drain_timeout_s == 17.0
     assert (settings.busy_pause_s, settings.retry_pause_s) == (19.0, 20.0)
     assert (settings.hands_over, settings.takes_over) == (False, False)
     assert (scaling.every_s, scaling.mode.value) == (3.0, "dry_run")
@@ -81,15 +81,14 @@ def test_an_engine_is_started_as_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("source", "chosen", "weights"),
     [
-        ("disk", "disk", Weights(source=WeightSource.DISK)),
-        ("preload", "memory", Weights(source=WeightSource.PRELOAD)),
-        ("preload", "disk", Weights(source=WeightSource.DISK)),
-        ("host_memory", "memory", Weights(source=WeightSource.HOST_MEMORY)),
-        ("peer", "peer", Weights(source=WeightSource.PEER, listen_port=7004, num_ranks=2)),
+        ("disk", "disk", WeightSource.DISK),
+        ("preload", "memory", WeightSource.PRELOAD),
+        ("preload", "disk", WeightSource.DISK),
+        ("host_memory", "memory", WeightSource.HOST_MEMORY),
     ],
 )
-def test_where_weights_are_read(source: str, chosen: str, weights: Weights) -> None:
-    given = config({"weight_source": source, "weights_port": 7000, "ranks": 2})
+def test_where_weights_are_read(source: str, chosen: str, weights: WeightSource) -> None:
+    given = config({"weight_source": source})
     host = launch_hosts(given)["big"]
     spec = launch_spec(given, host, replica_id="x", port=9002, role="decode", weights=chosen)
     assert spec.weights == weights

@@ -47,7 +47,6 @@ def random_controller(chance: random.Random) -> Controller:
             ),
             max_attempts=chance.choice((1, 2, 4)),
             drain_timeout_s=chance.choice((5.0, 120.0)),
-            split_tokens=chance.choice((0, 1000)),
             takes_over=chance.random() < 0.7,
             hands_over=chance.random() < 0.9,
             spills=chance.random() < 0.5,

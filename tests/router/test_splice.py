@@ -203,7 +203,7 @@ ROLE = (
 
 def splice_of(body: dict[str, Any], **more: Any) -> Splice:
     kind = Kind.COMPLETION if "prompt" in body else Kind.CHAT
-    request = parse_request(kind, json.dumps({**body, **more}).encode())
+    request = parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
     return Splice(request, tracked=request.trackable)
 
 

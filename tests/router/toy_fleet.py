@@ -108,7 +108,6 @@ class ToyFleet:
             block_tokens=BLOCK_TOKENS,
             waiting_tokens=sum(self.queue),
             prompt_tokens_per_s=sum(self.asked) / len(self.asked) / TICK_S,
-            outgoing_tokens=0.0,
             incoming_tokens=sum(self.incoming),
             handoff_tokens_per_s=sum(self.handed) / len(self.handed) / TICK_S,
             rates=RATES,

@@ -189,7 +189,6 @@ class Deployment:
         sections: dict[str, dict[str, Any]] = {
             "front": {"listen": f"127.0.0.1:{front}"},
             "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
-            "flow": {"chunk_tokens": spec.chunk_tokens},
             "launch": {
                 **{"model": str(model), "command": command, "args": list(spec.engine_args)},
                 **{"kv_transfer_config": json.dumps(transfer), "stop_timeout_s": 20},

@@ -83,12 +83,10 @@ class Calls:
 
     # What the controller wants done
 
-    def prefill(self, request_id: RequestId, replica: ReplicaId, stop_token: int) -> None:
+    def prefill(self, request_id: RequestId, replica: ReplicaId) -> None:
         client = self.clients[request_id]
         assert client.first_token is None, "computed again what is being answered"
-        assert 0 <= stop_token < client.ask.prompt_tokens
-        until = stop_token or client.ask.prompt_tokens
-        self._begin(client, self._engines[replica], until, is_prefill=True)
+        self._begin(client, self._engines[replica], client.ask.prompt_tokens, is_prefill=True)
 
     def decode(self, request_id: RequestId, replica: ReplicaId, expect_tokens: int) -> None:
         client = self.clients[request_id]

@@ -54,7 +54,6 @@ class Chaos:
                 prefix=tuple(root * 1000 + number for number in range(min(chunks, 12))),
                 prefix_tokens=CHUNK_TOKENS,
                 hands_over=chance.random() < 0.95,
-                split_at=chunks // 2 * CHUNK_TOKENS,
                 priority=chance.choice((-1, 0, 0, 0, 1)),
                 deadline=float("inf") if chance.random() < 0.5 else now + chance.uniform(0.5, 90),
             ),

@@ -136,8 +136,8 @@ class World:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Prefill(request_id, replica, stop_token):
-                self.calls.prefill(request_id, replica, stop_token)
+            case Prefill(request_id, replica):
+                self.calls.prefill(request_id, replica)
             case Decode(request_id, replica, expect_tokens):
                 self.calls.decode(request_id, replica, expect_tokens)
             case Refuse(request_id):

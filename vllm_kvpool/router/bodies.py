@@ -86,14 +86,13 @@ class ClientRequest:
 
     @property
     def trackable(self) -> bool:
-        """Whether the engine may be asked for token ids besides, without another answer.
+        """Whether a stream may be asked for with token ids besides, without another answer.
 
         vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
         embeddings has none.
         """
         return (
-            self.stream
-            and self.n == 1
+            self.n == 1
             and self.num_prompts == 1
             and "prompt_embeds" not in self.fields
             and not (self.kind is Kind.COMPLETION and self.value("echo"))
@@ -110,12 +109,11 @@ class ClientRequest:
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
         return max(1, round(PREFIX_SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
-    def prefill_body(self, stop_token: int = 0, *, name_cells: bool = False) -> bytes:
+    def prefill_body(self, *, name_cells: bool = False) -> bytes:
         """Have the same prompt computed, and one token only.
 
         Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
-        With `stop_token`, a prompt of token ids is cut after so many of them. With `name_cells`
-        the engine says what the cells are called.
+        With `name_cells` the engine says what the cells are called.
         """
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
         if self.kind is Kind.COMPLETION:
@@ -126,11 +124,6 @@ class ClientRequest:
         fields["max_tokens"] = _ONE
         fields["temperature"] = _ZERO
         fields["stream"] = _FALSE
-        if stop_token:
-            assert self.prompt_ids is not None
-            # Not as whole numbers alone: vLLM takes `5.0` for one, too.
-            ids = msgspec.json.decode(self.prompt_ids, type=list[Any])
-            fields["prompt"] = Raw(msgspec.json.encode(ids[:stop_token]))
         if name_cells:
             fields["kv_transfer_params"] = self._wishing({"name_cells": True})
         return msgspec.json.encode(fields)
@@ -187,11 +180,25 @@ _SHAPES_PREFIX = (
 _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 
-def parse_request(kind: Kind, raw: bytes) -> ClientRequest:
-    """Read a client's body; BadRequest where no engine could be asked."""
+RESERVED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
+"""What only the router, or a client that is trusted, may tell an engine."""
+XARGS = "vllm_xargs"
+RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""vLLM reads these there as well."""
+
+
+def parse_request(kind: Kind, raw: bytes, *, is_trusted: bool = False) -> ClientRequest:
+    """Read a client's body; BadRequest where no engine could be asked.
+
+    RESERVED_FIELDS are taken out, unless the client is trusted with them.
+    """
     try:
         # vLLM reads over the mark that some editors and shells put before UTF-8.
         fields = msgspec.json.decode(raw.removeprefix(BOM_UTF8), type=dict[str, Raw])
+        if not is_trusted:
+            kept = _without_reserved(fields)
+            raw = raw if kept is fields else msgspec.json.encode(kept)
+            fields = kept
         return _read(kind, raw, fields)
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body must be a JSON object: {error}.") from None
@@ -225,6 +232,18 @@ def _read(kind: Kind, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
         prefix=_prefix(fields, prompts),
         wants_handoff=_wants_handoff(fields, num_prompts),
     )
+
+
+def _without_reserved(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """The same object where nothing is reserved."""
+    kept = fields
+    if not fields.keys().isdisjoint(RESERVED_FIELDS):
+        kept = {name: each for name, each in fields.items() if name not in RESERVED_FIELDS}
+    xargs = _value(fields, XARGS)
+    if isinstance(xargs, dict) and not RESERVED_XARGS.isdisjoint(xargs):
+        left = {name: each for name, each in xargs.items() if name not in RESERVED_XARGS}
+        kept = {**kept, XARGS: Raw(msgspec.json.encode(left))}
+    return kept
 
 
 def count_ids(ids: Raw | bytes) -> int:

@@ -2,10 +2,9 @@
 
 Each is a demand, in replicas that would be fully used, divided by the utilisation they may have:
 
-    decode memory     D1 = (used_blocks + (outgoing + incoming) / block_tokens) / blocks_per_replica
+    decode memory     D1 = (used_blocks + incoming / block_tokens) / blocks_per_replica
                            [blocks / (blocks / replica)]                                = replicas
     hand-off          D2 = (handoff_rate + incoming / target_s) / transfer_rate         (decode)
-                      P2 = outgoing / target_s / transfer_rate                          (prefill)
     prefill           P3 = (prompt_rate + waiting / target_s) / prefill_rate
                            [(tokens / s + tokens / s) / (tokens / s / replica)]         = replicas
 
@@ -75,7 +74,6 @@ class PlanInputs:
     block_tokens: int
     waiting_tokens: float  # to be computed: the router's queue and that of prefill replicas
     prompt_tokens_per_s: float  # to be computed, of all that ask to be let in, refused ones too
-    outgoing_tokens: float  # computed, not yet durable in the pool
     incoming_tokens: float  # in the pool: no decode replica taken yet, or being loaded by one
     handoff_tokens_per_s: float  # of whole prompts, as they enter the pool
     rates: Rates
@@ -151,24 +149,16 @@ def equations(
     memory = _memory(inputs, bands.decode)
     incoming = inputs.incoming_tokens / queue_target_s
     taking = Equation(
-        "hand-off, decode",
+        "hand-off",
         Role.DECODE,
         (inputs.handoff_tokens_per_s + incoming) / rates.transfer_tokens_per_s,
         bands.handoff,
         f"({inputs.handoff_tokens_per_s:.0f} tokens/s + {inputs.incoming_tokens:.0f} tokens in "
         f"{queue_target_s:g} s) / {rates.transfer_tokens_per_s:.0f} tokens/s of a replica",
     )
-    giving = Equation(
-        "hand-off, prefill",
-        Role.PREFILL,
-        inputs.outgoing_tokens / queue_target_s / rates.transfer_tokens_per_s,
-        bands.handoff,
-        f"{inputs.outgoing_tokens:.0f} tokens in {queue_target_s:g} s / "
-        f"{rates.transfer_tokens_per_s:.0f} tokens/s of a replica",
-    )
     short = is_decode_short(memory, taking, inputs.decode)
     computing = _computing(inputs, bands.prefill, queue_target_s, short)
-    return memory, taking, giving, computing
+    return memory, taking, computing
 
 
 def is_decode_short(memory: Equation, taking: Equation, decode: Counts) -> bool:
@@ -177,7 +167,7 @@ def is_decode_short(memory: Equation, taking: Equation, decode: Counts) -> bool:
 
 
 def _memory(inputs: PlanInputs, band: Band) -> Equation:
-    coming = (inputs.outgoing_tokens + inputs.incoming_tokens) / inputs.block_tokens
+    coming = inputs.incoming_tokens / inputs.block_tokens
     return Equation(
         "decode memory",
         Role.DECODE,

@@ -68,6 +68,7 @@ class CompletionDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: CompletionDetails | None = None

@@ -20,8 +20,6 @@ PLACEHOLDER = re.compile(r"\{([^{}\s\"',:]+)\}")
 
 EXIT_MARGIN_S = 10
 """Of the time to stop, what an engine is left with after it has drained."""
-MIN_LISTEN_PORT, MAX_LISTEN_PORT = 1024, 65534
-"""Where vLLM-Ascend's netloader listens; elsewhere it does not, and says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,50 +118,17 @@ class WeightSource(Enum):
     """The host's page cache: files are read into it ahead, and from it if they are there."""
     PRELOAD = "preload"
     """Device memory that a `vllm preload` on the host holds (CUDA). Such engines cannot sleep."""
-    PEER = "peer"
-    """A serving engine's device memory, over the network (vLLM-Ascend's netloader)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Where one engine's weights come from, and for netloader, where it gives them on."""
-
-    source: WeightSource = WeightSource.DISK
-    listen_port: int = 0
-    """First of the ports at which its ranks give their weights to peers; 0: ports of its choice,
-    at which no peer can be told to ask."""
-    num_ranks: int = 1
-    peers: tuple[tuple[str, int], ...] = ()
-    """Address and `listen_port` of engines that serve the same model in the same shape. None: the
-    engine loads from disk, and can then be a peer of others."""
-
-
-def weight_arguments(weights: Weights, model: str) -> tuple[str, ...]:
+def weight_arguments(source: WeightSource) -> tuple[str, ...]:
     """What `vllm serve` must be told of its weights' source."""
-    match weights.source:
+    match source:
         case WeightSource.DISK:
             return ()
         case WeightSource.HOST_MEMORY:
             return ("--safetensors-load-strategy", "prefetch")
         case WeightSource.PRELOAD:
             return ("--load-format", "ipc_cache")
-        case WeightSource.PEER:
-            return ("--load-format", "netloader", *_netloader_options(weights, model))
-
-
-def _netloader_options(weights: Weights, model: str) -> tuple[str, str]:
-    options: dict[str, object] = {"MODEL": model}
-    if weights.listen_port:
-        options["LISTEN_PORT"] = weights.listen_port
-    if weights.peers:
-        options["SOURCE"] = [
-            {
-                "device_id": rank,
-                "sources": [f"{host}:{port + rank}" for host, port in weights.peers],
-            }
-            for rank in range(weights.num_ranks)
-        ]
-    return ("--model-loader-extra-config", json.dumps(options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +170,7 @@ class LaunchSpec:
     """What it prints, on this machine. A former one is kept beside it, as `.1`."""
     template: CommandTemplate = CommandTemplate(DEFAULT_ENGINE_COMMAND)
     kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
-    weights: Weights = Weights()
+    weights: WeightSource = WeightSource.DISK
     extra: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to what the engine inherits. Not for secrets: it is part of a command line."""
@@ -232,7 +197,7 @@ class LaunchSpec:
         }
         lists = {
             "extra...": self.extra,
-            "weight_source_args": weight_arguments(self.weights, self.model),
+            "weight_source_args": weight_arguments(self.weights),
         }
         return in_environment(self.environment, self.template.render(values, lists))
 
@@ -249,21 +214,13 @@ def check_launch(spec: LaunchSpec) -> None:
     names = spec.template.names()
     if spec.extra and "extra..." not in names:
         raise ConfigError("launch.command: {extra...} is missing, so extra arguments are lost")
-    if spec.weights.source is not WeightSource.DISK and "weight_source_args" not in names:
+    if spec.weights is not WeightSource.DISK and "weight_source_args" not in names:
         raise ConfigError(
             "launch.command: {weight_source_args} is missing, so the weight_source "
-            f"{spec.weights.source.value!r} of host {spec.host.name!r} is lost"
+            f"{spec.weights.value!r} of host {spec.host.name!r} is lost"
         )
     if "kv_transfer_config" in names and not _is_object(spec.kv_transfer_config):
         raise ConfigError(
             "[launch] kv_transfer_config is no JSON object, so no engine would start; "
             f"it is {spec.kv_transfer_config!r}"
-        )
-    last_port = spec.weights.listen_port + spec.weights.num_ranks - 1
-    if spec.weights.listen_port and not (
-        spec.weights.listen_port >= MIN_LISTEN_PORT and last_port <= MAX_LISTEN_PORT
-    ):
-        raise ConfigError(
-            f"host {spec.host.name!r}: ports {spec.weights.listen_port} to {last_port} for weights "
-            f"are not all between {MIN_LISTEN_PORT} and {MAX_LISTEN_PORT}"
         )

@@ -22,12 +22,12 @@ MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAY_BE_ZERO = ("prefill", "decode", "split_tokens", "weights_port", "prefetch_bytes")
+_MAY_BE_ZERO = ("prefill", "decode", "prefetch_bytes")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
 Mode = Literal["manual", "dry_run", "automatic"]
-WeightSource = Literal["disk", "host_memory", "preload", "peer"]
+WeightSource = Literal["disk", "host_memory", "preload"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +57,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """When the router is stopped, requests have so long to end."""
     allowed_origins: tuple[str, ...] = ("*",)
     """Whose web pages may send requests (CORS)."""
+    trust_clients: bool = False
+    """Take `priority`, transfer parameters and the data-parallel rank from clients."""
     connect_timeout_s: float = 3.0
     expect_timeout_ms: int = 10_000
     """How long a decode engine waits for the prompt's KV in the pool."""
@@ -93,10 +95,6 @@ class HostConfig(_Section, frozen=True, kw_only=True):
     max_replicas: int = 1
     weight_source: WeightSource = "disk"
     first_port: int = 8100
-    weights_port: int = 0
-    """With weight_source "peer": first of the ports at which engines give on their weights."""
-    ranks: int = 1
-    """Ranks of one engine there."""
     env: dict[str, str] = {}
 
 
@@ -170,12 +168,9 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     busy_pause_s: float = 1.0
     """How long a replica that has refused work is left alone."""
     drain_timeout_s: float = 120.0
-    split_tokens: int = 0
     spills: bool = True
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = True
-    chunk_tokens: int = 256
-    """Of the engines' pool: where prompts may be cut."""
 
 
 class HealthConfig(_Section, frozen=True, kw_only=True):
@@ -383,8 +378,8 @@ def _check_hosts(config: RouterConfig, where: str) -> None:
             raise ConfigError(f"{place}: choose a name of letters, digits, '.', '_' and '-'")
         if [each.name for each in config.hosts].count(host.name) > 1:
             raise ConfigError(f"{place} is there twice; take one out")
-        if not 0 < host.max_replicas <= MAX_REPLICAS or host.ranks < 1:
-            raise ConfigError(f"{place}: max_replicas must be 1 to {MAX_REPLICAS}, ranks 1 or more")
+        if not 0 < host.max_replicas <= MAX_REPLICAS:
+            raise ConfigError(f"{place}: max_replicas must be 1 to {MAX_REPLICAS}")
         if not 0 < host.first_port <= MAX_PORT - host.max_replicas + 1:
             raise ConfigError(
                 f"{place}: max_replicas and first_port must leave ports below {MAX_PORT + 1}"

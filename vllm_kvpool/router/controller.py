@@ -111,8 +111,8 @@ class Controller:
                 self.flow.cancelled(request_id)
             case PrefillEnded():
                 self.flow.prefill_ended(event)
-            case DecodeBegan(request_id):
-                self.flow.decode_began(request_id)
+            case DecodeBegan(request_id, is_seen):
+                self.flow.decode_began(request_id, is_seen=is_seen)
             case DecodeEnded():
                 self.flow.decode_ended(event)
             case Added():
@@ -171,16 +171,13 @@ class Controller:
         desk.overload.check()
         assert desk.locked <= {each.replica_id for each in desk.fleet.decoders()}
         phases = Counter(each.phase for each in desk.requests.values())
-        num_first_parts = num_due = 0
+        num_due = 0
         for request in desk.requests.values():
             self._check_request(request)
-            num_first_parts += (request.ask.request_id in desk.migration) and (
-                request.phase is not Phase.HANDING
-            )
             num_due += request.ask.request_id in desk.deadlines
         assert len(desk.queue) == phases[Phase.QUEUED]
         assert sum(len(each.bound) for each in desk.fleet) == phases[Phase.BOUND]
-        assert len(desk.migration) == phases[Phase.HANDING] + num_first_parts
+        assert len(desk.migration) == phases[Phase.HANDING]
         assert len(desk.deadlines) == num_due
 
     def _check_request(self, request: Request) -> None:
@@ -191,8 +188,7 @@ class Controller:
         assert phase not in ENDS
         assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
         assert (request_id in desk.queue) == (phase is Phase.QUEUED), request
-        is_handed = phase is Phase.HANDING or (request.part > 0 and phase is not Phase.DECODING)
-        assert (request_id in desk.migration) == is_handed, request
+        assert (request_id in desk.migration) == (phase is Phase.HANDING), request
         if replica is not None:
             is_here = {
                 Phase.BOUND: request in replica.bound,

@@ -45,7 +45,6 @@ class Settings:
     """Metrics older than that say nothing of the pool or the load."""
     drain_timeout_s: float = 120.0
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
-    split_tokens: int = 0
     """Prompts of token ids as long as that are computed in two parts; 0: none."""
     takes_over: bool = True
     """Whether replicas that are loading are given requests already."""
@@ -164,7 +163,7 @@ class Desk:
         prefillers = () if self.is_collapsed() else fleet.prefillers()
         decoders = self.servers()
         bound = [request for each in fleet.in_states(HAS_BOUND) for request in each.bound]
-        waiting = self.queue.tokens + sum(each.tokens_to_compute for each in bound)
+        waiting = self.queue.tokens + sum(each.ask.prompt_tokens for each in bound)
         computing = sum(each.prefill_tokens for each in fleet)
         num_waiting = len(self.queue) + len(bound) + len(self.migration)
         mean_tokens = snapshot.output_tokens_per_request
@@ -195,7 +194,7 @@ class Desk:
             for each in self.fleet
             if each.prefills
         )
-        return self.queue.tokens + sum(each.tokens_to_compute for each in bound) + sum(behind)
+        return self.queue.tokens + sum(each.ask.prompt_tokens for each in bound) + sum(behind)
 
     def _room(self, replica: Replica) -> float:
         """Blocks that may still be committed; of an engine that has not said: any number."""

@@ -112,7 +112,7 @@ class Dispatch:
         more than that. Not while any of them has too much to decode.
         """
         desk = self._desk
-        if not desk.settings.spills or desk.locked or request.part:
+        if not desk.settings.spills or desk.locked:
             return False
         rates = desk.snapshot()
         ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
@@ -156,7 +156,7 @@ class Dispatch:
         request.replica = replica.replica_id
         replica.begin_prefill(request_id, choice.uncached_tokens)
         desk.rates.began(Stage.PREFILL, replica.replica_id, desk.now)
-        desk.actions.append(Prefill(request_id, replica.replica_id, request.stop_token))
+        desk.actions.append(Prefill(request_id, replica.replica_id))
 
     # What is to be decoded
 
@@ -186,7 +186,7 @@ class Dispatch:
     def _decode(self, request: Request, replica: Replica) -> None:
         desk, ask = self._desk, request.ask
         request_id = ask.request_id
-        desk.migration.consume(request_id)
+        desk.migration.remove(request_id)
         desk.deadlines.clear(request_id)
         request.turn(Turn.DECODE, desk.now)
         request.replica = replica.replica_id

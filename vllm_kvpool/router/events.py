@@ -83,9 +83,10 @@ class PrefillEnded:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBegan:
-    """The first token has come."""
+    """The first token has come; or, not `is_seen`, an answer in one piece has been asked for."""
 
     request_id: RequestId
+    is_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,11 +220,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt, or its first `stop_token` tokens, at a replica."""
+    """Compute the prompt at a replica."""
 
     request_id: RequestId
     replica: ReplicaId
-    stop_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

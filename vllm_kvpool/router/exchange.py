@@ -2,14 +2,16 @@
 
 Lives in the task of the client's connection. The controller says who computes the prompt and who
 answers; here the calls are made, the answer is handed on as it comes, and where the engine is lost
-in mid-stream it is spliced with that of the next one. Whatever happens, each call is reported
-exactly once, and the controller knows when the request is over.
+in mid-stream it is spliced with that of the next one. A client that wants its answer in one piece
+gets one that is assembled from a stream, so that it, too, is failed over and timed token by token.
+Whatever happens, each call is reported exactly once, and the controller knows when the request is
+over.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -20,7 +22,14 @@ from multidict import CIMultiDict
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.bodies import ClientRequest
 from vllm_kvpool.router.chunks import DONE
-from vllm_kvpool.router.clients import EVENT_STREAM, JSON, SERVER, Client, ClientGone
+from vllm_kvpool.router.clients import (
+    EVENT_STREAM,
+    JSON,
+    SERVER,
+    STREAM_HEADERS,
+    Client,
+    ClientGone,
+)
 from vllm_kvpool.router.engines import (
     Answer,
     EngineBroke,
@@ -38,7 +47,7 @@ from vllm_kvpool.router.events import (
     Prefill,
     Refuse,
 )
-from vllm_kvpool.router.headers import answer_headers, with_request_id
+from vllm_kvpool.router.headers import Headers, answer_headers, with_request_id
 from vllm_kvpool.router.recovery import Manner
 from vllm_kvpool.router.replies import (
     FAILED_FROM,
@@ -57,6 +66,7 @@ from vllm_kvpool.router.sse import Events, EventTooLong, frame
 from vllm_kvpool.router.states import ReplicaId
 from vllm_kvpool.router.steps import Detokenize, Finish, Refusal, Resume
 from vllm_kvpool.router.steps import EngineLost as StreamLost
+from vllm_kvpool.router.whole_answer import NotAssembled, WholeAnswer, streamed, why_unstreamed
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +105,8 @@ class Exchange:
         wiring: Wiring,
     ) -> None:
         self.request_id = request_id
-        self._request = request
+        self._client_request = self._request = request
+        """As it came, and as engines are asked."""
         self._headers = headers
         self._client = client
         self._wiring = wiring
@@ -107,12 +118,21 @@ class Exchange:
         self._is_over = False
         """Whether the controller knows that it is."""
         self._has_failed = False
-        self._splice = Splice(request, tracked=request.trackable) if request.stream else None
+        self._whole: WholeAnswer | None = None
+        """What is assembled for a client that has asked for no stream."""
+        if not request.stream and why_unstreamed(request) is None:
+            self._whole = WholeAnswer(request.kind)
+            self._request = streamed(request)
+        self._splice = self._new_splice()
         self._resume: Resume | None = None
         self._num_payloads = self._num_told = 0
         """Of streams: events so far, and tokens before the present call."""
         self._failure: Answer | None = None
         """What an engine has said of its own failure."""
+
+    def _new_splice(self) -> Splice | None:
+        request = self._request
+        return Splice(request, tracked=request.trackable) if request.stream else None
 
     # Called by the router
 
@@ -225,7 +245,7 @@ class Exchange:
         except (EngineLost, NoReply) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        if outcome is Outcome.OK and not directive.stop_token:
+        if outcome is Outcome.OK:
             self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
             if self._wiring.named is not None and said.cells is not None:
                 self._wiring.named(self._request, said.cells)
@@ -234,10 +254,7 @@ class Exchange:
     async def _ask_prefill(self, directive: Prefill) -> Answer:
         return await self._wiring.engines.post(
             self._wiring.url_of(directive.replica) + self._request.kind.value,
-            self._request.prefill_body(
-                directive.stop_token,
-                name_cells=self._wiring.named is not None and not directive.stop_token,
-            ),
+            self._request.prefill_body(name_cells=self._wiring.named is not None),
             with_request_id(self._headers, "prefill"),
             self._wiring.prefill_timeout_s,
         )
@@ -252,6 +269,11 @@ class Exchange:
             if splice is None:
                 return await self._attempt(partial(self._answer_whole, directive))
             return await self._attempt(partial(self._answer_stream, directive, splice))
+        except NotAssembled as error:
+            log.info("%s: asked again without a stream: %s", self.request_id, error)
+            self._whole = self._splice = self._resume = None
+            self._request = self._client_request
+            return await self._decode(directive)
         except (EngineLost, StreamLost, NoReply, EventTooLong) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             return await self._lost(directive, outcome_of_error(error))
@@ -268,9 +290,12 @@ class Exchange:
             wiring = self._wiring
             urls = wiring.others(directive.replica)
             after = await spell(self._splice, after, wiring.engines, urls, self._headers)
+        if isinstance(after, Finish | Refusal) and self._begin_anew(after):
+            self._report(outcome, said)
+            return False
         if isinstance(after, Finish):
             self._report(Outcome.OK, said)
-            await self._client.end_with(*after.payloads)
+            await self._end(after.payloads)
             return True
         if isinstance(after, Refusal):
             self._report(Outcome.HOPELESS, said)
@@ -285,6 +310,19 @@ class Exchange:
         self._report(outcome, said)
         return False
 
+    def _begin_anew(self, after: Finish | Refusal) -> bool:
+        """Forget an answer that cannot be completed, if the client has nothing of it yet."""
+        if self._whole is None:
+            return False
+        if isinstance(after, Finish):
+            for payload in after.payloads:
+                self._whole.add(payload)
+            if self._whole.is_complete:
+                return False
+        self._whole = WholeAnswer(self._request.kind)
+        self._splice, self._resume = self._new_splice(), None
+        return True
+
     def _whole_body(self, directive: Decode, *, track: bool) -> bytes:
         return self._request.whole_body(
             directive.expect_tokens,
@@ -295,11 +333,12 @@ class Exchange:
     async def _answer_whole(self, directive: Decode) -> bool:
         url = self._wiring.url_of(directive.replica) + self._request.kind.value
         body = self._whole_body(directive, track=False)
+        # Nobody knows when its first token comes: it counts as decoding, and nothing is learned.
+        self._wiring.post(DecodeBegan(self.request_id, is_seen=False))
         answer = await self._wiring.engines.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         said = read_reply(answer.body)
-        self._wiring.post(DecodeBegan(self.request_id))
         self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
         self._report(Outcome.OK, said)
         await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
@@ -323,33 +362,48 @@ class Exchange:
             events = Events()
             async for data in engine.content.iter_any():
                 out, lost = self._feed(splice, events.feed(data))
+                if self._whole is not None:
+                    for payload in out:
+                        self._whole.add(payload)
                 if splice.ended:
+                    if self._whole is not None and not self._whole.is_complete:
+                        raise NotAssembled("the stream has no usage")
                     self._end_stream(splice)
-                    await self._client.end(out, headers)
+                    await self._end(out, headers)
                     await finish(engine)
                     return True
                 # Comments are for proxies, which close what is silent for too long.
-                comment = events.take_comment()
-                if out := out or comment:
-                    await self._client.write(out, headers)
+                said = b"".join(map(frame, out)) or events.take_comment()
+                if said and self._whole is None:
+                    await self._client.write(said, headers)
                 if lost is not None:
                     raise lost
         raise EngineLost("its stream has no end")
 
-    def _feed(self, splice: Splice, payloads: list[bytes]) -> tuple[bytes, StreamLost | None]:
+    async def _end(self, payloads: Sequence[bytes], headers: Headers = STREAM_HEADERS) -> None:
+        """The last payloads, of which `_whole` has its part already."""
+        if self._whole is None:
+            await self._client.end(b"".join(map(frame, payloads)), headers)
+            return
+        status, body = self._whole.answer()
+        headers = CIMultiDict(headers)
+        headers["Content-Type"] = JSON
+        await self._client.send(status, headers, body)
+
+    def _feed(self, splice: Splice, payloads: list[bytes]) -> tuple[list[bytes], StreamLost | None]:
         """What the client is sent, which it must be also if the engine is lost after that."""
         out: list[bytes] = []
         for payload in payloads:
             try:
-                out += map(frame, splice.feed(payload))
+                out += splice.feed(payload)
             except StreamLost as error:
-                return b"".join(out), error
+                return out, error
             if self._num_payloads == 0:
                 self._wiring.post(DecodeBegan(self.request_id))
             self._num_payloads += 1
             if splice.ended:
                 break  # what an engine says after its end is for nobody
-        return b"".join(out), None
+        return out, None
 
     def _end_stream(self, splice: Splice) -> None:
         if splice.prompt_tokens:
@@ -362,8 +416,10 @@ class Exchange:
             return Said()
         prompt_tokens = self._splice.prompt_tokens or 0
         if not self._request.trackable:
-            # Mostly one token each; the last one is the end.
-            return Said(prompt_tokens, max(0, self._num_payloads - 1))
+            # Without a usage: mostly one token each; the last one is the end.
+            counted = self._splice.output_tokens
+            tokens = max(0, self._num_payloads - 1) if counted is None else counted
+            return Said(prompt_tokens, tokens)
         return Said(prompt_tokens, self._splice.answer.num_told - self._num_told)
 
     async def _answer_error(self, directive: Decode, answer: Answer) -> bool:

@@ -45,8 +45,6 @@ class Flow:
         desk.counts["arrived"] += 1
         self._arrivals += 1
         request = Request(ask, desk.now, self._arrivals, began=desk.now)
-        if 0 < desk.settings.split_tokens <= ask.prompt_tokens and ask.split_at < ask.prompt_tokens:
-            request.split_at = ask.split_at
         desk.requests[ask.request_id] = request
         is_apart = self.is_worth_a_prefill(request)
         desk.asked_tokens += desk.unknown_tokens(ask) if is_apart else 0
@@ -63,8 +61,8 @@ class Flow:
     def is_worth_a_prefill(self, request: Request) -> bool:
         """Whether a separate prefill costs less than what it keeps from the decoders."""
         ask, desk = request.ask, self._desk
-        if not ask.hands_over or request.part:
-            return ask.hands_over
+        if not ask.hands_over:
+            return False
         rates = desk.snapshot()
         stolen_s = rates.stolen_s(desk.unknown_tokens(ask))
         return stolen_s > rates.handoff_s(ask.prompt_tokens)
@@ -111,29 +109,19 @@ class Flow:
             # The client is to read what is wrong with its request in the answer to the request.
             self.hand(request, None)
         elif self._may_go_on(request, replica, event.outcome):
-            desk.migration.remove(event.request_id)
-            request.part = 0
             request.turn(Turn.REQUEUE, desk.now)
             self._wait(request)
 
     def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
-        """A prompt, or a part of one, is computed and on its way into the pool."""
+        """A prompt is computed and on its way into the pool."""
         desk, ask = self._desk, request.ask
         request.saved_tokens = event.saved_tokens
-        until = request.stop_token or ask.prompt_tokens
-        desk.handed_tokens += until - request.first_token_to_compute
+        desk.handed_tokens += ask.prompt_tokens
         replica.prefixes.add(ask.prefix)
-        if not request.stop_token:
-            self.hand(request, event.replica)
-            return
-        # The rest goes to whoever is free; it finds this part in the pool.
-        desk.migration.append_first(request, event.replica)
-        request.part = 1
-        request.turn(Turn.REQUEUE, desk.now)
-        self._wait(request)
+        self.hand(request, event.replica)
 
-    def decode_began(self, request_id: RequestId) -> None:
-        """The first token has come."""
+    def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
+        """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
         desk = self._desk
         request = desk.requests.get(request_id)
         if request is None or request.phase is not Phase.DECODING:
@@ -143,14 +131,22 @@ class Flow:
         if replica.stays[request_id].is_flowing:
             return
         replica.flows(request_id)
-        replica.prefixes.add(request.ask.prefix)
-        if desk.pool_is_up:
-            desk.pool.add(request.ask.prefix)
-        self._learn_start(request, replica.replica_id)
         desk.rates.began(Stage.DECODE, replica.replica_id, desk.now)
+        if not is_seen:
+            if request.source is not None:
+                desk.rates.ended(Stage.TRANSFER, replica.replica_id)
+            return
+        self._remember_prompt(request, replica)
+        self._learn_start(request, replica.replica_id)
         if request.first_token is None:
             request.first_token = desk.now
             desk.waits.append(desk.now - request.arrived)
+
+    def _remember_prompt(self, request: Request, replica: Replica) -> None:
+        """It is computed: the replica has its beginnings, and so has the pool."""
+        replica.prefixes.add(request.ask.prefix)
+        if self._desk.pool_is_up:
+            self._desk.pool.add(request.ask.prefix)
 
     def _learn_start(self, request: Request, replica_id: ReplicaId) -> None:
         """How long it took from the hand-over to the first token, and what of."""
@@ -184,6 +180,8 @@ class Flow:
             desk.counts["served" if event.outcome is Outcome.OK else event.outcome.value] += 1
             if event.outcome is Outcome.OK:
                 desk.rates.answered(desk.now, request.output_tokens)
+                if request.first_token is None:
+                    self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
                 desk.actions.append(Probe(event.replica))
             self._end(request, Turn.FINISH)
@@ -211,7 +209,6 @@ class Flow:
         desk, request_id = self._desk, request.ask.request_id
         request.turn(Turn.HAND, desk.now)
         request.source, request.replica = source, None
-        desk.migration.remove(request_id)
         desk.migration.append(request, source)
         deadline = self._patience(request)
         if request.first_token is not None:

@@ -250,10 +250,10 @@ class Front:
             raw = bytes(body)
             body.clear()
             try:
-                request = parse_request(kind, raw)
+                request = parse_request(kind, raw, is_trusted=self._config.trust_clients)
             except BadRequest as error:
                 return _answer(400, error.body())
-            headers = request_headers(http.headers)
+            headers = request_headers(http.headers, is_trusted=self._config.trust_clients)
             if not headers.get(REQUEST_ID):
                 headers[REQUEST_ID] = uuid.uuid4().hex
             client = Client(http, self._config.client_timeout_s, shown)

@@ -17,12 +17,14 @@ _OF_ONE_CONNECTION = frozenset(
 _OF_THE_BODY = frozenset({"content-length", "content-encoding"})
 """The body goes on decoded, and may be another one."""
 _OF_REQUESTS = _OF_ONE_CONNECTION | _OF_THE_BODY | {"host", "accept-encoding", "expect"}
+_RESERVED = frozenset({"x-data-parallel-rank", "x-vllm-priority"})
+"""What only the router, or a client that is trusted, may tell an engine."""
 _OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY
 
 
-def request_headers(headers: Headers) -> CIMultiDict[str]:
+def request_headers(headers: Headers, *, is_trusted: bool = False) -> CIMultiDict[str]:
     """Those of a client that its engine is sent."""
-    return _without(headers, _OF_REQUESTS)
+    return _without(headers, _OF_REQUESTS if is_trusted else _OF_REQUESTS | _RESERVED)
 
 
 def answer_headers(headers: Headers) -> CIMultiDict[str]:

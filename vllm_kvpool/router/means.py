@@ -5,15 +5,21 @@ spares, wake a sleeping one, start an engine where its weights are read fastest.
 is not needed where the first two do and there is room: the other role then keeps what it has.
 Down: give a standby back if there is one, else drain the one with the least to lose.
 
-No step takes the last serving replica of a role, or one whose weights are being read.
+No step takes the last serving replica of a role.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from vllm_kvpool.router.planner import Plan
-from vllm_kvpool.router.standings import SERVING, SHUTTING, Host, Row, Standing, Standings, Weights
+from vllm_kvpool.router.standings import (
+    SERVING,
+    SHUTTING,
+    Row,
+    Standing,
+    Standings,
+    WeightSource,
+)
 from vllm_kvpool.router.states import ReplicaId, Role
 
 
@@ -38,7 +44,7 @@ class Step:
     replica: ReplicaId | None = None  # none of an engine to be started
     via: Standing | None = None  # of a flip: the way to the other role
     host: str | None = None  # of an engine to be started
-    weights: Weights | None = None
+    weights: WeightSource | None = None
 
 
 def choose_means(plan: Plan, fleet: Standings) -> list[Step]:
@@ -77,7 +83,6 @@ class _Pick:
         self._fleet = fleet
         self._picked: set[ReplicaId] = set()
         self._slots = {host.name: host.free_slots for host in fleet.hosts}
-        self._reading: set[str] = set()  # exclusive places
         self._flipped = False
 
     def up(self, role: Role, has_room: bool, may_flip: bool) -> Step | None:
@@ -101,7 +106,7 @@ class _Pick:
         return None
 
     def expired(self, ttl_s: float) -> Step | None:
-        rows = [row for row in self._free(Standing.STANDBY) if not row.is_lending]
+        rows = self._free(Standing.STANDBY)
         longest = min(rows, key=lambda row: (row.idle_since, row.replica), default=None)
         if longest is None or self._fleet.now - longest.idle_since < ttl_s:
             return None
@@ -119,31 +124,18 @@ class _Pick:
         return row
 
     def _spawn(self, role: Role) -> Step | None:
-        best = min(self._ways(), key=self._slowness, default=None)
-        if best is None:
+        host = min(
+            (host for host in self._fleet.hosts if self._slots[host.name] > 0),
+            key=lambda host: (host.weights, -self._slots[host.name], host.name),
+            default=None,
+        )
+        if host is None:
             return None
-        host, weights = best
         self._slots[host.name] -= 1
-        if weights.is_exclusive:
-            self._reading.add(weights.place)
-        return Step(Means.SPAWN, role, host=host.name, weights=weights)
-
-    def _slowness(self, way: tuple[Host, Weights]) -> tuple[int, int, str, str]:
-        host, weights = way
-        return weights.source, -self._slots[host.name], host.name, weights.place
-
-    def _ways(self) -> Iterator[tuple[Host, Weights]]:
-        """Each host with room and each of its sources that is warm and free."""
-        busy = {w.place for host in self._fleet.hosts for w in host.weights if w.is_busy}
-        for host in self._fleet.hosts:
-            for weights in host.weights if self._slots[host.name] > 0 else ():
-                is_warm = weights.warm_until > self._fleet.now
-                if is_warm and weights.place not in busy | self._reading:
-                    yield host, weights
+        return Step(Means.SPAWN, role, host=host.name, weights=host.weights)
 
 
 def spared(role: Role, fleet: Standings) -> Row | None:
     """The serving replica with the least to lose, idle first, if it is not the last one."""
     serving = fleet.standing(SERVING[role])
-    rows = [row for row in serving if not row.is_lending]
-    return min(rows, key=_least_to_lose) if rows and len(serving) > 1 else None
+    return min(serving, key=_least_to_lose) if len(serving) > 1 else None

@@ -37,11 +37,10 @@ class PrefillChoice(NamedTuple):
 
 
 def uncached_tokens(request: Request, replica: Replica) -> int:
-    """Prompt tokens of the part that is next that a replica is not known to have; at least 1."""
+    """Prompt tokens that a replica is not known to have; at least 1."""
     ask = request.ask
     known = replica.prefixes.match(ask.prefix) * ask.prefix_tokens
-    stop = request.stop_token or ask.prompt_tokens
-    return max(1, stop - max(known, request.first_token_to_compute))
+    return max(1, ask.prompt_tokens - known)
 
 
 def blocks_for(tokens: int, replica: Replica) -> int:

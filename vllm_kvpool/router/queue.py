@@ -32,7 +32,7 @@ class PromptQueue:
         assert request_id not in self._waiting
         self._waiting[request_id] = request
         heapq.heappush(self._heap, (request.order, request_id))
-        self.tokens += request.tokens_to_compute
+        self.tokens += request.ask.prompt_tokens
 
     def head(self) -> Request | None:
         """Who is next."""
@@ -47,7 +47,7 @@ class PromptQueue:
         """Take a request out, wherever it stands; None if it does not wait here."""
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            self.tokens -= request.tokens_to_compute
+            self.tokens -= request.ask.prompt_tokens
             if len(self._heap) > 2 * len(self._waiting) + SLACK:
                 self._heap = [(each.order, key) for key, each in self._waiting.items()]
                 heapq.heapify(self._heap)
@@ -55,6 +55,6 @@ class PromptQueue:
 
     def check(self) -> None:
         """The counts are those of what waits, and little else is kept."""
-        assert self.tokens == sum(each.tokens_to_compute for each in self._waiting.values())
+        assert self.tokens == sum(each.ask.prompt_tokens for each in self._waiting.values())
         assert {request_id for _, request_id in self._heap} >= self._waiting.keys()
         assert len(self._heap) <= 2 * len(self._waiting) + SLACK + 1

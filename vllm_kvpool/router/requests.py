@@ -26,8 +26,6 @@ class Ask:
     """Tokens that one entry of `prefix` stands for."""
     hands_over: bool = True
     """Whether it may be computed on one replica and decoded on another."""
-    split_at: int = 0
-    """Token where the prompt may be cut into two parts, a multiple of the pool's chunks; or 0."""
     priority: int = 0
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")
@@ -102,10 +100,6 @@ class Request:
     """Who has computed its prompt, while it waits to be handed over or decodes."""
     saved_tokens: int = 0
     """What the pool has, or will have, of it; the decoding replica waits for them."""
-    split_at: int = 0
-    """Token at which its prompt is cut in two; 0: it is computed whole."""
-    part: int = 0
-    """Which part of a prompt that is cut in two is next, or being computed."""
     attempts: int = 0
     """Replicas that have been given it, for whatever, and have failed."""
     num_lost: int = 0
@@ -124,20 +118,6 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Who goes first: lower first."""
         return (self.ask.priority, self.number)
-
-    @property
-    def first_token_to_compute(self) -> int:
-        return self.split_at if self.part else 0
-
-    @property
-    def stop_token(self) -> int:
-        """Up to where its prompt is computed next; 0: to the end."""
-        return 0 if self.part else self.split_at
-
-    @property
-    def tokens_to_compute(self) -> int:
-        """Of its prompt: the part that is next, and what follows it."""
-        return self.ask.prompt_tokens - self.first_token_to_compute
 
     def turn(self, turn: Turn, now: float) -> None:
         """Follow an edge; IllegalTurn where there is none."""

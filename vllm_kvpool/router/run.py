@@ -224,6 +224,8 @@ class Router:
                 watch.engine_s += event.seconds
                 return
             del self._stopwatches[event.request_id]
+            if not event.is_seen:
+                return
             self.telemetry.first_token(now - watch.began)
             self.telemetry.added(max(0.0, watch.called - watch.began - watch.engine_s))
 
@@ -275,7 +277,6 @@ class Router:
         now = self._clock()
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         tokens = max(1, request.prompt_tokens(rates.tokens_per_byte))
-        chunk = self.config.flow.chunk_tokens
         ask = Ask(
             request_id=request_id,
             prompt_tokens=tokens,
@@ -286,7 +287,6 @@ class Router:
             prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
             # Whether a model that no engine has listed is there after all, one engine says.
             hands_over=request.wants_handoff and self.replicas.lists(request.model),
-            split_at=tokens // 2 // chunk * chunk if request.prompt_ids is not None else 0,
             priority=request.priority,
             deadline=now + self.config.front.max_wait_s,
         )

@@ -21,10 +21,9 @@ from vllm_kvpool.router.standings import (
     Standing,
     Standings,
     WarmHosts,
-    Weights,
     WeightSource,
 )
-from vllm_kvpool.router.states import LOADING, ReplicaId, Role, State
+from vllm_kvpool.router.states import ReplicaId, Role, State
 
 LASTING_S = 20.0
 """Plans follow what lasts: a moment's queue is gone long before an engine is there."""
@@ -158,42 +157,39 @@ class Scaling:
         if replica.spec.host:
             self._warm.used(replica.spec.host, self._desk.now)
 
-    def spawn(self, role: Role, host: str, why: str, weights: Weights | None = None) -> None:
+    def spawn(self, role: Role, host: str, why: str) -> None:
         """Start an engine, where its weights are read fastest if no host is named.
 
         ConfigError where no host has room, or that one has none; nothing is changed then.
         """
         desk = self._desk
-        spec, fastest = self._best_place(host)
+        spec, source = self._best_place(host)
         port = self._free_ports(spec)[0]
         made = ReplicaSpec(
             replica_id=_name(spec, port), url=_url(spec, port), host=spec.name, is_ours=True
         )
         replica = desk.fleet.add(made, desk.now)
-        source = (weights or fastest).source
         # The first engines of all have nobody to take over from.
         live = bool(desk.fleet.prefillers())
         self._lifecycle.load(replica, role, why, live=live, weights=source.name.lower())
 
-    def _best_place(self, host: str) -> tuple[HostSpec, Weights]:
+    def _best_place(self, host: str) -> tuple[HostSpec, WeightSource]:
         """Where one more engine is started, and reads its weights."""
         ways = [
-            (weights.source, -seen.free_slots, number, weights)
+            (seen.weights, -seen.free_slots, number)
             for number, seen in enumerate(map(self._host, self.settings.hosts))
             if host in ("", seen.name) and seen.free_slots > 0
-            for weights in seen.weights
-            if not weights.is_busy
         ]
         if not ways:
             raise ConfigError(f"no room on {host or 'any host'}; see [[hosts]] max_replicas")
-        best = min(ways, key=lambda way: way[:3])
-        return self.settings.hosts[best[2]], best[3]
+        weights, _, number = min(ways)
+        return self.settings.hosts[number], weights
 
     def _take(self, step: Step) -> None:
         fleet, why = self._desk.fleet, f"planned: {step.means.value}"
         if step.means is Means.SPAWN:
             assert step.role is not None
-            self.spawn(step.role, step.host or "", why, step.weights)
+            self.spawn(step.role, step.host or "", why)
             return
         assert step.replica is not None
         replica = fleet[step.replica]
@@ -238,8 +234,6 @@ class Scaling:
             block_tokens=max((each.block_size for each in sized), default=DEFAULT_BLOCK_SIZE),
             waiting_tokens=self._backlog.read(now, desk.backlog_tokens()),
             prompt_tokens_per_s=desk.asked.per_second(now),
-            # When a put is durable is the engines' knowledge alone; whoever decodes waits for it.
-            outgoing_tokens=0.0,
             incoming_tokens=self._incoming.read(now, desk.migration.tokens + handed),
             handoff_tokens_per_s=desk.handed.per_second(now),
             rates=desk.snapshot(),
@@ -290,16 +284,9 @@ class Scaling:
         )
 
     def _host(self, spec: HostSpec) -> Host:
-        fleet, now = self._desk.fleet, self._desk.now
-        weights = [Weights(WeightSource.DISK, spec.name, is_exclusive=False)]
-        until = self._warm.until(spec.name, now)
-        if spec.source is WeightSource.MEMORY and until is not None:
-            weights.append(Weights(WeightSource.MEMORY, f"{spec.name} memory", until))
-        serves = any(each.spec.is_ours and each.state not in LOADING for each in fleet)
-        if spec.source is WeightSource.PEER and serves:
-            is_busy = any(each.spec.is_ours for each in fleet.in_states(LOADING))
-            weights.append(Weights(WeightSource.PEER, "peers", is_busy=is_busy))
-        return Host(spec.name, len(self._free_ports(spec)), tuple(weights))
+        is_warm = self._warm.until(spec.name, self._desk.now) is not None
+        weights = spec.source if is_warm else WeightSource.DISK
+        return Host(spec.name, len(self._free_ports(spec)), weights)
 
     def _free_ports(self, spec: HostSpec) -> list[int]:
         """Those that no engine has, nor one that could be taken for it."""

@@ -13,7 +13,6 @@ from vllm_kvpool.router.commands import (
     PREFETCH_PLACEHOLDERS,
     LaunchHost,
     LaunchSpec,
-    Weights,
     WeightSource,
     check_launch,
     in_environment,
@@ -36,7 +35,6 @@ _SOURCES = {
     "disk": Source.DISK,
     "host_memory": Source.MEMORY,
     "preload": Source.MEMORY,
-    "peer": Source.PEER,
 }
 
 
@@ -64,7 +62,6 @@ def controller_of(config: RouterConfig) -> Controller:
             busy_pause_s=flow.busy_pause_s,
             drain_timeout_s=flow.drain_timeout_s,
             retry_pause_s=health.retry_pause_s,
-            split_tokens=flow.split_tokens,
             spills=flow.spills,
             hands_over=flow.hands_over,
             takes_over=config.planner.live_takeover,
@@ -158,24 +155,18 @@ def launch_spec(
         log_path=Path(launch.log_dir) / f"{replica_id}.log",
         template=read_template("[launch] command", launch.command, ENGINE_PLACEHOLDERS),
         kv_transfer_config=launch.kv_transfer_config,
-        weights=_weights(given, weights, port),
+        weights=_weights(given, weights),
         extra=launch.args,
         environment=given.env,
         stop_timeout_s=launch.stop_timeout_s,
     )
 
 
-def _weights(host: HostConfig, chosen: str, port: int) -> Weights:
+def _weights(host: HostConfig, chosen: str) -> WeightSource:
     wanted = WeightSource(host.weight_source)
-    if wanted is WeightSource.PEER:
-        # One that finds no peer loads from disk, and is a peer of the next.
-        first = host.weights_port + (port - host.first_port) * host.ranks
-        return Weights(
-            source=wanted, listen_port=first if host.weights_port else 0, num_ranks=host.ranks
-        )
     if chosen == Source.DISK.name.lower() and wanted is WeightSource.PRELOAD:
-        return Weights(source=WeightSource.DISK)
-    return Weights(source=wanted)
+        return WeightSource.DISK
+    return wanted
 
 
 def prefetch_commands(

@@ -24,6 +24,7 @@ from vllm_kvpool.router.chunks import (
     Patch,
     Piece,
     Rubbish,
+    Usage,
     end_chunk,
     head_of,
     is_only_for_ids,
@@ -80,6 +81,7 @@ class Splice:
         self._head = b""
         self._held: list[bytes] = []
         self._told = Told()
+        self._usage: Usage | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -88,9 +90,16 @@ class Splice:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Known from the first chunk on, where token ids are."""
+        """Known from the first chunk on, where token ids are; else from the stream's usage."""
         ids = self.answer.prompt_ids
-        return count_ids(ids) if ids else None
+        if ids:
+            return count_ids(ids)
+        return self._usage.prompt_tokens if self._usage is not None else None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Of all choices together, as the stream's usage says; None before it came."""
+        return self._usage.completion_tokens if self._usage is not None else None
 
     def feed(self, payload: bytes) -> list[bytes]:
         """What the client is sent for one payload of the engine; raises EngineLost."""
@@ -107,6 +116,7 @@ class Splice:
             self._stream.head = head_of(payload)
             if not self._told.anything:
                 self._head = self._stream.head
+        self._usage = chunk.usage if chunk.usage and not chunk.choices else self._usage
         for choice in chunk.choices:
             if choice.finish_reason == _ABORTED:
                 # Nobody but an operator or the router aborts: the engine is being stopped.

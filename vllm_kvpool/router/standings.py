@@ -23,7 +23,6 @@ class Standing(Enum):
     SHUTTING_DECODE = "shutting decode"
     STANDBY = "standby"  # drained, in memory, at once of use in either role
     SLEEPING = "sleeping"
-    DOWN = "down"
     BROKEN = "broken"
 
 
@@ -34,20 +33,8 @@ SHUTTING = {Role.PREFILL: Standing.SHUTTING_PREFILL, Role.DECODE: Standing.SHUTT
 class WeightSource(IntEnum):
     """Where an engine that starts reads its weights, fastest first."""
 
-    PEER = 0  # an engine that serves them
-    MEMORY = 1  # of the host
-    DISK = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One place that weights can be read from, as one host sees it."""
-
-    source: WeightSource
-    place: str  # the same for all hosts that read from it
-    warm_until: float = float("inf")
-    is_busy: bool = False  # somebody reads from it, and it serves one at a time
-    is_exclusive: bool = True  # serves one at a time
+    MEMORY = 0  # of the host
+    DISK = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +43,8 @@ class Host:
 
     name: str
     free_slots: int
-    weights: tuple[Weights, ...]
+    weights: WeightSource = WeightSource.DISK
+    """Where an engine that starts there now reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,6 @@ class Row:
     load: float = 0.0  # blocks used and committed of a decode replica, queued tokens of a prefill
     warmth: float = 0.0  # what its caches are worth; only compared
     idle_since: float = 0.0
-    is_lending: bool = False  # another one reads its weights now: it must not stop
 
 
 @dataclass(frozen=True, slots=True)

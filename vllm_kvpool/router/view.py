@@ -177,7 +177,7 @@ def _step(step: Step) -> StepView:
         Means.RETIRE: f"let the standby {step.replica} sleep or stop",
         Means.DRAIN: f"drain {step.replica}",
     }[step.means]
-    weights = step.weights.place if step.weights is not None else None
+    weights = step.weights.name.lower() if step.weights is not None else None
     return StepView(
         means=step.means,
         what=f"{what}, weights from {weights}" if weights else what,
