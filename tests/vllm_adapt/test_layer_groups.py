@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group, Reach
@@ -57,7 +57,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmC
     directory = tmp_path_factory.mktemp("models")
 
     def build(tp: int = 1, pp: int = 1, **parallel: int) -> VllmConfig:
-        model = str(make_llama(directory, SHAPE))
+        model = str(make_model(directory, SHAPE))
         arguments: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
         config = EngineArgs(model=model, block_size=16, **arguments).create_engine_config()
         config.cache_config.kv_cache_layout = "LBHNC"
