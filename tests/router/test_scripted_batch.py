@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.scripted_batch import POLL_S, Batch, Phase, Sequence
-from tests.support.scripted_pool import ChunkChain, ScriptedPool
+from tests.support.scripted_batch import POLL_S, Batch, ChunkChain, Phase, ScriptedPool, Sequence
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.config import RequestOptions
 

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.scripted_batch import Batch
+from tests.support.scripted_batch import Batch, ScriptedPool
+from tests.support.scripted_core import EngineStats, metrics_text
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_metrics import EngineStats, metrics_text
-from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_spec import ScriptedSpec
 from tests.support.scripted_words import (
     EOS_ID,

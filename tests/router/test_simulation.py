@@ -13,8 +13,7 @@ import pytest
 from tests.support.router_burst import Way, burst, load
 from tests.support.router_chaos import HOUR_S, Chaos
 from tests.support.router_engines import Kind
-from tests.support.router_timeline import Habits
-from tests.support.router_world import World
+from tests.support.router_world import Habits, World
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.placement import Budgets

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tests.support.models import LlamaShape, make_model, make_lora
+from tests.support.models import LlamaShape, make_lora, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity import chunk_hash as hashing
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity

@@ -286,9 +286,9 @@ def _exit_code(engine: _Engine, code: int | None) -> int | None:
     """The engine's exit code; None where `code` may be that of the connection to its host."""
     if engine.has_lost_connection:
         return None
-    is_elsewhere = engine.host.prefix is not None and engine.end is not End.NOT_STARTED
-    # ssh ends with 255 when it loses the host, and with more than 128 when a signal ends it. The
-    # engine may have ended as well before it was asked for.
+    # ssh ends with 255 when it loses the host, and with more than 128 when a signal ends it; the
+    # engine may have ended as well before its host was asked.
+    is_elsewhere = engine.host.prefix is not None and engine.end is End.BY_ITSELF
     return None if is_elsewhere and code is not None and code > 128 else code
 
 
