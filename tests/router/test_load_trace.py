@@ -3,7 +3,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
@@ -27,7 +27,6 @@ SPECS = st.builds(
 
 
 @given(SPECS)
-@settings(max_examples=100, deadline=None)
 def test_a_load_is_within_its_bounds_and_always_the_same(spec: LoadSpec) -> None:
     load = list(arrivals(spec))
     assert load == list(arrivals(spec))

@@ -86,7 +86,7 @@ class Migration(RuleBasedStateMachine):
 
 
 TestMigration = Migration.TestCase
-TestMigration.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMigration.settings = settings(stateful_step_count=40)
 
 
 def test_a_first_part_cannot_be_consumed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.scripted_batch import Batch, ScriptedPool
@@ -265,7 +265,6 @@ def tokenizer_of(token_ids: Sequence[int]) -> Any:
     return wrapped, {**numbers, EOS_ID: made.token_to_id("</s>")}
 
 
-@settings(deadline=None, max_examples=60)
 @example([*encode("{\U000a0432"), EOS_ID], 0, [], False, 0)  # no text after the last character
 @example([*encode("{\U000a0432"), *[EOS_ID] * 5], 0, [], False, 0)
 @given(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -390,7 +390,6 @@ def skipped(manager: type[SingleTypeKVCacheManager], spec: Any, computed: int) -
     return made.get_num_skipped_tokens(computed)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 1000))
 def test_a_window_reaches_as_far_as_the_engine_keeps_it(window: int, computed: int) -> None:
     spec = SlidingWindowSpec(**BASE, num_kv_heads=1, sliding_window=window)
@@ -398,7 +397,6 @@ def test_a_window_reaches_as_far_as_the_engine_keeps_it(window: int, computed: i
     assert Reach(window=window).first_read(computed) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 1000))
 def test_a_local_piece_reaches_as_far_as_the_engine_keeps_it(size: int, computed: int) -> None:
     spec = ChunkedLocalAttentionSpec(**BASE, num_kv_heads=1, attention_chunk_size=size)
