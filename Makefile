@@ -15,8 +15,14 @@ HERE := not gpu and not triton and not matrix and not deploy
 BESIDE := not e2e and not soak and not alone
 ENGINES := (e2e or soak) and not alone
 ALONE := alone
+# Files that have such tests: others need not be imported to find none in them. Those of the soak,
+# which are long and mostly wait, begin first.
+MARKED_ENGINES := $(sort $(shell grep -rlE 'mark\.(e2e|soak)\b' tests --include='test_*.py'))
+ENGINE_TESTS := $(filter tests/soak/%,$(MARKED_ENGINES)) $(filter-out tests/soak/%,$(MARKED_ENGINES))
+ALONE_TESTS := $(sort $(shell grep -rlE 'mark\.alone\b' tests --include='test_*.py'))
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-FAST := $(HERE) and $(BESIDE) and not mooncake and not s3 and not slow
+RANDOM := $(HERE) and $(BESIDE) and not mooncake and not s3
+FAST := $(RANDOM) and not slow
 # The pool itself, of that, in a minute: keys, pages, lookups, plans of loads and saves, their graphs.
 FAST_TESTS := $(wildcard tests/test_*.py) tests/assembly tests/layout tests/scheduler tests/staging tests/transfer tests/worker
 # What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
@@ -42,8 +48,8 @@ demo: setup
 ## make test       the whole suite, real engines included, by WORKERS=2 processes
 test: setup test-triton
 	$(PYTHON) -m pytest $(TOGETHER) -m "$(HERE) and $(BESIDE)"
-	$(PYTHON) -m pytest $(TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)"
-	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)"
+	$(PYTHON) -m pytest $(TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)" $(ENGINE_TESTS)
+	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)" $(ALONE_TESTS)
 
 ## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream;
 ##                  two data-parallel ones behind a server; make up
@@ -75,7 +81,7 @@ test-fast: setup
 ## make fuzz       all that needs no engines and no servers, with examples that no run has had before
 fuzz: setup
 	for i in $$(seq $(TIMES)); do $(PYTHON) -m pytest -q $(TOGETHER) --hypothesis-profile=fuzz \
-		-m "$(FAST)" || exit 1; done
+		-m "$(RANDOM)" || exit 1; done
 
 ## make gpu-test   page copies on a GPU; on a machine with one, torch and Triton, without vLLM
 gpu-test:

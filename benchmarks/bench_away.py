@@ -20,7 +20,7 @@ from statistics import median
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.faults import Fault, FaultControl
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
@@ -87,7 +87,7 @@ def start(name: str, model: Path, directory: Path) -> Side:
 def measure(quick: bool) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench") as name, contextlib.ExitStack() as stack:
         directory = Path(name)
-        model = make_llama(directory, SHAPE)
+        model = make_model(directory, SHAPE)
         sides = []
         for kind in ("no pool", *FAULTS):
             sides.append(start(kind, model, directory))

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import Result, Row, Target, run_script
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=768)
@@ -120,7 +120,7 @@ def measure(quick: bool) -> Result:
         MooncakeMaster() as master,
     ):
         directory = Path(name)
-        model = make_llama(directory, SHAPE)
+        model = make_model(directory, SHAPE)
         variants = make_variants(directory, master.address)
         for variant in variants:
             run(variant, asks, model, directory)

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script
 from tests.support.fakes import FakePins, FakeRequest
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
@@ -340,7 +340,7 @@ def vllm_environment(master: str, directory: Path) -> dict[str, str]:
 def measure(quick: bool) -> Result:
     result = Result()
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
-        model = make_llama(Path(directory), SHAPE)
+        model = make_model(Path(directory), SHAPE)
         for save_decode in (False, True):
             theirs: dict[str, float] = {}
             for side in ("in-tree", "kvpool"):

@@ -35,7 +35,7 @@ from benchmarks.common import (
 )
 from benchmarks.sides import Geometry, OurSide
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 
 LAYERS = 16
 SHAPE = LlamaShape(
@@ -115,7 +115,7 @@ def measure(quick: bool) -> Result:
     result = Result()
     with tempfile.TemporaryDirectory(prefix="bench") as name:
         directory = Path(name)
-        model = make_llama(directory, SHAPE)
+        model = make_model(directory, SHAPE)
         for span in SPANS:
             engines(result, directory, model, span, repeats)
         for span in SPANS:

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script, wait_until
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 
 SHAPE = LlamaShape(layers=16, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
@@ -188,7 +188,7 @@ def measure(quick: bool) -> Result:
         contextlib.ExitStack() as stack,
     ):
         directory = Path(name)
-        model = make_llama(directory, SHAPE)
+        model = make_model(directory, SHAPE)
         sides = []
         for make in (
             lambda: pool_side(directory, model, ours.address),

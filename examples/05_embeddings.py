@@ -197,10 +197,10 @@ def _picture() -> bytes:
 
 def _tiny_model(directory: Path) -> str:
     sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
-    from tests.support.vision_models import LlavaShape, make_llava
+    from tests.support.models import LlavaShape, make_model
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return str(make_llava(directory, LlavaShape()))
+    return str(make_model(directory, LlavaShape()))
 
 
 def _template(directory: Path) -> tuple[str, str]:

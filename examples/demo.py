@@ -53,7 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch_name:
         scratch = Path(scratch_name)
         say("making a small model with random weights")
-        model = make_model(scratch)
+        model = demo_model(scratch)
         say(f"writer: one rank, blocks of 32, computes {NUM_PROMPTS} prompts (about 30 s)")
         written = run_engine("writer", model, scratch)
         cells = [path for path in (scratch / "cache").rglob("*") if path.is_file()]
@@ -65,15 +65,15 @@ def main() -> int:
     return report(written, read)
 
 
-def make_model(scratch: Path) -> Path:
+def demo_model(scratch: Path) -> Path:
     """A model just large enough that computing a prompt takes longer than reading it."""
     sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
-    from tests.support.models import LlamaShape, make_llama
+    from tests.support.models import LlamaShape, make_model
 
     shape = LlamaShape(
         hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_dim=64, vocab=2048
     )
-    return make_llama(scratch, shape)
+    return make_model(scratch, shape)
 
 
 def run_engine(name: str, model: Path, scratch: Path) -> dict[str, Any]:

@@ -2,12 +2,27 @@
 
 from importlib.util import find_spec
 
+import pytest
+
+COLLECTED: pytest.StashKey[set[str]] = pytest.StashKey()
+"""The full names of all tests that a run has collected, those that it does not run among them."""
+
 # Where only GPU tests run, it need not be installed.
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
     # No test is about how long one example takes, and a busy machine has taken all deadlines. The
-    # same examples each time, so that what fails fails again; others are for `make fuzz`.
-    settings.register_profile("kvpool", deadline=None, derandomize=True)
-    settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
+    # same few examples each time, so that what fails fails again; many others are for `make fuzz`.
+    settings.register_profile("kvpool", deadline=None, derandomize=True, max_examples=50)
+    settings.register_profile(
+        "fuzz", deadline=None, derandomize=False, print_blob=True, max_examples=300
+    )
     settings.load_profile("kvpool")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COLLECTED] = set()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.config.stash[COLLECTED].add(item.nodeid)

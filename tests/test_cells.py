@@ -4,7 +4,7 @@ import struct
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import KEY_DIGEST_BYTES, key_digest
@@ -107,7 +107,6 @@ def test_every_flipped_bit_of_the_header_is_found() -> None:
             assert fault(changed(sealed(), offset, 1 << bit), checksum=False) is not None
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=2000), st.data())
 def test_any_flipped_bit_of_the_payload_is_found(payload: bytes, data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, len(payload) * 8 - 1))
@@ -115,7 +114,6 @@ def test_any_flipped_bit_of_the_payload_is_found(payload: bytes, data: st.DataOb
     assert fault(cell) is CellFault.CHECKSUM
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.booleans(), st.booleans())
 def test_any_bytes_are_judged_without_an_exception(
     tail: bytes, has_magic: bool, is_signed: bool, checksum: bool
@@ -126,7 +124,6 @@ def test_any_bytes_are_judged_without_an_exception(
     assert fault(cell, checksum=checksum) is not None
 
 
-@settings(deadline=None)
 @given(st.integers(0, HEADER_BYTES + len(PAYLOAD)), st.binary(max_size=100))
 def test_a_cut_or_spliced_cell_is_found(length: int, tail: bytes) -> None:
     whole = sealed()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.chunk_hash import (
@@ -161,7 +161,6 @@ def test_the_placeholder_under_an_embedding_does_not_count() -> None:
 tokens_lists = st.lists(st.integers(0, 3), max_size=6 * CHUNK)
 
 
-@settings(deadline=None)
 @given(tokens_lists, tokens_lists)
 def test_prefixes_of_chunks_agree_as_far_as_the_tokens(one: list[int], other: list[int]) -> None:
     same = next(
@@ -171,7 +170,6 @@ def test_prefixes_of_chunks_agree_as_far_as_the_tokens(one: list[int], other: li
     assert common(hashes(one), hashes(other)) == same // CHUNK
 
 
-@settings(deadline=None)
 @given(tokens_lists, st.lists(st.integers(0, 6 * CHUNK), max_size=5), st.integers(1, 6))
 def test_extending_step_by_step_is_extending_at_once(
     tokens: list[int], stops: list[int], chunk_tokens: int
@@ -198,7 +196,6 @@ class Growing(Sequence[int]):
         return self._tokens[index]
 
 
-@settings(deadline=None)
 @given(tokens_lists, tokens_lists, st.sampled_from((1, CHUNK, 2 * CHUNK, 100)))
 def test_a_sequence_that_grows_is_hashed_in_pieces_like_a_list(
     tokens: list[int], later: list[int], piece: int
@@ -243,7 +240,6 @@ identities = st.builds(
 chunks = st.lists(st.integers(0, 2), min_size=CHUNK, max_size=CHUNK)
 
 
-@settings(deadline=None, max_examples=300)
 @given(identities, identities, chunks, chunks)
 def test_no_two_inputs_encode_alike(
     one: RequestIdentity, other: RequestIdentity, one_tokens: list[int], other_tokens: list[int]

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import (
@@ -54,7 +54,6 @@ namespaces = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(namespaces, contexts, parts, spans, st.binary(min_size=1, max_size=32))
 def test_a_key_reads_back_as_it_was_written(
     namespace: Namespace,
@@ -99,7 +98,6 @@ def test_a_short_name_cannot_pose_as_a_long_one() -> None:
     assert make_namespace(shortened, DIGEST) != make_namespace("x" * 10_000, DIGEST)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=150), st.text(max_size=150))
 def test_different_names_have_different_namespaces(one: str, other: str) -> None:
     assert (make_namespace(one, DIGEST) == make_namespace(other, DIGEST)) == (one == other)
@@ -162,7 +160,6 @@ def test_every_key_has_its_own_digest() -> None:
 epochs = st.text(max_size=60)
 
 
-@settings(deadline=None)
 @given(namespaces, epochs, contexts, parts, spans, st.binary(min_size=1, max_size=32))
 def test_keys_of_an_epoch_are_keys_of_the_same_cells(
     namespace: Namespace,
@@ -187,7 +184,6 @@ def test_keys_of_an_epoch_are_keys_of_the_same_cells(
     assert kind_of_group(group) == span.kind
 
 
-@settings(deadline=None)
 @given(st.tuples(namespaces, epochs), st.tuples(namespaces, epochs))
 def test_different_epochs_have_different_namespaces(
     one: tuple[Namespace, str], other: tuple[Namespace, str]

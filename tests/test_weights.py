@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -206,7 +206,6 @@ def headers() -> SearchStrategy[bytes]:
     )
 
 
-@settings(deadline=None, max_examples=50)
 @given(header=headers())
 def test_any_header_is_sampled(tmp_path_factory: pytest.TempPathFactory, header: bytes) -> None:
     directory = tmp_path_factory.getbasetemp() / "fuzzed"

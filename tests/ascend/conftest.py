@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     import vllm_kvpool.connector  # noqa: F401 - imported for its effect
 
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 
 ND_FORMAT = 2
 SHAPE = LlamaShape(kv_heads=4, layers=4)
@@ -56,7 +56,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmC
     directory = tmp_path_factory.mktemp("models")
 
     def build(store: Any, block: int = 32, tp_size: int = 1, rank: int = 0) -> VllmConfig:
-        model = make_llama(directory, SHAPE)
+        model = make_model(directory, SHAPE)
         extra = {"store": store, "chunk_tokens": 32, "staging_bytes": "2MiB"}
         config = EngineArgs(
             model=str(model),

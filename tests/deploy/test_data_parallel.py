@@ -20,9 +20,8 @@ import pytest
 
 from tests.e2e.pool import files, pool, tokens
 from tests.support.deployment import ENGINE_ARGS, MODEL
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import HOST, free_ports
-from tests.support.tokenizers import VOCAB, add_tokenizer
 
 pytestmark = pytest.mark.deploy
 
@@ -108,7 +107,7 @@ class Deployed:
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     directory = tmp_path_factory.mktemp("data-parallel")
-    model = make_llama(directory / "models", LlamaShape(vocab=VOCAB))
+    model = make_model(directory / "models", LlamaShape(vocab=TEXT_VOCAB))
     add_tokenizer(model)
     stats = directory / "stats"
     transfer = pool(files(directory / "pool"), chunk_tokens=CHUNK, stats_file=str(stats))
@@ -126,7 +125,7 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 def test_one_engine_reads_what_another_has_written(deployed: Deployed) -> None:
-    ids = tokens(seed=1, count=4 * CHUNK + 20, vocab=VOCAB)
+    ids = tokens(seed=1, count=4 * CHUNK + 20, vocab=TEXT_VOCAB)
     written = deployed.complete(0, ids)
     assert cached(written) == 0
     read = deployed.complete(1, ids, expect_tokens=4 * CHUNK, expect_timeout_ms=20_000)
@@ -137,7 +136,7 @@ def test_one_engine_reads_what_another_has_written(deployed: Deployed) -> None:
 
 def test_without_the_pool_they_have_nothing_of_each_other(deployed: Deployed) -> None:
     """So it is not one engine that answers for both."""
-    ids = tokens(seed=2, count=4 * CHUNK + 20, vocab=VOCAB)
+    ids = tokens(seed=2, count=4 * CHUNK + 20, vocab=TEXT_VOCAB)
     assert cached(deployed.complete(0, ids)) == 0
     assert cached(deployed.complete(1, ids, load=False)) == 0
     assert cached(deployed.complete(0, ids, load=False)) == 4 * CHUNK
@@ -145,7 +144,7 @@ def test_without_the_pool_they_have_nothing_of_each_other(deployed: Deployed) ->
 
 def test_each_engine_counts_in_files_of_its_own(deployed: Deployed) -> None:
     for engine in range(ENGINES):
-        deployed.complete(engine, tokens(seed=10 + engine, count=2 * CHUNK, vocab=VOCAB))
+        deployed.complete(engine, tokens(seed=10 + engine, count=2 * CHUNK, vocab=TEXT_VOCAB))
     names = {
         f"{deployed.stats.name}.kv.{kind}.{n}" for kind in ("scheduler", "worker") for n in (0, 1)
     }

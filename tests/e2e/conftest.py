@@ -12,13 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engine import Engine, EngineSpec
-from tests.support.models import LlamaShape, make_llama
-from tests.support.vision_models import (
-    LlavaShape,
-    Qwen2VLShape,
-    make_llava,
-    make_qwen2_vl,
-)
+from tests.support.models import LlamaShape, LlavaShape, Qwen2VLShape, make_model
 
 # Idle ranks of a TP=2 engine poll, and each engine holds about 1 GB.
 MAX_LIVE_ENGINES = 3
@@ -55,21 +49,21 @@ class EngineShelf:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LlamaShape], Path]:
     """`llama(shape)`: the path of a tiny model."""
     directory = tmp_path_factory.mktemp("models")
-    return lambda shape: make_llama(directory, shape)
+    return lambda shape: make_model(directory, shape)
 
 
 @pytest.fixture(scope="session")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LlavaShape], Path]:
     """`llava(shape)`: the path of a tiny model of images of one size."""
     directory = tmp_path_factory.mktemp("models")
-    return lambda shape: make_llava(directory, shape)
+    return lambda shape: make_model(directory, shape)
 
 
 @pytest.fixture(scope="session")
 def qwen2_vl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Qwen2VLShape], Path]:
     """`qwen2_vl(shape)`: the path of a tiny model of images of any size."""
     directory = tmp_path_factory.mktemp("models")
-    return lambda shape: make_qwen2_vl(directory, shape)
+    return lambda shape: make_model(directory, shape)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Processes for engines: a new Python, or one forked from a process that has imported vLLM.
 
-The import is most of an engine's start: 8 s of a core, of 10. Forked engines share it, and fork
-their ranks. An engine whose environment has what Python and native libraries read as they start
-(`FRESH`) is a new one, and so are its ranks.
+The imports of vLLM and of the pool are most of an engine's start: 10 s of a core, of 12. Forked
+engines share them, and fork their ranks. An engine whose environment has what Python and native
+libraries read as they start (`FRESH`) is a new one, and so are its ranks.
 """
 
 import atexit

@@ -115,6 +115,20 @@ def fork_ranks() -> None:
     multiproc_executor.get_mp_context = ForkContext
 
 
+def import_pool() -> None:
+    """Import the connector and load its compiled copy: each engine would spend 2 s of a core on it.
+
+    As vLLM's workers start they look through all modules for kernels of Triton, and fail at the
+    functions of llvmlite's library (0.32.0), whose module is therefore taken out of their sight.
+    """
+    import vllm_kvpool.connector
+    import vllm_kvpool.storage.file.store  # noqa: F401 - imported for its effect
+    from vllm_kvpool.staging.copy_cpu import CpuCopier
+
+    CpuCopier([]).warm_up()
+    del sys.modules["llvmlite.binding.ffi"]
+
+
 def spin_without_yielding() -> None:
     """Have ranks that poll for orders be preempted like anybody else.
 
@@ -160,6 +174,7 @@ class Ending:
 def main(orders_fd: int) -> None:
     ending = Ending()
     engine_child.engine_class()
+    import_pool()
     fork_ranks()
     spin_without_yielding()
     # An engine's collections, the last one as it ends above all, leave out what the import made.

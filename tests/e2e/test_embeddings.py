@@ -19,8 +19,8 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import EncodedImage, Engine, EngineSpec, Image
 from tests.e2e.pool import expecting, files, pool, same
 from tests.e2e.vision import about, about_encoded
+from tests.support.models import LlavaShape, Qwen2VLShape
 from tests.support.server_process import free_ports
-from tests.support.vision_models import LlavaShape, Qwen2VLShape
 
 pytestmark = pytest.mark.e2e
 

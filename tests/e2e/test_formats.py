@@ -9,7 +9,7 @@ from tests.e2e.compare import logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, pool, tokens
-from tests.support.models import GemmaShape, LlamaShape, make_gemma
+from tests.support.models import GemmaShape, LlamaShape, make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +52,6 @@ def test_engines_share(
 
 
 def test_layers_that_share_kv(engines: EngineShelf, tmp_path: Path) -> None:
-    model = make_gemma(tmp_path, GemmaShape(kv_heads=2))
+    model = make_model(tmp_path, GemmaShape(kv_heads=2))
     computed, read, one_token = share(engines, model, tmp_path, "float32")
     assert logprob_distance(read, computed) < TOLERANCES["float32"] < one_token

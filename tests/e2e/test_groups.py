@@ -11,9 +11,7 @@ import torch
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from tests.support.looped_models import LoopedShape, make_looped
-from tests.support.models import HybridShape, LlamaShape, make_hybrid
-from tests.support.uneven_models import UnevenShape, make_uneven
+from tests.support.models import HybridShape, LlamaShape, LoopedShape, UnevenShape, make_model
 
 with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
     warnings.simplefilter("ignore")
@@ -33,7 +31,7 @@ def found(tokens_stored: int) -> int:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hybrid(tmp_path_factory.mktemp("models"), HybridShape())
+    return make_model(tmp_path_factory.mktemp("models"), HybridShape())
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +116,7 @@ def test_the_next_turn_finds_what_was_decoded(
 
 def test_ranks_that_hold_one_head_of_each_kind(engines: EngineShelf, tmp_path: Path) -> None:
     """Its windows have two KV heads, one on each rank; its other layers one, which both hold."""
-    model = make_uneven(tmp_path, UnevenShape())
+    model = make_model(tmp_path, UnevenShape())
     prompt = Prompt(ids=tokens(seed=60, count=PROMPT_TOKENS))
     (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
     config = pool(files(tmp_path / "pool"))
@@ -162,7 +160,7 @@ def test_layers_of_several_types_in_one_group(
 
 def test_layers_that_are_run_through_twice(engines: EngineShelf, tmp_path: Path) -> None:
     """Where a hit is full only the last token is computed: all before it is what was loaded."""
-    model = make_looped(tmp_path, LoopedShape())
+    model = make_model(tmp_path, LoopedShape())
     prompt = Prompt(ids=tokens(seed=61, count=2 * CHUNK))
     (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
     config = pool(files(tmp_path / "pool"))

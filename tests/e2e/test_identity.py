@@ -14,8 +14,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.vision import about
-from tests.support.models import LlamaShape, make_lora
-from tests.support.vision_models import LlavaShape
+from tests.support.models import LlamaShape, LlavaShape, make_lora
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.storage.manifest import manifest_in
 from vllm_kvpool.storage.url import open_store, parse_store_url

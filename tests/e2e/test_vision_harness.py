@@ -12,7 +12,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import EncodedImage, Engine, EngineError, EngineSpec, Image
 from tests.e2e.pool import same
 from tests.e2e.vision import about, about_encoded, producer_and_consumer, shared_files
-from tests.support.vision_models import LlavaShape, Qwen2VLShape
+from tests.support.models import LlavaShape, Qwen2VLShape
 
 pytestmark = pytest.mark.e2e
 

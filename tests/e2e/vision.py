@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.engine import EncodedImage, EngineSpec, Image, Prompt
-from tests.support.vision_models import IMAGE_TOKEN_ID
+from tests.support.models import IMAGE_TOKEN_ID
 
 VOCAB = 1024
 TEXT_TOKENS = 20

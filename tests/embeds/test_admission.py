@@ -106,7 +106,7 @@ class LineMachine(RuleBasedStateMachine):
 
 
 TestLine = LineMachine.TestCase
-TestLine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLine.settings = settings(stateful_step_count=40)
 
 
 class LandingMachine(RuleBasedStateMachine):
@@ -160,7 +160,7 @@ class LandingMachine(RuleBasedStateMachine):
 
 
 TestLanding = LandingMachine.TestCase
-TestLanding.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLanding.settings = settings(stateful_step_count=30)
 
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1000))

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeClock
@@ -188,7 +188,6 @@ def test_several_threads_write_to_one_window(transport: str) -> None:
     first=st.integers(0, 5),
     pages=st.integers(2, 9),
 )
-@settings(deadline=None, max_examples=60)
 def test_any_item_arrives_through_any_staging_memory(
     widths: list[int], cuts: list[int], gap: int, first: int, pages: int
 ) -> None:

@@ -99,7 +99,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(stateful_step_count=40)
 
 
 def test_all_of_the_window_comes_back_in_one_piece() -> None:

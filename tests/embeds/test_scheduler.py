@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.embeds.fake_worker_channel import FakeWorkerChannel
@@ -788,7 +788,6 @@ def test_it_ends_its_connections() -> None:
     assert rig.channel.is_closed
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 2)), max_size=60))
 def test_whatever_happens_nothing_is_left_behind(events: list[tuple[int, int, int]]) -> None:
     """An engine that does as vLLM's does: what `has` says is loaded, and then is there."""
@@ -943,7 +942,6 @@ junk = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
 @given(junk, st.lists(st.sampled_from(["h0", "h1", "h2"]), max_size=3, unique=True))
 def test_garbage_never_raises_and_gives_what_can_be_used(params: Any, ids: list[str]) -> None:
     delivery = read_delivery(params, ids)

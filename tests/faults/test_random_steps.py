@@ -18,13 +18,13 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
+from tests.support.seeds import seeds
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore, Shelf
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 12
-STEPS = 1_800  # of each seed: more than 20,000 in all
+STEPS = 1_800
 MOST_LIVE = 6
 MOST_DEATHS = 12  # fewer than threads that an executor starts anew
 END_S = 30.0
@@ -210,7 +210,7 @@ class Driver:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(4, 12))
 def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
     driver = Driver(workshop, seed)
     try:

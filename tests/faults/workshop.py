@@ -24,8 +24,7 @@ from tests.cache_tensors import tensors_of
 from tests.faults.model import VOCAB, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.support.faults import Faults, FaultyStore
-from tests.support.latent_models import DeepseekShape, make_deepseek
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import DeepseekShape, LlamaShape, make_model
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.url import open_store, parse_store_url, wrap_stores
 
@@ -185,9 +184,9 @@ class Workshop:
         }
         if model.latent:
             halves = {"latent": model.head_dim, "rope_dim": model.head_dim}
-            return make_deepseek(self._directory, DeepseekShape(**{**same, **halves, "heads": 4}))
+            return make_model(self._directory, DeepseekShape(**{**same, **halves, "heads": 4}))
         shape = LlamaShape(**same, kv_heads=model.heads, head_dim=model.head_dim)
-        return make_llama(self._directory, shape)
+        return make_model(self._directory, shape)
 
 
 def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:

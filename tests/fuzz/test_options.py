@@ -33,9 +33,7 @@ OPTIONS = sorted(f.name for f in fields(KVPoolConfig))
 LONG_TEXTS = [value for value in HOSTILE if isinstance(value, str)]
 WISHES = sorted(f.name for f in fields(RequestOptions))
 
-fast = settings(
-    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fast = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def play(root: Path, todo: list[tuple[str, int, int]]) -> None:
     bench.store.close()
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(steps)
 def test_no_damage_gives_wrong_bytes_or_lasts(todo: list[tuple[str, int, int]]) -> None:
     place = MEMORY if os.access(MEMORY, os.W_OK) else None
@@ -205,7 +205,6 @@ def signed(fields: bytes) -> bytes:
     return bytes(PAGE_BYTES - len(fields) - len(end)) + fields + end
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     st.binary(max_size=200),
     st.sampled_from([0, 1, 4096, 2**31, 2**63, 2**64 - 1]),
@@ -271,7 +270,7 @@ def test_opening_any_directory_says_no_more_than_config_error(tmp_path: Path) ->
 
 
 @given(at=st.integers(0, 40_000), junk=st.binary(min_size=1, max_size=200), opened=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_damaged_index_is_made_anew(
     tmp_path_factory: pytest.TempPathFactory, at: int, junk: bytes, opened: bool
 ) -> None:

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.json_trees import texts, trees
@@ -44,7 +44,6 @@ def spec_or_message(several: list[str], mooncake: dict[str, Any]) -> tuple[objec
     return (stores[0].options if stores else None), ""
 
 
-@settings(deadline=None, max_examples=100)
 @given(urls(), st.dictionaries(texts, trees, max_size=3))
 def test_any_url(url: str, mooncake: dict[str, Any]) -> None:
     start = time.monotonic()
@@ -59,13 +58,11 @@ def test_any_url(url: str, mooncake: dict[str, Any]) -> None:
     assert time.monotonic() - start < CALL_LIMIT_S
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(urls(), max_size=4))
 def test_any_list_of_tiers(several: list[str]) -> None:
     assert SECRET not in spec_or_message(several, {})[1]
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     st.fixed_dictionaries(
         {"master_server_address": trees | st.just("host:50051")},

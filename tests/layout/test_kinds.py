@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
@@ -97,7 +97,6 @@ def test_a_cell_is_cut_where_the_table_changes_head_by_head() -> None:
     )
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(1, 3),
@@ -158,7 +157,6 @@ def models(draw: st.DrawFn) -> tuple[tuple[Kind, ...], int, int]:
     return tuple(kinds), tp_size, pp_size
 
 
-@settings(deadline=None)
 @given(models(), st.integers(0, 5))
 def test_the_ranks_together_write_every_cell_of_every_kind_once(
     model: tuple[tuple[Kind, ...], int, int], chunk: int
@@ -220,7 +218,6 @@ contexts = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(contexts, st.integers(1, 4), st.integers(0, 300))
 def test_a_part_holds_the_tokens_that_the_engine_deals_to_it(
     context: Context, rounds_per_block: int, tokens: int
@@ -238,7 +235,6 @@ def test_a_part_holds_the_tokens_that_the_engine_deals_to_it(
     assert sorted(everywhere) == list(range(tokens))
 
 
-@settings(deadline=None)
 @given(contexts, st.integers(1, 5), st.integers(0, 6))
 def test_every_part_has_as_much_of_a_chunk(context: Context, rounds: int, chunk: int) -> None:
     chunk_tokens = rounds * context.interleave * context.dcp_size
@@ -277,7 +273,6 @@ def dealt_topologies(draw: st.DrawFn) -> Topology:
     )
 
 
-@settings(deadline=None)
 @given(dealt_topologies())
 def test_each_part_of_each_chunk_has_one_writer(topology: Topology) -> None:
     """Over all ranks of tensor, prefill context and decode context parallelism."""
@@ -313,14 +308,12 @@ def test_dealing_to_ranks_of_other_heads_is_refused(
 # How far layers look back
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000))
 def test_whole_attention_reads_everything(computed: int) -> None:
     assert Reach().is_whole
     assert Reach().first_read(computed) == 0
 
 
-@settings(deadline=None)
 @given(
     st.one_of(
         st.builds(Reach, window=st.integers(1, 99)),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
@@ -58,7 +58,6 @@ def test_cells_come_near() -> None:
     assert move(near, far, names) == Brought(near=200)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_is_sound_somewhere_comes_near_and_nothing_else(data: st.DataObject) -> None:
     near, far = bench(2)

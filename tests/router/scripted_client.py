@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_spec import ScriptedSpec
 
 QUICK = ScriptedSpec(step_base_s=0, decode_sequence_s=0, default_temperature=0.0)

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
@@ -112,7 +112,6 @@ def test_limits_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
         BreakerLimits(**wrong)  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.0, 40.0), st.sampled_from(["failed", "ok", "ask"]))),
     st.floats(0.0, 1.0),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
@@ -97,7 +97,6 @@ def test_prefill_is_tokens_by_second_by_those_of_a_prefill_replica(
     assert numbers(load, COMPUTING) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_a_demand_does_not_depend_on_the_replicas_there_are(prefill: int, decode: int) -> None:
     """Rates are those of one replica: folded with their number, the result would be a ratio."""
@@ -151,7 +150,6 @@ loads = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(loads, st.sampled_from([2.0**-10, 0.5, 3.0, 1000.0]))
 def test_another_unit_of_tokens_changes_nothing(load: PlanInputs, unit: float) -> None:
     rates = load.rates
@@ -174,7 +172,6 @@ def test_another_unit_of_tokens_changes_nothing(load: PlanInputs, unit: float) -
         assert two.demand == pytest.approx(one.demand)
 
 
-@settings(deadline=None)
 @given(loads, st.sampled_from([0.001, 0.25, 60.0]))
 def test_another_unit_of_time_changes_nothing(load: PlanInputs, unit: float) -> None:
     rates = load.rates
@@ -194,7 +191,6 @@ def test_another_unit_of_time_changes_nothing(load: PlanInputs, unit: float) -> 
         assert two.demand == pytest.approx(one.demand)
 
 
-@settings(deadline=None)
 @given(loads, st.integers(2, 5))
 def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> None:
     """What is a number of replicas grows with the load, whatever the replicas there are."""
@@ -215,7 +211,6 @@ def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> 
         assert two.demand == pytest.approx(one.demand * times)
 
 
-@settings(deadline=None)
 @given(st.floats(0.0, 1e12), st.sampled_from([BANDS.prefill, BANDS.decode, BANDS.handoff]))
 def test_least_target_and_most_stand_in_this_order(demand: float, band: Band) -> None:
     term = Equation("a demand", Role.DECODE, demand, band, "")

@@ -48,7 +48,7 @@ class Waits(RuleBasedStateMachine):
 
 
 TestWaits = Waits.TestCase
-TestWaits.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWaits.settings = settings(stateful_step_count=40)
 
 
 def test_nothing_is_kept_of_requests_that_have_no_deadline_or_wait_no_more() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.router_rig import FAST, run
+from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_pool import ScriptedPool
 from vllm_kvpool.router.engines import (
     EngineBroke,
     EngineLost,

@@ -111,7 +111,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 TestCrowd = Crowd.TestCase
-TestCrowd.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestCrowd.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 class Work(RuleBasedStateMachine):
@@ -161,7 +161,7 @@ class Work(RuleBasedStateMachine):
 
 
 TestWork = Work.TestCase
-TestWork.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestWork.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 def test_bound_requests_stand_in_their_order() -> None:

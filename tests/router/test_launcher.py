@@ -518,6 +518,19 @@ def test_a_connection_that_ends_is_no_end_of_the_engine(
     run(story)
 
 
+def test_the_code_of_a_connection_is_not_the_engines(bench: Bench) -> None:
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", QUIET, host=bench.far))
+        keeper = bench.launcher._ledger.records["r1"].keeper
+        assert keeper
+        kill([*(each for each in session(keeper.pid) if each != keeper.pid), pid])
+        ended = await bench.until(Exited)
+        assert isinstance(ended, Exited)
+        assert (ended.end, ended.why) == (End.BY_ITSELF, "exit code unknown")
+
+    run(story)
+
+
 def test_a_host_that_cannot_be_reached_starts_nothing(bench: Bench) -> None:
     bench.down.write_text("0")
 

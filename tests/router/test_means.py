@@ -1,7 +1,7 @@
 """By which means a plan is carried out."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.router.means import Means, Step, choose_means, expired_standby, spared
@@ -205,7 +205,6 @@ hosts = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(
         [(3, 0, None), (0, 5, None), (2, 2, None), (-1, 3, D), (2, -1, P), (-1, 0, None)]

@@ -61,4 +61,4 @@ class Migration(RuleBasedStateMachine):
 
 
 TestMigration = Migration.TestCase
-TestMigration.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMigration.settings = settings(stateful_step_count=40)

@@ -1,7 +1,7 @@
 """Which decode replicas take nothing new."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
@@ -176,7 +176,6 @@ any_loads = st.dictionaries(
 histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
 
 
-@settings(deadline=None)
 @given(histories)
 def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
     history: list[tuple[float, dict[ReplicaId, Load]]],
@@ -200,7 +199,6 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
     assert overload.locked == frozenset()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(801, 899), min_size=20, max_size=60))
 def test_a_load_between_the_bounds_changes_nothing(noise: list[int]) -> None:
     for start, expected in ((950, 1), (100, 0)):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
@@ -320,7 +320,6 @@ memories = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(loads, limits_of_all_kinds, memories)
 def test_a_plan_keeps_the_bounds(
     inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory
@@ -349,7 +348,6 @@ def test_a_plan_keeps_the_bounds(
         assert made.prefill.delta + made.decode.delta >= -1
 
 
-@settings(deadline=None)
 @given(loads, limits_of_all_kinds, memories, st.floats(0.0, 1e6))
 def test_more_waiting_tokens_never_want_fewer_prefills(
     inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory, more: float
@@ -359,7 +357,6 @@ def test_more_waiting_tokens_never_want_fewer_prefills(
     assert other.prefill.wanted >= made.prefill.wanted
 
 
-@settings(deadline=None)
 @given(loads, limits_of_all_kinds, memories, st.floats(0.0, 1e6))
 def test_more_to_take_over_never_wants_more_prefills(
     inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory, more: float
@@ -370,7 +367,6 @@ def test_more_to_take_over_never_wants_more_prefills(
     assert urgent or other.prefill.wanted <= made.prefill.wanted
 
 
-@settings(deadline=None, max_examples=50)
 @given(loads, limits_of_all_kinds)
 def test_plans_carried_out_come_to_rest(inputs: PlanInputs, limits: PlanLimits) -> None:
     """Under a load that does not move, after the last step there is none."""

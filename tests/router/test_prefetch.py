@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -154,5 +153,4 @@ class Hosts(RuleBasedStateMachine):
         assert len(self.running) <= prefetch.MAX_HOSTS
 
 
-class TestHosts(Hosts.TestCase):
-    settings = settings(max_examples=60, deadline=None)
+TestHosts = Hosts.TestCase

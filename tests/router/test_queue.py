@@ -62,7 +62,7 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue.settings = settings(stateful_step_count=40)
 
 
 def test_what_leaves_behind_a_head_that_stays_is_not_kept() -> None:

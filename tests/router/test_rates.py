@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.router.rates import (
@@ -94,7 +94,6 @@ def test_a_change_beyond_the_outlier_bound_is_followed_all_the_same(factor: floa
     assert rate.value == pytest.approx(1000.0 * factor, rel=0.1)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0.0, 1e6), st.floats(1e-3, 1e6), st.floats(1e-6, 1e4)), max_size=40
@@ -127,7 +126,6 @@ def test_hand_offs_of_one_length_keep_the_slope_they_were_told() -> None:
     assert line.value == (pytest.approx(0.2), pytest.approx(0.0001))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-4, 1e3)), min_size=1, max_size=40))
 def test_overhead_and_slope_are_never_negative(samples: list[tuple[int, float]]) -> None:
     line = Line(prior_overhead_s=0.01, prior_s_per_token=0.001)
@@ -165,7 +163,6 @@ def test_a_flow_is_the_gain_over_its_window(
     assert flow.per_second(now) == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 10**12)), max_size=60))
 def test_a_flow_is_never_negative_and_ends_when_nobody_reads(
     readings: list[tuple[float, int]],

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scripted_batch import POLL_S, Batch, Phase, Sequence
-from tests.support.scripted_pool import ChunkChain, ScriptedPool
+from tests.support.scripted_batch import POLL_S, Batch, ChunkChain, Phase, ScriptedPool, Sequence
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.config import RequestOptions
 
@@ -358,7 +357,6 @@ requests = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(requests, st.integers(25, 64), st.integers(1, 4), st.booleans())
 def test_everyone_gets_all_tokens_whatever_happens(
     asked: list[tuple[int, int, int, int, bool, int]], blocks: int, most: int, has_pool: bool

@@ -20,8 +20,8 @@ from tests.router.scripted_client import (
     served,
     until,
 )
+from tests.support.scripted_batch import DirectoryPool, ScriptedPool
 from tests.support.scripted_core import CATCH_UP_S
-from tests.support.scripted_pool import DirectoryPool, ScriptedPool
 from tests.support.scripted_spec import FaultKind
 from tests.support.scripted_words import encode
 

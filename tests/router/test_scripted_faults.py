@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 
 from tests.support.scripted_engine import Listener, ScriptedEngine
-from tests.support.scripted_faults import FaultBoard, RequestFaults
-from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.scripted_spec import Fault, FaultBoard, FaultKind, RequestFaults, ScriptedSpec
 
 if TYPE_CHECKING:
     from tests.support.scripted_http import Handler

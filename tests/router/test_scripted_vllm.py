@@ -11,13 +11,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.scripted_batch import Batch
+from tests.support.scripted_batch import Batch, ScriptedPool
+from tests.support.scripted_core import EngineStats, metrics_text
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_metrics import EngineStats, metrics_text
-from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_spec import ScriptedSpec
 from tests.support.scripted_words import (
     EOS_ID,
@@ -266,7 +265,6 @@ def tokenizer_of(token_ids: Sequence[int]) -> Any:
     return wrapped, {**numbers, EOS_ID: made.token_to_id("</s>")}
 
 
-@settings(deadline=None, max_examples=60)
 @example([*encode("{\U000a0432"), EOS_ID], 0, [], False, 0)  # no text after the last character
 @example([*encode("{\U000a0432"), *[EOS_ID] * 5], 0, [], False, 0)
 @given(

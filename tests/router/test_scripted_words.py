@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.scripted_words import (
@@ -36,13 +36,11 @@ def say(prompt: Sequence[int], answer: Sequence[int], stop: Sequence[str] = ()) 
     return said
 
 
-@settings(deadline=None)
 @given(texts)
 def test_a_text_is_its_tokens(text: str) -> None:
     assert decode(encode(text)) == text
 
 
-@settings(deadline=None)
 @given(st.integers(1, VOCAB_SIZE - 1))
 def test_no_two_tokens_have_the_same_text(token_id: int) -> None:
     text = token_bytes(token_id)
@@ -62,7 +60,6 @@ def test_english_has_a_token_for_each_short_word() -> None:
     assert len(encode("once upon a time there was")) == 7  # there is two
 
 
-@settings(deadline=None)
 @given(texts.filter(bool).map(encode), st.integers(0, 30), st.integers(0, 30))
 def test_a_prompt_with_half_its_answer_gets_the_other_half(
     prompt: list[int], first: int, rest: int
@@ -71,7 +68,6 @@ def test_a_prompt_with_half_its_answer_gets_the_other_half(
     assert follow(prompt + answer[:first], rest) == answer[first:]
 
 
-@settings(deadline=None)
 @given(texts.filter(bool).map(encode))
 def test_what_follows_is_whole_characters_in_the_end(prompt: list[int]) -> None:
     answer = [token_id for token_id in follow(prompt, 60) if token_id != EOS_ID]
@@ -94,7 +90,6 @@ def test_seeds_differ_and_do_not_survive_a_change_of_engines() -> None:
     assert follow(prompt + first[:4], 4, seed=1) != first[4:]
 
 
-@settings(deadline=None)
 @given(texts.filter(bool).map(encode), st.integers(1, 40))
 def test_pieces_are_the_text_without_half_a_character(prompt: list[int], count: int) -> None:
     answer = follow(prompt, count)
@@ -114,7 +109,6 @@ def test_a_prompt_that_ends_within_a_character_is_said_again() -> None:
 stops = st.sampled_from(["a", " b", "i k", "o ta", "\u2192", "zz"])
 
 
-@settings(deadline=None)
 @given(texts.filter(bool).map(encode), stops, st.integers(1, 40))
 def test_nothing_of_a_stop_string_is_said(prompt: list[int], stop: str, count: int) -> None:
     answer = follow(prompt, count)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.toy_queue import ToyQueue, ToySpeeds
@@ -225,7 +225,6 @@ asks = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(pressures, asks), max_size=30))
 def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, Ask]]) -> None:
     shedder = Shedder(LIMITS)
@@ -240,7 +239,6 @@ def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, A
             assert pressure.decode_replicas > 0
 
 
-@settings(deadline=None)
 @given(pressures, asks, st.floats(0.0, 1e6))
 def test_more_in_the_queue_lets_in_no_more(pressure: Pressure, ask: Ask, more: float) -> None:
     longer = replace(pressure, queued_tokens=pressure.queued_tokens + more)

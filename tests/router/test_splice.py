@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.clients import Router, chunk_ends, transcript
@@ -111,13 +111,11 @@ def cases(draw: st.DrawFn, temperature: float = 0) -> Case:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
 def test_a_stream_that_is_not_cut_is_the_engines_own(case: Case) -> None:
     assert case.run([])[0] == case.reference()
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
 def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
     case: Case, random: Random
 ) -> None:
@@ -141,7 +139,6 @@ def test_every_byte_is_a_place_to_die(kind: Kind, fields: dict[str, Any]) -> Non
 
 
 @given(cases(temperature=0.8), st.randoms(use_true_random=False), st.booleans())
-@settings(max_examples=300, deadline=None)
 def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
     case: Case, random: Random, spells: bool
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.router.clients import Router, Transcript, chunk_ends, transcript
+from tests.support.seeds import seeds
 from vllm_kvpool.router.answer import Answer
 from vllm_kvpool.router.bodies import ClientRequest, Kind, parse_request
 from vllm_kvpool.router.splice import Splice
@@ -161,7 +162,7 @@ def test_a_message_that_is_echoed_is_no_part_of_the_answer(
 STOPS = [["\n\n"], ["aé", "#x"], ["b"], ["x 漢字", "日😀"], ["a", "b "]]
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(40, 120))
 def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(seed: int) -> None:
     """Engines draw at random, each its own, also what is no text at all."""
     random, eos = Random(seed), tokenizer().eos_token_id

@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.scenes import BLOCKS, HOST, Scene, busy_scene
@@ -278,7 +278,6 @@ def end_all(scene: Scene) -> None:
                 scene.step(ended)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(EVENTS, max_size=60))
 def test_whatever_happens_can_be_shown(events: list[tuple[str, str]]) -> None:
     """And the parts agree: every request that has arrived is in flight or has ended once."""

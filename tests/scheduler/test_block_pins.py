@@ -152,4 +152,4 @@ class PinMachine(RuleBasedStateMachine):
 
 
 TestPinMachine = PinMachine.TestCase
-TestPinMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPinMachine.settings = settings(max_examples=40, stateful_step_count=25)

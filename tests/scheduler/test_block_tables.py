@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.layout.topology import Group, Reach
@@ -140,7 +140,6 @@ def engine_table(group: Group, index: int, computed: int, stop: int, gone: int) 
     return [gone] * min(valid, count) + [1000 * index + i + 1 for i in range(valid, count)]
 
 
-@settings(deadline=None)
 @given(cases())
 def test_a_load_goes_where_the_engine_has_blocks_and_fills_them_whole(case: Case) -> None:
     tables = [
@@ -168,7 +167,6 @@ def test_a_load_goes_where_the_engine_has_blocks_and_fills_them_whole(case: Case
         assert wanted == list(range(pages.token_start, case.stop))
 
 
-@settings(deadline=None)
 @given(cases(), st.sampled_from((NULL_BLOCK, STALE)), st.data())
 def test_a_save_names_only_blocks_that_are_the_requests(
     case: Case, gone: int, data: st.DataObject
@@ -208,7 +206,6 @@ def test_a_save_names_only_blocks_that_are_the_requests(
     assert NULL_BLOCK not in all_blocks(pages)
 
 
-@settings(deadline=None)
 @given(cases(), st.integers(1, 100))
 def test_everything_that_goes_before_the_next_step_was_told(case: Case, more: int) -> None:
     """So that what is held and what is still there make up all of the tokens told of."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import (
@@ -124,7 +124,6 @@ def test_the_last_is_asked_for_whole_and_samples_before() -> None:
     assert state.questions() == tuple(whole[:5])
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=80))
 def test_holes_still_end_at_a_chunk_that_is_there(present: list[bool]) -> None:
     found, rounds = search(present)
@@ -133,7 +132,6 @@ def test_holes_still_end_at_a_chunk_that_is_there(present: list[bool]) -> None:
     assert found == len(present) or not present[found]
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.integers(0, MAX_CHUNKS), st.integers(0, MAX_CHUNKS), st.randoms(use_true_random=False))
 def test_chunks_of_which_some_cells_are_there_are_not_found(
     num_chunks: int, stored: int, random: Random
@@ -316,7 +314,6 @@ def most_rounds(num_chunks: int) -> int:
     return max_rounds_deceived(num_chunks) + 2 + -(-num_chunks // WINDOW_SCAN)
 
 
-@settings(deadline=None, max_examples=300)
 @given(stored(whole=True))
 def test_the_longest_prefix_is_found_that_has_all_that_is_read(
     case: tuple[list[Kind], list[list[bool]], int, int],
@@ -340,7 +337,6 @@ def test_the_longest_prefix_is_found_that_has_all_that_is_read(
             assert {Question(chunk, i) for chunk in wanted} <= asked
 
 
-@settings(deadline=None, max_examples=300)
 @given(stored(whole=False))
 def test_without_layers_that_read_all_what_is_found_has_all_that_is_read(
     case: tuple[list[Kind], list[list[bool]], int, int],
@@ -353,7 +349,6 @@ def test_without_layers_that_read_all_what_is_found_has_all_that_is_read(
         assert found == len(present[0])
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=80), st.integers(1, 64), st.integers(1, 64))
 def test_one_kind_that_reads_all_is_searched_as_a_prefix(
     present: list[bool], chunk_tokens: int, block: int

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tests.support.models import LlamaShape, make_llama, make_lora
+from tests.support.models import LlamaShape, make_lora, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity import chunk_hash as hashing
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -60,7 +60,7 @@ def with_scales(directory: Path, to: Path, **scales: float) -> Path:
 
 
 def test_static_scales_that_differ_keep_models_apart(tmp_path: Path, identity_of: Identity) -> None:
-    model = make_llama(tmp_path, SHAPE)
+    model = make_model(tmp_path, SHAPE)
     copies = {
         "same": {"k_scale": 0.5, "v_scale": 0.5},
         "also": {"k_scale": 0.5, "v_scale": 0.5},
@@ -82,9 +82,9 @@ def test_static_scales_that_differ_keep_models_apart(tmp_path: Path, identity_of
 def test_a_namesake_with_other_weights_is_another_model(
     tmp_path: Path, identity_of: Identity
 ) -> None:
-    one = make_llama(tmp_path, SHAPE)
+    one = make_model(tmp_path, SHAPE)
     namesake = tmp_path / "other" / one.name
-    shutil.copytree(make_llama(tmp_path, LlamaShape(layers=2, vocab=64, seed=1)), namesake)
+    shutil.copytree(make_model(tmp_path, LlamaShape(layers=2, vocab=64, seed=1)), namesake)
     copy = tmp_path / "copy" / one.name
     shutil.copytree(one, copy)
     assert identity_of(one) == identity_of(copy) != identity_of(namesake)
@@ -142,7 +142,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
 
         from vllm_kvpool.vllm_adapt import namespace
 
-        model = make_llama(tmp_path_factory.mktemp("models"), SHAPE)
+        model = make_model(tmp_path_factory.mktemp("models"), SHAPE)
         started = EngineArgs(model=str(model), skip_tokenizer_init=True, dtype="float16")
         whole = started.create_engine_config()
 
@@ -216,7 +216,7 @@ def test_equal_weights_of_another_configuration_are_another_model(
     is_same: bool,
 ) -> None:
     """Whatever it is that differs: only the model's code knows what comes of it."""
-    other = tmp_path / make_llama(tmp_path / "made", SHAPE).name
+    other = tmp_path / make_model(tmp_path / "made", SHAPE).name
     shutil.copytree(tmp_path / "made" / other.name, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | said))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeRequest
@@ -186,7 +186,6 @@ LIKE_A_KEY = (
 texts = st.text(st.characters(), max_size=40) | st.sampled_from(NAMES)  # surrogates too
 
 
-@settings(deadline=None, max_examples=200)
 @given(texts, texts, st.text("0123456789abcdef", min_size=12, max_size=32))
 def test_any_name_makes_one_path_component_of_bounded_length(
     one: str, other: str, digest: str
@@ -204,7 +203,6 @@ def test_any_name_makes_one_path_component_of_bounded_length(
         assert not {"\0", "\n"} & set(name)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.text(st.characters(), max_size=300), st.text(st.characters(), max_size=300))
 def test_any_string_as_a_key_stays_in_the_store(one: str, other: str) -> None:
     """A store's keys are ours; that no other string leaves the directory costs nothing."""
@@ -217,7 +215,6 @@ def test_any_string_as_a_key_stays_in_the_store(one: str, other: str) -> None:
         assert len(parts[0]) <= 255
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(), max_size=300) | st.from_regex(LIKE_A_KEY, fullmatch=True))
 def test_any_string_parses_or_is_no_key(text: str) -> None:
     try:
@@ -229,7 +226,6 @@ def test_any_string_parses_or_is_no_key(text: str) -> None:
     assert ParsedKey.parse(made) == parsed
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(), max_size=60), st.text(st.characters(), max_size=60))
 def test_any_two_salts_differ_from_the_first_chunk_on(one: str, other: str) -> None:
     assert (hashes(one)[0] == hashes(other)[0]) == (one == other)

@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.staging.page_bench import (
     CHUNK,
@@ -191,7 +191,6 @@ def test_a_move_reads_its_own_blocks_of_a_table_however_long(make: MakeCopier) -
     assert reads[0] == reads[1] > 0
 
 
-@settings(max_examples=100, deadline=None)
 @given(cells())
 def test_any_geometry(cell: Cell) -> None:
     for make in COPIERS:

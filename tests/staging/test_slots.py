@@ -108,4 +108,4 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = SlotMachine.TestCase
-TestSlotMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestSlotMachine.settings = settings(stateful_step_count=30)

@@ -105,9 +105,7 @@ def walk(walked: list[tuple[str, Prompt, int]], stores: list[Store], reopen: obj
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 @given(walked=steps)
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_chunk_never_outlives_one_before_it(
     tmp_path_factory: pytest.TempPathFactory, policy: str, walked: list[tuple[str, Prompt, int]]
 ) -> None:
@@ -129,7 +127,6 @@ def test_a_chunk_never_outlives_one_before_it(
 
 
 @given(walked=steps)
-@settings(max_examples=100, deadline=None)
 def test_nor_in_the_store_of_this_process(walked: list[tuple[str, Prompt, int]]) -> None:
     store = MemoryStore("", 40 * CELL)
     walk(walked, [store, store], lambda writer: store)

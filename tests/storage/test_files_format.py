@@ -1,7 +1,7 @@
 """The format of a file: round trips around whole pages, and what is not ours."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.storage.file.format import (
@@ -32,7 +32,6 @@ def file_of(data: bytes, key: str, junk: bytes = b"\xaa") -> bytes:
 
 
 @given(around_pages, keys)
-@settings(deadline=None)  # a busy machine
 def test_an_object_and_its_key_come_back_from_whole_pages(nbytes: int, key: str) -> None:
     data = random_bytes(nbytes, 1)
     file = file_of(data, key)

@@ -17,9 +17,8 @@ from typing import Any, Self
 
 import httpx
 
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import free_ports
-from tests.support.tokenizers import VOCAB, add_tokenizer
 
 MODEL = "tiny"
 TOKEN = "only-for-this-machine"
@@ -62,7 +61,7 @@ class Deployment:
         self = cls(spec, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            model = make_llama(directory / "models", LlamaShape(vocab=VOCAB))
+            model = make_model(directory / "models", LlamaShape(vocab=TEXT_VOCAB))
             add_tokenizer(model)
             front, admin, first = free_ports(2 + max(spec.slots, spec.prefill + spec.decode))[:3]
             self.front, self.admin = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"

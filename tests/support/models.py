@@ -1,9 +1,11 @@
-"""Tiny Llama and Gemma models and LoRA adapters on disk, for tests and examples.
+"""Tiny models, tokenizers and LoRA adapters on disk, for tests, examples and benchmarks.
 
 Weights are float32 and spread wide (`INITIALIZER_RANGE`): engines of different tensor-parallel
-sizes then agree to about 1e-5 in log-probability, while one wrong cached token moves it by 1e-2,
-so comparing log-probabilities finds wrong cache bytes. There is no tokenizer; prompts are token
-ids. The same values always give the same bytes, and a directory that is complete is not rewritten.
+sizes then agree to about 1e-5 in log-probability, while one wrong cached token, or another image,
+moves it by 1e-2, so comparing log-probabilities finds wrong cache bytes. Nothing is fetched: models
+of text take token ids (`add_tokenizer` gives them a tokenizer), models of images come with a
+tokenizer and a processor. The same values always give the same bytes, and a directory that is
+complete is not rewritten.
 """
 
 import hashlib
@@ -11,25 +13,53 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-Weights = dict[str, NDArray[np.float32]]
+Tensor = NDArray[np.float32]
+Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 INITIALIZER_RANGE = 0.12
 LORA_SCALE = 0.05
 GEMMA_ATTENTION_WEIGHT = 4
+NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
+
+# No prompt of random tokens has it: those begin at 3, as everywhere in the tests.
+IMAGE_TOKEN_ID = 0
+LLAVA_IMAGE = "<image>"
+QWEN2_VL_IMAGE = "<|image_pad|>"
+QWEN2_VL_LAST_TOKENS = ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+QWEN2_VL_FRAMES = 2
+# Each message as it is; vLLM puts the image tokens before the text they came with.
+IMAGE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+TEXT_VOCAB = 400
+BEGIN, END = "<|begin|>", "<|end|>"
+CORPUS = (
+    "the pool holds what one engine has computed and another one finds it there",
+    "a prompt is cut into chunks and every chunk into cells of one head and some layers",
+    "requests are answered in the order in which they came unless somebody is in a hurry",
+    "tell me a story about a router that never lost a token of any stream",
+    "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 100 200 300 1000",
+)
+TEXT_TEMPLATE = (
+    "{% for message in messages %}<|begin|>{{ message['role'] }}: {{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|begin|>assistant: {% endif %}"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """All that decides the bytes of a model."""
+    """All that decides the bytes of a Llama; other models say what they have instead."""
+
+    kind: ClassVar[str] = "llama"
 
     kv_heads: int = 4
     heads: int = 8
@@ -44,87 +74,466 @@ class LlamaShape:
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, self
 
+    def sizes(self) -> Sizes:
+        """Names and sizes of the tensors, in the order in which they are drawn."""
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
+            yield f"{prefix}.self_attn.q_proj.weight", (q_size, self.hidden)
+            yield f"{prefix}.self_attn.k_proj.weight", (kv_size, self.hidden)
+            yield f"{prefix}.self_attn.v_proj.weight", (kv_size, self.hidden)
+            yield f"{prefix}.self_attn.o_proj.weight", (self.hidden, q_size)
+            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
+            yield f"{prefix}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
+            yield f"{prefix}.mlp.up_proj.weight", (self.intermediate, self.hidden)
+            yield f"{prefix}.mlp.down_proj.weight", (self.hidden, self.intermediate)
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocab, self.hidden)
 
-def make_llama(directory: Path, shape: LlamaShape) -> Path:
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        """The values of one tensor."""
+        return np.ones(size, np.float32) if name.endswith(NORMS) else _normal(rng, size)
+
+    def config(self) -> dict[str, Any]:
+        """config.json"""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "float32",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_position,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "initializer_range": INITIALIZER_RANGE,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    def add_files(self, path: Path) -> None:
+        """Write what there is beside the weights and their configuration."""
+
+
+def make_model(directory: Path, shape: LlamaShape) -> Path:
     """Write the model of `shape` below `directory`, unless it is there, and return its path."""
 
     def fill(path: Path) -> None:
         rng = np.random.default_rng(shape.seed)
-        save_file(
-            {name: llama_tensor(rng, size, name) for name, size in llama_sizes(shape)},
-            path / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        write_json(path / "config.json", llama_config(shape))
+        weights = {name: shape.tensor(rng, size, name) for name, size in shape.sizes()}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        _write_json(path / "config.json", shape.config())
+        shape.add_files(path)
 
-    return once(directory, "llama", asdict(shape), fill)
+    return _once(directory, shape.kind, asdict(shape), fill)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Models of text
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemmaShape(LlamaShape):
     """A Gemma 4 of full attention, whose last `sharing_layers` attend to the KV of another."""
 
+    kind: ClassVar[str] = "gemma"
+
     sharing_layers: int = 2
 
+    def sizes(self) -> Sizes:
+        own = range(self.layers - self.sharing_layers)
+        shared = tuple(
+            f"model.layers.{layer}.self_attn.{name}"
+            for layer in range(len(own), self.layers)
+            for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight")
+        )
+        return (each for each in _gemma_sizes(self) if each[0] not in shared)
 
-def make_gemma(directory: Path, shape: GemmaShape) -> Path:
-    """Write the model of `shape` below `directory`, unless it is there, and return its path."""
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        # Otherwise the token before decides alone, and wrong KV would go unnoticed.
+        weight = GEMMA_ATTENTION_WEIGHT if name.endswith("post_attention_layernorm.weight") else 1
+        return super().tensor(rng, size, name) * np.float32(weight)
 
-    def fill(path: Path) -> None:
-        rng = np.random.default_rng(shape.seed)
-        weights = {name: llama_tensor(rng, size, name) for name, size in _gemma_sizes(shape)}
-        for name, tensor in weights.items():
-            # Otherwise the token before decides alone, and wrong KV would go unnoticed.
-            if name.endswith("post_attention_layernorm.weight"):
-                tensor *= GEMMA_ATTENTION_WEIGHT
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        write_json(path / "config.json", _gemma_config(shape))
+    def config(self) -> dict[str, Any]:
+        return _without(super().config(), "hidden_act", "mlp_bias", "rope_theta") | {
+            "architectures": ["Gemma4ForCausalLM"],
+            "model_type": "gemma4_text",
+            "global_head_dim": self.head_dim,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": self.vocab,
+            "num_kv_shared_layers": self.sharing_layers,
+            "layer_types": ["full_attention"] * self.layers,
+            "tie_word_embeddings": True,
+        }
 
-    return once(directory, "gemma", asdict(shape), fill)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HybridShape(LlamaShape):
+@dataclass(frozen=True, kw_only=True)
+class WindowShape(LlamaShape):
     """A model of which every `full_every`th layer sees all tokens, and the others a window."""
 
     layers: int = 6
     window: int = 96
     full_every: int = 3
 
-
-def make_hybrid(directory: Path, shape: HybridShape) -> Path:
-    """Write the model of `shape` below `directory`, unless it is there, and return its path."""
-
-    sizes, config = _hybrid_sizes(shape), _hybrid_config(shape)
-    return make_model(directory, "hybrid", shape, sizes, config, _hybrid_tensor)
+    def layer_types(self) -> list[str]:
+        full = [(layer + 1) % self.full_every == 0 for layer in range(self.layers)]
+        return ["full_attention" if each else "sliding_attention" for each in full]
 
 
-class Seeded(Protocol):
-    """A dataclass of a model's sizes."""
+@dataclass(frozen=True, kw_only=True)
+class HybridShape(WindowShape):
+    """A Gemma 3."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: ClassVar[str] = "hybrid"
+
+    def sizes(self) -> Sizes:
+        return _gemma_sizes(self)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith("post_attention_layernorm.weight"):
+            return np.full(size, GEMMA_ATTENTION_WEIGHT, dtype=np.float32)
+        if name.endswith(NORMS):
+            return np.zeros(size, dtype=np.float32)  # this Gemma's norms add one
+        return super().tensor(rng, size, name)
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": self.head_dim,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": self.window,
+            "layer_types": self.layer_types(),
+            "tie_word_embeddings": True,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnevenShape(WindowShape):
+    """A MiMo V2, whose windows have `window_kv_heads`; the configuration gives the others first."""
+
+    kind: ClassVar[str] = "uneven"
+
+    kv_heads: int = 1
+    window_kv_heads: int = 2
+
+    def sizes(self) -> Sizes:
+        windowed = tuple(
+            f"model.layers.{layer}.self_attn.{kind}_proj.weight"
+            for layer, attention in enumerate(self.layer_types())
+            for kind in ("k", "v")
+            if attention == "sliding_attention"
+        )
+        rows = self.window_kv_heads * self.head_dim
+        for name, size in super().sizes():
+            yield name, (rows, self.hidden) if name in windowed else size
+
+    def config(self) -> dict[str, Any]:
+        llama = _without(super().config(), "mlp_bias")
+        types = self.layer_types()
+        return llama | {
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "model_type": "mimo_v2_flash",
+            "swa_num_attention_heads": self.heads,
+            "swa_num_key_value_heads": self.window_kv_heads,
+            "v_head_dim": self.head_dim,
+            "swa_head_dim": self.head_dim,
+            "swa_v_head_dim": self.head_dim,
+            "swa_rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "attention_value_scale": None,
+            "sliding_window": self.window,
+            "sliding_window_size": self.window,
+            "hybrid_layer_pattern": [int(each == "sliding_attention") for each in types],
+            "layer_types": types,
+            "mlp_layer_types": ["dense"] * self.layers,
+            "layernorm_epsilon": llama["rms_norm_eps"],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopedShape(LlamaShape):
+    """An IQuest LoopCoder: runs through its layers twice, the second time with a window as well."""
+
+    kind: ClassVar[str] = "looped"
+
+    hidden: int = 256
+    window: int = 64
+
+    def sizes(self) -> Sizes:
+        yield from super().sizes()
+        for layer in range(self.layers):
+            yield f"model.gate_projections.{layer}.weight", (self.heads, self.head_dim)
+            yield f"model.gate_projections.{layer}.bias", (self.heads,)
+
+    def config(self) -> dict[str, Any]:
+        # The model's own type comes with code of its own; Llama's has all that vLLM reads.
+        return super().config() | {
+            "architectures": ["IQuestLoopCoderForCausalLM"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "loop_num": 2,
+            "loop_window_size": self.window,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekShape(LlamaShape):
+    """A DeepSeek V2 with MLA: its KV is one row of `latent` and `rope_dim` numbers for all heads.
+
+    vLLM's CPU kernels take no other row than the one of these defaults.
+    """
+
+    kind: ClassVar[str] = "deepseek"
+
+    heads: int = 4
+    layers: int = 3
+    latent: int = 512
+    rope_dim: int = 64
+    nope_dim: int = 32
+    value_dim: int = 32
+
+    def sizes(self) -> Sizes:
+        keys_and_values = self.heads * (self.nope_dim + self.value_dim)
+        own = {
+            "q_proj": (self.heads * (self.nope_dim + self.rope_dim), self.hidden),
+            "kv_a_proj_with_mqa": (self.latent + self.rope_dim, self.hidden),
+            "kv_a_layernorm": (self.latent,),
+            "kv_b_proj": (keys_and_values, self.latent),
+            "o_proj": (self.hidden, self.heads * self.value_dim),
+        }
+        for name, size in super().sizes():
+            prefix, _, module = name.removesuffix(".weight").partition(".self_attn.")
+            if not module:
+                yield name, size
+            elif module == "q_proj":  # in the place of all
+                for each, its_size in own.items():
+                    yield f"{prefix}.self_attn.{each}.weight", its_size
+
+    def config(self) -> dict[str, Any]:
+        return _without(super().config(), "head_dim", "mlp_bias") | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_key_value_heads": self.heads,
+            "kv_lora_rank": self.latent,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.value_dim,
+            # No layer has experts; vLLM reads what they would be all the same.
+            "first_k_dense_replace": self.layers,
+            "moe_layer_freq": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        }
+
+
+# Models of images
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaShape(LlamaShape):
+    """A LLaVA with the vision tower of CLIP; `image_size` and `patch` are in pixels."""
+
+    kind: ClassVar[str] = "llava"
+
+    image_size: int = 56
+    patch: int = 14
+    vision_layers: int = 2
+    vision_heads: int = 2
+    vision_hidden: int = 64
+    vision_intermediate: int = 128
 
     @property
-    def seed(self) -> int: ...
+    def image_rows(self) -> int:
+        """The rows of one image's embedding, and the tokens that it takes in a prompt."""
+        return (self.image_size // self.patch) ** 2
+
+    def sizes(self) -> Sizes:
+        for name, size in super().sizes():
+            yield f"language_model.{name}", size
+        # As vLLM calls them: it has this level of names, newer releases of transformers have not.
+        tower, hidden = "vision_tower.vision_model", self.vision_hidden
+        yield f"{tower}.embeddings.class_embedding", (hidden,)
+        yield f"{tower}.embeddings.patch_embedding.weight", (hidden, 3, self.patch, self.patch)
+        yield f"{tower}.embeddings.position_embedding.weight", (self.image_rows + 1, hidden)
+        yield from _with_bias(f"{tower}.pre_layrnorm", (hidden,))
+        for layer in range(self.vision_layers):
+            prefix = f"{tower}.encoder.layers.{layer}"
+            yield from _with_bias(f"{prefix}.layer_norm1", (hidden,))
+            for part in ("q", "k", "v", "out"):
+                yield from _with_bias(f"{prefix}.self_attn.{part}_proj", (hidden, hidden))
+            yield from _with_bias(f"{prefix}.layer_norm2", (hidden,))
+            yield from _with_bias(f"{prefix}.mlp.fc1", (self.vision_intermediate, hidden))
+            yield from _with_bias(f"{prefix}.mlp.fc2", (hidden, self.vision_intermediate))
+        yield from _with_bias("multi_modal_projector.linear_1", (self.hidden, hidden))
+        yield from _with_bias("multi_modal_projector.linear_2", (self.hidden, self.hidden))
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            "dtype": "float32",
+            "image_token_index": IMAGE_TOKEN_ID,
+            "image_seq_length": self.image_rows,
+            "projector_hidden_act": "gelu",
+            "vision_feature_select_strategy": "default",
+            "vision_feature_layer": -1,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "text_config": super().config(),
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": self.vision_hidden,
+                "intermediate_size": self.vision_intermediate,
+                "num_hidden_layers": self.vision_layers,
+                "num_attention_heads": self.vision_heads,
+                "projection_dim": self.vision_hidden,
+                "image_size": self.image_size,
+                "patch_size": self.patch,
+                "initializer_range": INITIALIZER_RANGE,
+            },
+        }
+
+    def add_files(self, path: Path) -> None:
+        pixels = {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": self.image_size},
+            "crop_size": {"height": self.image_size, "width": self.image_size},
+        }
+        processor = {
+            "processor_class": "LlavaProcessor",
+            "patch_size": self.patch,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+            "image_token": LLAVA_IMAGE,
+        }
+        _write_json(path / "preprocessor_config.json", pixels)
+        _write_json(path / "processor_config.json", processor)
+        _add_byte_tokenizer(path, self.vocab, [LLAVA_IMAGE, "<s>", "</s>"])
 
 
-def make_model(
-    directory: Path,
-    kind: str,
-    shape: Seeded,
-    sizes: Iterable[tuple[str, tuple[int, ...]]],
-    config: Mapping[str, Any],
-    tensor: Callable[[np.random.Generator, tuple[int, ...], str], Any],
-) -> Path:
-    """Write a model of these tensors, each made by `tensor`, unless it is there; its path."""
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLShape(LlamaShape):
+    """A Qwen2-VL: images of any size, in rows of `merge` x `merge` patches of `patch` pixels."""
 
-    def fill(path: Path) -> None:
-        rng = np.random.default_rng(shape.seed)
-        weights = {name: tensor(rng, size, name) for name, size in sizes}
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        write_json(path / "config.json", config)
+    kind: ClassVar[str] = "qwen2-vl"
 
-    return once(directory, kind, asdict(shape), fill)
+    kv_heads: int = 2
+    heads: int = 4
+    # Room for the tokens of videos beyond the ids that prompts of random tokens have.
+    vocab: int = 1088
+    patch: int = 14
+    merge: int = 2
+    max_image_rows: int = 256
+    vision_layers: int = 2
+    vision_heads: int = 2
+    vision_hidden: int = 64
+
+    def __post_init__(self) -> None:
+        assert self.heads * self.head_dim == self.hidden, self
+
+    def image_rows(self, width: int, height: int) -> int:
+        """The rows of an image of so many pixels, each a multiple of what one row covers."""
+        side = self.patch * self.merge
+        assert width % side == height % side == 0, (width, height)
+        return (width // side) * (height // side)
+
+    def sizes(self) -> Sizes:
+        for name, size in super().sizes():
+            yield name, size
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                yield name.replace("weight", "bias"), size[:1]
+        hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
+        patches = (hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
+        yield "visual.patch_embed.proj.weight", patches
+        for layer in range(self.vision_layers):
+            prefix = f"visual.blocks.{layer}"
+            yield from _with_bias(f"{prefix}.norm1", (hidden,))
+            yield from _with_bias(f"{prefix}.attn.qkv", (3 * hidden, hidden))
+            yield from _with_bias(f"{prefix}.attn.proj", (hidden, hidden))
+            yield from _with_bias(f"{prefix}.norm2", (hidden,))
+            yield from _with_bias(f"{prefix}.mlp.fc1", (2 * hidden, hidden))
+            yield from _with_bias(f"{prefix}.mlp.fc2", (hidden, 2 * hidden))
+        yield from _with_bias("visual.merger.ln_q", (hidden,))
+        yield from _with_bias("visual.merger.mlp.0", (merged, merged))
+        yield from _with_bias("visual.merger.mlp.2", (self.hidden, merged))
+
+    def config(self) -> dict[str, Any]:
+        # The rotations are shared out among time, height and width.
+        time, height = self.head_dim // 8, self.head_dim // 16 * 3
+        text = _without(super().config(), "head_dim", "rope_theta", "attention_bias", "mlp_bias")
+        video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
+        return {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "dtype": "float32",
+            "image_token_id": IMAGE_TOKEN_ID,
+            "video_token_id": video,
+            "vision_start_token_id": start,
+            "vision_end_token_id": end,
+            "tie_word_embeddings": False,
+            "text_config": text
+            | {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2_vl_text",
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [time, height, height],
+                },
+            },
+            "vision_config": {
+                "model_type": "qwen2_vl_vision",
+                "depth": self.vision_layers,
+                "embed_dim": self.vision_hidden,
+                "hidden_size": self.hidden,
+                "num_heads": self.vision_heads,
+                "mlp_ratio": 2,
+                "in_channels": 3,
+                "patch_size": self.patch,
+                "spatial_merge_size": self.merge,
+                "temporal_patch_size": QWEN2_VL_FRAMES,
+                "initializer_range": INITIALIZER_RANGE,
+            },
+        }
+
+    def add_files(self, path: Path) -> None:
+        pixels = {
+            "patch_size": self.patch,
+            "temporal_patch_size": QWEN2_VL_FRAMES,
+            "merge_size": self.merge,
+            "size": {
+                "shortest_edge": (self.patch * self.merge) ** 2,
+                "longest_edge": self.max_image_rows * (self.patch * self.merge) ** 2,
+            },
+        }
+        image = {"image_processor_type": "Qwen2VLImageProcessor", **pixels}
+        video = {"video_processor_type": "Qwen2VLVideoProcessor", **pixels}
+        _write_json(path / "preprocessor_config.json", image)
+        _write_json(path / "video_preprocessor_config.json", video)
+        _write_json(path / "processor_config.json", {"processor_class": "Qwen2VLProcessor"})
+        _add_byte_tokenizer(path, self.vocab, [QWEN2_VL_IMAGE, "<s>", "</s>"], QWEN2_VL_LAST_TOKENS)
+
+
+# Beside models
 
 
 def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 1) -> Path:
@@ -137,7 +546,7 @@ def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 
 
     def fill(path: Path) -> None:
         rng = np.random.default_rng(seed)
-        weights: Weights = {}
+        weights: dict[str, Tensor] = {}
         for layer in range(shape.layers):
             for module, out_size in out_sizes.items():
                 prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
@@ -154,92 +563,56 @@ def make_lora(directory: Path, shape: LlamaShape, *, rank: int = 8, seed: int = 
             "lora_dropout": 0.0,
             "target_modules": list(out_sizes),
         }
-        write_json(path / "adapter_config.json", config)
+        _write_json(path / "adapter_config.json", config)
 
-    return once(directory, "lora", {**asdict(shape), "rank": rank, "lora_seed": seed}, fill)
-
-
-def llama_sizes(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (shape.hidden,)
-        yield f"{prefix}.self_attn.q_proj.weight", (q_size, shape.hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", (kv_size, shape.hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", (kv_size, shape.hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", (shape.hidden, q_size)
-        yield f"{prefix}.post_attention_layernorm.weight", (shape.hidden,)
-        yield f"{prefix}.mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (shape.intermediate, shape.hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (shape.hidden, shape.intermediate)
-    yield "model.norm.weight", (shape.hidden,)
-    yield "lm_head.weight", (shape.vocab, shape.hidden)
+    return _once(directory, "lora", {**asdict(shape), "rank": rank, "lora_seed": seed}, fill)
 
 
-def _gemma_sizes(shape: GemmaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.self_attn.q_proj.weight", (q_size, shape.hidden)
-        yield f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,)
-        if layer < shape.layers - shape.sharing_layers:
-            yield f"{prefix}.self_attn.k_proj.weight", (kv_size, shape.hidden)
-            yield f"{prefix}.self_attn.v_proj.weight", (kv_size, shape.hidden)
-            yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
-        yield f"{prefix}.self_attn.o_proj.weight", (shape.hidden, q_size)
-        yield f"{prefix}.mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (shape.intermediate, shape.hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (shape.hidden, shape.intermediate)
-        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            yield f"{prefix}.{place}_layernorm.weight", (shape.hidden,)
-    yield "model.norm.weight", (shape.hidden,)
+def add_tokenizer(model: Path, vocab: int = TEXT_VOCAB) -> Path:
+    """Write a tokenizer of at most `vocab` tokens into a model's directory; returns it.
+
+    Byte-level BPE, as Llama 3 and Qwen have: any bytes are tokens, and a character outside of ASCII
+    may be several, which is what streams of text have to get right. Trained on `CORPUS`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    _write_tokenizer(model, tokenizer, bos_token=BEGIN, eos_token=END, chat_template=TEXT_TEMPLATE)
+    return model
 
 
-def _gemma_config(shape: GemmaShape) -> dict[str, Any]:
-    llama = llama_config(shape)
-    for name in ("hidden_act", "mlp_bias", "rope_theta"):
-        del llama[name]
-    return llama | {
-        "architectures": ["Gemma4ForCausalLM"],
-        "model_type": "gemma4_text",
-        "global_head_dim": shape.head_dim,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": shape.vocab,
-        "num_kv_shared_layers": shape.sharing_layers,
-        "layer_types": ["full_attention"] * shape.layers,
-        "tie_word_embeddings": True,
-    }
+def _add_byte_tokenizer(
+    path: Path, vocab: int, first: Sequence[str], last: Sequence[str] = ()
+) -> None:
+    """Write a tokenizer of single bytes between special tokens, padded to `vocab` ids."""
+    tokens = [*first, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"<{number}>" for number in range(len(tokens), vocab - len(last))]
+    tokens += last
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*first, *last])
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    _write_tokenizer(path, tokenizer, **special, chat_template=IMAGE_TEMPLATE)
 
 
-def llama_config(shape: LlamaShape) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.max_position,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "initializer_range": INITIALIZER_RANGE,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+def _write_tokenizer(path: Path, tokenizer: Tokenizer, **config: str) -> None:
+    tokenizer.save(str(path / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    _write_json(path / "tokenizer_config.json", kind | config)
 
 
-def _hybrid_sizes(shape: HybridShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, size in llama_sizes(shape):
+def _gemma_sizes(shape: LlamaShape) -> Sizes:
+    """Of a Gemma whose layers all have KV of their own."""
+    for name, size in LlamaShape.sizes(shape):
         if name != "lm_head.weight":  # tied to the embeddings
             yield name, size
     for layer in range(shape.layers):
@@ -250,41 +623,22 @@ def _hybrid_sizes(shape: HybridShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
 
 
-def _hybrid_config(shape: HybridShape) -> dict[str, Any]:
-    is_full = [(layer + 1) % shape.full_every == 0 for layer in range(shape.layers)]
-    return llama_config(shape) | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": shape.head_dim,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window": shape.window,
-        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
-        "tie_word_embeddings": True,
-    }
+def _with_bias(module: str, size: tuple[int, ...]) -> Sizes:
+    yield f"{module}.weight", size
+    yield f"{module}.bias", size[:1]
 
 
-def _hybrid_tensor(
-    rng: np.random.Generator, size: tuple[int, ...], name: str
-) -> NDArray[np.float32]:
-    if name.endswith("post_attention_layernorm.weight"):
-        return np.full(size, GEMMA_ATTENTION_WEIGHT, dtype=np.float32)
-    if name.endswith("norm.weight"):
-        return np.zeros(size, dtype=np.float32)  # this Gemma's norms add one
-    return _normal(rng, size, INITIALIZER_RANGE)
-
-
-def llama_tensor(rng: np.random.Generator, size: tuple[int, ...], name: str) -> NDArray[np.float32]:
-    if name.endswith("norm.weight"):
-        return np.ones(size, dtype=np.float32)
-    return _normal(rng, size, INITIALIZER_RANGE)
-
-
-def _normal(rng: np.random.Generator, size: tuple[int, ...], scale: float) -> NDArray[np.float32]:
+def _normal(
+    rng: np.random.Generator, size: tuple[int, ...], scale: float = INITIALIZER_RANGE
+) -> Tensor:
     return rng.standard_normal(size, dtype=np.float32) * np.float32(scale)
 
 
-def once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+def _without(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def _once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Path], None]) -> Path:
     """Fill a directory named after `values`; appear complete or not at all."""
     digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6)
     target = directory / f"{kind}-{digest.hexdigest()}"
@@ -305,5 +659,5 @@ def once(directory: Path, kind: str, values: dict[str, Any], fill: Callable[[Pat
     return target
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")

@@ -12,8 +12,7 @@ from enum import Enum
 from itertools import count
 
 from tests.support.router_engines import Kind
-from tests.support.router_timeline import Habits
-from tests.support.router_world import World
+from tests.support.router_world import Habits, World
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.desk import Settings
 from vllm_kvpool.router.events import Spawn

@@ -21,8 +21,8 @@ import msgspec
 import uvloop
 from multidict import CIMultiDictProxy
 
+from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.run import Router

@@ -1,15 +1,19 @@
 """A cluster in virtual time around a router's controller: engines, clients, a driver, faults.
 
-The world performs the controller's actions as the router's loop does, and tells it what comes of
-them. Hours without anything to do cost next to nothing: metrics are then asked for rarely.
+`World` performs the controller's actions as the router's loop does, and tells it what comes of
+them; `Calls` has the clients' requests and the calls to engines that they lead to, `Watch` what is
+seen of engines. Every call ends with exactly one event, also when it was aborted: an account fails
+an assertion if a request has two calls at a time, ends twice, or is begun again after its end.
+Hours without anything to do cost next to nothing: metrics are then asked for rarely.
 """
 
-from typing import TYPE_CHECKING
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from tests.support.router_calls import Client
-from tests.support.router_engines import Engine, Kind
-from tests.support.router_timeline import Habits, Timeline
-from tests.support.router_watch import Watch
+from tests.support.router_engines import Call, Engine, Kind
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.controller import Controller
 from vllm_kvpool.router.events import (
@@ -19,21 +23,494 @@ from vllm_kvpool.router.events import (
     Arrived,
     Cancelled,
     Decode,
+    DecodeBegan,
+    DecodeEnded,
     Event,
+    Failed,
     Load,
+    Loaded,
+    Measured,
+    Outcome,
     Prefill,
+    PrefillEnded,
     Probe,
     Refuse,
     ReplicaSpec,
     Rest,
     Tick,
     Warm,
+    Warmed,
 )
 from vllm_kvpool.router.requests import Ask, RequestId
 from vllm_kvpool.router.states import LOADING, ReplicaId, Role
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """Of networks, clients and those who watch engines."""
+
+    scrape_s: float = 1.0
+    quiet_scrape_s: float = 60.0
+    """While there is nothing to do, nor was there for `quiet_after_s`."""
+    quiet_after_s: float = 20.0
+    lag_s: float = 0.3
+    """Metrics are up to so old when they come."""
+    lost_share: float = 0.02
+    """Of all metrics."""
+    load_timeout_s: float = 120.0
+    load_fails_share: float = 0.0
+    """Of engines that are started."""
+    warm_timeout_s: float = 60.0
+    silence_s: float = 60.0
+    """A call to an engine that has hung ends after so long."""
+    failed_share: float = 0.0
+    """Of all calls, though the engine lives."""
+    rejected_share: float = 0.0
+    hopeless_share: float = 0.0
+    late_answer_share: float = 0.3
+    """Of loads that are given up, those whose answer was under way already."""
+    holds_for_new: bool = False
+    """The way of those who scale without taking over: each loading prefill replica is given its
+    share of what arrives, which waits until it is loaded."""
+
+
+class Timeline:
+    """What is going to happen, and chance. Everything in a world shares one."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.chance = random.Random(seed)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._entries = 0
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Do something later."""
+        self._entries += 1
+        heapq.heappush(self._agenda, (max(when, self.now), self._entries, what))
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        self.at(self.now + seconds, what)
+
+    def due(self) -> float:
+        """When something happens next."""
+        return self._agenda[0][0] if self._agenda else float("inf")
+
+    def pop(self) -> Callable[[], None]:
+        return heapq.heappop(self._agenda)[2]
+
+    def moment(self) -> float:
+        """Seconds; a network's."""
+        return 0.0005 + self.chance.random() * 0.01
+
+
+CHUNK_TOKENS = 256  # of the pool
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One request, as its client sees it."""
+
+    ask: Ask
+    arrived: float
+    output_tokens: int
+    received: int = 0
+    first_token: float | None = None
+    is_computed: bool = False
+    """Whether its prompt is in the pool."""
+    fate: str = ""
+    """How it has ended."""
+
+
+class Calls:
+    """Owned by a world."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        habits: Habits,
+        engines: Mapping[ReplicaId, Engine],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._timeline = timeline
+        self._habits = habits
+        self._engines = engines
+        self._post = post
+        self.clients: dict[RequestId, Client] = {}
+        """Those whose requests have not ended."""
+        self.live: dict[RequestId, Call] = {}
+        self.fates: Counter[str] = Counter()
+        self.waits: list[tuple[float, float]] = []
+        """When a request arrived, and how long its first token took."""
+        self._pool: set[int] = set()
+        self.pool_is_up = True
+
+    # Requests
+
+    def arrive(self, ask: Ask, output_tokens: int) -> Client:
+        client = Client(ask, self._timeline.now, output_tokens)
+        assert ask.request_id not in self.clients
+        self.clients[ask.request_id] = client
+        self.fates["arrived"] += 1
+        return client
+
+    def finish(self, client: Client, fate: str) -> None:
+        """A request ends, once."""
+        assert client.fate == "", f"{client.ask.request_id} was {client.fate}, is {fate}"
+        client.fate = fate
+        self.fates[fate] += 1
+        if client.first_token is not None:
+            self.waits.append((client.arrived, client.first_token - client.arrived))
+        del self.clients[client.ask.request_id]
+
+    def lose_pool(self) -> None:
+        """It is down, and empty when it is back."""
+        self.pool_is_up = False
+        self._pool.clear()
+        for client in self.clients.values():
+            client.is_computed = False
+
+    # What the controller wants done
+
+    def prefill(self, request_id: RequestId, replica: ReplicaId) -> None:
+        client = self.clients[request_id]
+        assert client.first_token is None, "computed again what is being answered"
+        self._begin(client, self._engines[replica], client.ask.prompt_tokens, is_prefill=True)
+
+    def decode(self, request_id: RequestId, replica: ReplicaId, expect_tokens: int) -> None:
+        client = self.clients[request_id]
+        assert expect_tokens <= client.ask.prompt_tokens
+        until = client.ask.prompt_tokens + client.received
+        self._begin(client, self._engines[replica], until, is_prefill=False)
+
+    def abort(self, request_id: RequestId) -> None:
+        call = self.live.get(request_id)
+        if call is not None:
+            self._timeline.after(
+                self._timeline.moment(), lambda: self.drop(call, Outcome.CANCELLED)
+            )
+
+    def _begin(self, client: Client, engine: Engine, until: int, *, is_prefill: bool) -> None:
+        ask = client.ask
+        assert ask.request_id not in self.live, f"{ask.request_id} has two calls at a time"
+        cached = min(_known(ask, engine.cached), until)
+        pooled = ask.prompt_tokens if client.is_computed else _known(ask, self._pool)
+        pooled = min(pooled, until) if self.pool_is_up else 0
+        call = self.live[ask.request_id] = Call(
+            ask=ask,
+            spec=engine.spec,
+            is_prefill=is_prefill,
+            prompt_tokens=until,
+            tokens_to_compute=max(1, until - max(cached, pooled)),
+            tokens_to_load=max(0, pooled - cached),
+            output_tokens=1 if is_prefill else client.output_tokens - client.received,
+        )
+        self._timeline.after(self._timeline.moment(), lambda: self._send(call, engine))
+
+    def _send(self, call: Call, engine: Engine) -> None:
+        """The engine gets it, or does not."""
+        now, habits, draw = self._timeline.now, self._habits, self._timeline.chance.random()
+        if call.outcome is not None:
+            return
+        if not engine.is_up or engine.is_asleep:
+            self._refuse(call, Outcome.FAILED)
+        elif engine.refuses_until > now:
+            self._refuse(call, Outcome.BUSY)
+        elif draw < habits.failed_share:
+            self._refuse(call, Outcome.FAILED)
+        elif draw < habits.failed_share + habits.rejected_share:
+            self._refuse(call, Outcome.REJECTED)
+        elif draw < habits.failed_share + habits.rejected_share + habits.hopeless_share:
+            self._refuse(call, Outcome.FAILED if call.is_prefill else Outcome.HOPELESS)
+        else:
+            engine.take(call, now)
+            self.wake(engine)
+            if engine.is_hung:
+                self.watch_silence(call, engine)
+
+    def _refuse(self, call: Call, outcome: Outcome) -> None:
+        call.outcome = outcome
+        self.ended(call)
+
+    def watch_silence(self, call: Call, engine: Engine) -> None:
+        """An engine has hung."""
+
+        def give_up() -> None:
+            if engine.is_hung:
+                self.drop(call, Outcome.FAILED)
+
+        self._timeline.after(self._habits.silence_s, give_up)
+
+    def drop(self, call: Call, outcome: Outcome) -> None:
+        """A call ends before it is done, if it has not ended just now."""
+        if call.outcome is not None:
+            return
+        engine = self._engines[call.spec.replica_id]
+        if call in engine.calls:
+            engine.drop(call, outcome, self._timeline.now)
+            self.wake(engine)
+        else:  # on its way there
+            self._refuse(call, outcome)
+
+    # What comes of it
+
+    def wake(self, engine: Engine) -> None:
+        """See to it that an engine is told the time when something is due."""
+        due = engine.due()
+
+        def tell() -> None:
+            if engine.due() <= due:  # else it has a later entry
+                engine.tell(self._timeline.now)
+                self.wake(engine)
+
+        if due < float("inf"):
+            self._timeline.at(due, tell)
+
+    def began(self, call: Call) -> None:
+        """An engine has brought a first token."""
+
+        def post() -> None:
+            client = self.clients.get(call.ask.request_id)
+            if client is not None and client.first_token is None:
+                client.first_token = self._timeline.now
+            if self.live.get(call.ask.request_id) is call:
+                self._post(DecodeBegan(call.ask.request_id))
+
+        self._timeline.after(0.0, post)
+
+    def ended(self, call: Call) -> None:
+        """An engine has done with a call."""
+        is_ok = call.outcome is Outcome.OK
+        delay_s = 0.0 if is_ok else self._timeline.moment()
+        self._timeline.after(delay_s, lambda: self._answer(call))
+
+    def _answer(self, call: Call) -> None:
+        request_id, outcome = call.ask.request_id, call.outcome
+        assert outcome is not None
+        assert self.live.pop(request_id) is call
+        client = self.clients.get(request_id)
+        if call.is_prefill:
+            self._answer_prefill(call, client, outcome)
+            return
+        if client is not None:
+            client.received += call.generated
+            assert client.received <= client.output_tokens
+            if outcome is Outcome.OK:
+                assert client.received == client.output_tokens
+                self.finish(client, "served")
+            elif outcome in (Outcome.REJECTED, Outcome.HOPELESS):
+                self.finish(client, outcome.value)
+        self._post(
+            DecodeEnded(
+                request_id=request_id,
+                replica=call.spec.replica_id,
+                outcome=outcome,
+                prompt_tokens=call.prompt_tokens,
+                output_tokens=call.generated,
+            )
+        )
+
+    def _answer_prefill(self, call: Call, client: Client | None, outcome: Outcome) -> None:
+        is_saved = outcome is Outcome.OK and self.pool_is_up
+        if is_saved:
+            self._pool.update(call.ask.prefix)
+            if client is not None:
+                client.is_computed = call.prompt_tokens == call.ask.prompt_tokens
+        self._post(
+            PrefillEnded(
+                request_id=call.ask.request_id,
+                replica=call.spec.replica_id,
+                outcome=outcome,
+                prompt_tokens=call.prompt_tokens,
+                saved_tokens=call.prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS if is_saved else 0,
+            )
+        )
+
+
+def _known(ask: Ask, hashes: set[int]) -> int:
+    """Tokens of a prompt that somebody has."""
+    number = max((n for n, each in enumerate(ask.prefix, 1) if each in hashes), default=0)
+    return number * ask.prefix_tokens
+
+
+MISSED_UNTIL_FAILED = 3
+ASK_AGAIN_S = 1.0
+NEVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    until: float
+    is_over: bool = False
+
+
+class Watch:
+    """Owned by a world; owns its engines."""
+
+    def __init__(
+        self, timeline: Timeline, habits: Habits, kind: Kind, post: Callable[[Event], None]
+    ) -> None:
+        self._timeline = timeline
+        self._habits = habits
+        self._kind = kind
+        self._post = post
+        self.engines: dict[ReplicaId, Engine] = {}
+        self.calls = Calls(timeline, habits, self.engines, post)
+        self._up_at: dict[ReplicaId, float] = {}
+        """When engines that are down are up again by themselves."""
+        self._loads: dict[ReplicaId, _Loading] = {}
+        self._missed: Counter[ReplicaId] = Counter()
+
+    def add(self, spec: ReplicaSpec, *, is_up: bool = True, kind: Kind | None = None) -> Engine:
+        """An engine; the controller is not told."""
+        calls = self.calls
+        engine = Engine(spec, kind or self._kind, calls.began, calls.ended, is_up=is_up)
+        engine.tell(self._timeline.now)
+        self.engines[spec.replica_id] = engine
+        return engine
+
+    # What the controller wants done
+
+    def load(self, spec: ReplicaSpec) -> None:
+        self._supersede(spec.replica_id)
+        loading = _Loading(self._timeline.now + self._habits.load_timeout_s)
+        self._loads[spec.replica_id] = loading
+        engine = self.engines.get(spec.replica_id) or self.add(spec, is_up=False)
+        if spec.is_ours and not engine.is_up and self._up_at.get(spec.replica_id, NEVER) == NEVER:
+            self.start_after(engine, engine.kind.load_s * self._timeline.chance.uniform(0.8, 1.5))
+        elif engine.is_up and engine.is_asleep:
+            self.start_after(engine, engine.kind.wake_s)
+        self._timeline.after(self._timeline.moment(), lambda: self._ask(engine, loading))
+
+    def start_after(self, engine: Engine, seconds: float) -> None:
+        """Its process is there, or awake, so much later."""
+        replica, at = engine.spec.replica_id, self._timeline.now + seconds
+        self._up_at[replica] = at
+
+        def start() -> None:
+            if self._up_at.get(replica) == at and self.engines.get(replica) is engine:
+                del self._up_at[replica]
+                engine.start(self._timeline.now)
+
+        if at < NEVER:
+            self._timeline.at(at, start)
+
+    def _ask(self, engine: Engine, loading: _Loading) -> None:
+        replica, now = engine.spec.replica_id, self._timeline.now
+        if loading.is_over:
+            return
+        if engine.answers and not engine.is_asleep:
+            loading.is_over = True
+            if self._timeline.chance.random() < self._habits.load_fails_share:
+                self._post(Failed(replica, "healthy, but does not answer"))
+            else:
+                self._post(Loaded(replica))
+        elif now >= loading.until:
+            loading.is_over = True
+            self._post(Failed(replica, "not loaded in time"))
+        else:
+            again = max(now + ASK_AGAIN_S, min(self._up_at.get(replica, now), loading.until))
+            self._timeline.at(again, lambda: self._ask(engine, loading))
+
+    def _supersede(self, replica: ReplicaId) -> None:
+        loading = self._loads.pop(replica, None)
+        if loading is None or loading.is_over:
+            return
+        loading.is_over = True
+        if self._timeline.chance.random() < self._habits.late_answer_share:
+            is_loaded = self._timeline.chance.random() < 0.5
+            late = Loaded(replica) if is_loaded else Failed(replica, "not loaded")
+            self._timeline.after(self._timeline.moment(), lambda: self._post(late))
+
+    def warm(self, replica: ReplicaId) -> None:
+        def end() -> None:
+            engine = self.engines.get(replica)
+            if engine is not None and engine.answers:
+                self._post(Warmed(replica))
+            else:
+                self._post(Failed(replica, "does not answer"))
+
+        engine = self.engines[replica]
+        self._timeline.after(0.1 if engine.answers else self._habits.warm_timeout_s, end)
+
+    def rest(self, replica: ReplicaId, *, forget: bool) -> None:
+        self._supersede(replica)
+        engine = self.engines.get(replica)
+        if engine is None:
+            return
+        assert not engine.calls, f"{replica} is put to rest with {len(engine.calls)} calls"
+        if forget:
+            self._up_at.pop(replica, None)
+            self._loads.pop(replica, None)
+            self._missed.pop(replica, None)
+            del self.engines[replica]
+        else:
+            engine.is_asleep = True
+
+    # What is seen of engines
+
+    def look(self, replica: ReplicaId) -> None:
+        """Ask for its metrics."""
+        engine = self.engines.get(replica)
+        if engine is None:
+            return
+        if engine.answers:
+            self._missed[replica] = 0
+            engine.tell(self._timeline.now)
+            self.calls.wake(engine)
+            seen = Measured(replica, engine.sample(pool_is_up=self.calls.pool_is_up))
+            lag_s = self._habits.lag_s * self._timeline.chance.random() if engine.calls else 0.0
+            self._timeline.after(lag_s, lambda: self._post(seen))
+            return
+        self._missed[replica] += 1
+        loading = self._loads.get(replica)
+        is_refused = not engine.is_up
+        if loading is not None and not loading.is_over:
+            return
+        if is_refused or self._missed[replica] >= MISSED_UNTIL_FAILED:
+            self._post(Failed(replica, "refuses" if is_refused else "does not answer"))
+
+    def look_at_all(self) -> None:
+        for replica in list(self.engines):
+            if self._timeline.chance.random() >= self._habits.lost_share:
+                self.look(replica)
+
+    # Faults
+
+    def crash(self, engine: Engine, restart_s: float) -> None:
+        """Its process ends; others start it again so much later. Ours is seen to end."""
+        engine.crash(self._timeline.now)
+        self.start_after(engine, NEVER if engine.spec.is_ours else restart_s)
+        if engine.spec.is_ours:
+            replica = engine.spec.replica_id
+            loading = self._loads.get(replica)
+            if loading is not None:
+                loading.is_over = True
+            self._timeline.after(
+                self._timeline.moment(), lambda: self._post(Failed(replica, "exited with -9"))
+            )
+
+    def hang(self, engine: Engine, seconds: float) -> None:
+        self._change_for(engine, seconds, is_hung=True)
+        for call in engine.calls:
+            self.calls.watch_silence(call, engine)
+
+    def slow(self, engine: Engine, seconds: float, slowness: float) -> None:
+        self._change_for(engine, seconds, slowness=slowness)
+
+    def refuse(self, engine: Engine, seconds: float) -> None:
+        """It refuses new work."""
+        engine.refuses_until = self._timeline.now + seconds
+
+    def _change_for(
+        self, engine: Engine, seconds: float, *, is_hung: bool = False, slowness: float = 1.0
+    ) -> None:
+        def heal() -> None:
+            engine.change(self._timeline.now)
+            self.calls.wake(engine)
+
+        engine.change(self._timeline.now, is_hung=is_hung, slowness=slowness)
+        self.calls.wake(engine)
+        self._timeline.after(seconds, heal)
 
 
 class World:

@@ -2,7 +2,7 @@
 
 For tests, benchmarks and demos of what stands in front of engines. One event loop carries many;
 `python -m tests.support.scripted_engine --port 8000 --count 4` runs some in a process. What
-it says is in `scripted_words`, when in `scripted_batch`, and how in `scripted_bodies`.
+it says is in `scripted_words`, when in `scripted_batch`, and how in `scripted_protocol`.
 
 An engine keeps its port from `start` to `stop`, also while it does not listen: then connections
 are refused. Owned by one event loop; nothing here blocks.
@@ -20,11 +20,10 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
+from tests.support.scripted_batch import DirectoryPool, ScriptedPool
 from tests.support.scripted_core import EngineCore, EngineCounts
-from tests.support.scripted_faults import FaultBoard
 from tests.support.scripted_http import Api, Handler, Request
-from tests.support.scripted_pool import DirectoryPool, ScriptedPool
-from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.scripted_spec import Fault, FaultBoard, FaultKind, ScriptedSpec
 
 HOST = "127.0.0.1"
 BACKLOG = 2048

@@ -1,7 +1,10 @@
 """The HTTP side of a scripted engine: vLLM's endpoints, and two of its own for tests.
 
 `GET, POST, DELETE /faults` show, set and clear faults, `GET /counts` shows what happened. An `Api`
-outlives the lives of its engine: whoever starts one puts it into `core`.
+outlives the lives of its engine: whoever starts one puts it into `core`. A `Reply` belongs to one
+request: its chunks go straight to the transport, framed as chunks of HTTP, so that a token costs no
+task; a client that reads too slowly gets several tokens in one, as vLLM does it. What faults do to
+a request under way is done there, too.
 """
 
 import asyncio
@@ -9,30 +12,28 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields
-from typing import TypeAlias
+from enum import Enum
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from aiohttp import web
 
-from tests.support.scripted_bodies import (
+from tests.support.scripted_core import CONTENT_TYPE, Choice, EngineCore, EngineCounts, metrics_text
+from tests.support.scripted_protocol import (
     DONE,
+    Ask,
     ChatForm,
     CompletionForm,
-    Head,
-    event,
-    models_body,
-)
-from tests.support.scripted_core import EngineCore, EngineCounts
-from tests.support.scripted_faults import FaultBoard, RequestFaults
-from tests.support.scripted_metrics import CONTENT_TYPE, metrics_text
-from tests.support.scripted_replies import Ending, Reply
-from tests.support.scripted_requests import (
-    Ask,
+    Delta,
     DetokenizeBody,
+    Head,
     Refusal,
     TokenizeBody,
+    Usage,
     chat_text,
     check_model,
+    event,
+    models_body,
     read_body,
     read_chat,
     read_completion,
@@ -41,10 +42,154 @@ from tests.support.scripted_requests import (
 from tests.support.scripted_spec import (
     GENERATION_PATHS,
     Fault,
+    FaultBoard,
     FaultKind,
+    RequestFaults,
     ScriptedSpec,
 )
 from tests.support.scripted_words import decode, encode
+
+MAX_BUFFER_BYTES = 64 << 10  # beyond it the transport gets nothing but the last tokens
+_GARBLED = b'data: {"id":"cmpl-","object":"text_compl\n\n'
+
+
+class Ending(Enum):
+    """How a reply ends."""
+
+    DONE = "done"
+    WITHOUT_DONE = "without_done"
+    ERROR = "error"
+    NEVER = "never"  # nothing more is said
+    GONE = "gone"  # nor is there a connection
+
+
+class Said(NamedTuple):
+    """A choice and its last delta."""
+
+    choice: Choice
+    delta: Delta
+
+
+class Reply:
+    """The answer to one request as it grows; once `over` is set, `ending` says how it ended."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        form: CompletionForm,
+        transport: asyncio.Transport,
+        faults: RequestFaults,
+    ) -> None:
+        self.over = asyncio.Event()
+        self.ending = Ending.NEVER
+        self.is_garbled = False
+        self._core = core
+        self._form = form
+        self._ask = form.head.ask
+        self._transport = transport
+        self._faults = faults
+        self._choices: list[Choice] = []
+        self._said: dict[int, Said] = {}
+        self._begun: set[int] = set()
+        self._held: dict[int, Delta] = {}
+
+    def begin(self) -> None:
+        """Let the engine compute."""
+        self._choices = self._core.submit(self._ask, self._take)
+        self.suffer(0)
+
+    def give_up(self) -> bool:
+        """Let the engine forget it; whether it was at it."""
+        return self._core.abort(self._choices)
+
+    def suffer(self, num_tokens: int, is_over: bool = False) -> None:
+        """Do what faults there are now."""
+        for fault in self._faults.under_way(num_tokens, is_over):
+            ending = self._spoil(fault)
+            if ending is not None:
+                self._end(ending)
+
+    def _spoil(self, fault: Fault) -> Ending | None:
+        match fault.kind:
+            case FaultKind.STALL:
+                return Ending.NEVER
+            case FaultKind.NO_DONE:
+                return Ending.WITHOUT_DONE
+            case FaultKind.ERROR:
+                return Ending.ERROR
+            case FaultKind.BROKEN_JSON:
+                self.is_garbled = True
+                if self._ask.is_stream:
+                    self._send(_GARBLED)
+                return None
+            case FaultKind.CUT:
+                self._transport.close()
+        return Ending.GONE
+
+    def _end(self, ending: Ending) -> None:
+        self.give_up()
+        if not self.over.is_set():
+            self.ending = ending
+            self.over.set()
+
+    def _take(self, choice: Choice, delta: Delta | None) -> None:
+        """A choice has one more token."""
+        if self.over.is_set():
+            return
+        if delta is not None:
+            if self._ask.is_stream:
+                self._write(choice, delta)
+            if delta.finish_reason is not None:
+                self._said[choice.index] = Said(choice, delta)
+        self.suffer(choice.num_tokens, is_over=len(self._said) == len(self._choices))
+        if len(self._said) == len(self._choices):
+            self._end(Ending.DONE)
+
+    def _write(self, choice: Choice, delta: Delta) -> None:
+        held = self._held.pop(choice.index, None)
+        if held is not None:
+            delta = held.then(delta)
+        is_last = delta.finish_reason is not None
+        if not is_last and self._transport.get_write_buffer_size() > MAX_BUFFER_BYTES:
+            self._held[choice.index] = delta
+            return
+        usage = Usage(choice.sequence.num_prompt, choice.num_tokens)
+        prompt = None
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            prompt = choice.prompt
+            opening = self._form.opening(choice.index, prompt, usage._replace(completion_tokens=0))
+            if opening:
+                self._send(opening)
+        self._send(self._form.chunk(choice.index, delta, usage, prompt))
+
+    def _send(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def usage(self, spec: ScriptedSpec) -> Usage:
+        """Of the whole request, once it is over."""
+        usage = Usage(
+            prompt_tokens=sum(map(len, self._ask.prompts)),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+        )
+        first = self._choices[0].sequence
+        if not spec.enable_prompt_tokens_details or first.num_cached is None:
+            return usage
+        whole_blocks = first.num_prompt // spec.block_size * spec.block_size
+        return usage._replace(
+            cached_tokens=first.num_cached, created_tokens=max(0, whole_blocks - first.num_cached)
+        )
+
+    def body(self, spec: ScriptedSpec) -> bytes:
+        """The answer in one piece, once it is over."""
+        said = [self._said[choice.index] for choice in self._choices]
+        return self._form.answer(
+            [(choice.prompt, delta) for choice, delta in said],
+            self.usage(spec),
+            self._core.saved_tokens(self._choices[0]),
+        )
+
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # what needs the key
 _CONTROL = ("/faults", "/counts")

@@ -404,4 +404,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(stateful_step_count=40)

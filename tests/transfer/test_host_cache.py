@@ -411,7 +411,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidencyMachine = ResidencyMachine.TestCase
-TestResidencyMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestResidencyMachine.settings = settings(stateful_step_count=40)
 
 
 class PromptMachine(RuleBasedStateMachine):
@@ -479,4 +479,4 @@ class PromptMachine(RuleBasedStateMachine):
 
 
 TestPromptMachine = PromptMachine.TestCase
-TestPromptMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPromptMachine.settings = settings(stateful_step_count=25)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.engine_bench import (
@@ -124,7 +124,6 @@ def test_at_its_deadline_no_later_layer_is_there_so_no_chunk_is_whole() -> None:
     assert here.is_clean
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     chunks=st.integers(1, 5),
     layers=st.integers(1, 4),

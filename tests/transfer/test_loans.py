@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.engine_bench import (
@@ -301,7 +301,6 @@ MOVES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(MOVES, max_size=25), st.sampled_from([0, 2]))
 def test_every_loan_is_answered_once_and_no_slot_is_lost(
     moves: list[tuple[str, object, object]], keep: int

@@ -1,6 +1,6 @@
 """What is left in host memory of prompts with common beginnings: never an end without its head."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.engine_bench import DISK, Bench
@@ -22,7 +22,6 @@ requests = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(requests, max_size=20),
     st.sampled_from(sorted(POLICIES)),

@@ -320,8 +320,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=100,
-    stateful_step_count=30,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+    stateful_step_count=30, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 )

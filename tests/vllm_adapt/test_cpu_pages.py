@@ -9,7 +9,7 @@ from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.vllm_adapt import cpu_pages
 
@@ -22,7 +22,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=1))
+    return make_model(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=1))
 
 
 def config_of(model: Path, dtype: torch.dtype) -> VllmConfig:

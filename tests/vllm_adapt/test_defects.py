@@ -17,8 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.latent_models import DeepseekShape, make_deepseek
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import DeepseekShape, LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import compat, defects, engine_config
 
@@ -33,12 +32,12 @@ Make = Callable[[Path], VllmConfig]
 
 
 def llama(**arguments: Any) -> Make:
-    return lambda directory: _config(make_llama(directory, SHAPE), **arguments)
+    return lambda directory: _config(make_model(directory, SHAPE), **arguments)
 
 
 def deepseek(*, chunks: bool, prefixes: bool) -> Make:
     def make(directory: Path) -> VllmConfig:
-        config = _config(make_deepseek(directory, DeepseekShape()))
+        config = _config(make_model(directory, DeepseekShape()))
         config.scheduler_config.enable_chunked_prefill = chunks
         config.cache_config.enable_prefix_caching = prefixes
         return config

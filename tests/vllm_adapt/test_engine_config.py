@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
@@ -62,7 +62,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmC
 
     def build(shape: LlamaShape = SHAPE, **arguments: Any) -> VllmConfig:
         values = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 32} | arguments
-        return EngineArgs(model=str(make_llama(directory, shape)), **values).create_engine_config()
+        return EngineArgs(model=str(make_model(directory, shape)), **values).create_engine_config()
 
     return build
 

@@ -19,8 +19,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.support.models import LlamaShape, make_llama
-from tests.support.vision_models import LlavaShape, make_llava
+from tests.support.models import LlamaShape, LlavaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt.factors import (
     _FORMS,
@@ -83,7 +82,7 @@ def engine(model: Path, **arguments: Any) -> VllmConfig:
 @pytest.fixture(scope="module")
 def whole(directory: Path) -> VllmConfig:
     """An engine whose configuration has every object that a table speaks of."""
-    config = engine(make_llama(directory, LlamaShape()), enable_lora=True)
+    config = engine(make_model(directory, LlamaShape()), enable_lora=True)
     config.model_config.multimodal_config = MultiModalConfig()
     config.model_config.quantization_config = QuantizationConfigArgs()
     return config
@@ -269,7 +268,7 @@ def test_engines_that_compute_the_same_share(directory: Path, case: Case) -> Non
 
 def both(directory: Path, case: Case) -> tuple[VllmConfig, VllmConfig]:
     model = (
-        make_llava(directory, LlavaShape()) if case.vision else make_llama(directory, LlamaShape())
+        make_model(directory, LlavaShape()) if case.vision else make_model(directory, LlamaShape())
     )
     return engine(model, **case.one), engine(model, **case.other)
 
@@ -280,7 +279,7 @@ def both(directory: Path, case: Case) -> tuple[VllmConfig, VllmConfig]:
 @pytest.fixture
 def copied(directory: Path, tmp_path: Path) -> Path:
     """A model whose files may be changed, with files that models of media have."""
-    copy = Path(shutil.copytree(make_llama(directory, LlamaShape()), tmp_path / "llama"))
+    copy = Path(shutil.copytree(make_model(directory, LlamaShape()), tmp_path / "llama"))
     for name in (
         "preprocessor_config.json",
         "video_preprocessor_config.json",
@@ -355,7 +354,7 @@ def test_a_function_counts_by_what_it_does(directory: Path) -> None:
             config.rope_parameters["rope_theta"] = theta
         return config
 
-    model = make_llama(directory, LlamaShape())
+    model = make_model(directory, LlamaShape())
     names = [
         namespace(engine(model, hf_overrides=override))
         for override in (
@@ -370,7 +369,7 @@ def test_a_function_counts_by_what_it_does(directory: Path) -> None:
 def test_an_engine_with_a_value_that_cannot_be_compared_is_alone(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    configs = [engine(make_llama(directory, LlamaShape())) for _ in range(2)]
+    configs = [engine(make_model(directory, LlamaShape())) for _ in range(2)]
     for config in configs:
         config.additional_config = {"made": object()}
     with caplog.at_level(logging.WARNING, "vllm_kvpool"):

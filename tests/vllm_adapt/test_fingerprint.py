@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.vision_models import LlavaShape, make_llava
+from tests.support.models import LlavaShape, make_model
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.vllm_adapt import embeds
 
@@ -21,7 +21,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fingerprint(directory: Path, **arguments: Any) -> str:
     values = {"dtype": "float32", "skip_tokenizer_init": True} | arguments
-    model = str(make_llava(directory, LlavaShape()))
+    model = str(make_model(directory, LlavaShape()))
     config = EngineArgs(model=model, **values).create_engine_config()
     return embeds.base_fingerprint(config, EmbedsConfig())
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups, allocate_kv_cache
 
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import engine_config
 
@@ -32,7 +32,7 @@ def name_of(layer: int) -> str:
 
 
 def test_layers_without_pages_are_not_counted(tmp_path: Path) -> None:
-    model = make_llama(tmp_path, LlamaShape(kv_heads=4, layers=14))
+    model = make_model(tmp_path, LlamaShape(kv_heads=4, layers=14))
     arguments = EngineArgs(model=str(model), dtype="float32", skip_tokenizer_init=True)
     config = arguments.create_engine_config()
     config.cache_config.kv_cache_layout = "LBHNC"

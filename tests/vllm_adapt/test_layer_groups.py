@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import WHOLE, Group, Reach
@@ -57,7 +57,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmC
     directory = tmp_path_factory.mktemp("models")
 
     def build(tp: int = 1, pp: int = 1, **parallel: int) -> VllmConfig:
-        model = str(make_llama(directory, SHAPE))
+        model = str(make_model(directory, SHAPE))
         arguments: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
         config = EngineArgs(model=model, block_size=16, **arguments).create_engine_config()
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -390,7 +390,6 @@ def skipped(manager: type[SingleTypeKVCacheManager], spec: Any, computed: int) -
     return made.get_num_skipped_tokens(computed)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 1000))
 def test_a_window_reaches_as_far_as_the_engine_keeps_it(window: int, computed: int) -> None:
     spec = SlidingWindowSpec(**BASE, num_kv_heads=1, sliding_window=window)
@@ -398,7 +397,6 @@ def test_a_window_reaches_as_far_as_the_engine_keeps_it(window: int, computed: i
     assert Reach(window=window).first_read(computed) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 1000))
 def test_a_local_piece_reaches_as_far_as_the_engine_keeps_it(size: int, computed: int) -> None:
     spec = ChunkedLocalAttentionSpec(**BASE, num_kv_heads=1, attention_chunk_size=size)

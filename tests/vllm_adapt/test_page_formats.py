@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from tests.vllm_adapt.vllm_pages import FORMATS, Content, Rank, hashes_of
 from vllm_kvpool.storage.memory import MemoryStore
 
@@ -66,7 +66,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=4))
+    return make_model(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=4))
 
 
 def config_of(model: Path, content: Content) -> VllmConfig:

@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests import support_table
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import cpu_pages, engine_config
@@ -53,7 +53,7 @@ NVFP4 = replace(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=4))
+    return make_model(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=4, layers=4))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.cache_tensors import tensors_of
 from tests.support.copiers import warm_copier
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.assembly.sides import RankPlace, WorkerSide
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
@@ -54,7 +54,7 @@ Make = Callable[..., VllmConfig]
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """`make_config(*skipped, pp=1)`: a model in float32 whose other layers keep KV in fp8."""
-    model = make_llama(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=HEADS, layers=LAYERS))
+    model = make_model(tmp_path_factory.mktemp("models"), LlamaShape(kv_heads=HEADS, layers=LAYERS))
 
     def build(*skipped: int, pp: int = 1) -> VllmConfig:
         arguments: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from vllm.v1.engine.core import EngineCore as VllmEngineCore
 from vllm.v1.engine.core import EngineCoreProc
 
-from tests.support.models import LlamaShape, make_llama
+from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.vllm_adapt import weights_version
@@ -102,7 +102,7 @@ Make = Callable[..., Core]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     directory = tmp_path_factory.mktemp("models")
-    return [make_llama(directory, replace(SHAPE, seed=seed)) for seed in range(3)]
+    return [make_model(directory, replace(SHAPE, seed=seed)) for seed in range(3)]
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ class Launcher:
             engine.end, why = End.UNWATCHED, f"{type(error).__name__}: {error}"
         text = log_text(record, from_end=True)
         marks = read_marks(text, record.launch_id)
-        code = None if engine.has_lost_connection else marks.exit_code
+        code = _exit_code(engine, marks.exit_code)
         del self._engines[record.replica_id], self._tasks[record.replica_id]
         if engine.end is not End.UNWATCHED:
             self._ledger.remove(record.replica_id)
@@ -280,6 +280,16 @@ class Launcher:
     def _keep(self, engine: _Engine, record: EngineRecord) -> None:
         engine.record = record
         self._ledger.put(record)
+
+
+def _exit_code(engine: _Engine, code: int | None) -> int | None:
+    """The engine's exit code; None where `code` may be that of the connection to its host."""
+    if engine.has_lost_connection:
+        return None
+    # ssh ends with 255 when it loses the host, and with more than 128 when a signal ends it; the
+    # engine may have ended as well before its host was asked.
+    is_elsewhere = engine.host.prefix is not None and engine.end is End.BY_ITSELF
+    return None if is_elsewhere and code is not None and code > 128 else code
 
 
 async def _spawn(spec: LaunchSpec, launch_id: str) -> None:
