@@ -156,7 +156,7 @@ class Rank:
 
     def _open(self, store: str) -> WorkerSide:
         topology = Topology(self.spec.num_kv_heads, 1, ((0, LAYERS),), SPAN)
-        shape = ModelShape.of_one_kind(
+        shape = ModelShape.of_one_group(
             namespace=MODEL,
             topology=topology,
             block_size=self.format.block,

@@ -2,13 +2,13 @@
 
 Layers that read only the last tokens let blocks go while a request runs: their place in the table
 is empty then, or, in some releases, still names a block that is someone else's by now. So what is
-before `Reach.first_read` is not believed, unless it is held.
+before `AttentionWindow.first_read` is not believed, unless it is held.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from vllm_kvpool.layout.topology import Group
+from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.block_pins import Place
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages
 
@@ -19,10 +19,10 @@ NO_PAGES = JobPages((), 0, 0, 0)
 class GroupTables:
     """The groups of an engine, in its order; `tables` below has one block table for each."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self._groups = tuple(groups)
         self._shared = [(i, group) for i, group in enumerate(groups) if group.shared]
-        self._windows = [(i, group) for i, group in self._shared if not group.reach.is_whole]
+        self._windows = [(i, group) for i, group in self._shared if not group.window.is_full]
         self.block_size = math.lcm(*(group.block_size for group in groups))
         """What hits are aligned to."""
 
@@ -33,7 +33,7 @@ class GroupTables:
         Blocks must tell which request they are of, as they do in a single group alone, and what is
         before them must be there: of layers that read only the last tokens it is not.
         """
-        return len(self._groups) == 1 and self._groups[0].reach.is_whole
+        return len(self._groups) == 1 and self._groups[0].window.is_full
 
     @property
     def forgets(self) -> bool:
@@ -50,16 +50,16 @@ class GroupTables:
         """Where a load of tokens [start, stop) goes.
 
         A block is filled whole: it may be found by its hash later, by a request that reads more
-        of it. Where the engine keeps fewer tokens than `Reach` says, its table decides.
+        of it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides.
         """
         pages = [NO_PAGES] * len(self._groups)
         for i, group in self._shared:
             size = group.block_size
-            read = group.reach.first_read(stop)
+            read = group.window.first_read(stop)
             first = max(start, read - read % size)
             ids = tuple(tables[i][first // size : -(-stop // size)])
             if NULL_BLOCK in ids:
-                assert not group.reach.is_whole, (i, start, stop, ids)
+                assert not group.window.is_full, (i, start, stop, ids)
                 gone = len(ids) - ids[::-1].index(NULL_BLOCK)
                 first, ids = (first // size + gone) * size, ids[gone:]
             if ids:
@@ -85,11 +85,11 @@ class GroupTables:
             ids = tuple(tables[i][first:last])
             if len(ids) < last - first:
                 return None
-            if group.reach.is_whole:
+            if group.window.is_full:
                 if NULL_BLOCK in ids:
                     return None
             else:
-                valid = group.reach.first_read(computed) // size
+                valid = group.window.first_read(computed) // size
                 ids = tuple(
                     block
                     if index >= valid and block != NULL_BLOCK
@@ -105,7 +105,7 @@ class GroupTables:
         """The blocks of tokens [start, stop) that the engine may let go from the next step on."""
         for i, group in self._windows:
             size = group.block_size
-            first = max(start, group.reach.first_read(computed)) // size
+            first = max(start, group.window.first_read(computed)) // size
             for index, block in enumerate(tables[i][first : -(-stop // size)], first):
                 if block != NULL_BLOCK:
                     yield Place(i, index), block

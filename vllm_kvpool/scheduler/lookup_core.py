@@ -22,7 +22,7 @@ from enum import Enum
 from itertools import compress, pairwise
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_group, kind_of_group
+from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_chunk_id, layer_group_of
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.ops import HostCacheChange
@@ -49,7 +49,7 @@ class Lookup:
 
     `search` False asks for the hash chain only. `expect_chunks` makes it wait until `expect_until`
     for that many chunks. Whatever is known at `answer_by` is the answer. Both are in monotonic
-    seconds. `epoch` says which weights the cells are of.
+    seconds. `weights_version` says which weights the cells are of.
     """
 
     lookup_id: int
@@ -59,7 +59,7 @@ class Lookup:
     expect_chunks: int
     expect_until: float
     answer_by: float
-    epoch: str = ""
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,18 @@ class LookupResult:
     chain: ChunkChain | None
     found_chunks: int
     outcome: LookupOutcome
-    epoch: str = ""
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveAll:
-    """Remove every cell of the own namespace in those epochs.
+    """Remove every cell of the own namespace under those versions of the weights.
 
     `done` is told, on the service's thread, whether every store has confirmed it.
     """
 
     done: Callable[[bool], None]
-    epochs: tuple[str, ...] = ("",)
+    weights_versions: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class PresenceCheck:
     chunks: tuple[str, ...]
     first_turn: int
     done: Callable[[list[str]], None]
-    epoch: str = ""
+    weights_version: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -385,7 +385,7 @@ class LookupCore:
     ) -> None:
         self._tiers = [_Tier() for _ in range(num_tiers)]
         self._names = names
-        self._epoch, self._epoch_names = "", names  # of the newest lookup
+        self._weights_version, self._version_names = "", names  # of the newest lookup
         self._chunk_tokens = chunk_tokens
         self._block = block
         self._timeout_s = timeout_s
@@ -403,7 +403,7 @@ class LookupCore:
         if not lookup.search or not len(chain):
             self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
             return
-        names = self._names_of(lookup.epoch)
+        names = self._names_of(lookup.weights_version)
         search = self._search(chain, names, self._usable(now))
         opened = _Open(lookup, chain, names, search, now + self._timeout_s * PUT_OFF_SHARE)
         self._open[lookup.lookup_id] = opened
@@ -425,7 +425,10 @@ class LookupCore:
             opened.search = self._search(opened.chain, opened.names, self._usable(now))
             self._settle(opened, now)
         removal = _Removal(message, len(self._tiers), bool(self._tiers) or self._host.num_ranks > 0)
-        names = tuple(self._names.in_epoch(epoch).namespace for epoch in message.epochs)
+        names = tuple(
+            self._names.with_weights(weights_version).namespace
+            for weights_version in message.weights_versions
+        )
         for tier in self._tiers:
             tier.jobs.append((removal, names))
         if not self._tiers:
@@ -433,10 +436,12 @@ class LookupCore:
 
     def check(self, message: PresenceCheck, now: float) -> None:
         """Look after what may have been evicted."""
-        names = self._names_of(message.epoch)
-        kinds = {kind.name: number for number, kind in enumerate(names.kinds)}
+        names = self._names_of(message.weights_version)
+        layer_groups = {
+            layer_group.name: number for number, layer_group in enumerate(names.layer_groups)
+        }
         keys = [
-            names.one_of_chunk(hash_of_group(chunk), kinds[kind_of_group(chunk)], turn)
+            names.one_of_chunk(hash_of_chunk_id(chunk), layer_groups[layer_group_of(chunk)], turn)
             for turn, chunk in enumerate(message.chunks, message.first_turn)
         ]
         self._go_on_checking(_Check(message, keys, list(range(len(keys)))), 0, now)
@@ -530,10 +535,13 @@ class LookupCore:
 
     # Lookups
 
-    def _names_of(self, epoch: str) -> CellNames:
-        if epoch != self._epoch:
-            self._epoch, self._epoch_names = epoch, self._names.in_epoch(epoch)
-        return self._epoch_names
+    def _names_of(self, weights_version: str) -> CellNames:
+        if weights_version != self._weights_version:
+            self._weights_version, self._version_names = (
+                weights_version,
+                self._names.with_weights(weights_version),
+            )
+        return self._version_names
 
     def _usable(self, now: float) -> list[int]:
         """Tiers that answer in time, as far as is known."""
@@ -548,7 +556,7 @@ class LookupCore:
         hashes, host = chain.hashes, self._host
 
         def make_search() -> HitSearch:
-            return HitSearch(len(chain), names.kinds, self._chunk_tokens, self._block)
+            return HitSearch(len(chain), names.layer_groups, self._chunk_tokens, self._block)
 
         def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
             if not host.num_ranks:
@@ -556,7 +564,7 @@ class LookupCore:
             keys: list[CellKey] = []
             ends: list[int] = []
             for question in questions:
-                if not host.has(names.group(hashes[question.chunk], question.kind)):
+                if not host.has(names.chunk_id(hashes[question.chunk], question.layer_group)):
                     keys += names.of_questions((question,), hashes)[0]
                 ends.append(len(keys))
             return keys, ends
@@ -632,7 +640,9 @@ class LookupCore:
     def _answer(
         self, lookup: Lookup, chain: ChunkChain, found: int, outcome: LookupOutcome
     ) -> None:
-        self.results.append(LookupResult(lookup.lookup_id, chain, found, outcome, lookup.epoch))
+        self.results.append(
+            LookupResult(lookup.lookup_id, chain, found, outcome, lookup.weights_version)
+        )
 
     # Tiers
 

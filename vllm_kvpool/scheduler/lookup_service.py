@@ -122,9 +122,11 @@ class LookupService:
         """The answer is not wanted any more; it may still come."""
         self._inbox.put(Forget(lookup_id))
 
-    def remove_all(self, done: Callable[[bool], None], epochs: tuple[str, ...] = ("",)) -> None:
+    def remove_all(
+        self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
+    ) -> None:
         """Remove the own namespace; `done` is called on the lookup thread."""
-        self._inbox.put(RemoveAll(done, epochs))
+        self._inbox.put(RemoveAll(done, weights_versions))
 
     def host_changed(self, rank: int, change: HostCacheChange) -> None:
         """A rank has told what its host memory holds now."""

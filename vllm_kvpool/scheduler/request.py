@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.identity.cell_names import CellStem
+from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.layout.topology import Group
+from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
 
 
@@ -16,7 +16,7 @@ class PoolShape:
     """The sizes that the scheduler side counts in."""
 
     chunk_tokens: int
-    groups: tuple[Group, ...]
+    groups: tuple[KVCacheGroup, ...]
     num_ranks: int
     max_pinned_blocks: int
     num_replicas: int = 1  # ranks of a pipeline stage that hold the same KV, where most do
@@ -24,7 +24,7 @@ class PoolShape:
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
     in_lockstep: bool = False  # engines step together: one that waits holds up all
-    stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
+    key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, to name them to others
 
 
 class RequestView(Protocol):
@@ -94,7 +94,7 @@ class RequestState:
     counted: bool = False
     next_save: int = 0  # chunks before it are stored or on their way
     stale: bool = False  # its KV is of before a reset, or of other weights: never to be saved
-    epoch: str = ""  # of the weights, when the newest lookup was asked
+    weights_version: str = ""  # of the weights, when the newest lookup was asked
 
     def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
         """Stored tokens, floored to blocks, less the last token on a full hit."""

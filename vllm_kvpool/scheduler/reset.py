@@ -20,12 +20,12 @@ class Reset:
     acks: int = 0
     ended: int = 0
     """The newest generation whose reset has ended. A newer one is another reset's."""
-    epochs: set[str] = field(default_factory=set)
+    weights_versions: set[str] = field(default_factory=set)
     """Whose cells have been removed, and are to be once more."""
 
-    def begin(self, epoch: str = "") -> None:
-        """Saves of the generation so far are to be dropped, cells of that epoch removed."""
-        self.epochs.add(epoch)
+    def begin(self, weights_version: str = "") -> None:
+        """Saves of the generation so far are to be dropped, cells of those weights removed."""
+        self.weights_versions.add(weights_version)
         self.generation += 1
         self.acks = 0
 
@@ -39,10 +39,10 @@ class Reset:
         before, self.acks = self.acks, self.acks + ranks
         return before < self.num_ranks <= self.acks
 
-    def take_epochs(self) -> tuple[str, ...]:
+    def take_weights_versions(self) -> tuple[str, ...]:
         """What to remove when the last rank has answered."""
-        epochs, self.epochs = tuple(self.epochs), set()
-        return epochs
+        weights_versions, self.weights_versions = tuple(self.weights_versions), set()
+        return weights_versions
 
     def end(self, generation: int, removed: bool) -> None:
         """What was put until that generation has been removed, or could not be. Lookup thread."""

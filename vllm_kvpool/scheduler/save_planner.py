@@ -77,7 +77,7 @@ class SavePlanner:
         step: Step,
         requests: Mapping[str, RequestState],
         layered: LayeredLoads,
-        epoch: str,
+        weights_version: str,
     ) -> tuple[SavePlan, ...]:
         """The saves that are due with the step, and those left from before; pins their blocks."""
         saves, self._late = self._late, []
@@ -93,7 +93,7 @@ class SavePlanner:
             if left > count:
                 until_due[request_id] = left - count
                 continue
-            save = self._if_due(requests[request_id], count, step.block_tables, epoch)
+            save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
             if save is not None:
                 saves.append(save)
         for request_id in step.preempted:
@@ -115,7 +115,7 @@ class SavePlanner:
         state: RequestState,
         scheduled: int,
         block_tables: Callable[[str], Sequence[BlockTable]],
-        epoch: str,
+        weights_version: str,
     ) -> SavePlan | None:
         """The save of what is final once `scheduled` more tokens are computed, if anything is."""
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
@@ -124,7 +124,9 @@ class SavePlanner:
         final = min(computed, self._savable_tokens(state))
         save = None
         if final // chunk > state.next_save:
-            save = self._plan(state, final, partial(block_tables, request_id), before, epoch)
+            save = self._plan(
+                state, final, partial(block_tables, request_id), before, weights_version
+            )
         if self._all_saved(state):
             self.forget(request_id)
         elif self._tables.forgets:
@@ -185,7 +187,7 @@ class SavePlanner:
         final: int,
         block_tables: Callable[[], Sequence[BlockTable]],
         computed: int,
-        epoch: str,
+        weights_version: str,
     ) -> SavePlan | None:
         """The save of the chunks that end at or before token `final`; None if it has to wait.
 
@@ -218,14 +220,16 @@ class SavePlanner:
         self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
         hashes = state.chain.hashes
         before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
-        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, before)
+        return SavePlan(
+            job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before
+        )
 
     def finish(
         self,
         state: RequestState,
         tables: Sequence[BlockTable],
         layered: LayeredLoad | None,
-        epoch: str,
+        weights_version: str,
     ) -> None:
         """The request has ended: what is still due is saved with the next step."""
         if state.chain is not None and (state.load is None or layered is not None):
@@ -233,7 +237,7 @@ class SavePlanner:
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
-            save = self._plan(state, final, lambda: tables, 0, epoch)
+            save = self._plan(state, final, lambda: tables, 0, weights_version)
             if save is not None and layered is not None:
                 layered.save = save  # once it is known that its load has not failed
             elif save is not None:

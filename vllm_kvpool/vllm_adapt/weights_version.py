@@ -24,7 +24,7 @@ from vllm_kvpool.vllm_adapt.parameters import Models
 
 logger = logging.getLogger(__name__)
 
-EPOCH_BYTES = 16
+VERSION_BYTES = 16
 SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
 MARK = "_kvpool_watches"
 
@@ -67,15 +67,15 @@ class Files(NamedTuple):
 class Watcher(Protocol):
     """Who is told."""
 
-    def weights_changed(self, epoch: str) -> None:
-        """The weights are others now; `epoch` says which, or is drawn by chance."""
+    def weights_changed(self, weights_version: str) -> None:
+        """The weights have changed; the version is known, or drawn by chance."""
 
 
 class Model(NamedTuple):
     """Whose weights a watcher is told of, and what they were when it began."""
 
     config: Any
-    epoch: str
+    weights_version: str
     tensors: frozenset[str]
 
 
@@ -99,7 +99,7 @@ def watch(watcher: Watcher, config: Any) -> None:
     `config` is vLLM's of the model: a process may have several engines.
     """
     files = Files(str(config.model), config.revision)
-    _watchers[watcher] = Model(config, first_epoch(*files), _tensors_of(files))
+    _watchers[watcher] = Model(config, first_weights_version(*files), _tensors_of(files))
 
 
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
@@ -112,17 +112,17 @@ def is_pausing() -> bool:
     return _num_pauses > 0
 
 
-def epoch_of_files(model: str, revision: str | None = None) -> str:
-    """The epoch of weights read from files now; drawn by chance if those are not at hand."""
-    return _epoch(sample_weights, model, revision)
+def version_of_files(model: str, revision: str | None = None) -> str:
+    """The version of weights read from files now; drawn by chance if those are not at hand."""
+    return _weights_version(sample_weights, model, revision)
 
 
-def first_epoch(model: str, revision: str | None = None) -> str:
+def first_weights_version(model: str, revision: str | None = None) -> str:
     """The same of an engine that starts, whose files are read once in a process."""
-    return _epoch(known_sample, model, revision)
+    return _weights_version(known_sample, model, revision)
 
 
-def _epoch(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
+def _weights_version(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
     try:
         directory = local_directory(model, revision)
         sampled = sample(directory) if directory is not None else None
@@ -139,20 +139,20 @@ def _tensors_of(files: Files) -> frozenset[str]:
         return frozenset()
 
 
-def _epoch_of_all(config: Any, files: Files) -> str | None:
-    """The epoch of weights all of which come from these files; None if some may stay."""
-    epoch = epoch_of_files(*files)
+def _version_of_all(config: Any, files: Files) -> str | None:
+    """The version of weights all of which come from these files; None if some may stay."""
+    weights_version = version_of_files(*files)
     first = next((model for model in _watchers.values() if model.config is config), None)
-    if first is None or epoch == first.epoch:
-        return epoch
-    return epoch if first.tensors and first.tensors <= _tensors_of(files) else None
+    if first is None or weights_version == first.weights_version:
+        return weights_version
+    return weights_version if first.tensors and first.tensors <= _tensors_of(files) else None
 
 
 def _drawn() -> str:
-    return f"drawn:{secrets.token_hex(EPOCH_BYTES)}"
+    return f"drawn:{secrets.token_hex(VERSION_BYTES)}"
 
 
-def tell(why: str, epoch: str | None = None, config: object = None) -> None:
+def tell(why: str, weights_version: str | None = None, config: object = None) -> None:
     """The weights of a model have changed; of which one, and to what, if that is known.
 
     Two engines never hear the same unless both are known to have the same weights.
@@ -163,7 +163,9 @@ def tell(why: str, epoch: str | None = None, config: object = None) -> None:
         models.look()  # else somebody may still have to hear of what it would show
     for watcher in told:
         logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
-        watcher.weights_changed(epoch if known and epoch is not None else _drawn())
+        watcher.weights_changed(
+            weights_version if known and weights_version is not None else _drawn()
+        )
 
 
 def own_cache_was_reset() -> None:
@@ -219,19 +221,19 @@ def _rpc(
     is_reload = method == "reload_weights"
     files = _files_of_reload(core, *args, **(kwargs or {})) if is_reload else None
     config = core.vllm_config.model_config
-    before = files and _epoch_of_all(config, files)
+    before = files and _version_of_all(config, files)
     if files is not None or not is_reload:
         _reloaded[core] = None
-    epoch = None
+    weights_version = None
     try:
         result = call(core, method, timeout, args, kwargs)
         if files is not None:
             _reloaded[core] = files
-            if before == _epoch_of_all(config, files):  # else they were written to meanwhile
-                epoch = before
+            if before == _version_of_all(config, files):  # else they were written to meanwhile
+                weights_version = before
         return result
     finally:
-        tell(str(why), epoch, config)
+        tell(str(why), weights_version, config)
 
 
 def _files_of_reload(
