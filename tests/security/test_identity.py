@@ -59,6 +59,18 @@ def with_scales(directory: Path, to: Path, **scales: float) -> Path:
     return to
 
 
+def test_single_files_of_one_name_and_other_content_are_kept_apart(
+    tmp_path: Path, identity_of: Identity
+) -> None:
+    path = tmp_path / "model.gguf"
+    seen = set()
+    for content in (b"one", b"two"):
+        path.write_bytes(content)
+        seen.add(identity_of(path))
+    assert len(seen) == 2
+    assert all(each.startswith("sample:") for each in seen)
+
+
 def test_static_scales_that_differ_keep_models_apart(tmp_path: Path, identity_of: Identity) -> None:
     model = make_llama(tmp_path, SHAPE)
     copies = {

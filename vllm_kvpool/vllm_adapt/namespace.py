@@ -277,8 +277,8 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         # Random weights are drawn per rank.
         tp = vllm_config.parallel_config.tensor_parallel_size
         return f"dummy:{model.seed}:tp{tp}"
-    directory = local_directory(str(model.model), model.revision)
-    sampled = known_sample(directory) if directory is not None else None
+    weights = local_weights(str(model.model), model.revision)
+    sampled = known_sample(weights) if weights is not None else None
     if sampled is not None:
         return f"sample:{sampled}"
     logger.warning(
@@ -287,6 +287,12 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
+
+
+def local_weights(name: str, revision: str | None) -> Path | None:
+    """Where the weights of a model lie, without asking any network: a directory, or one file."""
+    path = Path(name)
+    return path if path.is_file() else local_directory(name, revision)
 
 
 def local_directory(name: str, revision: str | None) -> Path | None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from vllm_kvpool.identity.weights import known_sample, sample_weights, tensor_names
-from vllm_kvpool.vllm_adapt.namespace import local_directory
+from vllm_kvpool.vllm_adapt.namespace import local_weights
 from vllm_kvpool.vllm_adapt.parameters import Models
 
 logger = logging.getLogger(__name__)
@@ -124,8 +124,8 @@ def first_weights_version(model: str, revision: str | None = None) -> str:
 
 def _weights_version(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
     try:
-        directory = local_directory(model, revision)
-        sampled = sample(directory) if directory is not None else None
+        path = local_weights(model, revision)
+        sampled = sample(path) if path is not None else None
     except OSError:
         sampled = None
     return f"sample:{sampled}" if sampled else _drawn()
@@ -133,8 +133,8 @@ def _weights_version(sample: Callable[[Path], str | None], model: str, revision:
 
 def _tensors_of(files: Files) -> frozenset[str]:
     try:
-        directory = local_directory(*files)
-        return tensor_names(directory) if directory is not None else frozenset()
+        path = local_weights(*files)
+        return tensor_names(path) if path is not None else frozenset()
     except OSError:
         return frozenset()
 
