@@ -224,6 +224,40 @@ def test_when_nobody_answers_in_time_the_lookup_says_so() -> None:
     assert world.answer() == (0, TIMED_OUT, pytest.approx(0.9 * TIMEOUT_S))
 
 
+@pytest.mark.parametrize(
+    ("far", "found", "rest"),
+    [
+        (FAST_S, 3, ANSWERED),
+        (9.0, 3, TIMED_OUT),
+        (None, 3, LookupOutcome.STORE_ERROR),
+        (FAST_S, NUM_CHUNKS, ANSWERED),
+    ],
+)
+def test_an_answer_says_why_no_more_was_found(
+    far: float | None, found: int, rest: LookupOutcome
+) -> None:
+    world = World([Tier(), Tier(delays=[far])])
+    world.hold(0, range(3))
+    world.hold(1, range(3 if found == 3 else NUM_CHUNKS))
+    assert world.answer()[:2] == (found, ANSWERED)
+    assert world.results[1][0].rest is rest
+
+
+def test_what_a_tier_that_is_left_alone_might_have_is_not_called_absent() -> None:
+    world = World([Tier(), Tier(delays=[0.8 * TIMEOUT_S, 9.0])])
+    world.hold(0, range(3))
+    number = 0
+    while not world.pace:
+        number += 1
+        world.answer(number)
+        world.now += 20 * TIMEOUT_S
+        world.run()
+    number += 1
+    world.tiers[1].delays = [9.0]
+    assert world.answer(number)[:2] == (3, ANSWERED)
+    assert world.results[number][0].rest is TIMED_OUT
+
+
 def test_a_call_that_hangs_is_not_waited_for_by_those_that_come_later() -> None:
     world = World([Tier(), Tier(delays=[9.0])])
     world.hold(0, range(3))

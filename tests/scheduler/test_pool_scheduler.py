@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +23,12 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
 from vllm_kvpool.scheduler.block_tables import GroupTables, all_blocks
 from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
-from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
@@ -78,6 +78,7 @@ class Bench:
         stops_at_first: bool = False,
         in_lockstep: bool = False,
         num_replicas: int = 1,
+        can_save: Callable[[], bool] = lambda: True,
     ) -> None:
         self.block = block
         self.num_replicas = num_replicas
@@ -104,6 +105,7 @@ class Bench:
             self.lookups,
             self.registry,
             self.clock,
+            can_save,
         )
         self.scheduler.saves.ledger.pins = self.pins
         self.views: dict[str, View] = {}
@@ -713,7 +715,40 @@ def test_a_full_load_counts_as_hit(bench: Bench) -> None:
     assert bench.counts("kvpool_miss_tokens") == {"{reason=absent}": 32, "{reason=short}": 4}
 
 
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        (LookupOutcome.ANSWERED, "absent"),
+        (LookupOutcome.TIMED_OUT, "timed_out"),
+        (LookupOutcome.STORE_ERROR, "store_error"),
+    ],
+)
+def test_what_was_not_found_counts_by_why(rest: LookupOutcome, reason: str) -> None:
+    view: View = FakeRequest("a", list(range(100)), RequestOptions(), RequestIdentity())
+    state = RequestState(view, True, True, answer=LookupOutcome.ANSWERED, rest=rest)
+    state.found_chunks = 2
+    assert state.missed_tokens(64, CHUNK) == [(reason, 32), ("short", 4)]
+
+
 # Saves
+
+
+def test_where_no_tier_takes_saves_nothing_is_planned_or_promised(make: Maker) -> None:
+    """A request that comes once a tier takes them is saved."""
+    is_writable: list[bool] = []
+    bench = make(can_save=lambda: bool(is_writable))
+    bench.hold(range(1000), range(2))
+    bench.add("a")
+    assert bench.admit("a") == (64, True)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bench.step(a=36).saves == ()
+    assert bench.finish("a") is None
+    is_writable.append(True)
+    bench.add("b")
+    bench.admit("b")
+    assert len(bench.step(b=36).saves) == 1
+    assert bench.finish("b") == {"kvpool": {"tokens": 96}}
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])

@@ -173,7 +173,15 @@ class SchedulerSide:
             in_lockstep=model.in_lockstep,
             key_prefixes=names.key_prefixes(config.chunk_tokens),
         )
-        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.registry)
+        stores = self._tiers.stores
+        self.scheduler = PoolScheduler(
+            config,
+            role,
+            shape,
+            self._lookups,
+            self.registry,
+            can_save=lambda: host_ranks > 0 or any(store.writable for store in stores),
+        )
         self._stats = stats_file(config, "scheduler", rank, self.registry)
         self.first_weights_version = first_weights_version
 

@@ -64,13 +64,17 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`chain` is None when the request cannot be shared; else it is the receiver's from now on."""
+    """`chain` is None when the request cannot be shared; else it is the receiver's from now on.
+
+    `rest` says why no more was found: `ANSWERED` where the tiers have said that they lack it.
+    """
 
     lookup_id: int
     chain: ChunkChain | None
     found_chunks: int
     outcome: LookupOutcome
     weights_version: str = ""
+    rest: LookupOutcome = LookupOutcome.ANSWERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +186,9 @@ class TieredSearch:
         return self.found >= self._num_chunks or self._levels[len(self._order)].search.done
 
     @property
-    def has_tiers(self) -> bool:
-        """Whether any tier is left to ask."""
-        return bool(self._order)
+    def num_tiers(self) -> int:
+        """How many tiers are asked: those that are left alone, or have failed, are not."""
+        return len(self._order)
 
     @property
     def waits_for(self) -> list[int]:
@@ -601,7 +605,7 @@ class LookupCore:
         if search.done and (search.found >= expected or now >= lookup.expect_until):
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
-            self._finish(opened, self._outcome(search))
+            self._finish(opened, self._outcome(search), self._rest(search))
         elif 0 < expected <= search.found:
             self._finish(opened, LookupOutcome.ANSWERED)
         elif search.found < expected and opened.poll_at == math.inf and now < lookup.expect_until:
@@ -610,11 +614,17 @@ class LookupCore:
 
     def _outcome(self, search: TieredSearch) -> LookupOutcome:
         """How a search that has come to its end has ended."""
-        if search.found or search.has_tiers or (self._host.num_ranks and not self._tiers):
+        if search.found or search.num_tiers or (self._host.num_ranks and not self._tiers):
             return LookupOutcome.ANSWERED
-        if self._tiers and not search.has_failed:  # all of them are slow, and not waited for
-            return LookupOutcome.TIMED_OUT
-        return LookupOutcome.STORE_ERROR
+        return self._rest(search) if self._tiers else LookupOutcome.STORE_ERROR
+
+    def _rest(self, search: TieredSearch) -> LookupOutcome:
+        """Why a search that has come to its end has found no more."""
+        if search.has_failed:
+            return LookupOutcome.STORE_ERROR
+        # A tier that is slow is left alone: lookups do not wait for it.
+        is_left_out = search.num_tiers < len(self._tiers)
+        return LookupOutcome.TIMED_OUT if is_left_out else LookupOutcome.ANSWERED
 
     def _answer_late(self, opened: _Open, now: float) -> None:
         """The time is over: answer what is known, and note which tiers have not answered."""
@@ -630,19 +640,31 @@ class LookupCore:
                 if tier.pace.late(now):
                     self._on_pace(number, True)
         is_known = opened.search.found or opened.search.done
-        self._finish(opened, LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT)
+        outcome = LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT
+        is_done = opened.search.done  # it waits for what is expected
+        rest = self._rest(opened.search) if is_done else LookupOutcome.TIMED_OUT
+        self._finish(opened, outcome, rest)
 
-    def _finish(self, opened: _Open, outcome: LookupOutcome) -> None:
+    def _finish(
+        self,
+        opened: _Open,
+        outcome: LookupOutcome,
+        rest: LookupOutcome = LookupOutcome.ANSWERED,
+    ) -> None:
         self._open.pop(opened.lookup.lookup_id, None)
         found = opened.search.found if outcome is LookupOutcome.ANSWERED else 0
-        self._answer(opened.lookup, opened.chain, found, outcome)
+        self._answer(opened.lookup, opened.chain, found, outcome, rest)
 
     def _answer(
-        self, lookup: Lookup, chain: ChunkChain, found: int, outcome: LookupOutcome
+        self,
+        lookup: Lookup,
+        chain: ChunkChain,
+        found: int,
+        outcome: LookupOutcome,
+        rest: LookupOutcome = LookupOutcome.ANSWERED,
     ) -> None:
-        self.results.append(
-            LookupResult(lookup.lookup_id, chain, found, outcome, lookup.weights_version)
-        )
+        version = lookup.weights_version
+        self.results.append(LookupResult(lookup.lookup_id, chain, found, outcome, version, rest))
 
     # Tiers
 

@@ -40,7 +40,7 @@ ANSWER_SHARE = 0.9  # of the timeout: the answer is to be here before nobody wai
 
 
 class PoolScheduler:
-    """See the module docstring."""
+    """See the module docstring. `can_save`: whether any tier takes saves, as far as is known."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class PoolScheduler:
         lookups: LookupService,
         registry: MetricsRegistry,
         clock: Callable[[], float] = time.monotonic,
+        can_save: Callable[[], bool] = lambda: True,
     ) -> None:
         self._config = config
         self._shape = shape
@@ -57,6 +58,7 @@ class PoolScheduler:
         self._registry = registry
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
+        self._can_save = can_save
         self._tables = GroupTables(shape.groups)
         self._reset = Reset(shape.num_ranks)
         self.saves = SavePlanner(
@@ -88,7 +90,7 @@ class PoolScheduler:
         state = RequestState(
             view,
             may_load=view.shareable and view.reads_cache and options.load and self._shape.loads,
-            may_save=view.shareable and self._role_saves and options.save,
+            may_save=view.shareable and self._role_saves and options.save and self._can_save(),
         )
         self._requests[view.request_id] = state
         if state.may_load or state.may_save:
@@ -142,6 +144,7 @@ class PoolScheduler:
         if state.answer is None:
             state.answer = answer.outcome
             state.found_chunks = found
+            state.rest = answer.rest
         state.chain = answer.chain
         if state.chain is None:
             state.may_load = state.may_save = False

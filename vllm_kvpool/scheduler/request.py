@@ -10,6 +10,8 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
 
+ABSENT = {LookupOutcome.ANSWERED: "absent"}
+
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
@@ -87,6 +89,7 @@ class RequestState:
     answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
     found_chunks: int = 0
+    rest: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: never ask for more again
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
@@ -119,7 +122,7 @@ class RequestState:
             found = min(chunked, self.found_chunks * chunk_tokens)
             missed = {
                 "not_needed": found - hit,  # computed here, cut to blocks, or the last one
-                "absent": chunked - found,
+                ABSENT.get(self.rest, self.rest.value): chunked - found,
                 "short": prompt - chunked,  # no full chunk
             }
         return [(reason, tokens) for reason, tokens in missed.items() if tokens > 0]
