@@ -29,9 +29,8 @@ from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.scheduler.request import Step
 from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
-from vllm_kvpool.vllm_adapt.hit_sources import HitSources
 from vllm_kvpool.vllm_adapt.requests import RequestReader
-from vllm_kvpool.vllm_adapt.stats import KVPoolProm, KVPoolStats
+from vllm_kvpool.vllm_adapt.stats import HitSources, KVPoolProm, KVPoolStats
 from vllm_kvpool.worker.pool_worker import NOTHING_ENDED, StepResults
 
 if TYPE_CHECKING:

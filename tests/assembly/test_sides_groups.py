@@ -30,8 +30,7 @@ from vllm_kvpool.layout.topology import (
     LayerGroup,
     Topology,
 )
-from vllm_kvpool.scheduler.block_pins import Place
-from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.scheduler.blocks import GroupTables, Place
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.file.store import FileStore

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvpool.layout.topology import AttentionWindow, KVCacheGroup
-from vllm_kvpool.scheduler.block_pins import Place
-from vllm_kvpool.scheduler.block_tables import NO_PAGES, GroupTables, all_blocks
+from vllm_kvpool.scheduler.blocks import NO_PAGES, GroupTables, Place, all_blocks
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages
 
 WINDOW, LOCAL = AttentionWindow(sliding=40), AttentionWindow(local=64)

@@ -21,8 +21,8 @@ from vllm_kvpool.identity.keys import key_with_prefix, make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
-from vllm_kvpool.scheduler.block_tables import GroupTables, all_blocks
-from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
+from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
+from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport

@@ -14,7 +14,7 @@ import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, NAMES, Bench, View, hashes_of
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
-from vllm_kvpool.scheduler.block_tables import all_blocks
+from vllm_kvpool.scheduler.blocks import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer

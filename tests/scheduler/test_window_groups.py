@@ -27,8 +27,7 @@ from vllm_kvpool.layout.topology import (
     Topology,
 )
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.block_pins import HELD_SHARE
-from vllm_kvpool.scheduler.block_tables import all_blocks
+from vllm_kvpool.scheduler.blocks import HELD_SHARE, all_blocks
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler

@@ -34,11 +34,9 @@ from vllm_kvpool.layout.topology import (
     cells_of_rank,
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
-from vllm_kvpool.scheduler.block_pins import HELD_SHARE
-from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.scheduler.blocks import HELD_SHARE, GroupTables
 from vllm_kvpool.scheduler.lookup_core import PresenceCheck
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.manifest_writer import ManifestWriter
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape
@@ -64,6 +62,7 @@ from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.tiers import Tier
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
+from vllm_kvpool.worker.manifest_writer import ManifestWriter
 from vllm_kvpool.worker.pool_worker import PoolWorker
 
 BATCH_BYTES = 16 << 20  # of a store call

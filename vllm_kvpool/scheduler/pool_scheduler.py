@@ -24,15 +24,13 @@ import msgspec
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables
-from vllm_kvpool.scheduler.layerwise import LayeredLoads
-from vllm_kvpool.scheduler.load_cost import LoadCostModel, idle_wait_s
+from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
+from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, Step
-from vllm_kvpool.scheduler.reset import Reset
-from vllm_kvpool.scheduler.save_planner import SavePlanner
+from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0

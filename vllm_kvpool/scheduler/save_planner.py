@@ -6,23 +6,70 @@
 * Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
   the engine lets them go before it is.
 * What a request leaves to be saved when it ends goes with the next step's plan.
+* Saves that are under way when the namespace is reset may put cells after it has been removed. So
+  the workers are told to drop theirs, and when all of them have, the namespace is removed once
+  more; until then nothing is found and nothing is saved (`Reset`).
 
 Owned by the scheduler's thread.
 """
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.block_pins import PinLedger
-from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables, all_blocks
-from vllm_kvpool.scheduler.layerwise import LayeredLoad, LayeredLoads
+from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
+from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
-from vllm_kvpool.scheduler.reset import Reset
 from vllm_kvpool.transfer.ops import JobId, SavePlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reset:
+    """Owned by the scheduler's thread; the lookup thread calls `end`."""
+
+    num_ranks: int
+    generation: int = 0
+    acks: int = 0
+    ended: int = 0
+    """The newest generation whose reset has ended. A newer one is another reset's."""
+    weights_versions: set[str] = field(default_factory=set)
+    """Whose cells have been removed, and are to be once more."""
+
+    def begin(self, weights_version: str = "") -> None:
+        """Saves of the generation so far are to be dropped, cells of those weights removed."""
+        self.weights_versions.add(weights_version)
+        self.generation += 1
+        self.acks = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether what was put before the newest reset may still be in the stores."""
+        return self.ended < self.generation
+
+    def acked(self, ranks: int) -> bool:
+        """So many more ranks have dropped their saves; whether that makes it all of them."""
+        before, self.acks = self.acks, self.acks + ranks
+        return before < self.num_ranks <= self.acks
+
+    def take_weights_versions(self) -> tuple[str, ...]:
+        """What to remove when the last rank has answered."""
+        weights_versions, self.weights_versions = tuple(self.weights_versions), set()
+        return weights_versions
+
+    def end(self, generation: int, removed: bool) -> None:
+        """What was put until that generation has been removed, or could not be. Lookup thread."""
+        if not removed:
+            logger.warning(
+                "kvpool: a reset could not remove cells that were put while it ran; reset again"
+            )
+        self.ended = generation
 
 
 class SavePlanner:

@@ -21,11 +21,11 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup
-from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
-from vllm_kvpool.vllm_adapt import ascend_pages, compat, cpu_pages, weights_version
-from vllm_kvpool.vllm_adapt.defects import Defect, known_defects
+from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, weights_version
+from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.layer_groups import (
     RankLayerGroup,
     groups_of,
@@ -213,7 +213,7 @@ def layer_pages(
     """The page format of every local layer, group by group, in model order."""
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
-    ascend_pages.refuse_options(vllm_config.additional_config)
+    ascend.refuse_options(vllm_config.additional_config)
     pages = []
     for layer_group, shared in zip(facts.layer_groups, facts.shape.layer_groups, strict=True):
         start, stop = shared.topology.stages[stage]
@@ -223,7 +223,7 @@ def layer_pages(
                 "have KV of their own, or other layers than expected; such a model can be shared "
                 "without pipeline parallelism only"
             )
-        expected = ascend_pages.Expected(
+        expected = ascend.Expected(
             num_blocks=facts.shape.num_blocks,
             block_size=layer_group.spec.block_size,
             num_heads=shared.topology.heads_per_rank,
@@ -233,7 +233,7 @@ def layer_pages(
         )
         for each in layer_group.groups:  # layers of several groups lie in the same memory
             names = [name for name, group in layer_group.layers if group == each]
-            ascend_pages.refuse_repeated(names, kv_caches)
+            ascend.refuse_repeated(names, kv_caches)
         for name, group in layer_group.layers:
             layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
             pages.append(replace(layer, group=group))
@@ -243,17 +243,17 @@ def layer_pages(
 def _pages_of(
     name: str,
     value: Any,
-    expected: ascend_pages.Expected,
+    expected: ascend.Expected,
     vllm_config: "VllmConfig",
     device: Device,
 ) -> LayerPages:
-    if not ascend_pages.is_vllm_tensor(value):
-        return ascend_pages.from_registered(name, value, expected, device)
+    if not ascend.is_vllm_tensor(value):
+        return ascend.from_registered(name, value, expected, device)
     # Pages may be cut finer for the attention kernel than the scheduler's blocks.
     ratio = expected.block_size // value.shape[2]
     if value.device.type != "cpu" or expected.is_latent:
         return page_formats.from_token_content(value, blocks_per_id=ratio)
-    return cpu_pages.layer_pages(
+    return page_specs.cpu_layer_pages(
         value, expected.key_bytes, expected.value_bytes, vllm_config, blocks_per_id=ratio
     )
 
@@ -332,7 +332,7 @@ def gather_in_stage(data: bytes) -> list[bytes]:
 
 def device_of(kv_caches: Mapping[str, Any]) -> Device:
     """The device that the pages lie on: one for all of a rank's layers."""
-    places = {t.device for value in kv_caches.values() for t in ascend_pages.tensors_of(value)}
+    places = {t.device for value in kv_caches.values() for t in ascend.tensors_of(value)}
     if len(places) != 1:
         found = ", ".join(sorted(map(str, places))) or "no tensors"
         raise ConfigError(f"the KV cache of a rank must lie on one device, found {found}")

@@ -38,7 +38,7 @@ from vllm_kvpool.layout.topology import (
     Topology,
     default_layer_span,
 )
-from vllm_kvpool.vllm_adapt import ascend_pages, compat, page_specs
+from vllm_kvpool.vllm_adapt import ascend, compat, page_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -243,7 +243,7 @@ def _window_of(spec: Any) -> AttentionWindow:
 def _check_spec(spec: Any) -> None:
     """Refuse, by name, what cannot be cut by token and head."""
     page_specs.check_spec(spec)
-    if type(spec) not in SHAREABLE_SPECS and not ascend_pages.is_plain_latent(spec):
+    if type(spec) not in SHAREABLE_SPECS and not ascend.is_plain_latent(spec):
         raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
 
 

@@ -3,26 +3,120 @@
 vLLM tells connectors neither. So the methods of its engine through which users reach the weights
 are wrapped, once in a process, where they exist; they run in the scheduler's process, between two
 steps. A call that is not known to be harmless counts as a change, also if it fails: it may have
-changed some of the weights. Models of this process are looked at besides (`parameters.py`).
+changed some of the weights.
+
+Where worker and scheduler share a process, a training loop may set weights without any call of the
+engine's. So `load_weights` of its models is wrapped, too, and a few bytes of each parameter are
+compared whenever the engine's own prefix cache is emptied (`Models`): a change of weights
+needs that anyway. An update that spares all of those bytes is not seen.
 
 While vLLM pauses or puts an engine to sleep it resets the connector along with its own caches. The
 pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.
 """
 
 import functools
+import hashlib
 import logging
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
 from vllm_kvpool.identity.weights import known_sample, sample_weights, tensor_names
 from vllm_kvpool.vllm_adapt.namespace import local_weights
-from vllm_kvpool.vllm_adapt.parameters import Models
 
 logger = logging.getLogger(__name__)
+
+BYTES_OF_EACH = 64  # of a parameter
+ITEMS_OF_EACH = 8  # in every dimension, where a parameter is not in one piece
+MOST_FRAMES = 16
+
+
+class Models:
+    """The models of this process. Scheduler's thread, which is the model's where both matter."""
+
+    def __init__(self, on_load: Callable[[], None], is_asleep: Callable[[], bool]) -> None:
+        self._on_load = on_load
+        self._is_asleep = is_asleep  # their memory must not be touched
+        self._seen: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+
+    def watch_callers(self) -> None:
+        """Watch the model of the worker that calls us, up the stack: vLLM hands connectors no
+        reference to it."""
+        for owner in _selves_of_callers():
+            get_model = getattr(owner, "get_model", None)
+            model = get_model() if get_model is not None else None
+            if isinstance(model, torch.nn.Module):
+                self._watch(model)
+                return
+
+    def have_changed(self) -> bool:
+        """Whether any parameter differs from what it was when last looked at."""
+        before = dict(self._seen)
+        self.look()
+        return any(seen != before[model] for model, seen in self._seen.items() if model in before)
+
+    def look(self) -> None:
+        """Remember how the parameters are now."""
+        if not self._is_asleep():
+            for model in list(self._seen):
+                self._seen[model] = _sample(model)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        self._seen[model] = _sample(model)
+        load = getattr(model, "load_weights", None)
+        if load is None or hasattr(load, MARK):
+            return
+
+        @functools.wraps(load)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(*args, **kwargs)
+            finally:
+                self._on_load()
+
+        setattr(load_weights, MARK, True)
+        model.__dict__["load_weights"] = load_weights  # beside its parameters, not among them
+
+
+def _selves_of_callers() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    for _ in range(MOST_FRAMES):
+        yield frame.f_locals.get("self")
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _sample(model: torch.nn.Module) -> bytes:
+    """A digest of a few bytes of every parameter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        if parameter.numel() and not parameter.is_meta:
+            digest.update(_some_bytes(parameter.detach()).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _some_bytes(data: torch.Tensor) -> torch.Tensor:
+    """Bytes at about equal distances. `data` may be a part of a storage that others share."""
+    item = data.element_size()
+    span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+    if span != data.numel():  # with gaps
+        steps = (slice(None, None, _step(n, ITEMS_OF_EACH)) for n in data.shape)
+        return data[tuple(steps)].flatten().view(torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8, device=data.device)
+    whole.set_(data.untyped_storage(), data.storage_offset() * item, (span * item,), (1,))
+    return whole[:: _step(span * item, BYTES_OF_EACH)][: BYTES_OF_EACH * 2]
+
+
+def _step(count: int, wanted: int) -> int:
+    """An odd step meets other bytes of the elements than only their first."""
+    return max(1, count // wanted) | 1
+
 
 VERSION_BYTES = 16
 SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.load_cost import idle_wait_s
+from vllm_kvpool.scheduler.loads import idle_wait_s
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.transfer.executor import Executor
