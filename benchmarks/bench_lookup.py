@@ -38,7 +38,7 @@ from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.pool_scheduler import ANSWER_SHARE, PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, Step
-from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -90,8 +90,8 @@ class Filler:
         self._buffer.view[:] = random_bytes(CELL_BYTES, 0)
         self._store.register(self._buffer)
 
-    def fill(self, keys: Sequence[str], groups: Sequence[str]) -> None:
-        self._store.put(keys, [self._buffer] * len(keys), groups)
+    def fill(self, keys: Sequence[str], chunks: Sequence[ChunkRef]) -> None:
+        self._store.put(keys, [self._buffer] * len(keys), chunks)
         missing = self._store.exists(keys).count(False)
         assert not missing, f"{missing} of {len(keys)} keys are not stored"
 
@@ -230,11 +230,11 @@ def slow_far_rows() -> list[Row]:
     for store, stored in ((near, SHORT_CHUNKS // 2), (far, SHORT_CHUNKS)):
         for chunk in hashes[:stored]:
             keys = NAMES.of_chunk(chunk)
-            store.put(keys, [buffer] * len(keys), [""] * len(keys))
+            store.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     whole = MemoryStore("", 1 << 24)
     for chunk in hashes:
         keys = NAMES.of_chunk(chunk)
-        whole.put(keys, [buffer] * len(keys), [""] * len(keys))
+        whole.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     rows: list[Row] = []
     for what, stores in (
         ("far tier of 1 s a call, all near", (whole, SlowStore(far))),
@@ -269,7 +269,7 @@ def measure(quick: bool) -> Result:
     result = Result()
     hashes = chain_of(prompt(NUM_CHUNKS)).hashes
     keys = [str(key) for chunk in hashes for key in NAMES.of_chunk(chunk)]
-    groups = [chunk.hex() for chunk in hashes for _ in NAMES.of_chunk(chunk)]
+    chunks = [ChunkRef(chunk.hex()) for chunk in hashes for _ in NAMES.of_chunk(chunk)]
     with (
         MooncakeMaster(lease_ms=60_000) as master,
         Child(Filler, f"mooncake://{master.address}?segment=256MiB") as filler,
@@ -279,7 +279,7 @@ def measure(quick: bool) -> Result:
         for child in (filler, lookups, all_keys):
             child.wait_ready()
         start = time.perf_counter()
-        filler.call("fill", keys, groups)
+        filler.call("fill", keys, chunks)
         result.notes.append(f"{len(keys)} keys put in {time.perf_counter() - start:.1f} s")
         rows = lookups.call("rows", QUICK_REPEATS if quick else REPEATS)
         result.rows += rows + all_keys.call("rows", keys)

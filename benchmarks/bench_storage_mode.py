@@ -24,6 +24,7 @@ from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.url import open_store, parse_store_url
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -54,7 +55,7 @@ class Asker:
     def _put(self, keys: Sequence[str]) -> None:
         buffer = make_buffer(CELL_BYTES)
         self._store.register(buffer)
-        self._store.put(keys, [buffer] * len(keys), keys)
+        self._store.put(keys, [buffer] * len(keys), [ChunkRef(key) for key in keys])
         assert all(self._store.exists(keys))
 
     def lookup(self) -> list[float]:

@@ -25,7 +25,6 @@ from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with
 from vllm_kvpool.plugin import register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.scheduler.request import Step
 from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
@@ -119,7 +118,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
             )
-            self._mirror = HostCacheIndex(self._scheduler_side.host_ranks)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
@@ -139,7 +137,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._config.chunk_tokens,
             shape.num_ranks,
             side.tiers,
-            self._mirror,
+            side.scheduler.host,
             side.check,
         )
 
@@ -317,8 +315,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, KVPoolWorkerMetadata):
             report = StepReport.merge(meta.reports)
             self._scheduler.apply(report)
-            for rank, change in report.host.items():
-                self._mirror.apply(rank, change)
             if self._events is not None:
                 self._events.apply(report)
         self._scheduler.step_ended()
@@ -357,7 +353,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if weights_version.is_pausing():
             return True
-        self._mirror.clear()
         if self._events is not None:
             self._events.reset()
         return self._scheduler.reset()
@@ -377,7 +372,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             load,
             num_external_tokens,
             self._config.chunk_tokens,
-            lambda chunk_hash: self._mirror.has(
+            lambda chunk_hash: self._scheduler.host.has(
                 chunk_id_of(namespace, chunk_hash.hex(), layer_group)
             ),
         )

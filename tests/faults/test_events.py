@@ -89,7 +89,7 @@ def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], se
             chunk = chunk_hash(path)
             if all(store.exists(names.of_chunk(chunk))):
                 stored |= {name, parent}
-            if connector._mirror.has(chunk_id_of(names.namespace, chunk.hex())):
+            if connector._scheduler.host.has(chunk_id_of(names.namespace, chunk.hex())):
                 in_host |= {name, parent}
     return stored, in_host
 

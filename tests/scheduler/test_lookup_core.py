@@ -23,7 +23,7 @@ from vllm_kvpool.scheduler.lookup_core import (
     RemoveAll,
     TierCall,
 )
-from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
+from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.ops import HostCacheChange
 
@@ -82,11 +82,12 @@ class World:
         self.tiers = tiers
         self.now = 100.0
         self.pace: list[tuple[int, bool]] = []
+        self.host = HostCacheIndex(host_ranks)
         self.core = LookupCore(
             len(tiers),
             names,
             CHUNK,
-            host_ranks,
+            self.host,
             1,
             TIMEOUT_S,
             lambda tier, is_left_alone: self.pace.append((tier, is_left_alone)),
@@ -204,9 +205,9 @@ def test_hits_in_near_tiers_do_not_wait_for_lookups_of_far_ones() -> None:
 
 def test_host_memory_waits_for_nobody() -> None:
     world = World([Tier(delays=[1.0]), Tier(delays=[1.0])], host_ranks=1)
-    world.core.host_changed(0, HostCacheChange(tuple(PLAIN.chunk_id(each) for each in HASHES), ()))
+    world.host.apply(0, HostCacheChange(tuple(PLAIN.chunk_id(each) for each in HASHES), ()))
     assert world.answer() == (NUM_CHUNKS, ANSWERED, 0)
-    world.core.host_changed(0, HostCacheChange((), (PLAIN.chunk_id(HASHES[7]),)))
+    world.host.apply(0, HostCacheChange((), (PLAIN.chunk_id(HASHES[7]),)))
     assert world.answer(2) == (7, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
 
 
@@ -361,7 +362,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[bool], set[int]]:
     groups = tuple(
         names.chunk_id(HASHES[chunk], layer_group) for chunk in host for layer_group in layer_groups
     )
-    world.core.host_changed(0, HostCacheChange(groups, ()))
+    world.host.apply(0, HostCacheChange(groups, ()))
     return world, is_fast, host
 
 
@@ -493,7 +494,7 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
             check = PresenceCheck(2, (PLAIN.chunk_id(HASHES[0]),), 0, said.append)
             world.core.check(check, world.now)
         elif message == "host":
-            world.core.host_changed(0, HostCacheChange((PLAIN.chunk_id(HASHES[0]),), ()))
+            world.host.apply(0, HostCacheChange((PLAIN.chunk_id(HASHES[0]),), ()))
         else:
             world.run(limit_s=0.4)
             world.now += 0.1

@@ -86,7 +86,7 @@ class Pool:
             tuple(NAMES.chunk_id(hashes[i]) for i in added),
             tuple(NAMES.chunk_id(hashes[i]) for i in removed),
         )
-        self.service.host_changed(rank, change)
+        self.service.host.apply(rank, change)
 
     def found(self) -> int:
         """How much of the prompt a lookup finds now."""
@@ -101,6 +101,7 @@ class Pool:
         *,
         tokens: tuple[int, ...] = TOKENS,
         identify: Callable[[], RequestIdentity | None] = RequestIdentity,
+        reads_files: bool = False,
         search: bool = True,
         expect_chunks: int = 0,
         wait_s: float = LIMIT_S,
@@ -115,6 +116,7 @@ class Pool:
                 expect_chunks,
                 expect_until=deadline,
                 answer_by=deadline + LIMIT_S,
+                reads_files=reads_files,
             )
         )
 
@@ -316,6 +318,7 @@ def raises(error: Exception) -> Callable[[], RequestIdentity]:
     return identify
 
 
+@pytest.mark.parametrize("reads_files", [False, True])
 @pytest.mark.parametrize(
     "identify",
     [lambda: None, raises(FileNotFoundError("adapter")), raises(KeyError("bug"))],
@@ -324,13 +327,30 @@ def raises(error: Exception) -> Callable[[], RequestIdentity]:
 def test_a_request_that_cannot_be_named_is_not_shared(
     pool: Pool,
     identify: Callable[[], RequestIdentity | None],
+    reads_files: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
-        pool.ask(1, identify=identify)
+        pool.ask(1, identify=identify, reads_files=reads_files)
         assert pool.answer() == LookupResult(1, None, 0, UNSHAREABLE)
     pool.ask(2)
     assert pool.answer().outcome is ANSWERED
+
+
+def test_an_adapter_that_is_read_holds_up_no_other_request(pool: Pool) -> None:
+    pool.hold(range(NUM_CHUNKS))
+    gate = threading.Event()
+
+    def read() -> RequestIdentity:
+        assert gate.wait(LIMIT_S)
+        return RequestIdentity(adapter=b"digest")
+
+    pool.ask(1, identify=read, reads_files=True)
+    pool.ask(2)
+    assert pool.answer().lookup_id == 2
+    gate.set()
+    answer = pool.answer()
+    assert (answer.lookup_id, answer.found_chunks, answer.outcome) == (1, 0, ANSWERED)
 
 
 def test_tokens_that_cannot_be_hashed_are_not_shared(

@@ -19,7 +19,6 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from tests.support.models import LlamaShape, make_llama
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.vllm_adapt import weights_version
 from vllm_kvpool.vllm_adapt.weights_version import version_of_files
 
@@ -510,7 +509,7 @@ class FakeSide(KVPoolConnector):
 
     def __init__(self) -> None:
         self.resets = Scheduler()
-        self._mirror, self._events = HostCacheIndex(0), None
+        self._events = None
 
     @property
     def _scheduler(self) -> Any:

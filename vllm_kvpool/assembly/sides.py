@@ -142,7 +142,7 @@ class SchedulerSide:
         names = CellNames(model.namespace, model.layer_groups)
         self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
         self.tiers = tuple(store.capabilities for store in self._tiers.stores)
-        self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
+        host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
         block = tables.block_size
         self._lookups = LookupService(

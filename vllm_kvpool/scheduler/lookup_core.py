@@ -25,7 +25,6 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_chunk_id, layer_group_of
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.ops import HostCacheChange
 
 MAX_KEYS_PER_ROUND = 4096
 POLL_MIN_S = 0.002
@@ -45,7 +44,8 @@ class LookupOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A question. `identify` runs on the service's thread: it may read an adapter's files.
+    """A question. `identify` runs on the lookup thread, or on another where it `reads_files`: an
+    adapter is read whole, and lookups of other requests do not wait for that.
 
     `search` False asks for the hash chain only. `expect_chunks` makes it wait until `expect_until`
     for that many chunks. Whatever is known at `answer_by` is the answer. Both are in monotonic
@@ -60,6 +60,7 @@ class Lookup:
     expect_until: float
     answer_by: float
     weights_version: str = ""
+    reads_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,10 +372,9 @@ class _Tier:
 class LookupCore:
     """See the module docstring. One thread calls it; `now` is in monotonic seconds.
 
-    `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
-    `block`: loads begin and end at multiples of it, but for the end of a full hit. `timeout_s`:
-    what a request waits for its lookup. `on_pace` is told when lookups begin or cease to leave a
-    tier alone.
+    `host`: what ranks have in host memory; its owner writes to it. `block`: loads begin and end at
+    multiples of it, but for the end of a full hit. `timeout_s`: what a request waits for its
+    lookup. `on_pace` is told when lookups begin or cease to leave a tier alone.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class LookupCore:
         num_tiers: int,
         names: CellNames,
         chunk_tokens: int,
-        host_ranks: int,
+        host: HostCacheIndex,
         block: int,
         timeout_s: float,
         on_pace: Callable[[int, bool], None] = lambda tier, is_left_alone: None,
@@ -394,7 +394,7 @@ class LookupCore:
         self._block = block
         self._timeout_s = timeout_s
         self._on_pace = on_pace
-        self._host = HostCacheIndex(host_ranks)
+        self._host = host
         self._open: dict[int, _Open] = {}
         self._calls: list[TierCall] = []
         self.results: deque[LookupResult] = deque()
@@ -418,13 +418,8 @@ class LookupCore:
         """The answer is not wanted any more."""
         self._open.pop(lookup_id, None)
 
-    def host_changed(self, rank: int, change: HostCacheChange) -> None:
-        """A rank has told what its host memory holds now."""
-        self._host.apply(rank, change)
-
     def remove_all(self, message: RemoveAll, now: float) -> None:
         """Remove the own namespace from every tier, each by its own thread."""
-        self._host.clear()
         for opened in list(self._open.values()):  # what it knows may be gone
             opened.search = self._search(opened.chain, opened.names, self._usable(now))
             self._settle(opened, now)

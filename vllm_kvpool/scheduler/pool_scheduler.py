@@ -53,6 +53,8 @@ class PoolScheduler:
         self._config = config
         self._shape = shape
         self._lookups = lookups
+        self.host = lookups.host
+        """What the ranks have in host memory."""
         self._registry = registry
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
@@ -120,6 +122,7 @@ class PoolScheduler:
                 expect_until=now + expect,
                 answer_by=now + expect + timeout * ANSWER_SHARE,
                 weights_version=self._weights_version,
+                reads_files=state.view.reads_files,
             )
         )
 
@@ -338,7 +341,7 @@ class PoolScheduler:
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
                 self.saves.look(state)
         for rank, change in report.host.items():
-            self._lookups.host_changed(rank, change)
+            self.host.apply(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)

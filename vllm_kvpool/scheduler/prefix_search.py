@@ -191,7 +191,12 @@ class HitSearch:
 
 
 class HostCacheIndex:
-    """Which chunks each rank has in host memory, as far as the ranks have told."""
+    """Which chunks each rank has in host memory, as far as the ranks have told.
+
+    One for the scheduler's process. Its thread writes; the lookup thread reads, by one operation of
+    a dictionary and one of a set. What is out of date costs a question to a store, or a load that
+    fetches from there.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -59,8 +59,12 @@ class RequestView(Protocol):
     def tokens(self) -> Sequence[int]:
         """All known tokens; the sequence may grow later but does not change."""
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether `identity` reads files."""
+
     def identity(self) -> RequestIdentity | None:
-        """What shapes the KV besides the tokens. Runs on the lookup thread; may read files."""
+        """What shapes the KV besides the tokens. Runs on a thread of the lookup service."""
 
 
 @dataclass(frozen=True, slots=True)

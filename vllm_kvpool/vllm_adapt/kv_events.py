@@ -108,13 +108,13 @@ class KVEvents:
         chunk_tokens: int,
         num_ranks: int,
         tiers: Sequence[Capabilities],
-        mirror: HostCacheIndex,
+        host: HostCacheIndex,
         check: Callable[[PresenceCheck], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
-        self._mirror = mirror
+        self._host = host
         self._clock = clock
         self._layer_group = layer_group.name
         spec = layer_group.spec
@@ -164,7 +164,7 @@ class KVEvents:
         if weights_version != self._weights_version:
             self.reset()
             self._weights_version = weights_version
-        if self._mirror.num_ranks:
+        if self._host.num_ranks:
             for load in plan.loads:
                 self._learn(load, load.first_chunk)
             for prefetch in plan.prefetches:
@@ -264,12 +264,12 @@ class KVEvents:
     # What has become of it
 
     def apply(self, report: StepReport) -> None:
-        """Take what the workers say; `mirror` has been told of it before."""
+        """Take what the workers say; the index of host memory has been told before."""
         for job_id, how in report.stored.items():
             self._announcer.ended(job_id, how)
         for change in report.host.values():
             for chunk in change.added:
-                if self._mirror.has(chunk):
+                if self._host.has(chunk):
                     self._announcer.stored(chunk, HOST)
             for chunk in change.removed:
                 self._announcer.gone(chunk, HOST)
