@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from benchmarks.common import DidNotFinish, Result, Target, percentile, run_script
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
-from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
@@ -91,7 +91,7 @@ def make(perform: Perform = done, tiers: int = 0, keep: int = KEEP) -> Bench:
     topology = Topology(num_heads=1, tp_size=1, stages=((0, 1),), layer_span=1)
     namespace = make_namespace("bench", "0" * 12)
     planner = Planner(
-        cells=cells_of_rank([Kind(topology, row_bytes=64)], 0, 0),
+        cells=cells_of_rank([LayerGroup(topology, row_bytes=64)], 0, 0),
         keys=KeyMaker(namespace, ContextRank()),
         chunk_tokens=CHUNK,
         load_timeout_s=LIMIT_S,

@@ -39,7 +39,7 @@ from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import Group, Kind, Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepReport
@@ -411,12 +411,12 @@ class Bench:
     """The scheduler side over a store in memory; `requests` long requests have arrived."""
 
     def __init__(self, max_pinned: int) -> None:
-        kinds = [Kind(Topology(1, 1, ((0, 1),), 1), row_bytes=16)]
-        names = CellNames(make_namespace("bench", "0" * 12), kinds)
+        layer_groups = [LayerGroup(Topology(1, 1, ((0, 1),), 1), row_bytes=16)]
+        names = CellNames(make_namespace("bench", "0" * 12), layer_groups)
         self.store = FaultyStore(MemoryStore("", 1 << 20))
         self.lookups = LookupService((self.store,), names, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
-        shape = PoolShape(CHUNK, (Group(BLOCK),), 1, max_pinned)
+        shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, max_pinned)
         self.scheduler = PoolScheduler(config, Role.BOTH, shape, self.lookups, MetricsRegistry())
         self.scheduler.saves.ledger.pins = FakePins()
         self.table = range(1, LONG_TOKENS // BLOCK + 1)

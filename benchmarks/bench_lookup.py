@@ -31,7 +31,7 @@ from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import Group, Kind, Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
@@ -46,7 +46,7 @@ from vllm_kvpool.testing.memory import make_buffer, random_bytes
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK
 TOPOLOGY = Topology(num_heads=8, tp_size=1, stages=((0, 32),), layer_span=8)
-NAMES = CellNames(make_namespace("bench", "0" * 12), [Kind(TOPOLOGY, row_bytes=512)])
+NAMES = CellNames(make_namespace("bench", "0" * 12), [LayerGroup(TOPOLOGY, row_bytes=512)])
 STORED_CHUNKS = (0, 1, 100, 317, 511, 512)
 CELL_BYTES = 64
 REPEATS, QUICK_REPEATS = 60, 10
@@ -137,7 +137,7 @@ class Lookups:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
         lookups: Any = LookupService((self._store,), NAMES, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
-        shape = PoolShape(CHUNK, (Group(BLOCK),), 1, 1 << 20)
+        shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, 1 << 20)
         self._scheduler = PoolScheduler(config, Role.BOTH, shape, lookups, MetricsRegistry())
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))

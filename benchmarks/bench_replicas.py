@@ -67,7 +67,7 @@ class ReplicaSide(PageKeeper):
         super().__init__(GEOMETRY)
         torch.set_num_threads(1)
         span = default_layer_span(GEOMETRY.layers, GEOMETRY.row_bytes, GEOMETRY.chunk)
-        model = ModelShape.of_one_kind(
+        model = ModelShape.of_one_group(
             namespace=make_namespace(MODEL, "0" * 12),
             topology=Topology(1, ranks, ((0, GEOMETRY.layers),), span),
             block_size=GEOMETRY.block,

@@ -20,7 +20,7 @@ from benchmarks.sides import Geometry, Holder, OurSide
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import Kind
+from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -43,7 +43,7 @@ class Asker:
     def __init__(self, url: str, per_head: bool) -> None:
         self._store = open_store(parse_store_url(url), segment=True)
         namespace = make_namespace("lookup", "0" * 12)
-        names = CellNames(namespace, [Kind(GEOMETRY.topology(per_head), GEOMETRY.row_bytes)])
+        names = CellNames(namespace, [LayerGroup(GEOMETRY.topology(per_head), GEOMETRY.row_bytes)])
         self._tokens = list(range(LOOKUP_TOKENS))
         chain = ChunkChain(GEOMETRY.chunk, RequestIdentity())
         chain.extend(self._tokens)

@@ -142,7 +142,7 @@ class OurSide(PageKeeper):
     def __init__(self, url: str, geometry: Geometry, per_head: bool = True) -> None:
         super().__init__(geometry)
         torch.set_num_threads(1)
-        model = ModelShape.of_one_kind(
+        model = ModelShape.of_one_group(
             namespace=make_namespace(MODEL, "0" * 12),
             topology=geometry.topology(per_head),
             block_size=geometry.block,

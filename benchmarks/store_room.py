@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.file.format import write_tail
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
@@ -46,7 +46,7 @@ def put_prompt(store: FileStore, chance: random.Random) -> float:
     namespace = new_namespace()
     first = chance.randrange(1 << 40)
     keys = [key_of(namespace, first + i) for i in range(CHAIN)]
-    ids = ["", *map(group_of_key, keys)]
+    ids = ["", *map(chunk_id_of_key, keys)]
     chunks = [ChunkRef(ids[i + 1], ids[i], i) for i in range(CHAIN)]
     start = time.perf_counter()
     store.put(keys, [make_buffer(CELL_BYTES)] * CHAIN, chunks)
@@ -190,7 +190,7 @@ def measure_rebuild(root: Path, num_cells: int) -> dict[str, float]:
         tail = memoryview(bytearray(FILE_BYTES))
         parent = parent if i % CHAIN else ""
         write_tail(tail, memoryview(bytes(object_bytes)), key, parent, i % CHAIN)
-        parent = group_of_key(key)
+        parent = chunk_id_of_key(key)
         with path.open("wb") as file:
             file.seek(object_bytes)
             file.write(tail)

@@ -34,7 +34,7 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerSi
     )
     layers = [from_token_content(layer) for layer in pages]
     CpuCopier(layers).warm_up()  # a first time it compiles, which takes longer than a save may
-    model = ModelShape.of_one_kind(
+    model = ModelShape.of_one_group(
         namespace=make_namespace("example", "0" * 12),
         topology=topology,
         block_size=block,

@@ -181,21 +181,23 @@ ROWS = (
         "full attention and sliding window",
         "any",
         tensors(
-            "assembly/test_sides_kinds.py::test_any_grouping_of_the_layers_is_read_by_any_other"
+            "assembly/test_sides_groups.py::test_any_grouping_of_the_layers_is_read_by_any_other"
         ),
     ),
     Row(
         "any",
         "chunked local attention",
         "any",
-        tensors("layout/test_kinds.py::test_what_is_not_read_any_more_is_never_read_again"),
+        tensors(
+            "layout/test_topology_groups.py::test_what_is_not_read_any_more_is_never_read_again"
+        ),
     ),
     Row(
         "any",
         "decode context parallelism of equal size",
         "any",
         tensors(
-            "assembly/test_sides_kinds.py::"
+            "assembly/test_sides_groups.py::"
             "test_tokens_that_are_dealt_out_are_read_where_they_are_dealt_out_alike"
         ),
     ),
@@ -204,7 +206,7 @@ ROWS = (
         "prefill context parallelism",
         "any",
         tensors(
-            "assembly/test_sides_kinds.py::test_ranks_of_prefill_context_parallelism_hold_the_same"
+            "assembly/test_sides_groups.py::test_ranks_of_prefill_context_parallelism_hold_the_same"
         ),
     ),
     Row(

@@ -10,19 +10,19 @@ from vllm_kvpool.identity.keys import (
     KEY_DIGEST_BYTES,
     MAX_MODEL_NAME_CHARS,
     ContextRank,
-    HeadPart,
+    HeadShard,
     KeyMaker,
     LayerSpan,
     Namespace,
     ParsedKey,
-    RankPart,
-    group_of,
-    group_of_key,
-    in_epoch,
+    RankShard,
+    chunk_id_of,
+    chunk_id_of_key,
     key_digest,
-    kind_of_group,
+    layer_group_of,
     make_namespace,
     namespace_of,
+    with_weights,
 )
 
 DIGEST = "0123456789abcdef"
@@ -42,9 +42,9 @@ SAFE_KEY = re.compile(r"[A-Za-z0-9._~%+@:-]+")
 
 small = st.integers(0, 2**20)
 contexts = st.builds(ContextRank, small, small, small, small)
-parts = st.one_of(st.builds(HeadPart, small), st.builds(RankPart, small, small))
+shards = st.one_of(st.builds(HeadShard, small), st.builds(RankShard, small, small))
 spans = st.builds(
-    lambda start, size, kind: LayerSpan(start, start + size, kind),
+    lambda start, size, layer_group: LayerSpan(start, start + size, layer_group),
     small,
     st.integers(1, 1000),
     st.text(max_size=12),
@@ -54,16 +54,16 @@ namespaces = st.builds(
 )
 
 
-@given(namespaces, contexts, parts, spans, st.binary(min_size=1, max_size=32))
+@given(namespaces, contexts, shards, spans, st.binary(min_size=1, max_size=32))
 def test_a_key_reads_back_as_it_was_written(
     namespace: Namespace,
     context: ContextRank,
-    part: HeadPart | RankPart,
+    shard: HeadShard | RankShard,
     span: LayerSpan,
     chunk_hash: bytes,
 ) -> None:
-    key = KeyMaker(namespace, context).key(part, span, chunk_hash)
-    assert ParsedKey.parse(key) == ParsedKey(namespace, context, part, span, chunk_hash)
+    key = KeyMaker(namespace, context).key(shard, span, chunk_hash)
+    assert ParsedKey.parse(key) == ParsedKey(namespace, context, shard, span, chunk_hash)
     assert namespace_of(key) == namespace
     assert SAFE_KEY.fullmatch(key)
 
@@ -71,9 +71,11 @@ def test_a_key_reads_back_as_it_was_written(
 def test_the_grammar_is_the_one_of_the_docstring() -> None:
     maker = KeyMaker(make_namespace("org/model", DIGEST), ContextRank(1, 2, 3, 4))
     start = "org%2Fmodel@fmt:0123456789ab@pcp1of2@dcp3of4"
-    assert maker.key(HeadPart(7), LayerSpan(0, 8), b"\xab\xcd") == f"{start}@head:7@layers:0-8@abcd"
     assert (
-        maker.key(RankPart(1, 4), LayerSpan(8, 9, "sliding"), b"\x01")
+        maker.key(HeadShard(7), LayerSpan(0, 8), b"\xab\xcd") == f"{start}@head:7@layers:0-8@abcd"
+    )
+    assert (
+        maker.key(RankShard(1, 4), LayerSpan(8, 9, "sliding"), b"\x01")
         == f"{start}@rank:1of4@layers:8-9@kind:sliding@01"
     )
 
@@ -84,7 +86,7 @@ def test_a_hostile_name_cannot_leave_its_field(name: str) -> None:
     model, _, rest = namespace.partition("@")
     assert rest == "fmt:0123456789ab"
     assert 0 < len(model) <= MAX_MODEL_NAME_CHARS
-    key = KeyMaker(namespace, ContextRank()).key(HeadPart(0), LayerSpan(0, 1), HASH)
+    key = KeyMaker(namespace, ContextRank()).key(HeadShard(0), LayerSpan(0, 1), HASH)
     assert SAFE_KEY.fullmatch(key)
     assert ParsedKey.parse(key).namespace == namespace_of(key) == namespace
 
@@ -142,14 +144,14 @@ def test_a_foreign_string_has_no_namespace(key: str) -> None:
 
 def test_a_namespace_is_no_prefix_of_another() -> None:
     short, long = make_namespace("model", DIGEST), make_namespace("model-2", DIGEST)
-    key = KeyMaker(long, ContextRank()).key(HeadPart(0), LayerSpan(0, 1), HASH)
+    key = KeyMaker(long, ContextRank()).key(HeadShard(0), LayerSpan(0, 1), HASH)
     assert not key.startswith(f"{short}@")
     assert namespace_of(key) == long
 
 
 def test_every_key_has_its_own_digest() -> None:
     maker = KeyMaker(make_namespace("m", DIGEST), ContextRank())
-    keys = [maker.key(HeadPart(h), LayerSpan(0, 1), HASH) for h in range(100)]
+    keys = [maker.key(HeadShard(h), LayerSpan(0, 1), HASH) for h in range(100)]
     digests = {key_digest(key) for key in keys}
     assert len(digests) == len(keys)
     assert {len(digest) for digest in digests} == {KEY_DIGEST_BYTES}
@@ -157,72 +159,72 @@ def test_every_key_has_its_own_digest() -> None:
 
 # Epochs and groups
 
-epochs = st.text(max_size=60)
+weights_versions = st.text(max_size=60)
 
 
-@given(namespaces, epochs, contexts, parts, spans, st.binary(min_size=1, max_size=32))
+@given(namespaces, weights_versions, contexts, shards, spans, st.binary(min_size=1, max_size=32))
 def test_keys_of_an_epoch_are_keys_of_the_same_cells(
     namespace: Namespace,
-    epoch: str,
+    weights_version: str,
     context: ContextRank,
-    part: HeadPart | RankPart,
+    shard: HeadShard | RankShard,
     span: LayerSpan,
     chunk_hash: bytes,
 ) -> None:
-    other = in_epoch(namespace, epoch)
-    assert (other == namespace) == (epoch == "")
+    other = with_weights(namespace, weights_version)
+    assert (other == namespace) == (weights_version == "")
     assert len(other) == len(namespace)
     assert other.partition("@")[0] == namespace.partition("@")[0]
-    maker = KeyMaker(namespace, context).in_epoch(epoch)
+    maker = KeyMaker(namespace, context).with_weights(weights_version)
     assert maker.namespace == other
-    key = maker.key(part, span, chunk_hash)
-    assert ParsedKey.parse(key) == ParsedKey(other, context, part, span, chunk_hash)
+    key = maker.key(shard, span, chunk_hash)
+    assert ParsedKey.parse(key) == ParsedKey(other, context, shard, span, chunk_hash)
     assert namespace_of(key) == other
     assert SAFE_KEY.fullmatch(key)
-    group = group_of(other, chunk_hash.hex(), span.kind)
-    assert group_of_key(key) == group
-    assert kind_of_group(group) == span.kind
+    group = chunk_id_of(other, chunk_hash.hex(), span.layer_group)
+    assert chunk_id_of_key(key) == group
+    assert layer_group_of(group) == span.layer_group
 
 
-@given(st.tuples(namespaces, epochs), st.tuples(namespaces, epochs))
+@given(st.tuples(namespaces, weights_versions), st.tuples(namespaces, weights_versions))
 def test_different_epochs_have_different_namespaces(
     one: tuple[Namespace, str], other: tuple[Namespace, str]
 ) -> None:
-    assert (in_epoch(*one) == in_epoch(*other)) == (one == other)
+    assert (with_weights(*one) == with_weights(*other)) == (one == other)
 
 
 def test_no_two_epochs_of_one_model_meet() -> None:
     """Also not those of models that begin with each other's weights."""
     spaces = [make_namespace("model", f"{i:012x}") for i in range(30)]
     names = ["", "a", "A", "a ", "a\n", "\na", "ab", *(f"drawn:{i:032x}" for i in range(300))]
-    made = {in_epoch(space, name) for space in spaces for name in names}
+    made = {with_weights(space, name) for space in spaces for name in names}
     assert len(made) == len(spaces) * len(names)
 
 
 def test_an_epoch_of_an_epoch_is_another() -> None:
     space = make_namespace("model", DIGEST)
-    once = in_epoch(space, "a")
-    assert len({space, once, in_epoch(once, "a"), in_epoch(space, "aa")}) == 4
+    once = with_weights(space, "a")
+    assert len({space, once, with_weights(once, "a"), with_weights(space, "aa")}) == 4
 
 
 def test_a_group_is_all_cells_of_a_chunk_and_kind_and_no_other() -> None:
     space = make_namespace("model", DIGEST)
     groups = set()
-    for epoch in ("", "a", "b"):
+    for weights_version in ("", "a", "b"):
         for chunk_hash in (HASH, b"\x01", b"\x02"):
-            maker = KeyMaker(space, ContextRank()).in_epoch(epoch)
-            for kind in ("", "full-4x256", "window"):
+            maker = KeyMaker(space, ContextRank()).with_weights(weights_version)
+            for layer_group in ("", "full-4x256", "window"):
                 cells = [
-                    maker.key(part, span, chunk_hash)
-                    for part in (HeadPart(0), HeadPart(1), RankPart(0, 2))
-                    for span in (LayerSpan(0, 1, kind), LayerSpan(1, 2, kind))
+                    maker.key(shard, span, chunk_hash)
+                    for shard in (HeadShard(0), HeadShard(1), RankShard(0, 2))
+                    for span in (LayerSpan(0, 1, layer_group), LayerSpan(1, 2, layer_group))
                 ]
-                [group] = {group_of_key(key) for key in cells}
-                assert kind_of_group(group) == kind
+                [group] = {chunk_id_of_key(key) for key in cells}
+                assert layer_group_of(group) == layer_group
                 groups.add(group)
     assert len(groups) == 27
 
 
 @pytest.mark.parametrize("key", ["", "@", "foreign", "model@fmt:0123456789ab", "a/b@fmt:01@x"])
 def test_a_foreign_string_is_a_group_by_itself(key: str) -> None:
-    assert group_of_key(key) == key
+    assert chunk_id_of_key(key) == key

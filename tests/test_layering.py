@@ -26,7 +26,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "staging": {"errors", "layout", "storage"},
     "transfer": {"errors", "identity", "layout", "metrics", "staging", "storage"},
     "scheduler": {"config", "errors", "identity", "layout", "metrics", "storage", "transfer"},
-    "worker": {"identity", "layout", "metrics", "scheduler", "staging", "storage", "transfer"},
+    "worker": {
+        "errors",
+        "identity",
+        "layout",
+        "metrics",
+        "scheduler",
+        "staging",
+        "storage",
+        "transfer",
+    },
     "assembly": {
         *("config", "errors", "identity", "layout", "metrics", "scheduler", "staging", "storage"),
         *("transfer", "worker"),
@@ -91,7 +100,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "metrics.py",
             "scheduler/lookup_service.py",
-            "scheduler/manifest_writer.py",
+            "worker/manifest_writer.py",
             "prefetch/command.py",
             "staging/arena.py",
             "storage/",

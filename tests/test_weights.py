@@ -268,3 +268,31 @@ def test_files_that_were_written_just_now_may_still_change_unseen(large: Path) -
     before = reads()
     known_sample(large)
     assert reads() - before > NUM_TENSORS
+
+
+def test_a_single_file_is_sampled_by_its_content(tmp_path: Path) -> None:
+    seen = set()
+    for number in (1, 2):
+        path = tmp_path / str(number) / "model.gguf"
+        path.parent.mkdir()
+        path.write_bytes(random_bytes(5000, number))
+        (path.parent / "other.gguf").write_bytes(bytes(number))
+        seen |= {sample_weights(path), known_sample(path)}
+    assert len(seen) == 2
+    same = tmp_path / "same" / "model.gguf"
+    same.parent.mkdir()
+    same.write_bytes(random_bytes(5000, 1))
+    assert sample_weights(same) in seen
+
+
+def test_a_file_that_is_one_of_several_stands_for_all(tmp_path: Path) -> None:
+    names = [f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for i, name in enumerate(names):
+        (tmp_path / name).write_bytes(random_bytes(300, i))
+    first = tmp_path / names[0]
+    before = sample_weights(first)
+    assert before == sample_weights(tmp_path)
+    (tmp_path / "model-00001-of-00002.gguf").write_bytes(b"another model")
+    assert sample_weights(first) == before
+    change(tmp_path / names[2], 299)
+    assert sample_weights(first) != before

@@ -21,17 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvpool.assembly.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.config import read_config
-from vllm_kvpool.identity.keys import Namespace, group_of, in_epoch, manifest_key
+from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with_weights
 from vllm_kvpool.plugin import register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.scheduler.request import Step
 from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
-from vllm_kvpool.vllm_adapt.hit_sources import HitSources
 from vllm_kvpool.vllm_adapt.requests import RequestReader
-from vllm_kvpool.vllm_adapt.stats import KVPoolProm, KVPoolStats
+from vllm_kvpool.vllm_adapt.stats import HitSources, KVPoolProm, KVPoolStats
 from vllm_kvpool.worker.pool_worker import NOTHING_ENDED, StepResults
 
 if TYPE_CHECKING:
@@ -97,7 +95,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_config.role_of(vllm_config),
                 self._facts.shape,
                 engine_config.rank_place(vllm_config).dp_rank,
-                engine_config.first_epoch(vllm_config),
+                engine_config.first_weights_version(vllm_config),
                 engine_config.scheduler_device(),
             )
             self._requests = RequestReader(
@@ -110,7 +108,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)
             self._first_manifest = self._manifest_of("")
-            self._told_epoch: str | None = None
+            self._told_version: str | None = None
             logger.info(
                 "kvpool: namespace %s (what it stands for: %s in every store), tiers %s, "
                 "%d tokens a chunk, %d cells a chunk",
@@ -120,7 +118,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
             )
-            self._mirror = HostCacheIndex(self._scheduler_side.host_ranks)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
@@ -135,12 +132,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return kv_events.KVEvents(
             self._vllm_config,
             self._kv_cache_config,
-            self._facts.told_kind,
+            self._facts.reference_group,
             shape.namespace,
             self._config.chunk_tokens,
             shape.num_ranks,
             side.tiers,
-            self._mirror,
+            side.scheduler.host,
             side.check,
         )
 
@@ -294,21 +291,23 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)
         plan = side.scheduler.plan_step(step)
         if self._events is not None:
-            self._events.planned(plan, side.scheduler.epoch)
+            self._events.planned(plan, side.scheduler.weights_version)
         return KVPoolMetadata(plan, self._facts.shape.namespace, self._new_manifest())
 
     def _new_manifest(self) -> tuple[Namespace, bytes] | None:
-        """The manifest of the namespace of this epoch, once."""
-        epoch = self._scheduler.epoch
-        if epoch == self._told_epoch:
+        """The manifest of the namespace under these weights, once."""
+        weights_version = self._scheduler.weights_version
+        if weights_version == self._told_version:
             return None
-        self._told_epoch = epoch
-        return self._manifest_of(epoch) if epoch else self._first_manifest
+        self._told_version = weights_version
+        return self._manifest_of(weights_version) if weights_version else self._first_manifest
 
-    def _manifest_of(self, epoch: str) -> tuple[Namespace, bytes]:
+    def _manifest_of(self, weights_version: str) -> tuple[Namespace, bytes]:
         first = self._facts.shape.namespace
-        namespace = in_epoch(first, epoch)
-        return namespace, write_manifest(Manifest(namespace, first, epoch, self._shown_values))
+        namespace = with_weights(first, weights_version)
+        return namespace, write_manifest(
+            Manifest(namespace, first, weights_version, self._shown_values)
+        )
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have reported."""
@@ -316,8 +315,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, KVPoolWorkerMetadata):
             report = StepReport.merge(meta.reports)
             self._scheduler.apply(report)
-            for rank, change in report.host.items():
-                self._mirror.apply(rank, change)
             if self._events is not None:
                 self._events.apply(report)
         self._scheduler.step_ended()
@@ -356,7 +353,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if weights_version.is_pausing():
             return True
-        self._mirror.clear()
         if self._events is not None:
             self._events.reset()
         return self._scheduler.reset()
@@ -370,13 +366,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[Any, int]:
         """Tokens of a hit by where they come from."""
         load = self._scheduler.load_of(request.request_id)
-        namespace = in_epoch(self._facts.shape.namespace, self._scheduler.epoch)
-        kind = self._facts.told_kind.name
+        namespace = with_weights(self._facts.shape.namespace, self._scheduler.weights_version)
+        layer_group = self._facts.reference_group.name
         return self._hit_sources.of(
             load,
             num_external_tokens,
             self._config.chunk_tokens,
-            lambda chunk_hash: self._mirror.has(group_of(namespace, chunk_hash.hex(), kind)),
+            lambda chunk_hash: self._scheduler.host.has(
+                chunk_id_of(namespace, chunk_hash.hex(), layer_group)
+            ),
         )
 
     @property

@@ -10,8 +10,8 @@ import torch
 from tests.support.npu import FakeNpu, cut_pages
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import HostDevice, NpuDevice
-from vllm_kvpool.vllm_adapt import ascend_pages
-from vllm_kvpool.vllm_adapt.ascend_pages import Expected
+from vllm_kvpool.vllm_adapt import ascend
+from vllm_kvpool.vllm_adapt.ascend import Expected
 
 # B blocks, N tokens of a kernel block, H heads, D and E rows of K and V in elements.
 B, N, H, D, E = 6, 32, 4, 24, 40
@@ -28,7 +28,7 @@ def pages(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def read(value: Any, expected: Expected = EXPECTED) -> Any:
-    return ascend_pages.from_registered("layer.3", value, expected, HostDevice())
+    return ascend.from_registered("layer.3", value, expected, HostDevice())
 
 
 def test_a_pair_of_different_rows() -> None:
@@ -113,23 +113,23 @@ def test_private_formats_of_npus_are_refused() -> None:
     device = NpuDevice(torch.device("cpu"), FakeNpu(), format_of=lambda _: FRACTAL_NZ)
     pair = (pages(B, N, H, D), pages(B, N, H, E))
     with pytest.raises(ConfigError, match="FRACTAL_NZ"):
-        ascend_pages.from_registered("layer.3", pair, EXPECTED, device)
+        ascend.from_registered("layer.3", pair, EXPECTED, device)
 
 
 def test_options_that_change_bytes_but_no_shape_are_refused() -> None:
-    ascend_pages.refuse_options({})
-    ascend_pages.refuse_options(None)
-    ascend_pages.refuse_options({"enable_kv_nz": False, "weight_nz_mode": 1})
+    ascend.refuse_options({})
+    ascend.refuse_options(None)
+    ascend.refuse_options({"enable_kv_nz": False, "weight_nz_mode": 1})
     with pytest.raises(ConfigError, match="enable_kv_nz"):
-        ascend_pages.refuse_options({"enable_kv_nz": True})
+        ascend.refuse_options({"enable_kv_nz": True})
 
 
 def test_layers_that_repeat_pointers() -> None:
     own, other = (pages(B, N, H, D), pages(B, N, H, D)), (pages(B, N, H, D), pages(B, N, H, D))
     caches = {"a": own, "b": other, "shares a": own}
-    ascend_pages.refuse_repeated(["a", "b"], caches)
+    ascend.refuse_repeated(["a", "b"], caches)
     with pytest.raises(ConfigError, match="shares a and a are the same memory"):
-        ascend_pages.refuse_repeated(["a", "b", "shares a"], caches)
+        ascend.refuse_repeated(["a", "b", "shares a"], caches)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +146,5 @@ def test_only_plain_latents_of_vllm_ascend_are_taken(
 ) -> None:
     kind = type("AscendMLAAttentionSpec", (SimpleNamespace,), {})
     values = {"scale_dim": 0, "cache_sparse_sfa_c8": False, "store_on_host": False, **changes}
-    assert ascend_pages.is_plain_latent(kind(**values)) is is_plain
-    assert not ascend_pages.is_plain_latent(SimpleNamespace(**values))
+    assert ascend.is_plain_latent(kind(**values)) is is_plain
+    assert not ascend.is_plain_latent(SimpleNamespace(**values))

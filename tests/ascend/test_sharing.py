@@ -31,7 +31,7 @@ from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.staging.devices import NpuDevice
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
-from vllm_kvpool.vllm_adapt import ascend_pages, engine_config
+from vllm_kvpool.vllm_adapt import ascend, engine_config
 
 from .conftest import SHAPE
 
@@ -369,7 +369,7 @@ def test_every_thread_that_moves_pages_enters_the_device(
 
 def broken(on: pytest.MonkeyPatch, fault: str) -> None:
     """Plant a fault in the code under test."""
-    pairs = ascend_pages.page_formats.from_pair
+    pairs = ascend.page_formats.from_pair
     match fault:
         case "no set_device":
             on.setattr(NpuDevice, "enter_thread", lambda self: None)
@@ -377,7 +377,7 @@ def broken(on: pytest.MonkeyPatch, fault: str) -> None:
             on.setattr(NpuDevice, "new_event", lambda self: self._npu.Event())  # never recorded
         case "k and v swapped":
             on.setattr(
-                ascend_pages.page_formats,
+                ascend.page_formats,
                 "from_pair",
                 lambda k, v, blocks_per_id: pairs(v, k, blocks_per_id=blocks_per_id),
             )
@@ -390,7 +390,7 @@ def broken(on: pytest.MonkeyPatch, fault: str) -> None:
                 ]
                 return pairs(*swapped, blocks_per_id=blocks_per_id)
 
-            on.setattr(ascend_pages.page_formats, "from_pair", other_order)
+            on.setattr(ascend.page_formats, "from_pair", other_order)
 
 
 @pytest.mark.parametrize(

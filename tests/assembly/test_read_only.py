@@ -13,8 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.assembly.test_sides import HEADS, HOST, NUM_CELLS, Tiers, one_rank, random_kv
+from tests.assembly.test_sides import (
+    HEADS,
+    HOST,
+    MODEL,
+    NUM_CELLS,
+    Tiers,
+    one_rank,
+    random_kv,
+    stages,
+)
+from tests.support.fakes import FakeRequest
+from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
+from vllm_kvpool.config import RequestOptions, Role, read_config
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.identity.chunk_hash import RequestIdentity
+from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.storage.base import GetOutcome, PutOutcome
 from vllm_kvpool.storage.file import read_only
 from vllm_kvpool.storage.file.space import FORMAT_DIR
@@ -22,6 +36,7 @@ from vllm_kvpool.storage.url import open_store, parse_store_url
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
+View = FakeRequest[RequestOptions, RequestIdentity]
 Seal = Callable[[Path], None]
 LIMIT_S = 10
 
@@ -110,6 +125,24 @@ def test_a_read_only_tier_gives_and_takes_nothing(
         reader = one_rank([stores[1] if place == "first" else stores[0]])
         assert torch.equal(reader.load(prompt=2), new)
         reader.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "answer"),
+    [([], None), (["memory"], {"kvpool": {"tokens": 0}}), ([HOST], {"kvpool": {"tokens": 0}})],
+)
+def test_an_engine_of_read_only_tiers_alone_promises_nothing(
+    tiers: Tiers, seal: Seal, others: list[str], answer: object
+) -> None:
+    one_rank([tiers.file]).close()
+    seal(tiers.path)
+    stores = [tiers.memory if each == "memory" else each for each in others] + [tiers.file]
+    shape = ModelShape.of_one_group(MODEL, Topology(HEADS, 1, stages(1), 2), 16, 100, 1, 64)
+    side = SchedulerSide(read_config({"store": stores}, env={}), Role.BOTH, shape)
+    view: View = FakeRequest("a", list(range(16)), RequestOptions(), RequestIdentity())
+    side.scheduler.add(view)
+    assert side.scheduler.finish("a", ([],)) == answer
+    side.close()
 
 
 def test_write_back_goes_past_a_read_only_tier(tiers: Tiers, seal: Seal) -> None:

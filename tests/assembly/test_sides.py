@@ -21,9 +21,9 @@ from vllm_kvpool.assembly.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import group_of, make_namespace
+from vllm_kvpool.identity.keys import chunk_id_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Kind, Topology
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import Store
@@ -61,7 +61,7 @@ class Rank:
         shape = (stop - start, 1 + TOKENS // block, heads, block, CONTENT)
         every = torch.full(shape, -1, dtype=torch.int16)
         self.pages_lbhnc = every[:, 1:]  # no request has the first block
-        model = ModelShape.of_one_kind(
+        model = ModelShape.of_one_group(
             namespace=MODEL,
             topology=topology,
             block_size=block,
@@ -207,7 +207,7 @@ class Tiers:
 
     def num_in_files(self, prompt: int = 0) -> int:
         topology = Topology(HEADS, 1, stages(1), 2)
-        names = CellNames(MODEL, [Kind(topology, CONTENT * 2)])
+        names = CellNames(MODEL, [LayerGroup(topology, CONTENT * 2)])
         keys = [key for chunk in hashes_of(prompt) for key in names.of_chunk(chunk)]
         store = FileStore(str(self.path), 1 << 30)
         try:
@@ -249,7 +249,7 @@ def test_what_is_in_host_memory_is_loaded_without_a_store(
     assert torch.equal(rank.load(), kv)
     report = rank.side.worker.take_report()
     assert report is not None
-    assert set(report.host[0].added) == {group_of(MODEL, chunk.hex()) for chunk in hashes_of(0)}
+    assert set(report.host[0].added) == {chunk_id_of(MODEL, chunk.hex()) for chunk in hashes_of(0)}
     counted = rank.close()
     assert num_gets(counted) == 0
     assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS

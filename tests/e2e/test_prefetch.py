@@ -63,7 +63,7 @@ def test_a_prompt_is_brought_to_where_another_engine_starts(
         )
         brought = msgspec.json.decode(done.stdout, type=Brought)
         assert (brought.brought, brought.bad, brought.missing) == (
-            len(names.stems) * len(names.chunks),
+            len(names.key_prefixes) * len(names.chunks),
             0,
             0,
         )

@@ -18,7 +18,7 @@ from tests.faults.test_random_steps import Prompts
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import group_of
+from vllm_kvpool.identity.keys import chunk_id_of
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.vllm_adapt import kv_events
 
@@ -89,7 +89,7 @@ def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], se
             chunk = chunk_hash(path)
             if all(store.exists(names.of_chunk(chunk))):
                 stored |= {name, parent}
-            if connector._mirror.has(group_of(names.namespace, chunk.hex())):
+            if connector._scheduler.host.has(chunk_id_of(names.namespace, chunk.hex())):
                 in_host |= {name, parent}
     return stored, in_host
 

@@ -8,14 +8,14 @@ from tests.faults.kinds import flip, nothing
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BYSTANDER, READER, SLACK_S, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
-from vllm_kvpool.identity.keys import HeadPart
+from vllm_kvpool.identity.keys import HeadShard
 
 OFFERED = STORED_CHUNKS * CHUNK
 
 
 def damage(scene: Scene, chunk: int, head: int) -> None:
     """One cell of a chunk; with two ranks each head is another rank's."""
-    key = next(key for key in scene.library.chunks[chunk] if f"@{HeadPart(head)}@" in key)
+    key = next(key for key in scene.library.chunks[chunk] if f"@{HeadShard(head)}@" in key)
     scene.write(key, flip(scene, scene.library.objects[key]))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import HeadPart, LayerSpan, RankPart
+from vllm_kvpool.identity.keys import HeadShard, LayerSpan, RankShard
 from vllm_kvpool.layout.topology import (
     MAX_DEFAULT_CELL_BYTES,
     Context,
@@ -47,16 +47,16 @@ def ranks(topology: Topology) -> list[tuple[int, int]]:
 
 def check_cover(topology: Topology) -> None:
     """Every cell of a chunk is held by as many ranks as there are replicas, and written once."""
-    wanted = {(part, span) for part in topology.all_parts() for span in topology.all_spans()}
+    wanted = {(shard, span) for shard in topology.all_shards() for span in topology.all_spans()}
     held = Counter(
-        (cell.part, cell.span)
+        (cell.shard, cell.span)
         for tp, pp in ranks(topology)
         for cell in topology.local_cells(tp, pp)
     )
     assert held == dict.fromkeys(wanted, topology.replicas)
     for chunk in range(NUM_CHUNKS):
         written = Counter(
-            (cell.part, cell.span)
+            (cell.shard, cell.span)
             for tp, pp in ranks(topology)
             for cell in topology.local_cells(tp, pp)
             if cell.writes_chunk(chunk)
@@ -82,8 +82,8 @@ def check_places(topology: Topology) -> None:
                 start + cell.layer_start,
                 start + cell.layer_stop,
             )
-            if isinstance(cell.part, HeadPart):
-                assert cell.part.head == topology.first_head(tp) + cell.head_start
+            if isinstance(cell.shard, HeadShard):
+                assert cell.shard.head == topology.first_head(tp) + cell.head_start
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -99,7 +99,7 @@ def test_no_tensor_parallel_size_changes_the_names(
     heads: int, stages: tuple[tuple[int, int], ...]
 ) -> None:
     names = {
-        (Topology(heads, tp, stages, 2).all_parts(), Topology(heads, tp, stages, 2).all_spans())
+        (Topology(heads, tp, stages, 2).all_shards(), Topology(heads, tp, stages, 2).all_spans())
         for tp in TP_SIZES
     }
     assert len(names) == 1
@@ -154,30 +154,30 @@ def test_one_replica_of_each_host_fetches_a_chunk(
 
 def test_a_cell_per_rank_names_the_distinct_ranks() -> None:
     topology = Topology(8, 4, ((0, 4),), 2, per_head=False)
-    assert topology.all_parts() == tuple(RankPart(r, 4) for r in range(4))
+    assert topology.all_shards() == tuple(RankShard(r, 4) for r in range(4))
     first, second = LayerSpan(0, 2), LayerSpan(2, 4)
     assert topology.local_cells(3, 0) == (
-        LocalCell(RankPart(3, 4), first, 0, 2, 0, 2),
-        LocalCell(RankPart(3, 4), second, 0, 2, 2, 4),
+        LocalCell(RankShard(3, 4), first, 0, 2, 0, 2),
+        LocalCell(RankShard(3, 4), second, 0, 2, 2, 4),
     )
     replicated = Topology(2, 8, ((0, 4),), 2, per_head=False)
-    assert replicated.all_parts() == (RankPart(0, 2), RankPart(1, 2))
-    assert replicated.local_cells(5, 0)[0].part == RankPart(1, 2)
+    assert replicated.all_shards() == (RankShard(0, 2), RankShard(1, 2))
+    assert replicated.local_cells(5, 0)[0].shard == RankShard(1, 2)
 
 
 def test_cells_come_span_by_span_head_by_head() -> None:
     topology = Topology(4, 2, ((0, 2), (2, 4)), 1)
     a, b = LayerSpan(2, 3), LayerSpan(3, 4)
     assert topology.local_cells(1, 1) == (
-        LocalCell(HeadPart(2), a, 0, 1, 0, 1),
-        LocalCell(HeadPart(3), a, 1, 2, 0, 1),
-        LocalCell(HeadPart(2), b, 0, 1, 1, 2),
-        LocalCell(HeadPart(3), b, 1, 2, 1, 2),
+        LocalCell(HeadShard(2), a, 0, 1, 0, 1),
+        LocalCell(HeadShard(3), a, 1, 2, 0, 1),
+        LocalCell(HeadShard(2), b, 0, 1, 1, 2),
+        LocalCell(HeadShard(3), b, 1, 2, 1, 2),
     )
 
 
 def test_a_cells_payload_is_its_heads_layers_tokens_and_rows() -> None:
-    cell = LocalCell(RankPart(0, 1), LayerSpan(0, 3), 0, 2, 0, 3, row_bytes=10)
+    cell = LocalCell(RankShard(0, 1), LayerSpan(0, 3), 0, 2, 0, 3, row_bytes=10)
     assert cell.payload_bytes(chunk_tokens=16) == 2 * 3 * 16 * 10
 
 

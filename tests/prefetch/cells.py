@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
-from vllm_kvpool.identity.keys import group_of_key, key_digest, key_of_stem
+from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
+from vllm_kvpool.identity.keys import chunk_id_of_key, key_digest, key_with_prefix
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal
 from vllm_kvpool.testing.contract import new_namespace
@@ -13,17 +13,19 @@ from vllm_kvpool.testing.memory import make_buffer, random_bytes
 def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> ChunkNames:
     """Of a prompt that nobody else has; cells of the second head are larger."""
     namespace = new_namespace("prefetched")
-    stems = tuple(
-        CellStem(f"{namespace}@pcp0of1@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head)
+    key_prefixes = tuple(
+        KeyPrefix(f"{namespace}@pcp0of1@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head)
         for head in range(heads)
     )
-    return ChunkNames(stems, tuple(f"{chunk:040x}" for chunk in range(chunks)))
+    return ChunkNames(key_prefixes, tuple(f"{chunk:040x}" for chunk in range(chunks)))
 
 
 def keys_of(names: ChunkNames) -> dict[str, int]:
     """Every key, chunk by chunk, with the cell's bytes."""
     return {
-        key_of_stem(stem.stem, chunk): stem.nbytes for chunk in names.chunks for stem in names.stems
+        key_with_prefix(key_prefix.key_prefix, chunk): key_prefix.nbytes
+        for chunk in names.chunks
+        for key_prefix in names.key_prefixes
     }
 
 
@@ -38,7 +40,7 @@ def sealed(key: str, nbytes: int) -> Buffer:
 def put(store: Store, cells: Iterable[tuple[str, Buffer]]) -> None:
     for key, buffer in cells:
         store.register(buffer)
-        assert store.put([key], [buffer], [ChunkRef(group_of_key(key))]) == [PutOutcome.STORED]
+        assert store.put([key], [buffer], [ChunkRef(chunk_id_of_key(key))]) == [PutOutcome.STORED]
         store.unregister(buffer)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import BuffersInUse, StoreError
-from vllm_kvpool.identity.cell_names import Brought, CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
 from vllm_kvpool.prefetch import mover as mover_module
 from vllm_kvpool.prefetch.mover import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
 from vllm_kvpool.storage.base import Store
@@ -96,7 +96,7 @@ def test_a_cell_in_anothers_place_is_not_taken() -> None:
     near, far = bench()
     names = names_of(1)
     (one, nbytes), (other, more) = keys_of(names).items()
-    swapped = ChunkNames((CellStem(names.stems[0].stem, more),), names.chunks)
+    swapped = ChunkNames((KeyPrefix(names.key_prefixes[0].key_prefix, more),), names.chunks)
     put(far[0], [(one, sealed(other, more))])
     assert move(near, far, swapped) == Brought(nbytes=more, bad=1, missing=1)
     assert near.exists([one]) == [False]
@@ -106,7 +106,7 @@ def test_a_cell_in_anothers_place_is_not_taken() -> None:
 def test_a_prompt_that_the_pool_has_no_further_is_not_asked_for_to_its_end() -> None:
     near, far = bench()
     names = names_of(20 * BATCH_CELLS, heads=1)
-    fill(far[0], ChunkNames(names.stems, names.chunks[: BATCH_CELLS + 1]))
+    fill(far[0], ChunkNames(names.key_prefixes, names.chunks[: BATCH_CELLS + 1]))
     done = move(near, far, names)
     assert done.brought == BATCH_CELLS + 1
     assert far[0].faults.calls["get"] == 3
@@ -116,7 +116,7 @@ def test_no_more_bytes_than_allowed_but_for_the_last_batch() -> None:
     near, far = bench()
     names = names_of(4 * BATCH_CELLS, heads=1)
     fill(far[0], names)
-    nbytes = names.stems[0].nbytes
+    nbytes = names.key_prefixes[0].nbytes
     mover = Mover(near, far, nbytes * BATCH_CELLS + 1)
     assert mover.move(names, always).brought == 2 * BATCH_CELLS
     assert mover.is_spent
@@ -201,12 +201,12 @@ GOOD = names_of(2)
 @pytest.mark.parametrize(
     "names",
     [
-        ChunkNames((CellStem("../../etc/passwd@", 100),), ("00",)),
-        ChunkNames((CellStem(GOOD.stems[0].stem, HEADER_BYTES),), GOOD.chunks),
-        ChunkNames((CellStem(GOOD.stems[0].stem, MAX_CELL_BYTES + 1),), GOOD.chunks),
-        ChunkNames((CellStem(GOOD.stems[0].stem, -1),), GOOD.chunks),
-        ChunkNames(GOOD.stems, (GOOD.chunks[0], "../x")),
-        ChunkNames((GOOD.stems[0], CellStem("other@", 100)), GOOD.chunks),
+        ChunkNames((KeyPrefix("../../etc/passwd@", 100),), ("00",)),
+        ChunkNames((KeyPrefix(GOOD.key_prefixes[0].key_prefix, HEADER_BYTES),), GOOD.chunks),
+        ChunkNames((KeyPrefix(GOOD.key_prefixes[0].key_prefix, MAX_CELL_BYTES + 1),), GOOD.chunks),
+        ChunkNames((KeyPrefix(GOOD.key_prefixes[0].key_prefix, -1),), GOOD.chunks),
+        ChunkNames(GOOD.key_prefixes, (GOOD.chunks[0], "../x")),
+        ChunkNames((GOOD.key_prefixes[0], KeyPrefix("other@", 100)), GOOD.chunks),
     ],
 )
 def test_names_that_no_engine_tells_touch_no_store(names: ChunkNames) -> None:
@@ -218,7 +218,7 @@ def test_names_that_no_engine_tells_touch_no_store(names: ChunkNames) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [ChunkNames((), ()), ChunkNames((), GOOD.chunks), ChunkNames(GOOD.stems, ())]
+    "names", [ChunkNames((), ()), ChunkNames((), GOOD.chunks), ChunkNames(GOOD.key_prefixes, ())]
 )
 def test_nothing_named_is_nothing_done(names: ChunkNames) -> None:
     near, far = bench()

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.known_cells import MAX_LAYOUTS, KnownCells
 
-STEMS = (CellStem("a@", 100), CellStem("b@", 100))
+STEMS = (KeyPrefix("a@", 100), KeyPrefix("b@", 100))
 SPAN = PREFIX_SPAN_BYTES
 
 
@@ -70,12 +70,12 @@ def test_stems_are_kept_once_and_few_of_them() -> None:
     known = KnownCells()
     for number in range(MAX_LAYOUTS + 3):
         for prompt in range(2):
-            stems = (CellStem(f"{number}@", 100),)
-            known.learn((number, prompt), 2 * SPAN, ChunkNames(stems, ("x",)))
+            key_prefixes = (KeyPrefix(f"{number}@", 100),)
+            known.learn((number, prompt), 2 * SPAN, ChunkNames(key_prefixes, ("x",)))
         names = [known.find((number, prompt)) for prompt in range(2)]
         assert names[0] is not None
         assert names[1] is not None
-        assert names[0].stems is names[1].stems
+        assert names[0].key_prefixes is names[1].key_prefixes
 
 
 TEXTS = st.text("ab", min_size=1, max_size=6)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.router import prefetch
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.events import ReplicaSpec
@@ -16,7 +16,7 @@ from vllm_kvpool.router.prefetch import MAX_HOSTS, Begin, Bring, End, PrefetchPl
 from vllm_kvpool.router.requests import Ask, Request, RequestId
 from vllm_kvpool.router.states import Cause, ReplicaId
 
-STEMS = (CellStem("a@", 100),)
+STEMS = (KeyPrefix("a@", 100),)
 LONG, OTHER, UNKNOWN = (1, 2), (1, 3), (9,)
 
 

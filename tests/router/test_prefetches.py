@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.router_rig import run
-from vllm_kvpool.identity.cell_names import Brought, CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
 from vllm_kvpool.router import prefetches as module
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.events import ReplicaSpec
@@ -20,7 +20,7 @@ from vllm_kvpool.router.requests import Ask, Request, RequestId
 from vllm_kvpool.router.states import Cause, ReplicaId, State
 
 LIMIT_S = 20.0
-NAMES = ChunkNames((CellStem("a@", 100),), ("x", "y"))
+NAMES = ChunkNames((KeyPrefix("a@", 100),), ("x", "y"))
 PREFIX = (1, 2)
 # Says a word to people, then two cells for each chunk it is told of; keeps what it was told.
 TALKS = """

@@ -2,11 +2,11 @@
 
 import pytest
 
-from vllm_kvpool.identity.cell_names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, ChunkNames, KeyPrefix
 from vllm_kvpool.router.events import Outcome
 from vllm_kvpool.router.replies import NoReply, Said, outcome_of, read_reply, read_spelled
 
-STEM = CellStem("a@", 7)
+STEM = KeyPrefix("a@", 7)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_what_waits_for_an_engine_that_loads_is_brought_to_its_host(tmp_path: Pa
         told = [msgspec.json.decode(line, type=ChunkNames) for line in lines]
         chunks = [chunk for names in told for chunk in names.chunks]
         # Of the words that all have in common, and of each prompt no more than its own end.
-        assert {names.stems for names in told} == {STEMS}
+        assert {names.key_prefixes for names in told} == {STEMS}
         assert len(chunks) == len(set(chunks)) > 2
         assert (tmp_path / "over").exists()
         counts = router.prefetches.counts

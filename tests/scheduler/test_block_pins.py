@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakePins
-from vllm_kvpool.scheduler.block_pins import HELD_SHARE, PinLedger, Place
+from vllm_kvpool.scheduler.blocks import HELD_SHARE, PinLedger, Place
 from vllm_kvpool.transfer.ops import JobId
 
 

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.layout.topology import Group, Reach
-from vllm_kvpool.scheduler.block_pins import Place
-from vllm_kvpool.scheduler.block_tables import NO_PAGES, GroupTables, all_blocks
+from vllm_kvpool.layout.topology import AttentionWindow, KVCacheGroup
+from vllm_kvpool.scheduler.blocks import NO_PAGES, GroupTables, Place, all_blocks
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages
 
-WINDOW, LOCAL = Reach(window=40), Reach(local_tokens=64)
+WINDOW, LOCAL = AttentionWindow(sliding=40), AttentionWindow(local=64)
 STALE = 99  # a block that is someone else's by now
 
 
@@ -23,23 +22,33 @@ def table(num_blocks: int, first: int = 100) -> list[int]:
 
 
 def test_hits_are_aligned_to_the_blocks_of_all_groups() -> None:
-    assert GroupTables([Group(16), Group(48, WINDOW), Group(32, shared=False)]).block_size == 96
+    assert (
+        GroupTables(
+            [KVCacheGroup(16), KVCacheGroup(48, WINDOW), KVCacheGroup(32, shared=False)]
+        ).block_size
+        == 96
+    )
 
 
 def test_only_layers_that_read_the_last_tokens_make_blocks_go() -> None:
-    assert not GroupTables([Group(16), Group(16, WINDOW, shared=False)]).forgets
-    assert GroupTables([Group(16), Group(16, WINDOW)]).forgets
+    assert not GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW, shared=False)]).forgets
+    assert GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW)]).forgets
 
 
 def test_a_request_goes_on_from_a_block_only_where_nothing_before_it_is_missing() -> None:
-    assert GroupTables([Group(16)]).resumes
-    assert not GroupTables([Group(16), Group(16)]).resumes
-    assert not GroupTables([Group(16, WINDOW)]).resumes
-    assert not GroupTables([Group(16, LOCAL)]).resumes
+    assert GroupTables([KVCacheGroup(16)]).resumes
+    assert not GroupTables([KVCacheGroup(16), KVCacheGroup(16)]).resumes
+    assert not GroupTables([KVCacheGroup(16, WINDOW)]).resumes
+    assert not GroupTables([KVCacheGroup(16, LOCAL)]).resumes
 
 
 def test_a_load_fills_what_each_group_reads_and_nothing_of_groups_not_shared() -> None:
-    groups = [Group(16), Group(32, WINDOW), Group(16, shared=False), Group(16, LOCAL)]
+    groups = [
+        KVCacheGroup(16),
+        KVCacheGroup(32, WINDOW),
+        KVCacheGroup(16, shared=False),
+        KVCacheGroup(16, LOCAL),
+    ]
     tables = [table(8), [0, 0, 202, 203], table(8, 300), [0] * 4 + table(4, 404)]
     # Token 128 sees 89 and later, of which the block begins at 64; it begins a local piece.
     assert GroupTables(groups).of_load(tables, 32, 128) == (
@@ -54,7 +63,7 @@ def test_a_load_fills_what_each_group_reads_and_nothing_of_groups_not_shared() -
 
 
 def test_a_load_does_not_touch_what_the_engine_has() -> None:
-    [pages] = GroupTables([Group(16, WINDOW)]).of_load([table(8)], 112, 128)
+    [pages] = GroupTables([KVCacheGroup(16, WINDOW)]).of_load([table(8)], 112, 128)
     assert pages == JobPages((107,), 112, 112, 128)
 
 
@@ -67,12 +76,12 @@ def test_a_load_does_not_touch_what_the_engine_has() -> None:
     ],
 )
 def test_what_the_engine_keeps_no_block_for_is_not_loaded(ids: list[int], pages: JobPages) -> None:
-    [loaded] = GroupTables([Group(16, Reach(window=100))]).of_load([ids], 0, 128)
+    [loaded] = GroupTables([KVCacheGroup(16, AttentionWindow(sliding=100))]).of_load([ids], 0, 128)
     assert loaded == pages
 
 
 def test_a_save_masks_what_was_let_go_and_fills_in_what_is_held() -> None:
-    groups = GroupTables([Group(16), Group(16, WINDOW)])
+    groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW)])
     window = [0, STALE, STALE, STALE, 204, 205]  # token 96 reads from 57 on, block 3
     held = {Place(1, 2): 72, Place(0, 0): 70, Place(1, 9): 79}
     pages = groups.of_save([table(6), window], 32, 96, 103, held)
@@ -84,7 +93,7 @@ def test_a_save_masks_what_was_let_go_and_fills_in_what_is_held() -> None:
 
 
 def test_a_save_waits_for_blocks_that_are_never_let_go() -> None:
-    groups = GroupTables([Group(16), Group(16, WINDOW)])
+    groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW)])
     assert groups.of_save([table(5), table(6)], 32, 96, 0, {}) is None
     assert groups.of_save([table(6), table(5)], 32, 96, 0, {}) is None
     assert groups.of_save([[1, 2, NULL_BLOCK, 4, 5, 6], table(6)], 32, 96, 0, {}) is None
@@ -92,7 +101,7 @@ def test_a_save_waits_for_blocks_that_are_never_let_go() -> None:
 
 
 def test_what_may_be_let_go_next_is_told() -> None:
-    groups = GroupTables([Group(16), Group(16, WINDOW), Group(32, LOCAL)])
+    groups = GroupTables([KVCacheGroup(16), KVCacheGroup(16, WINDOW), KVCacheGroup(32, LOCAL)])
     tables = [table(8), [0, 201, 202, 203, 204, 205], [300, 301, 302]]
     # Of what token 60 reads on; local pieces begin at 0.
     assert list(groups.of_incomplete(tables, 32, 96, 60)) == [
@@ -112,7 +121,7 @@ def test_what_may_be_let_go_next_is_told() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    groups: tuple[Group, ...]
+    groups: tuple[KVCacheGroup, ...]
     start: int
     stop: int
     computed: int
@@ -120,22 +129,22 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    reach = st.one_of(
-        st.just(Reach()),
-        st.builds(Reach, window=st.integers(1, 100)),
-        st.builds(Reach, local_tokens=st.integers(1, 100)),
+    window = st.one_of(
+        st.just(AttentionWindow()),
+        st.builds(AttentionWindow, sliding=st.integers(1, 100)),
+        st.builds(AttentionWindow, local=st.integers(1, 100)),
     )
-    group = st.builds(Group, st.sampled_from((8, 16, 24)), reach, st.booleans())
+    group = st.builds(KVCacheGroup, st.sampled_from((8, 16, 24)), window, st.booleans())
     groups = tuple(draw(st.lists(group, min_size=1, max_size=4)))
     start = draw(st.integers(0, 6)) * GroupTables(groups).block_size
     stop = start + draw(st.integers(1, 200))
     return Case(groups, start, stop, draw(st.integers(0, stop)))
 
 
-def engine_table(group: Group, index: int, computed: int, stop: int, gone: int) -> list[int]:
+def engine_table(group: KVCacheGroup, index: int, computed: int, stop: int, gone: int) -> list[int]:
     """As the engine has it once `computed` tokens are computed; `gone` stands for what is not."""
     size = group.block_size
-    valid = group.reach.first_read(computed) // size
+    valid = group.window.first_read(computed) // size
     count = -(-stop // size)
     return [gone] * min(valid, count) + [1000 * index + i + 1 for i in range(valid, count)]
 
@@ -156,7 +165,7 @@ def test_a_load_goes_where_the_engine_has_blocks_and_fills_them_whole(case: Case
             assert not any(tables[i][case.start // size : -(-case.stop // size)])
             continue
         assert pages.token_stop == case.stop
-        assert pages.token_start <= max(case.start, group.reach.first_read(case.stop))
+        assert pages.token_start <= max(case.start, group.window.first_read(case.stop))
         assert pages.token_start >= case.start
         assert pages.token_start in (case.start, pages.table_start)
         first = pages.table_start // size
@@ -174,14 +183,14 @@ def test_a_save_names_only_blocks_that_are_the_requests(
     """By tables that mark what was let go, and by those that still name it."""
     tables = [
         engine_table(group, i, case.computed, case.stop, gone)
-        if not group.reach.is_whole
+        if not group.window.is_full
         else table(-(-case.stop // group.block_size), 1000 * i + 1)
         for i, group in enumerate(case.groups)
     ]
     places = [
         Place(i, index)
         for i, group in enumerate(case.groups)
-        if not group.reach.is_whole
+        if not group.window.is_full
         for index in range(len(tables[i]))
     ]
     held = {place: 5000 + n for n, place in enumerate(places) if data.draw(st.booleans())}
@@ -196,8 +205,8 @@ def test_a_save_names_only_blocks_that_are_the_requests(
         assert each.table_start == first * group.block_size
         for index, block in enumerate(each.block_ids, first):
             own = 1000 * i + index + 1
-            is_there = index >= group.reach.first_read(case.computed) // group.block_size
-            expected = own if is_there or group.reach.is_whole else held.get(Place(i, index), 0)
+            is_there = index >= group.window.first_read(case.computed) // group.block_size
+            expected = own if is_there or group.window.is_full else held.get(Place(i, index), 0)
             assert block == expected
         assert len(each.block_ids) == -(-case.stop // group.block_size) - first
     assert sum(len(each.block_ids) for each in pages) == GroupTables(case.groups).num_blocks(
@@ -222,5 +231,5 @@ def test_everything_that_goes_before_the_next_step_was_told(case: Case, more: in
         for index in range(start // group.block_size, len(later)):
             if tables[i][index] != later[index] and group.shared:
                 assert told[Place(i, index)] == tables[i][index]
-    assert all(not case.groups[place.group].reach.is_whole for place in told)
+    assert all(not case.groups[place.group].window.is_full for place in told)
     assert all(case.groups[place.group].shared for place in told)

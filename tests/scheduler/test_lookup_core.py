@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, make_namespace
-from vllm_kvpool.layout.topology import Kind, Reach, Topology
+from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler.lookup_core import (
     QUICK_SHARE,
     Lookup,
@@ -23,18 +23,22 @@ from vllm_kvpool.scheduler.lookup_core import (
     RemoveAll,
     TierCall,
 )
-from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
+from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
-PLAIN = CellNames(NAMESPACE, [Kind(Topology(2, 1, ((0, 4),), 2), row_bytes=16)])
+PLAIN = CellNames(NAMESPACE, [LayerGroup(Topology(2, 1, ((0, 4),), 2), row_bytes=16)])
 WINDOWED = CellNames(
     NAMESPACE,
     [
-        Kind(Topology(1, 1, ((0, 2),), 2, kind="full"), row_bytes=16),
-        Kind(Topology(1, 1, ((0, 2),), 2, kind="window"), row_bytes=16, reach=Reach(window=6)),
+        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="full"), row_bytes=16),
+        LayerGroup(
+            Topology(1, 1, ((0, 2),), 2, layer_group="window"),
+            row_bytes=16,
+            window=AttentionWindow(sliding=6),
+        ),
     ],
 )
 NUM_CHUNKS = 12
@@ -78,11 +82,12 @@ class World:
         self.tiers = tiers
         self.now = 100.0
         self.pace: list[tuple[int, bool]] = []
+        self.host = HostCacheIndex(host_ranks)
         self.core = LookupCore(
             len(tiers),
             names,
             CHUNK,
-            host_ranks,
+            self.host,
             1,
             TIMEOUT_S,
             lambda tier, is_left_alone: self.pace.append((tier, is_left_alone)),
@@ -94,8 +99,8 @@ class World:
 
     def hold(self, tier: int, chunks: Iterable[int], cells: slice = slice(None)) -> None:
         for chunk in chunks:
-            for kind in range(len(self.names.kinds)):
-                self.tiers[tier].keys.update(self.names.of_chunk(HASHES[chunk], kind)[cells])
+            for layer_group in range(len(self.names.layer_groups)):
+                self.tiers[tier].keys.update(self.names.of_chunk(HASHES[chunk], layer_group)[cells])
 
     def ask(self, lookup_id: int = 1, *, expect: int = 0, expect_s: float = 0.0) -> None:
         until = self.now + expect_s
@@ -154,7 +159,7 @@ def prefix(tiers: Iterable[Tier], names: CellNames, host: Iterable[int] = ()) ->
     """How many chunks a search finds that sees the cells of all those tiers at once."""
     keys = set().union(*(tier.keys for tier in tiers))
     in_host = set(host)
-    search = HitSearch(NUM_CHUNKS, names.kinds, CHUNK, 1)
+    search = HitSearch(NUM_CHUNKS, names.layer_groups, CHUNK, 1)
     while not search.done:
         questions = search.questions()
         wanted = [names.of_questions([question], HASHES)[0] for question in questions]
@@ -200,9 +205,9 @@ def test_hits_in_near_tiers_do_not_wait_for_lookups_of_far_ones() -> None:
 
 def test_host_memory_waits_for_nobody() -> None:
     world = World([Tier(delays=[1.0]), Tier(delays=[1.0])], host_ranks=1)
-    world.core.host_changed(0, HostCacheChange(tuple(PLAIN.group(each) for each in HASHES), ()))
+    world.host.apply(0, HostCacheChange(tuple(PLAIN.chunk_id(each) for each in HASHES), ()))
     assert world.answer() == (NUM_CHUNKS, ANSWERED, 0)
-    world.core.host_changed(0, HostCacheChange((), (PLAIN.group(HASHES[7]),)))
+    world.host.apply(0, HostCacheChange((), (PLAIN.chunk_id(HASHES[7]),)))
     assert world.answer(2) == (7, ANSWERED, pytest.approx(0.9 * TIMEOUT_S))
 
 
@@ -218,6 +223,40 @@ def test_when_nobody_answers_in_time_the_lookup_says_so() -> None:
     world = World([Tier(delays=[9.0])])
     world.hold(0, range(5))
     assert world.answer() == (0, TIMED_OUT, pytest.approx(0.9 * TIMEOUT_S))
+
+
+@pytest.mark.parametrize(
+    ("far", "found", "rest"),
+    [
+        (FAST_S, 3, ANSWERED),
+        (9.0, 3, TIMED_OUT),
+        (None, 3, LookupOutcome.STORE_ERROR),
+        (FAST_S, NUM_CHUNKS, ANSWERED),
+    ],
+)
+def test_an_answer_says_why_no_more_was_found(
+    far: float | None, found: int, rest: LookupOutcome
+) -> None:
+    world = World([Tier(), Tier(delays=[far])])
+    world.hold(0, range(3))
+    world.hold(1, range(3 if found == 3 else NUM_CHUNKS))
+    assert world.answer()[:2] == (found, ANSWERED)
+    assert world.results[1][0].rest is rest
+
+
+def test_what_a_tier_that_is_left_alone_might_have_is_not_called_absent() -> None:
+    world = World([Tier(), Tier(delays=[0.8 * TIMEOUT_S, 9.0])])
+    world.hold(0, range(3))
+    number = 0
+    while not world.pace:
+        number += 1
+        world.answer(number)
+        world.now += 20 * TIMEOUT_S
+        world.run()
+    number += 1
+    world.tiers[1].delays = [9.0]
+    assert world.answer(number)[:2] == (3, ANSWERED)
+    assert world.results[number][0].rest is TIMED_OUT
 
 
 def test_a_call_that_hangs_is_not_waited_for_by_those_that_come_later() -> None:
@@ -319,9 +358,11 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[bool], set[int]]:
         world.hold(
             number, draw(CHUNKS), draw(st.sampled_from([slice(None), slice(1), slice(1, 9)]))
         )
-    kinds = range(len(names.kinds))
-    groups = tuple(names.group(HASHES[chunk], kind) for chunk in host for kind in kinds)
-    world.core.host_changed(0, HostCacheChange(groups, ()))
+    layer_groups = range(len(names.layer_groups))
+    groups = tuple(
+        names.chunk_id(HASHES[chunk], layer_group) for chunk in host for layer_group in layer_groups
+    )
+    world.host.apply(0, HostCacheChange(groups, ()))
     return world, is_fast, host
 
 
@@ -415,7 +456,7 @@ def test_a_check_asks_each_tier_for_what_nearer_ones_lack() -> None:
     world = World([Tier(), Tier()])
     world.hold(0, range(3))
     world.hold(1, range(2, 5))
-    names = [PLAIN.group(each) for each in HASHES]
+    names = [PLAIN.chunk_id(each) for each in HASHES]
     said: list[list[str]] = []
     world.core.check(PresenceCheck(2, tuple(names), 0, said.append), world.now)
     world.turn()
@@ -428,7 +469,7 @@ def test_a_check_asks_each_tier_for_what_nearer_ones_lack() -> None:
 def test_a_check_of_a_tier_that_cannot_say_finds_nothing_gone(delays: list[float | None]) -> None:
     world = slow_far_tier() if delays == [FAST_S] else World([Tier(), Tier(delays=delays)])
     said: list[list[str]] = []
-    chunk = PLAIN.group(HASHES[9])
+    chunk = PLAIN.chunk_id(HASHES[9])
     world.core.check(PresenceCheck(2, (chunk,), 0, said.append), world.now)
     world.turn()
     world.run()
@@ -450,10 +491,10 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
         elif message == "remove":
             world.core.remove_all(RemoveAll(removed.append), world.now)
         elif message == "check":
-            check = PresenceCheck(2, (PLAIN.group(HASHES[0]),), 0, said.append)
+            check = PresenceCheck(2, (PLAIN.chunk_id(HASHES[0]),), 0, said.append)
             world.core.check(check, world.now)
         elif message == "host":
-            world.core.host_changed(0, HostCacheChange((PLAIN.group(HASHES[0]),), ()))
+            world.host.apply(0, HostCacheChange((PLAIN.chunk_id(HASHES[0]),), ()))
         else:
             world.run(limit_s=0.4)
             world.now += 0.1

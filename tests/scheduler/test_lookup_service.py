@@ -12,14 +12,14 @@ from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import (
     ContextRank,
-    HeadPart,
+    HeadShard,
     KeyMaker,
     LayerSpan,
-    in_epoch,
     make_namespace,
     namespace_of,
+    with_weights,
 )
-from vllm_kvpool.layout.topology import Kind, Topology
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.lookup_core import (
     MAX_KEYS_PER_ROUND,
     Lookup,
@@ -37,7 +37,7 @@ from vllm_kvpool.transfer.ops import HostCacheChange
 CHUNK = 4
 NAMESPACE = make_namespace("model", "0" * 12)
 TOPOLOGY = Topology(2, 1, ((0, 4),), 2)
-NAMES = CellNames(NAMESPACE, [Kind(TOPOLOGY, row_bytes=16)])
+NAMES = CellNames(NAMESPACE, [LayerGroup(TOPOLOGY, row_bytes=16)])
 TOKENS = tuple(range(40))
 NUM_CHUNKS = len(TOKENS) // CHUNK
 LIMIT_S = 30.0
@@ -83,10 +83,10 @@ class Pool:
         """A rank says which chunks have come into its host memory, and left it."""
         hashes = chain_of().hashes
         change = HostCacheChange(
-            tuple(NAMES.group(hashes[i]) for i in added),
-            tuple(NAMES.group(hashes[i]) for i in removed),
+            tuple(NAMES.chunk_id(hashes[i]) for i in added),
+            tuple(NAMES.chunk_id(hashes[i]) for i in removed),
         )
-        self.service.host_changed(rank, change)
+        self.service.host.apply(rank, change)
 
     def found(self) -> int:
         """How much of the prompt a lookup finds now."""
@@ -101,6 +101,7 @@ class Pool:
         *,
         tokens: tuple[int, ...] = TOKENS,
         identify: Callable[[], RequestIdentity | None] = RequestIdentity,
+        reads_files: bool = False,
         search: bool = True,
         expect_chunks: int = 0,
         wait_s: float = LIMIT_S,
@@ -115,6 +116,7 @@ class Pool:
                 expect_chunks,
                 expect_until=deadline,
                 answer_by=deadline + LIMIT_S,
+                reads_files=reads_files,
             )
         )
 
@@ -316,6 +318,7 @@ def raises(error: Exception) -> Callable[[], RequestIdentity]:
     return identify
 
 
+@pytest.mark.parametrize("reads_files", [False, True])
 @pytest.mark.parametrize(
     "identify",
     [lambda: None, raises(FileNotFoundError("adapter")), raises(KeyError("bug"))],
@@ -324,13 +327,30 @@ def raises(error: Exception) -> Callable[[], RequestIdentity]:
 def test_a_request_that_cannot_be_named_is_not_shared(
     pool: Pool,
     identify: Callable[[], RequestIdentity | None],
+    reads_files: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.CRITICAL, "vllm_kvpool.scheduler.lookup_service"):
-        pool.ask(1, identify=identify)
+        pool.ask(1, identify=identify, reads_files=reads_files)
         assert pool.answer() == LookupResult(1, None, 0, UNSHAREABLE)
     pool.ask(2)
     assert pool.answer().outcome is ANSWERED
+
+
+def test_an_adapter_that_is_read_holds_up_no_other_request(pool: Pool) -> None:
+    pool.hold(range(NUM_CHUNKS))
+    gate = threading.Event()
+
+    def read() -> RequestIdentity:
+        assert gate.wait(LIMIT_S)
+        return RequestIdentity(adapter=b"digest")
+
+    pool.ask(1, identify=read, reads_files=True)
+    pool.ask(2)
+    assert pool.answer().lookup_id == 2
+    gate.set()
+    answer = pool.answer()
+    assert (answer.lookup_id, answer.found_chunks, answer.outcome) == (1, 0, ANSWERED)
 
 
 def test_tokens_that_cannot_be_hashed_are_not_shared(
@@ -376,7 +396,7 @@ def test_what_is_forgotten_is_not_asked_any_more(pool: Pool) -> None:
 def test_remove_all_removes_the_own_namespace_only(pool: Pool) -> None:
     pool.hold(range(3))
     maker = KeyMaker(make_namespace("model", "1" * 12), ContextRank())
-    other = maker.key(HeadPart(0), LayerSpan(0, 2), b"x")
+    other = maker.key(HeadShard(0), LayerSpan(0, 2), b"x")
     pool.memory.put([other], [make_buffer(1)], [ChunkRef("")])
     confirmed: list[bool] = []
     pool.service.remove_all(confirmed.append)
@@ -558,30 +578,41 @@ def test_lookups_of_several_epochs_share_a_round(pool: Pool) -> None:
     """Each finds what is stored under its own names, and says which those were."""
     hashes, buffer = chain_of().hashes, make_buffer(1)
     stored = {"": 7, "a": 3, "b": 0, "c": NUM_CHUNKS}
-    for epoch, count in stored.items():
-        keys = [k for each in hashes[:count] for k in NAMES.in_epoch(epoch).of_chunk(each)]
+    for weights_version, count in stored.items():
+        keys = [
+            k for each in hashes[:count] for k in NAMES.with_weights(weights_version).of_chunk(each)
+        ]
         pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
-    for lookup_id, epoch in enumerate([*stored, *reversed(stored)]):
+    for lookup_id, weights_version in enumerate([*stored, *reversed(stored)]):
         pool.service.submit(
             Lookup(
-                lookup_id, RequestIdentity, TOKENS, True, 0, 0.0, time.monotonic() + LIMIT_S, epoch
+                lookup_id,
+                RequestIdentity,
+                TOKENS,
+                True,
+                0,
+                0.0,
+                time.monotonic() + LIMIT_S,
+                weights_version,
             )
         )
     answers = pool.answers(2 * len(stored)).values()
-    assert sorted((a.epoch, a.found_chunks) for a in answers) == sorted([*stored.items()] * 2)
+    assert sorted((a.weights_version, a.found_chunks) for a in answers) == sorted(
+        [*stored.items()] * 2
+    )
 
 
-@pytest.mark.parametrize("epochs", [("",), ("a",), ("a", ""), ("b", "a"), ()])
-def test_a_removal_takes_the_epochs_it_names(pool: Pool, epochs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("weights_versions", [("",), ("a",), ("a", ""), ("b", "a"), ()])
+def test_a_removal_takes_the_epochs_it_names(pool: Pool, weights_versions: tuple[str, ...]) -> None:
     buffer, all_epochs = make_buffer(1), ("", "a", "b")
-    for epoch in all_epochs:
-        keys = NAMES.in_epoch(epoch).of_chunk(chain_of().hashes[0])
+    for weights_version in all_epochs:
+        keys = NAMES.with_weights(weights_version).of_chunk(chain_of().hashes[0])
         pool.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
     done: SimpleQueue[bool] = SimpleQueue()
-    pool.service.remove_all(done.put, epochs)
+    pool.service.remove_all(done.put, weights_versions)
     assert done.get(timeout=LIMIT_S)
     left = {namespace_of(key) for key in pool.memory._shelf.list_keys()}
-    assert left == {in_epoch(NAMESPACE, e) for e in all_epochs if e not in epochs}
+    assert left == {with_weights(NAMESPACE, e) for e in all_epochs if e not in weights_versions}
 
 
 def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, quiet: None) -> None:
@@ -595,7 +626,7 @@ def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, qu
 def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:
     """Of these chunks, those that a look at so many tiers misses."""
     said: SimpleQueue[list[str]] = SimpleQueue()
-    names = [NAMES.group(each) for each in chain_of().hashes]
+    names = [NAMES.chunk_id(each) for each in chain_of().hashes]
     asked = tuple(names[chunk] for chunk in chunks)
     pool.service.check(PresenceCheck(num_tiers, asked, first_turn, said.put))
     return {names.index(each) for each in said.get(timeout=LIMIT_S)}

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,18 +17,18 @@ from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions, Role
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import key_of_stem, make_namespace
-from vllm_kvpool.layout.topology import Group, Kind, Topology
+from vllm_kvpool.identity.keys import key_with_prefix, make_namespace
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
-from vllm_kvpool.scheduler.block_tables import GroupTables, all_blocks
-from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
-from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
+from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
+from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
@@ -44,8 +44,8 @@ from vllm_kvpool.transfer.ops import (
 )
 
 CHUNK = 32
-KINDS = (Kind(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
-NAMES = CellNames(make_namespace("model", "0" * 12), KINDS)
+LAYER_GROUPS = (LayerGroup(Topology(1, 1, ((0, 1),), 1), row_bytes=16),)
+NAMES = CellNames(make_namespace("model", "0" * 12), LAYER_GROUPS)
 LIMIT_S = 30.0
 PENDING, NOTHING = (None, False), (0, False)
 View = FakeRequest[RequestOptions, RequestIdentity]
@@ -78,6 +78,7 @@ class Bench:
         stops_at_first: bool = False,
         in_lockstep: bool = False,
         num_replicas: int = 1,
+        can_save: Callable[[], bool] = lambda: True,
     ) -> None:
         self.block = block
         self.num_replicas = num_replicas
@@ -92,18 +93,19 @@ class Bench:
             role,
             PoolShape(
                 CHUNK,
-                (Group(block),),
+                (KVCacheGroup(block),),
                 num_ranks,
                 max_pinned,
                 num_replicas,
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
-                stems=NAMES.stems(CHUNK),
+                key_prefixes=NAMES.key_prefixes(CHUNK),
             ),
             self.lookups,
             self.registry,
             self.clock,
+            can_save,
         )
         self.scheduler.saves.ledger.pins = self.pins
         self.views: dict[str, View] = {}
@@ -713,7 +715,40 @@ def test_a_full_load_counts_as_hit(bench: Bench) -> None:
     assert bench.counts("kvpool_miss_tokens") == {"{reason=absent}": 32, "{reason=short}": 4}
 
 
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        (LookupOutcome.ANSWERED, "absent"),
+        (LookupOutcome.TIMED_OUT, "timed_out"),
+        (LookupOutcome.STORE_ERROR, "store_error"),
+    ],
+)
+def test_what_was_not_found_counts_by_why(rest: LookupOutcome, reason: str) -> None:
+    view: View = FakeRequest("a", list(range(100)), RequestOptions(), RequestIdentity())
+    state = RequestState(view, True, True, answer=LookupOutcome.ANSWERED, rest=rest)
+    state.found_chunks = 2
+    assert state.missed_tokens(64, CHUNK) == [(reason, 32), ("short", 4)]
+
+
 # Saves
+
+
+def test_where_no_tier_takes_saves_nothing_is_planned_or_promised(make: Maker) -> None:
+    """A request that comes once a tier takes them is saved."""
+    is_writable: list[bool] = []
+    bench = make(can_save=lambda: bool(is_writable))
+    bench.hold(range(1000), range(2))
+    bench.add("a")
+    assert bench.admit("a") == (64, True)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bench.step(a=36).saves == ()
+    assert bench.finish("a") is None
+    is_writable.append(True)
+    bench.add("b")
+    bench.admit("b")
+    assert len(bench.step(b=36).saves) == 1
+    assert bench.finish("b") == {"kvpool": {"tokens": 96}}
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
@@ -755,15 +790,19 @@ def test_a_request_is_told_what_its_cells_are_called(bench: Bench) -> None:
     assert answer["kvpool"]["tokens"] == 96
     # As it is sent to who asks, found and saved chunks alike.
     names = msgspec.convert(answer["kvpool"]["cells"], ChunkNames)
-    told = [key_of_stem(each.stem, chunk) for chunk in names.chunks for each in names.stems]
+    told = [
+        key_with_prefix(each.key_prefix, chunk)
+        for chunk in names.chunks
+        for each in names.key_prefixes
+    ]
     assert told == [key for each in hashes_of(range(96)) for key in NAMES.of_chunk(each)]
-    assert {each.nbytes for each in names.stems} == {HEADER_BYTES + CHUNK * 16}
+    assert {each.nbytes for each in names.key_prefixes} == {HEADER_BYTES + CHUNK * 16}
     bench.gather(plan)
 
 
 def test_cells_of_other_weights_are_not_told(bench: Bench) -> None:
     bench.add(options=RequestOptions(name_cells=True))
-    bench.scheduler.begin_epoch("other")
+    bench.scheduler.weights_changed("other")
     bench.admit()
     bench.gather(bench.step(a=100))
     assert bench.finish() == {"kvpool": {"tokens": 96, "cells": {"stems": (), "chunks": ()}}}
@@ -1089,7 +1128,7 @@ def test_an_answer_of_before_a_reset_fetches_nothing(make: Maker) -> None:
 
 def test_what_ranks_have_in_host_memory_is_offered(make: Maker) -> None:
     bench = make(host_tier=True, num_ranks=2)
-    groups = tuple(NAMES.group(chunk_hash) for chunk_hash in hashes_of(range(100)))
+    groups = tuple(NAMES.chunk_id(chunk_hash) for chunk_hash in hashes_of(range(100)))
     bench.scheduler.apply(StepReport(host={rank: HostCacheChange(groups, ()) for rank in (0, 1)}))
     bench.add()
     assert bench.match() == (96, True)
@@ -1334,8 +1373,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         live.planned |= set(chunks)
 
     @precondition(lambda self: self.with_state("loading") or self.ended_loads)
-    @rule(data=st.data(), is_whole=st.booleans())
-    def end_load(self, data: st.DataObject, is_whole: bool) -> None:
+    @rule(data=st.data(), is_full=st.booleans())
+    def end_load(self, data: st.DataObject, is_full: bool) -> None:
         request_id = data.draw(st.sampled_from(self.with_state("loading") + self.ended_loads))
         if request_id in self.ended_loads:
             self.ended_loads.remove(request_id)
@@ -1344,7 +1383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         live = self.live[request_id]
         start, stop = live.load
-        kept = stop if is_whole else data.draw(st.integers(start, stop))
+        kept = stop if is_full else data.draw(st.integers(start, stop))
         if kept == stop:
             self.bench.scheduler.load_ended(request_id)
         else:

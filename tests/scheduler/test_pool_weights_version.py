@@ -50,29 +50,32 @@ def bench(make: Make) -> Bench:
     return make()
 
 
-def hold(bench: Bench, chunks: range, epoch: str, tokens: Sequence[int] = range(1000)) -> None:
+def hold(
+    bench: Bench, chunks: range, weights_version: str, tokens: Sequence[int] = range(1000)
+) -> None:
     """The cells of those chunks are in the store, of that epoch."""
-    names, buffer = NAMES.in_epoch(epoch), make_buffer(1)
+    names, buffer = NAMES.with_weights(weights_version), make_buffer(1)
     for chunk in chunks:
         keys = names.of_chunk(hashes_of(tokens)[chunk])
         bench.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
 
-def num_cells(bench: Bench, epoch: str) -> int:
-    start = f"{NAMES.in_epoch(epoch).namespace}@"
+def num_cells(bench: Bench, weights_version: str) -> int:
+    start = f"{NAMES.with_weights(weights_version).namespace}@"
     return sum(key.startswith(start) for key in bench.memory._shelf.list_keys())
 
 
 def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
     """Of each: the request, its chunks, the epoch."""
     return [
-        (s.request_id, range(s.first_chunk, s.first_chunk + len(s.hashes)), s.epoch) for s in saves
+        (s.request_id, range(s.first_chunk, s.first_chunk + len(s.hashes)), s.weights_version)
+        for s in saves
     ]
 
 
-def begin(bench: Bench, epoch: str, *, is_reset: bool = True) -> None:
+def begin(bench: Bench, weights_version: str, *, is_reset: bool = True) -> None:
     """The weights change; `is_reset`: then the engine's own cache is emptied, as vLLM asks for."""
-    bench.scheduler.begin_epoch(epoch)
+    bench.scheduler.weights_changed(weights_version)
     bench.scheduler.check()
     if is_reset:
         bench.scheduler.own_cache_was_reset()
@@ -84,7 +87,7 @@ def begin(bench: Bench, epoch: str, *, is_reset: bool = True) -> None:
 def test_nothing_of_before_is_found_until_it_returns(bench: Bench) -> None:
     hold(bench, range(3), FIRST)
     hold(bench, range(1), NEWER)
-    for number, (epoch, offer) in enumerate(
+    for number, (weights_version, offer) in enumerate(
         [
             (FIRST, (96, True)),
             (NEW, NOTHING),
@@ -93,7 +96,7 @@ def test_nothing_of_before_is_found_until_it_returns(bench: Bench) -> None:
             (NEW, NOTHING),
         ]
     ):
-        begin(bench, epoch)
+        begin(bench, weights_version)
         bench.add(str(number))
         assert bench.match(str(number)) == offer
 
@@ -128,7 +131,7 @@ def test_a_lookup_under_way_is_asked_again(bench: Bench) -> None:
     assert bench.match() == (32, True)
     bench.allocate("a", 0, 32)
     [load] = bench.step().loads
-    assert (load.epoch, len(load.hashes)) == (NEW, 1)
+    assert (load.weights_version, len(load.hashes)) == (NEW, 1)
 
 
 def test_what_the_new_epoch_has_is_loaded_and_the_rest_saved(bench: Bench) -> None:
@@ -139,7 +142,7 @@ def test_what_the_new_epoch_has_is_loaded_and_the_rest_saved(bench: Bench) -> No
     begin(bench, NEW)
     assert bench.admit() == (64, True)
     [load] = bench.step().loads
-    assert load.epoch == NEW
+    assert load.weights_version == NEW
     bench.scheduler.load_ended("a")
     assert what(bench.step(a=36).saves) == [("a", range(2, 3), NEW)]
 
@@ -147,8 +150,8 @@ def test_what_the_new_epoch_has_is_loaded_and_the_rest_saved(bench: Bench) -> No
 def test_changes_one_after_the_other_leave_the_last(bench: Bench) -> None:
     hold(bench, range(3), NEW)
     bench.add()
-    for epoch in (NEW, NEWER, NEW, NEWER):
-        begin(bench, epoch)
+    for weights_version in (NEW, NEWER, NEW, NEWER):
+        begin(bench, weights_version)
         bench.scheduler.match("a", 0)
     assert bench.match() == NOTHING
     begin(bench, NEW)
@@ -185,14 +188,17 @@ def test_a_prefetch_says_of_which_epoch(make: Make) -> None:
     begin(bench, NEW)
     bench.add()
     [prefetch] = bench.settle().prefetches
-    assert (prefetch.epoch, len(prefetch.hashes)) == (NEW, 2)
+    assert (prefetch.weights_version, len(prefetch.hashes)) == (NEW, 2)
 
 
 def test_what_ranks_have_of_one_epoch_is_not_found_in_another(make: Make) -> None:
     bench = make(host_tier=True, num_ranks=2)
     first, new = (
-        tuple(NAMES.in_epoch(epoch).group(chunk_hash) for chunk_hash in hashes_of(range(96)))
-        for epoch in (FIRST, NEW)
+        tuple(
+            NAMES.with_weights(weights_version).chunk_id(chunk_hash)
+            for chunk_hash in hashes_of(range(96))
+        )
+        for weights_version in (FIRST, NEW)
     )
     assert not set(first) & set(new)
     for rank in (0, 1):
@@ -320,7 +326,7 @@ def test_a_load_across_the_change_is_not_saved(bench: Bench, kept: int) -> None:
     hold(bench, range(2), FIRST)
     view = bench.add()
     assert bench.admit() == (64, True)
-    assert [load.epoch for load in bench.step().loads] == [FIRST]
+    assert [load.weights_version for load in bench.step().loads] == [FIRST]
     begin(bench, NEW)
     bench.load_stops("a", kept) if kept < 64 else bench.scheduler.load_ended("a")
     if view.num_computed_tokens:  # else vLLM asks anew, as below
@@ -347,7 +353,7 @@ def test_a_load_allocated_but_not_told_yet_is_of_the_old_epoch(bench: Bench) -> 
     bench.admit()
     begin(bench, NEW)
     [load] = bench.step().loads
-    assert load.epoch == FIRST
+    assert load.weights_version == FIRST
     bench.scheduler.load_ended("a")
     assert bench.step(a=36).saves == ()
 
@@ -362,7 +368,7 @@ def test_a_preempted_request_is_asked_and_saved_anew(bench: Bench) -> None:
     view.preempt()
     bench.tables["a"] = []
     assert bench.admit() == (32, True)
-    assert [load.epoch for load in bench.step().loads] == [NEW]
+    assert [load.weights_version for load in bench.step().loads] == [NEW]
     bench.scheduler.load_ended("a")
     assert what(bench.step(a=68).saves) == [("a", range(1, 3), NEW)]
 
@@ -438,7 +444,7 @@ def test_a_load_behind_old_blocks_is_not_saved(bench: Bench) -> None:
     bench.add()
     assert bench.match("a", 16) == (48, True)
     bench.allocate("a", 16, 48)
-    assert [load.epoch for load in bench.step().loads] == [NEW]
+    assert [load.weights_version for load in bench.step().loads] == [NEW]
     bench.scheduler.load_ended("a")
     assert bench.step(a=36).saves == ()
 
@@ -477,18 +483,20 @@ def test_a_preempted_request_may_find_old_blocks_too(bench: Bench) -> None:
 # Engines that share
 
 
-@pytest.mark.parametrize(("epochs", "shared"), [((NEW, NEW), True), ((NEW, NEWER), False)])
+@pytest.mark.parametrize(
+    ("weights_versions", "shared"), [((NEW, NEW), True), ((NEW, NEWER), False)]
+)
 def test_engines_share_an_epoch_by_its_name(
-    make: Make, epochs: tuple[str, str], shared: bool
+    make: Make, weights_versions: tuple[str, str], shared: bool
 ) -> None:
     one, two = make(), make()
-    begin(one, epochs[0])
-    begin(two, epochs[1])
+    begin(one, weights_versions[0])
+    begin(two, weights_versions[1])
     one.add()
     one.admit()
     [save] = one.step(a=100).saves
     for chunk in range(3):
-        hold(two, range(chunk, chunk + 1), save.epoch)
+        hold(two, range(chunk, chunk + 1), save.weights_version)
     two.add()
     assert two.match() == ((96, True) if shared else NOTHING)
 
@@ -497,16 +505,24 @@ def test_engines_share_an_epoch_by_its_name(
 
 
 def test_a_reset_after_a_change_removes_the_new_epoch_alone(bench: Bench) -> None:
-    for epoch in (FIRST, NEW, NEWER):
-        hold(bench, range(3), epoch)
+    for weights_version in (FIRST, NEW, NEWER):
+        hold(bench, range(3), weights_version)
     begin(bench, NEW)
     assert bench.scheduler.reset()
     bench.end_reset()
-    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW, NEWER)] == [3, 0, 3]
+    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW, NEWER)] == [
+        3,
+        0,
+        3,
+    ]
     begin(bench, FIRST)
     assert bench.scheduler.reset()
     bench.end_reset()
-    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW, NEWER)] == [0, 0, 3]
+    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW, NEWER)] == [
+        0,
+        0,
+        3,
+    ]
 
 
 def test_a_reset_that_ends_after_a_change_removes_what_it_was_for(bench: Bench) -> None:
@@ -517,17 +533,21 @@ def test_a_reset_that_ends_after_a_change_removes_what_it_was_for(bench: Bench) 
     begin(bench, NEW)
     hold(bench, range(3), NEW)  # of another engine
     bench.end_reset()
-    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW)] == [0, 3]
+    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW)] == [0, 3]
 
 
 def test_two_resets_around_a_change_remove_both(bench: Bench) -> None:
     assert bench.scheduler.reset()
     begin(bench, NEW)
     assert bench.scheduler.reset()
-    for epoch in (FIRST, NEW, NEWER):
-        hold(bench, range(2), epoch)  # puts that were under way
+    for weights_version in (FIRST, NEW, NEWER):
+        hold(bench, range(2), weights_version)  # puts that were under way
     bench.end_reset()
-    assert [num_cells(bench, epoch) for epoch in (FIRST, NEW, NEWER)] == [0, 0, 2]
+    assert [num_cells(bench, weights_version) for weights_version in (FIRST, NEW, NEWER)] == [
+        0,
+        0,
+        2,
+    ]
     bench.add()
     assert bench.match() == NOTHING
     bench.allocate("a", 0, 0)
@@ -575,16 +595,16 @@ def test_job_numbers_go_on_across_a_change(bench: Bench) -> None:
     assert JobId(two.job_id) > one.job_id
 
 
-@pytest.mark.parametrize("first_epoch", [NEW, ""])
-def test_the_epoch_that_an_engine_starts_with_is_the_first(first_epoch: str) -> None:
+@pytest.mark.parametrize("first_weights_version", [NEW, ""])
+def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version: str) -> None:
     """Whatever it is called: other engines have saved under it without having heard a name."""
     topology = Topology(1, 1, ((0, 1),), 1)
-    shape = ModelShape.of_one_kind(NAMES.namespace, topology, 16, 100, 1, 16)
+    shape = ModelShape.of_one_group(NAMES.namespace, topology, 16, 100, 1, 16)
     config = read_config({"store": "memory://epochs"}, env={})
-    side = SchedulerSide(config, Role.BOTH, shape, first_epoch=first_epoch)
+    side = SchedulerSide(config, Role.BOTH, shape, first_weights_version=first_weights_version)
     heard = []
-    for epoch in (NEW, NEWER, NEW):
-        side.weights_changed(epoch)
-        heard.append(side.scheduler._epoch)
+    for weights_version in (NEW, NEWER, NEW):
+        side.weights_changed(weights_version)
+        heard.append(side.scheduler._weights_version)
     side.close()
-    assert heard == ([FIRST, NEWER, FIRST] if first_epoch else [NEW, NEWER, NEW])
+    assert heard == ([FIRST, NEWER, FIRST] if first_weights_version else [NEW, NEWER, NEW])

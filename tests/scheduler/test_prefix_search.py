@@ -12,16 +12,23 @@ from hypothesis import strategies as st
 from vllm_kvpool.identity.keys import (
     CellKey,
     ContextRank,
-    HeadPart,
+    HeadShard,
     KeyMaker,
     ParsedKey,
-    RankPart,
-    group_of_key,
-    in_epoch,
-    key_of_stem,
+    RankShard,
+    chunk_id_of_key,
+    key_with_prefix,
     make_namespace,
+    with_weights,
 )
-from vllm_kvpool.layout.topology import WHOLE, Context, Kind, Reach, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import (
+    FULL_ATTENTION,
+    AttentionWindow,
+    Context,
+    LayerGroup,
+    Topology,
+    cells_of_rank,
+)
 from vllm_kvpool.scheduler.prefix_search import (
     FANOUT,
     SAMPLES,
@@ -111,7 +118,9 @@ def test_all_and_nothing_take_one_round() -> None:
 
 
 def test_the_last_is_asked_for_whole_and_samples_before() -> None:
-    whole, sample = ([ChunkQuestion(i, kind) for i in range(10)] for kind in (True, False))
+    whole, sample = (
+        [ChunkQuestion(i, layer_group) for i in range(10)] for layer_group in (True, False)
+    )
     assert PrefixSearch(1).questions() == (whole[0],)
     assert PrefixSearch(2).questions() == (whole[0], whole[1])
     state = PrefixSearch(10)
@@ -145,7 +154,7 @@ def test_chunks_of_which_some_cells_are_there_are_not_found(
 
 
 def test_samples_take_turns_between_the_cells_of_a_chunk() -> None:
-    names = CellNames(NAMESPACE, [Kind(Topology(2, 1, ((0, 2),), 1), 16)])
+    names = CellNames(NAMESPACE, [LayerGroup(Topology(2, 1, ((0, 2),), 1), 16)])
     hashes = [b"\xaa"] * 99
     everything, ends = names.of_questions([Question(7, 0)], hashes)
     assert (everything, ends) == (names.of_chunk(b"\xaa"), [4])
@@ -161,15 +170,15 @@ def test_samples_take_turns_between_the_cells_of_a_chunk() -> None:
 @pytest.mark.parametrize("per_head", [True, False])
 def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
     topology = Topology(4, 12, ((0, 3), (3, 5)), 2, per_head, context=Context(2, 3))
-    names = CellNames(NAMESPACE, [Kind(topology, 16)])
+    names = CellNames(NAMESPACE, [LayerGroup(topology, 16)])
     keys = [ParsedKey.parse(key) for key in names.of_chunk(b"\xaa")]
-    parts = [HeadPart(h) for h in range(4)] if per_head else [RankPart(r, 4) for r in range(4)]
+    shards = [HeadShard(h) for h in range(4)] if per_head else [RankShard(r, 4) for r in range(4)]
     contexts = [ContextRank(0, 1, d, 3) for d in range(3)]
     expected = {
-        ParsedKey(NAMESPACE, context, part, span, b"\xaa")
+        ParsedKey(NAMESPACE, context, shard, span, b"\xaa")
         for context in contexts
         for span in topology.all_spans()
-        for part in parts
+        for shard in shards
     }
     assert set(keys) == expected
     assert len(keys) == len(expected)
@@ -196,16 +205,16 @@ def test_cells_are_named_as_ranks_store_them(
     replicas = max(1, tp // heads)
     context = Context(1, data.draw(st.sampled_from([n for n in (1, 2) if replicas % n == 0])))
     topologies = [
-        Topology(heads, tp, stages, span, per_head, kind=name, context=context)
+        Topology(heads, tp, stages, span, per_head, layer_group=name, context=context)
         for name in data.draw(st.sampled_from([("",), ("full", "window")]))
     ]
-    kinds = [Kind(each, row_bytes=16 * (i + 1)) for i, each in enumerate(topologies)]
+    layer_groups = [LayerGroup(each, row_bytes=16 * (i + 1)) for i, each in enumerate(topologies)]
     chunk_tokens = 32
     stored: dict[str, int] = {}
     for tp_rank in range(tp):
         for pp_rank in range(len(stages)):
             planner = Planner(
-                cells_of_rank(kinds, tp_rank, pp_rank),
+                cells_of_rank(layer_groups, tp_rank, pp_rank),
                 KeyMaker(NAMESPACE, context.rank(tp_rank, 0)),
                 chunk_tokens,
                 load_timeout_s=1.0,
@@ -213,23 +222,23 @@ def test_cells_are_named_as_ranks_store_them(
             )
             plan = PrefetchPlan("r", (b"\xaa",))
             stored |= {cell.key: cell.nbytes for cell in planner.prefetch(plan).cells}
-    stems = CellNames(NAMESPACE, kinds).stems(chunk_tokens)
-    assert {key_of_stem(each.stem, "aa"): each.nbytes for each in stems} == stored
-    assert len(stems) == len(stored)
+    key_prefixes = CellNames(NAMESPACE, layer_groups).key_prefixes(chunk_tokens)
+    assert {key_with_prefix(each.key_prefix, "aa"): each.nbytes for each in key_prefixes} == stored
+    assert len(key_prefixes) == len(stored)
 
 
 def test_an_epoch_has_the_same_cells_by_other_names() -> None:
     topology = Topology(4, 12, ((0, 3), (3, 5)), 2, context=Context(2, 3))
-    names = CellNames(NAMESPACE, [Kind(topology, 16)])
-    assert names.in_epoch("") is names
-    other = names.in_epoch("a")
-    assert other.namespace == in_epoch(NAMESPACE, "a")
+    names = CellNames(NAMESPACE, [LayerGroup(topology, 16)])
+    assert names.with_weights("") is names
+    other = names.with_weights("a")
+    assert other.namespace == with_weights(NAMESPACE, "a")
     assert len(of(other)) == len(of(names))
     expected = [replace(ParsedKey.parse(key), namespace=other.namespace) for key in of(names)]
     assert [ParsedKey.parse(key) for key in of(other)] == expected
-    assert {group_of_key(key) for key in of(other)} == {other.group(b"\xaa")}
-    assert other.group(b"\xaa") != names.group(b"\xaa")
-    assert of(names.in_epoch("a")) == of(other) != of(names.in_epoch("b"))
+    assert {chunk_id_of_key(key) for key in of(other)} == {other.chunk_id(b"\xaa")}
+    assert other.chunk_id(b"\xaa") != names.chunk_id(b"\xaa")
+    assert of(names.with_weights("a")) == of(other) != of(names.with_weights("b"))
 
 
 def of(names: CellNames) -> list[CellKey]:
@@ -239,15 +248,18 @@ def of(names: CellNames) -> list[CellKey]:
 # Several kinds of layers
 
 
-def kind(reach: Reach = WHOLE, name: str = "k") -> Kind:
-    return Kind(Topology(1, 1, ((0, 1),), 1, kind=name), row_bytes=16, reach=reach)
+def layer_group(window: AttentionWindow = FULL_ATTENTION, name: str = "k") -> LayerGroup:
+    return LayerGroup(Topology(1, 1, ((0, 1),), 1, layer_group=name), row_bytes=16, window=window)
 
 
 def hit(
-    present: Sequence[Sequence[bool]], kinds: Sequence[Kind], chunk_tokens: int, block: int
+    present: Sequence[Sequence[bool]],
+    layer_groups: Sequence[LayerGroup],
+    chunk_tokens: int,
+    block: int,
 ) -> tuple[int, int, set[Question]]:
-    """What is found, in how many rounds, and by which questions; `present[kind][chunk]`."""
-    state = HitSearch(len(present[0]), kinds, chunk_tokens, block)
+    """What is found, in how many rounds, and by which questions; `present[layer_group][chunk]`."""
+    state = HitSearch(len(present[0]), layer_groups, chunk_tokens, block)
     asked: set[Question] = set()
     rounds = 0
     while not state.done:
@@ -256,21 +268,21 @@ def hit(
         assert len(set(questions)) == len(questions)
         assert not asked & set(questions)
         asked.update(questions)
-        state.tell(questions, [present[q.kind][q.chunk] for q in questions])
+        state.tell(questions, [present[q.layer_group][q.chunk] for q in questions])
         rounds += 1
     assert state.questions() == ()
     return state.found, rounds, asked
 
 
-def needed(reach: Reach, chunk_tokens: int, block: int, end: int) -> set[int]:
+def needed(window: AttentionWindow, chunk_tokens: int, block: int, end: int) -> set[int]:
     """The chunks of which a load up to token `end` writes tokens; a block is filled whole."""
-    first = reach.first_read(end) // block * block
+    first = window.first_read(end) // block * block
     return {token // chunk_tokens for token in range(first, end)}
 
 
 def is_loadable(
     present: Sequence[Sequence[bool]],
-    kinds: Sequence[Kind],
+    layer_groups: Sequence[LayerGroup],
     chunk_tokens: int,
     block: int,
     chunks: int,
@@ -279,34 +291,40 @@ def is_loadable(
     """Whether a load of so many chunks has all it needs, wherever from `first_end` on it ends."""
     return all(
         present[i][chunk]
-        for i, each in enumerate(kinds)
+        for i, each in enumerate(layer_groups)
         for end in range(max(0, first_end), chunks * chunk_tokens + 1)
-        for chunk in needed(each.reach, chunk_tokens, block, end)
+        for chunk in needed(each.window, chunk_tokens, block, end)
     )
 
 
 REACHES = st.one_of(
-    st.builds(Reach, window=st.integers(1, 60)), st.builds(Reach, local_tokens=st.integers(1, 60))
+    st.builds(AttentionWindow, sliding=st.integers(1, 60)),
+    st.builds(AttentionWindow, local=st.integers(1, 60)),
 )
 
 
 @st.composite
-def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[Kind], list[list[bool]], int, int]:
+def stored(draw: st.DrawFn, *, whole: bool) -> tuple[list[LayerGroup], list[list[bool]], int, int]:
     """Kinds, what is present of each, chunk and block size; a kind that needs all has a prefix."""
     windows = draw(st.lists(REACHES, min_size=0 if whole else 1, max_size=2))
-    kinds = [kind(reach, f"w{i}") for i, reach in enumerate(windows)]
+    layer_groups = [layer_group(window, f"w{i}") for i, window in enumerate(windows)]
     num_chunks = draw(st.integers(0, 14))
     row = st.lists(
         st.sampled_from((True, True, True, False)), min_size=num_chunks, max_size=num_chunks
     )
-    present = [draw(row) for _ in kinds]
+    present = [draw(row) for _ in layer_groups]
     if whole:
         for i in range(draw(st.integers(1, 2))):
-            place = draw(st.integers(0, len(kinds)))
+            place = draw(st.integers(0, len(layer_groups)))
             count = draw(st.integers(0, num_chunks))
-            kinds.insert(place, kind(name=f"f{i}"))
+            layer_groups.insert(place, layer_group(name=f"f{i}"))
             present.insert(place, [True] * count + [False] * (num_chunks - count))
-    return kinds, present, draw(st.sampled_from((4, 8, 12))), draw(st.sampled_from((2, 4, 6, 16)))
+    return (
+        layer_groups,
+        present,
+        draw(st.sampled_from((4, 8, 12))),
+        draw(st.sampled_from((2, 4, 6, 16))),
+    )
 
 
 def most_rounds(num_chunks: int) -> int:
@@ -316,35 +334,39 @@ def most_rounds(num_chunks: int) -> int:
 
 @given(stored(whole=True))
 def test_the_longest_prefix_is_found_that_has_all_that_is_read(
-    case: tuple[list[Kind], list[list[bool]], int, int],
+    case: tuple[list[LayerGroup], list[list[bool]], int, int],
 ) -> None:
-    kinds, present, chunk_tokens, block = case
+    layer_groups, present, chunk_tokens, block = case
     num_chunks = len(present[0])
-    found, rounds, asked = hit(present, kinds, chunk_tokens, block)
+    found, rounds, asked = hit(present, layer_groups, chunk_tokens, block)
     # A load ends at a multiple of the block, or a token before the end of the prompt.
-    assert is_loadable(present, kinds, chunk_tokens, block, found, found * chunk_tokens - block + 1)
+    assert is_loadable(
+        present, layer_groups, chunk_tokens, block, found, found * chunk_tokens - block + 1
+    )
     longest = max(
         n
         for n in range(num_chunks + 1)
-        if is_loadable(present, kinds, chunk_tokens, block, n, n * chunk_tokens - block)
+        if is_loadable(present, layer_groups, chunk_tokens, block, n, n * chunk_tokens - block)
     )
     assert found == longest
     assert rounds <= most_rounds(num_chunks)
-    for i, each in enumerate(kinds):
-        if not each.reach.is_whole:  # nothing is taken for granted of these
+    for i, each in enumerate(layer_groups):
+        if not each.window.is_full:  # nothing is taken for granted of these
             stop = found * chunk_tokens
-            wanted = needed(each.reach, chunk_tokens, block, stop) if stop else set()
+            wanted = needed(each.window, chunk_tokens, block, stop) if stop else set()
             assert {Question(chunk, i) for chunk in wanted} <= asked
 
 
 @given(stored(whole=False))
 def test_without_layers_that_read_all_what_is_found_has_all_that_is_read(
-    case: tuple[list[Kind], list[list[bool]], int, int],
+    case: tuple[list[LayerGroup], list[list[bool]], int, int],
 ) -> None:
-    kinds, present, chunk_tokens, block = case
-    found, rounds, _ = hit(present, kinds, chunk_tokens, block)
+    layer_groups, present, chunk_tokens, block = case
+    found, rounds, _ = hit(present, layer_groups, chunk_tokens, block)
     assert rounds <= most_rounds(len(present[0]))
-    assert is_loadable(present, kinds, chunk_tokens, block, found, found * chunk_tokens - block + 1)
+    assert is_loadable(
+        present, layer_groups, chunk_tokens, block, found, found * chunk_tokens - block + 1
+    )
     if all(map(all, present)):
         assert found == len(present[0])
 
@@ -355,7 +377,7 @@ def test_one_kind_that_reads_all_is_searched_as_a_prefix(
 ) -> None:
     """Question by question."""
     state, simple = (
-        HitSearch(len(present), [kind()], chunk_tokens, block),
+        HitSearch(len(present), [layer_group()], chunk_tokens, block),
         PrefixSearch(len(present)),
     )
     while not simple.done:
@@ -374,19 +396,19 @@ def test_one_kind_that_reads_all_is_searched_as_a_prefix(
 @pytest.mark.parametrize("lost", [range(0), range(300, 400), range(0, 590), range(0, 600, 7)])
 def test_a_long_search_takes_few_rounds(window: int, lost: range) -> None:
     present = [[True] * MAX_CHUNKS, [chunk not in lost for chunk in range(MAX_CHUNKS)]]
-    kinds = [kind(), kind(Reach(window=window), "w")]
-    found, rounds, _ = hit(present, kinds, 16, 16)
-    assert is_loadable(present, kinds, 16, 16, found, found * 16 - 15)
+    layer_groups = [layer_group(), layer_group(AttentionWindow(sliding=window), "w")]
+    found, rounds, _ = hit(present, layer_groups, 16, 16)
+    assert is_loadable(present, layer_groups, 16, 16, found, found * 16 - 15)
     assert rounds <= most_rounds(MAX_CHUNKS)
 
 
 def test_chunks_before_the_window_are_not_asked_for() -> None:
     """Which is what makes them free to be evicted."""
-    kinds = [kind(), kind(Reach(window=32), "w")]
+    layer_groups = [layer_group(), layer_group(AttentionWindow(sliding=32), "w")]
     present = [[True] * 100, [False] * 97 + [True] * 3]
-    found, rounds, asked = hit(present, kinds, 16, 16)
+    found, rounds, asked = hit(present, layer_groups, 16, 16)
     assert (found, rounds) == (100, 2)
-    assert {q.chunk for q in asked if q.kind == 1} == {97, 98, 99}
+    assert {q.chunk for q in asked if q.layer_group == 1} == {97, 98, 99}
 
 
 # Host memory of the ranks

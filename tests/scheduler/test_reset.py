@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_kvpool.scheduler.reset import Reset
+from vllm_kvpool.scheduler.save_planner import Reset
 
 
 @pytest.mark.parametrize("acks", [[4], [1, 1, 1, 1], [1, 3], [5]])
@@ -64,11 +64,11 @@ class Resets(RuleBasedStateMachine):
         self.removals: list[tuple[int, tuple[str, ...]]] = []
         self.to_remove: set[str] = set()
 
-    @rule(epoch=st.sampled_from("ab"))
-    def begin(self, epoch: str) -> None:
-        self.reset.begin(epoch)
+    @rule(weights_version=st.sampled_from("ab"))
+    def begin(self, weights_version: str) -> None:
+        self.reset.begin(weights_version)
         self.dirty, self.has_rest = set(range(self.NUM_RANKS)), True
-        self.to_remove.add(epoch)
+        self.to_remove.add(weights_version)
 
     @precondition(lambda self: self.dirty)
     @rule()
@@ -76,10 +76,10 @@ class Resets(RuleBasedStateMachine):
         self.dirty.pop()
         assert self.reset.acked(1) == (not self.dirty)
         if not self.dirty:
-            epochs = self.reset.take_epochs()
-            assert set(epochs) == self.to_remove
+            weights_versions = self.reset.take_weights_versions()
+            assert set(weights_versions) == self.to_remove
             self.to_remove = set()
-            self.removals.append((self.reset.generation, epochs))
+            self.removals.append((self.reset.generation, weights_versions))
 
     @precondition(lambda self: self.removals)
     @rule(removed=st.booleans())

@@ -14,14 +14,14 @@ import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, NAMES, Bench, View, hashes_of
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
-from vllm_kvpool.scheduler.block_tables import all_blocks
+from vllm_kvpool.scheduler.blocks import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostCacheChange, LoadPlan, SavePlan
 
 BLOCK = 16
-EPOCHS = ("", "sample:b", "drawn:c")
+VERSIONS = ("", "sample:b", "drawn:c")
 MAX_TOKENS = 200
 MAX_LIVE = 4
 NUM_MOVES = 400
@@ -62,7 +62,7 @@ class Walk:
         )
         self.seen: Counter[str] = Counter()
         self.host_tier = host_tier
-        self.epoch = ""
+        self.weights_version = ""
         self.live: dict[str, Live] = {}
         self.own: list[list[Tags]] = []  # the engine's own cache: blocks of the prompts' beginning
         self.ended: dict[str, list[Tags]] = {}  # of requests whose last save is not planned yet
@@ -103,7 +103,7 @@ class Walk:
         live.state = "running"
         if count:
             live.state, live.load = "loading", self.bench.scheduler._loads[-1]
-            assert live.load.epoch == self.epoch, "an offer of other weights"
+            assert live.load.weights_version == self.weights_version, "an offer of other weights"
 
     def step(self) -> None:
         scheduled = {}
@@ -116,7 +116,7 @@ class Walk:
         for request_id, count in scheduled.items():
             live = self.live[request_id]
             before = live.kv[-1] if live.kv else frozenset()
-            live.kv += [before | {self.epoch}] * count
+            live.kv += [before | {self.weights_version}] * count
         self.plan(scheduled)
         for request_id in scheduled:
             live = self.live[request_id]
@@ -162,18 +162,18 @@ class Walk:
         self.plan()  # the load is told at the latest now
         load, view = live.load, live.view
         assert load is not None
-        names = NAMES.in_epoch(load.epoch)
+        names = NAMES.with_weights(load.weights_version)
         stop, kv = load.token_start, list(live.kv)
         for chunk, chunk_hash in enumerate(load.hashes, load.first_chunk):
             [key] = names.of_chunk(chunk_hash)
-            found = self.cells.get(key, self.host.get(names.group(chunk_hash)))
+            found = self.cells.get(key, self.host.get(names.chunk_id(chunk_hash)))
             if found is None:
                 break
             stop = min((chunk + 1) * CHUNK, load.token_stop)
             before = kv[-1] if kv else frozenset()
             kv += [tags | before for tags in found[len(kv) - chunk * CHUNK : stop - chunk * CHUNK]]
         live.load, live.state = None, "running"
-        self.seen[f"loaded of {load.epoch}"] += 1
+        self.seen[f"loaded of {load.weights_version}"] += 1
         if stop == load.token_stop:
             self.bench.scheduler.load_ended(request_id)
             live.kv = kv
@@ -195,16 +195,18 @@ class Walk:
             if self.random.random() < 0.5:
                 return
         self.saves.remove(save)
-        names = NAMES.in_epoch(plan.epoch)
+        names = NAMES.with_weights(plan.weights_version)
         for chunk_hash, content in zip(plan.hashes, save.content, strict=True):
             for tags in content:
-                assert tags == {plan.epoch}, f"{set(tags)} saved as {plan.epoch!r}"
+                assert tags == {plan.weights_version}, (
+                    f"{set(tags)} saved as {plan.weights_version!r}"
+                )
             keys = names.of_chunk(chunk_hash)
             self.bench.memory.put(keys, [make_buffer(1)] * len(keys), [ChunkRef("")] * len(keys))
             self.cells |= dict.fromkeys(keys, content)
-            self.seen[f"saved as {plan.epoch}"] += 1
+            self.seen[f"saved as {plan.weights_version}"] += 1
             if self.host_tier:
-                group = names.group(chunk_hash)
+                group = names.chunk_id(chunk_hash)
                 self.host[group] = content
                 self.bench.scheduler.apply(StepReport(host={0: HostCacheChange((group,), ())}))
 
@@ -218,8 +220,8 @@ class Walk:
     # The user
 
     def change_weights(self) -> None:
-        self.epoch = self.random.choice(EPOCHS)
-        self.bench.scheduler.begin_epoch(self.epoch)
+        self.weights_version = self.random.choice(VERSIONS)
+        self.bench.scheduler.weights_changed(self.weights_version)
 
     def empty_own_cache(self) -> None:
         """As vLLM does it before and after weights change: what runs starts anew."""
@@ -233,7 +235,7 @@ class Walk:
 
     def reset(self) -> None:
         assert self.bench.scheduler.reset()
-        gone = NAMES.in_epoch(self.epoch).namespace
+        gone = NAMES.with_weights(self.weights_version).namespace
         self.cells = {k: v for k, v in self.cells.items() if not k.startswith(f"{gone}@")}
         self.plan()
         # Workers drop what they have not put, and forget what is in host memory.
@@ -304,4 +306,4 @@ def test_no_cell_is_of_other_weights_than_its_name_says(first: int) -> None:
     for seed in range(first, first + 8):
         seen += walk(seed)
     # Most single walks see all of this.
-    assert set(seen) == {f"{what} {e}" for what in ("saved as", "loaded of") for e in EPOCHS}
+    assert set(seen) == {f"{what} {e}" for what in ("saved as", "loaded of") for e in VERSIONS}

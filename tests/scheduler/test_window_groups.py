@@ -19,10 +19,15 @@ from tests.support.fakes import FakeClock, FakeRequest
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import WHOLE, Group, Kind, Reach, Topology
+from vllm_kvpool.layout.topology import (
+    FULL_ATTENTION,
+    AttentionWindow,
+    KVCacheGroup,
+    LayerGroup,
+    Topology,
+)
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.block_pins import HELD_SHARE
-from vllm_kvpool.scheduler.block_tables import all_blocks
+from vllm_kvpool.scheduler.blocks import HELD_SHARE, all_blocks
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
@@ -89,7 +94,7 @@ class Engine:
     def __init__(
         self,
         blocks: tuple[int, ...] = (16, 16),
-        reaches: tuple[Reach, ...] = (WHOLE, Reach(window=40)),
+        reaches: tuple[AttentionWindow, ...] = (FULL_ATTENTION, AttentionWindow(sliding=40)),
         *,
         marks_gone: bool = True,
         num_blocks: int = 200,
@@ -97,12 +102,14 @@ class Engine:
         num_ranks: int = 1,
         save_decode: bool = False,
     ) -> None:
-        self.groups = tuple(Group(b, r) for b, r in zip(blocks, reaches, strict=True))
-        self.kinds = tuple(
-            Kind(Topology(1, 1, ((0, 1),), 1, kind=f"k{i}"), row_bytes=8, reach=group.reach)
+        self.groups = tuple(KVCacheGroup(b, r) for b, r in zip(blocks, reaches, strict=True))
+        self.layer_groups = tuple(
+            LayerGroup(
+                Topology(1, 1, ((0, 1),), 1, layer_group=f"k{i}"), row_bytes=8, window=group.window
+            )
             for i, group in enumerate(self.groups)
         )
-        self.names = CellNames(make_namespace("model", "0" * 12), self.kinds)
+        self.names = CellNames(make_namespace("model", "0" * 12), self.layer_groups)
         self.marks_gone, self.num_ranks = marks_gone, num_ranks
         self.clock = FakeClock(time.monotonic())
         self.pool = Pool(num_blocks)
@@ -274,7 +281,7 @@ class Engine:
     def _grow(self, request: Request, computed: int, stop: int) -> None:
         """Blocks for all tokens before `stop`, but for those that are not read any more."""
         for i, group in enumerate(self.groups):
-            gone = group.reach.first_read(computed) // group.block_size
+            gone = group.window.first_read(computed) // group.block_size
             for index in range(len(request.tables[i]), -(-stop // group.block_size)):
                 block = NULL_BLOCK if index < gone else self.pool.take()
                 request.tables[i].append(block)
@@ -285,7 +292,7 @@ class Engine:
         for i, group in enumerate(self.groups):
             table = request.tables[i]
             for index in range(
-                min(len(table), group.reach.first_read(computed) // group.block_size)
+                min(len(table), group.window.first_read(computed) // group.block_size)
             ):
                 if table[index] != NULL_BLOCK:
                     self.pool.unpin((table[index],))
@@ -315,7 +322,7 @@ class Engine:
         computed = request.view.num_computed_tokens
         tokens = request.view.tokens()
         for i, group in enumerate(self.groups):
-            for token in range(group.reach.first_read(computed), computed):
+            for token in range(group.window.first_read(computed), computed):
                 block = request.tables[i][token // group.block_size]
                 found = self.pool.content.get(block, {}).get(token % group.block_size)
                 assert found == (i, tuple(tokens[: token + 1])), (request_id, i, token)
@@ -401,7 +408,9 @@ def run(engine: Engine, request_id: str, counts: Sequence[int]) -> None:
 def test_windows_of_chunks_that_span_steps_are_saved_whole(
     marks_gone: bool, window: int, count: int
 ) -> None:
-    engine = Engine(reaches=(WHOLE, Reach(window=window)), marks_gone=marks_gone)
+    engine = Engine(
+        reaches=(FULL_ATTENTION, AttentionWindow(sliding=window)), marks_gone=marks_gone
+    )
     engine.add("a", range(100))
     assert engine.admit("a") == 0
     run(engine, "a", [count] * (100 // count))
@@ -544,9 +553,9 @@ def test_a_load_that_fails_starts_again_from_nothing_and_asks_no_more() -> None:
 class GroupsMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.tuples(st.sampled_from((16, 32)), st.sampled_from((8, 16, 48))),
-        reach=st.one_of(
-            st.builds(Reach, window=st.integers(1, 70)),
-            st.builds(Reach, local_tokens=st.integers(8, 70)),
+        window=st.one_of(
+            st.builds(AttentionWindow, sliding=st.integers(1, 70)),
+            st.builds(AttentionWindow, local=st.integers(8, 70)),
         ),
         marks_gone=st.booleans(),
         num_blocks=st.sampled_from((60, 400)),
@@ -557,7 +566,7 @@ class GroupsMachine(RuleBasedStateMachine):
     def begin(
         self,
         blocks: tuple[int, int],
-        reach: Reach,
+        window: AttentionWindow,
         marks_gone: bool,
         num_blocks: int,
         spare: int,
@@ -566,7 +575,7 @@ class GroupsMachine(RuleBasedStateMachine):
     ) -> None:
         self.engine = Engine(
             blocks,
-            (WHOLE, reach),
+            (FULL_ATTENTION, window),
             marks_gone=marks_gone,
             num_blocks=num_blocks,
             max_held=least_held(blocks) + spare,

@@ -23,7 +23,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.identity import chunk_hash as hashing
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.weights import digest_adapter
-from vllm_kvpool.layout.topology import Kind, Topology
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.storage import cell_format
 
 Identity = Callable[[Path], str]
@@ -57,6 +57,18 @@ def with_scales(directory: Path, to: Path, **scales: float) -> Path:
         weights[f"model.layers.0.self_attn.{name}"] = np.array([value], np.float32)
     save_file(weights, path, metadata={"format": "pt"})
     return to
+
+
+def test_single_files_of_one_name_and_other_content_are_kept_apart(
+    tmp_path: Path, identity_of: Identity
+) -> None:
+    path = tmp_path / "model.gguf"
+    seen = set()
+    for content in (b"one", b"two"):
+        path.write_bytes(content)
+        seen.add(identity_of(path))
+    assert len(seen) == 2
+    assert all(each.startswith("sample:") for each in seen)
 
 
 def test_static_scales_that_differ_keep_models_apart(tmp_path: Path, identity_of: Identity) -> None:
@@ -153,7 +165,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
                 **{"state_content_size_bytes": 128, "head_size": 32, "head_size_v": 32},
                 **{"dtype": "float16", "kv_quant_mode": SimpleNamespace(name="NONE")},
             ),
-            kind=Kind(Topology(4, 1, ((0, 2),), 1, True), 128),
+            layer_group=LayerGroup(Topology(4, 1, ((0, 2),), 1, True), 128),
             config=read_config(options, env={}),
         )
         *way, last = path.split(".") if path else [""]
@@ -164,8 +176,8 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
             engine.config = read_config({last: value}, env={})
         elif path:
             setattr(place, last, value)
-        specs, kinds = [engine.spec], [engine.kind]
-        return namespace.engine_namespace(engine.vllm, engine.config, specs, kinds).namespace
+        specs, layer_groups = [engine.spec], [engine.layer_group]
+        return namespace.engine_namespace(engine.vllm, engine.config, specs, layer_groups).namespace
 
     return build
 
@@ -184,9 +196,9 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         ("spec.dtype", "uint8"),
         ("spec.kv_quant_mode.name", "FP8_PER_TENSOR"),
         ("spec.head_size_v", 16),
-        ("kind", Kind(Topology(2, 1, ((0, 2),), 1, True), 128)),
-        ("kind", Kind(Topology(4, 1, ((0, 2),), 1, True), 128, layers=((0,), (2,)))),
-        ("kind", Kind(Topology(4, 1, ((0, 2),), 1, True, "window"), 128)),
+        ("layer_group", LayerGroup(Topology(2, 1, ((0, 2),), 1, True), 128)),
+        ("layer_group", LayerGroup(Topology(4, 1, ((0, 2),), 1, True), 128, layers=((0,), (2,)))),
+        ("layer_group", LayerGroup(Topology(4, 1, ((0, 2),), 1, True, "window"), 128)),
         ("vllm.model_config.hf_text_config.rope_parameters", {"rope_theta": 5e5}),
     ],
 )

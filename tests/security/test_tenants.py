@@ -25,12 +25,12 @@ from vllm_kvpool.identity.keys import (
     LayerSpan,
     Namespace,
     ParsedKey,
-    RankPart,
+    RankShard,
     key_digest,
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import Kind, Topology
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.cell_format import CellFault, seal, verify
@@ -69,7 +69,7 @@ def hashes(salt: str, tokens: Sequence[int] = TOKENS) -> list[bytes]:
 
 
 def keys_of(namespace: Namespace, salt: str) -> list[str]:
-    names = CellNames(namespace, [Kind(TOPOLOGY, 64)])
+    names = CellNames(namespace, [LayerGroup(TOPOLOGY, 64)])
     return [key for link in hashes(salt) for key in names.of_chunk(link)]
 
 
@@ -77,7 +77,7 @@ class Tenant:
     """An engine's scheduler side over a store that others use too."""
 
     def __init__(self, url: str, namespace: Namespace) -> None:
-        shape = ModelShape.of_one_kind(namespace, TOPOLOGY, 16, 64, 1, 64)
+        shape = ModelShape.of_one_group(namespace, TOPOLOGY, 16, 64, 1, 64)
         extra = {"store": url, "chunk_tokens": CHUNK}
         self.side = SchedulerSide(read_config(extra, env={}), Role.BOTH, shape)
 
@@ -193,13 +193,13 @@ def test_any_name_makes_one_path_component_of_bounded_length(
     namespace = make_namespace(one, digest)
     assert (namespace == make_namespace(other, digest)) == (one == other)
     key = KeyMaker(namespace, ContextRank(7, 8, 15, 16)).key(
-        RankPart(1023, 1024), LayerSpan(998, 999, "x" * 40), bytes(20)
+        RankShard(1023, 1024), LayerSpan(998, 999, "x" * 40), bytes(20)
     )
     assert ParsedKey.parse(key).namespace == namespace_of(key) == namespace
     assert len(key.encode("ascii")) <= MAX_KEY_BYTES
     for name in (object_name(key), s3_object_name("r", key).removeprefix("r/")):
-        parts = name.split("/")
-        assert all(0 < len(part) <= 255 and part not in (".", "..") for part in parts)
+        shards = name.split("/")
+        assert all(0 < len(shard) <= 255 and shard not in (".", "..") for shard in shards)
         assert not {"\0", "\n"} & set(name)
 
 
@@ -209,10 +209,10 @@ def test_any_string_as_a_key_stays_in_the_store(one: str, other: str) -> None:
     names = [object_name(one), object_name(other)]
     assert (names[0] == names[1]) == (one == other)
     for name in names:
-        parts = name.split("/")
-        assert len(parts) == 3
-        assert all(part not in ("", ".", "..") for part in parts)
-        assert len(parts[0]) <= 255
+        shards = name.split("/")
+        assert len(shards) == 3
+        assert all(shard not in ("", ".", "..") for shard in shards)
+        assert len(shards[0]) <= 255
 
 
 @given(st.text(st.characters(), max_size=300) | st.from_regex(LIKE_A_KEY, fullmatch=True))
@@ -221,8 +221,8 @@ def test_any_string_parses_or_is_no_key(text: str) -> None:
         parsed = ParsedKey.parse(text)
     except ValueError:
         return
-    part, span = parsed.part, parsed.span
-    made = KeyMaker(parsed.namespace, parsed.context).key(part, span, parsed.chunk_hash)
+    shard, span = parsed.shard, parsed.span
+    made = KeyMaker(parsed.namespace, parsed.context).key(shard, span, parsed.chunk_hash)
     assert ParsedKey.parse(made) == parsed
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
 from tests.soak.crew import Trouble
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import HeadPart, ParsedKey, key_digest
+from vllm_kvpool.identity.keys import HeadShard, ParsedKey, key_digest
 from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
 from vllm_kvpool.storage.file.format import PAGE_BYTES, read_footer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
@@ -205,7 +205,7 @@ class Directory:
         return ParsedKey.parse(footer.key), cell
 
     def _check_content(self, path: Path, number: int, parsed: ParsedKey, cell: bytes) -> None:
-        assert isinstance(parsed.part, HeadPart), parsed
+        assert isinstance(parsed.part, HeadShard), parsed
         _, chunk = self._places[parsed.chunk_hash]
         layers, head = slice(parsed.span.start, parsed.span.stop), parsed.part.head
         assert layers.stop <= LAYERS, parsed

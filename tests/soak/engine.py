@@ -165,7 +165,7 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         per_request = -(-MOST_TOKENS // spec.block_size)
         topology = Topology(HEADS, spec.tp_size, ((0, LAYERS),), LAYER_SPAN)
-        model = ModelShape.of_one_kind(
+        model = ModelShape.of_one_group(
             namespace=NAMESPACE,
             topology=topology,
             block_size=spec.block_size,

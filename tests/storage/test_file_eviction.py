@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
@@ -41,8 +41,8 @@ def key_of(prompt: Prompt, kind: str, head: int) -> str:
 
 
 def ref_of(prompt: Prompt, kind: str) -> ChunkRef:
-    parent = group_of_key(key_of(prompt[:-1], kind, 0)) if len(prompt) > 1 else ""
-    return ChunkRef(group_of_key(key_of(prompt, kind, 0)), parent, len(prompt) - 1)
+    parent = chunk_id_of_key(key_of(prompt[:-1], kind, 0)) if len(prompt) > 1 else ""
+    return ChunkRef(chunk_id_of_key(key_of(prompt, kind, 0)), parent, len(prompt) - 1)
 
 
 def save(store: Store, prompt: Prompt, first: int, heads: range, nbytes: int = CELL) -> None:

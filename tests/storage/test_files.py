@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
-from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import (
     Buffer,
     ChunkRef,
@@ -1078,7 +1078,7 @@ def test_what_is_beyond_the_watermark_is_named_coldest_first(root: Path, clock: 
         clock.advance(1)
         put_one(store, key, buffer)
     get_one(store, keys[0], buffer)
-    expected = [EvictionCandidate(key, ChunkRef(group_of_key(key)), CELL) for key in keys[1:11]]
+    expected = [EvictionCandidate(key, ChunkRef(chunk_id_of_key(key)), CELL) for key in keys[1:11]]
     assert store.surplus(4) == expected[:4]
     assert store.surplus(100) == expected
     assert store.remove([each.key for each in expected]) == 10

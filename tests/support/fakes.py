@@ -98,6 +98,7 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     identify: Callable[[], IdentityT | None] | None = None
+    reads_files: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -8,7 +8,7 @@ chunk. `Work` 3 of the lane GET of tier 0 for two cells reads `"3 get-0 a b"`, a
 from collections.abc import Callable
 
 from tests.support.fakes import FakeClock
-from vllm_kvpool.identity.keys import HeadPart, LayerSpan
+from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry, sample_name
 from vllm_kvpool.staging.slots import SlotPool
@@ -58,7 +58,7 @@ CANCELLED = CellOutcome.CANCELLED
 
 CELL_BYTES = 100
 TIMEOUT_S = 10.0
-PLACE = LocalCell(HeadPart(0), LayerSpan(0, 1), 0, 1, 0, 1)
+PLACE = LocalCell(HeadShard(0), LayerSpan(0, 1), 0, 1, 0, 1)
 
 WIDE = LaneLimits(batches=2, batch_ops=64, batch_bytes=1 << 30, budget_bytes=1 << 30)
 SINGLE = LaneLimits(batches=2, batch_ops=1, batch_bytes=1 << 30, budget_bytes=1 << 30)

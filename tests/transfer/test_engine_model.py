@@ -72,7 +72,7 @@ class Told:
     """What the engine has been seen to do for one job."""
 
     job: LoadJob | SaveJob
-    epoch: int  # how often everything had been forgotten when it came
+    weights_version: int  # how often everything had been forgotten when it came
     deadline: float
     in_pages: set[str] = field(default_factory=set)
     is_gathered: bool = False
@@ -84,7 +84,7 @@ class Content:
     """What a slot holds: nothing to be relied on while it is being written."""
 
     key: str
-    epoch: int  # when it began to come in
+    weights_version: int  # when it began to come in
     good: bool = False  # gathered, or checked
     sealed: bool = False
 
@@ -128,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.cells = cells
         self.clock = FakeClock()
-        self.epoch = 0
+        self.weights_version = 0
         self.told: dict[int, Told] = {}
         self.flying: dict[int, Work] = {}
         self.hanging: dict[int, Work] = {}  # given up, and not answered
@@ -146,14 +146,14 @@ class EngineMachine(RuleBasedStateMachine):
     def submit_load(self, first: int, chunks: int, timeout_s: float) -> None:
         job = len(self.told)
         event = load_job(job, self.keys(first, chunks), first, first + chunks, timeout_s)
-        self.told[job] = Told(event, self.epoch, self.clock() + timeout_s)
+        self.told[job] = Told(event, self.weights_version, self.clock() + timeout_s)
         self.step(event)
 
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4), stored=st.booleans())
     def submit_save(self, first: int, chunks: int, stored: bool) -> None:
         job = len(self.told)
         event = save_job(job, self.keys(first, chunks), stored=stored)
-        self.told[job] = Told(event, self.epoch, float("inf"))
+        self.told[job] = Told(event, self.weights_version, float("inf"))
         self.step(event)
 
     @precondition(lambda self: self.host_cache.keep)
@@ -217,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(forget=st.booleans())
     def drop_saves(self, forget: bool) -> None:
-        self.epoch += forget
+        self.weights_version += forget
         self.step(DropSaves(forget))
         assert not forget or not list(self.host_cache)
 
@@ -271,7 +271,7 @@ class EngineMachine(RuleBasedStateMachine):
     def slot_used(self, kind: OpKind, slot: Slot, key: str, users: set[OpKind]) -> None:
         if kind in (GET, GATHER):
             assert not users
-            self.contents[slot] = Content(key, self.epoch)
+            self.contents[slot] = Content(key, self.weights_version)
             return
         content = self.contents[slot]
         assert content.key == key
@@ -286,7 +286,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert slot is not None
         if kind is SCATTER:
             assert not told.is_reported
-            assert self.contents[slot].epoch >= told.epoch
+            assert self.contents[slot].weights_version >= told.weights_version
         else:
             assert not told.is_gathered
 

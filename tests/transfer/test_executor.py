@@ -14,9 +14,9 @@ import torch
 from tests.support.fakes import FakeCopier, FakeTrace, FaultyPerform
 from tests.support.faults import Fault, FaultyStore
 from tests.transfer.barrier import has_taken_all
-from vllm_kvpool.identity.keys import ContextRank, KeyMaker, group_of, make_namespace
+from vllm_kvpool.identity.keys import ContextRank, KeyMaker, chunk_id_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Kind, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
@@ -95,7 +95,7 @@ class Rank:
         heads, layers = (1, 2) if one_cell else (HEADS, LAYERS)
         topology = Topology(heads, 1, ((0, layers),), layer_span=2)
         self.planner = Planner(
-            cells_of_rank([Kind(topology, ROW * 2)], 0, 0),
+            cells_of_rank([LayerGroup(topology, ROW * 2)], 0, 0),
             KeyMaker(MODEL, ContextRank()),
             CHUNK,
             load_timeout_s=LIMIT_S,
@@ -301,7 +301,7 @@ def test_a_prefetch_needs_no_pages_and_a_reset_forgets_it(store: FaultyStore) ->
     rank = Rank(store, keep=8)
     rank.save(1, 2)
     rank.executor.post(DropSaves(forget=True))
-    groups = tuple(group_of(MODEL, chunk_hash.hex()) for chunk_hash in HASHES[:2])
+    groups = tuple(chunk_id_of(MODEL, chunk_hash.hex()) for chunk_hash in HASHES[:2])
     gone = lambda reports: HostCacheChange((), groups) in reports  # noqa: E731
     assert rank.executor.wait(gone, LIMIT_S)
     rank.executor.drain()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
-from vllm_kvpool.identity.keys import HeadPart, LayerSpan, key_digest
+from vllm_kvpool.identity.keys import HeadShard, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
 from vllm_kvpool.metrics import MetricsRegistry
@@ -113,7 +113,7 @@ def work(
     attempt: int = 1,
 ) -> Work:
     """The batch of `keys`, in slots 0, 1, …"""
-    whole = LocalCell(HeadPart(0), LayerSpan(4, 6), 1, 2, 0, 2, ROW_BYTES)
+    whole = LocalCell(HeadShard(0), LayerSpan(4, 6), 1, 2, 0, 2, ROW_BYTES)
     cell = replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
     where = pages or (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     moves = kind in (OpKind.GATHER, OpKind.SCATTER)

@@ -6,17 +6,23 @@ import pytest
 
 from vllm_kvpool.identity.keys import (
     ContextRank,
-    HeadPart,
+    HeadShard,
     KeyMaker,
     LayerSpan,
-    group_of,
-    group_of_key,
-    hash_of_group,
-    in_epoch,
+    chunk_id_of,
+    chunk_id_of_key,
+    hash_of_chunk_id,
     make_namespace,
     namespace_of,
+    with_weights,
 )
-from vllm_kvpool.layout.topology import Kind, Reach, Replica, Topology, cells_of_rank
+from vllm_kvpool.layout.topology import (
+    AttentionWindow,
+    LayerGroup,
+    Replica,
+    Topology,
+    cells_of_rank,
+)
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
@@ -31,7 +37,7 @@ from vllm_kvpool.transfer.ops import (
     PrefetchPlan,
     SavePlan,
 )
-from vllm_kvpool.transfer.planner import EPOCHS_KEPT, Planner
+from vllm_kvpool.transfer.planner import VERSIONS_KEPT, Planner
 
 CHUNK, ROW_BYTES, BLOCK = 32, 16, 16
 PARENT = b"\0" * 8
@@ -44,7 +50,7 @@ def planner(
 ) -> Planner:
     """Of one rank; layers 0 to 3 in spans (0, 2) and (2, 3)."""
     topology = Topology(num_heads, tp_size, ((0, 3),), layer_span=2)
-    cells = cells_of_rank([Kind(topology, ROW_BYTES)], tp_rank, 0)
+    cells = cells_of_rank([LayerGroup(topology, ROW_BYTES)], tp_rank, 0)
     return Planner(cells, KEYS, CHUNK, 5.0, keeps_all, block_sizes=(BLOCK,))
 
 
@@ -70,10 +76,10 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
     assert len(cells) == 4  # two heads, two spans
     assert job.tasks == tuple(
         CellTask(
-            KEYS.key(cell.part, cell.span, HASHES[i]),
+            KEYS.key(cell.shard, cell.span, HASHES[i]),
             ChunkRef(
-                group_of(KEYS.namespace, HASHES[i].hex()),
-                group_of(KEYS.namespace, (HASHES[0] if i else PARENT).hex()),
+                chunk_id_of(KEYS.namespace, HASHES[i].hex()),
+                chunk_id_of(KEYS.namespace, (HASHES[0] if i else PARENT).hex()),
                 3 + i,
             ),
             HEADER_BYTES + len(cell.span) * CHUNK * ROW_BYTES,
@@ -89,7 +95,7 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
 def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int) -> None:
     """Block tables of one kind may begin apart, where their blocks are of different size."""
     topology = Topology(1, 1, ((0, 2),), layer_span=2)
-    cells = cells_of_rank([Kind(topology, ROW_BYTES)], 0, 0, groups=(0, 1))
+    cells = cells_of_rank([LayerGroup(topology, ROW_BYTES)], 0, 0, groups=(0, 1))
     two = Planner(cells, KEYS, CHUNK, 5.0, False, block_sizes=(BLOCK, CHUNK))
     early, late = (JobPages((7, 8, 9, 6), 0, start, 64) for start in (0, CHUNK))
     pages = (early, late) if first == 0 else (late, early)
@@ -100,11 +106,11 @@ def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int)
 def test_a_rank_names_its_own_heads() -> None:
     """Rank 1 of 2 has heads 2 and 3; in its pages they are the first and the second."""
     cells = [task.cell for task in planner().load(load_plan()).tasks[:4]]
-    assert [(c.part, c.span, c.head_start, c.layer_start) for c in cells] == [
-        (HeadPart(2), LayerSpan(0, 2), 0, 0),
-        (HeadPart(3), LayerSpan(0, 2), 1, 0),
-        (HeadPart(2), LayerSpan(2, 3), 0, 2),
-        (HeadPart(3), LayerSpan(2, 3), 1, 2),
+    assert [(c.shard, c.span, c.head_start, c.layer_start) for c in cells] == [
+        (HeadShard(2), LayerSpan(0, 2), 0, 0),
+        (HeadShard(3), LayerSpan(0, 2), 1, 0),
+        (HeadShard(2), LayerSpan(2, 3), 0, 2),
+        (HeadShard(3), LayerSpan(2, 3), 1, 2),
     ]
 
 
@@ -211,7 +217,7 @@ def test_a_slot_has_room_for_the_largest_cell() -> None:
     """Spans at the end are shorter; with cells per rank one holds several heads."""
     assert planner().max_cell_bytes() == HEADER_BYTES + 2 * CHUNK * ROW_BYTES
     topology = Topology(4, 2, ((0, 3),), layer_span=2, per_head=False)
-    per_rank = replace(planner(), cells=cells_of_rank([Kind(topology, ROW_BYTES)], 1, 0))
+    per_rank = replace(planner(), cells=cells_of_rank([LayerGroup(topology, ROW_BYTES)], 1, 0))
     assert per_rank.max_cell_bytes() == HEADER_BYTES + 2 * 2 * CHUNK * ROW_BYTES
 
 
@@ -222,43 +228,48 @@ def test_a_plan_of_no_chunks_is_a_job_of_no_cells() -> None:
     assert planner().save(save_plan(count=0)).tasks == ()
 
 
-@pytest.mark.parametrize("epoch", ["sample:a", "drawn:b"])
-def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(epoch: str) -> None:
+@pytest.mark.parametrize("weights_version", ["sample:a", "drawn:b"])
+def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(weights_version: str) -> None:
     """Whatever was planned before or is planned after it."""
-    mine, keys = planner(), KEYS.in_epoch(epoch)
+    mine, keys = planner(), KEYS.with_weights(weights_version)
     load, save = load_plan(), save_plan()
     fetch = PrefetchPlan("a", HASHES[:2])
     first = (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells)
     for _ in range(2):
         tasks = (
-            mine.load(replace(load, epoch=epoch)).tasks,
-            mine.save(replace(save, epoch=epoch)).tasks,
-            mine.prefetch(replace(fetch, epoch=epoch)).cells,
+            mine.load(replace(load, weights_version=weights_version)).tasks,
+            mine.save(replace(save, weights_version=weights_version)).tasks,
+            mine.prefetch(replace(fetch, weights_version=weights_version)).cells,
         )
         for cells, before in zip(tasks, first, strict=True):
             assert len(cells) == len(before)
             for cell, old in zip(cells, before, strict=True):
                 name = keys.namespace + old.key.removeprefix(KEYS.namespace)
-                parent = old.chunk.parent and group_of(
-                    keys.namespace, hash_of_group(old.chunk.parent)
+                parent = old.chunk.parent and chunk_id_of(
+                    keys.namespace, hash_of_chunk_id(old.chunk.parent)
                 )
-                chunk = old.chunk._replace(id=group_of_key(name), parent=parent)
+                chunk = old.chunk._replace(id=chunk_id_of_key(name), parent=parent)
                 assert cell == old._replace(key=name, chunk=chunk)
         assert (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells) == first
 
 
 def test_more_epochs_than_are_kept_are_told_apart() -> None:
     mine = planner()
-    epochs = [f"drawn:{number}" for number in range(3 * EPOCHS_KEPT)]
+    weights_versions = [f"drawn:{number}" for number in range(3 * VERSIONS_KEPT)]
     for _ in range(2):
-        for epoch in epochs:
-            [key] = {task.key for task in mine.load(replace(load_plan(), epoch=epoch)).tasks[:1]}
-            assert namespace_of(key) == in_epoch(KEYS.namespace, epoch)
+        for weights_version in weights_versions:
+            [key] = {
+                task.key
+                for task in mine.load(replace(load_plan(), weights_version=weights_version)).tasks[
+                    :1
+                ]
+            }
+            assert namespace_of(key) == with_weights(KEYS.namespace, weights_version)
 
 
 def test_planners_of_two_models_do_not_share_names() -> None:
     other = KeyMaker(make_namespace("other", "0" * 12), ContextRank())
-    plan = replace(load_plan(), epoch="sample:a")
+    plan = replace(load_plan(), weights_version="sample:a")
     one, two = (replace(planner(), keys=keys).load(plan) for keys in (KEYS, other))
     assert not {task.key for task in one.tasks} & {task.key for task in two.tasks}
 
@@ -276,10 +287,13 @@ def test_a_layered_load_is_the_same_cells_in_the_order_in_which_layers_run() -> 
 
 def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() -> None:
     topology = Topology(1, 1, ((0, 2),), layer_span=2)
-    sliding = replace(topology, kind="sliding")
-    kinds = [Kind(topology, ROW_BYTES), Kind(sliding, ROW_BYTES, Reach(window=CHUNK))]
-    two = replace(planner(), cells=cells_of_rank(kinds, 0, 0))
+    sliding = replace(topology, layer_group="sliding")
+    layer_groups = [
+        LayerGroup(topology, ROW_BYTES),
+        LayerGroup(sliding, ROW_BYTES, AttentionWindow(sliding=CHUNK)),
+    ]
+    two = replace(planner(), cells=cells_of_rank(layer_groups, 0, 0))
     chunks = [task.chunk for task in two.save(replace(save_plan(1), before=(PARENT,))).tasks]
     assert {chunk.parent for chunk in chunks if chunk.id.endswith("-sliding")} == {""}
     parents = [chunk.parent for chunk in chunks if not chunk.id.endswith("-sliding")]
-    assert parents == [group_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]
+    assert parents == [chunk_id_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]

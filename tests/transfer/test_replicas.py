@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 import pytest
 
-from vllm_kvpool.identity.keys import HeadPart, LayerSpan
+from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell, Replica
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
@@ -33,7 +33,7 @@ DONE, MISSING = CellOutcome.DONE, CellOutcome.MISSING
 TIMED_OUT, UNREACHABLE = CellOutcome.TIMED_OUT, CellOutcome.UNREACHABLE
 CELL_BYTES, GENERATION, PATIENCE_S, LIMIT_S = 5000, 7, 1.0, 20.0
 SLOTS = (Slot(5), Slot(2))
-PLACE = LocalCell(HeadPart(0), LayerSpan(0, 1), 0, 1, 0, 1)
+PLACE = LocalCell(HeadShard(0), LayerSpan(0, 1), 0, 1, 0, 1)
 
 Answer = Callable[["Lender", Lend | LoanOver], None]
 

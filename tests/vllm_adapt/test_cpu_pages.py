@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.vllm_adapt import cpu_pages
+from vllm_kvpool.vllm_adapt import page_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -56,7 +56,7 @@ def test_kernels_write_plain_pages(
     halves = cache_bhnc.view(BLOCKS, HEADS, 2 * block, -1).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(k_thd, v_thd, *halves, torch.arange(BLOCKS * block), isa)
     row_half = head_dim * dtype.itemsize
-    pages = cpu_pages.layer_pages(cache_bhnc, row_half, row_half, config_of(model, dtype))
+    pages = page_specs.cpu_layer_pages(cache_bhnc, row_half, row_half, config_of(model, dtype))
     for token in (0, 1, block - 1, block, BLOCKS * block - 1):
         for head in range(HEADS):
             k, v = (
@@ -72,7 +72,9 @@ def test_bytes_in_plain_pages(model: Path, cache_dtype: torch.dtype) -> None:
     block, head_dim = 64, 32
     values = torch.arange(BLOCKS * HEADS * 2 * block * head_dim).remainder(251).to(torch.uint8)
     cache_bhnc = values.view(BLOCKS, HEADS, block, 2 * head_dim).view(cache_dtype)
-    pages = cpu_pages.layer_pages(cache_bhnc, head_dim, head_dim, config_of(model, torch.float32))
+    pages = page_specs.cpu_layer_pages(
+        cache_bhnc, head_dim, head_dim, config_of(model, torch.float32)
+    )
     flat = values.view(BLOCKS, HEADS, 2, block * head_dim)
     for b, h, t in ((0, 0, 0), (1, 1, 5), (2, 0, block - 1)):
         k = flat[b, h, 0].view(head_dim, block)[:, t]
@@ -80,8 +82,8 @@ def test_bytes_in_plain_pages(model: Path, cache_dtype: torch.dtype) -> None:
         assert row_at(pages, b, h, t) == torch.cat([k, v]).numpy().tobytes()
 
 
-@pytest.mark.parametrize("isa", cpu_pages.ISAS_WITH_PLAIN_PAGES)
+@pytest.mark.parametrize("isa", page_specs.ISAS_WITH_PLAIN_PAGES)
 def test_isas_with_plain_pages(isa: str) -> None:
     for dtype in (torch.float32, *HALF_TYPES):
         if (isa, dtype) != ("neon", torch.bfloat16):
-            cpu_pages.check_isa(isa, dtype)
+            page_specs.check_isa(isa, dtype)

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.cache_tensors import tensors_of
 from tests.support.models import DeepseekShape, LlamaShape, make_model
 from vllm_kvpool.config import read_config
-from vllm_kvpool.vllm_adapt import compat, defects, engine_config
+from vllm_kvpool.vllm_adapt import compat, engine_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, LORA = (defect.name for defect in defects.DEFECTS)
+MLA, POOLING, LORA = (defect.name for defect in compat.DEFECTS)
 Make = Callable[[Path], VllmConfig]
 
 
@@ -60,7 +60,7 @@ def _config(model: Path, **arguments: Any) -> VllmConfig:
     return EngineArgs(model=str(model), **values).create_engine_config()
 
 
-# An engine, the device it runs on, its defects, and whether it loads and saves base requests.
+# An engine, the device it runs on, its compat, and whether it loads and saves base requests.
 ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool]]] = [
     (llama(), "cpu", [], (True, True)),
     # Without AMX the platform turns both off.
@@ -101,10 +101,10 @@ def test_what_an_engine_computes_wrongly_is_left_alone(
 
 def test_every_row_has_an_engine_and_a_line_in_the_documents() -> None:
     assert {name for _, _, names, _ in ENGINES for name in names} == {
-        defect.name for defect in defects.DEFECTS
+        defect.name for defect in compat.DEFECTS
     }
     rows = (ROOT / "docs" / "failures.md").read_text().splitlines()
-    for defect in defects.DEFECTS:
+    for defect in compat.DEFECTS:
         [row] = [row for row in rows if row.startswith(f"| {defect.name} |")]
         assert ("nothing is loaded" in row) is not defect.loads
         assert ("are not saved" in row) is not defect.saves_base
@@ -123,7 +123,7 @@ def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(
         output[adapters < 0] = before[adapters < 0]
 
     monkeypatch.setattr(torch_ops, "sgmv_expand", sgmv_expand)
-    assert defects.known_defects(with_lora(tmp_path)) == ()
+    assert compat.known_defects(with_lora(tmp_path)) == ()
 
 
 def test_lora_kernels_of_a_gpu_are_no_defect(
@@ -135,4 +135,4 @@ def test_lora_kernels_of_a_gpu_are_no_defect(
     config = with_lora(tmp_path)
     other = f"{PunicaWrapperBase.__module__}.{PunicaWrapperBase.__qualname__}"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", lambda *_: other)
-    assert defects.known_defects(config) == ()
+    assert compat.known_defects(config) == ()

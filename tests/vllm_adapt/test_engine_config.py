@@ -32,7 +32,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity import weights
-from vllm_kvpool.layout.topology import WHOLE, Group
+from vllm_kvpool.layout.topology import FULL_ATTENTION, KVCacheGroup
 from vllm_kvpool.vllm_adapt import compat, engine_config, weights_version
 from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
 
@@ -79,14 +79,14 @@ def facts(config: VllmConfig, spec: KVCacheSpec = SPEC, **options: Any) -> Engin
 
 def test_facts_of_a_plain_model(vllm_config: Callable[..., VllmConfig]) -> None:
     read = facts(vllm_config())
-    [kind], [layers] = read.shape.kinds, read.kinds
-    assert (kind.name, kind.reach) == ("", WHOLE)
-    assert kind.topology.num_heads == 4
-    assert kind.topology.stages == ((0, 4),)
-    assert kind.row_bytes == layers.row_bytes == 2 * 32 * 4
+    [layer_group], [layers] = read.shape.layer_groups, read.layer_groups
+    assert (layer_group.name, layer_group.window) == ("", FULL_ATTENTION)
+    assert layer_group.topology.num_heads == 4
+    assert layer_group.topology.stages == ((0, 4),)
+    assert layer_group.row_bytes == layers.row_bytes == 2 * 32 * 4
     assert (layers.key_bytes, layers.groups) == (128, (0,))
-    assert kind.topology.layer_span == 1
-    assert read.shape.groups == (Group(32),)
+    assert layer_group.topology.layer_span == 1
+    assert read.shape.groups == (KVCacheGroup(32),)
     assert read.shape.loads
     assert not read.shape.in_lockstep
 
@@ -215,10 +215,16 @@ def test_layers_may_have_other_heads_than_the_model_says(
 ) -> None:
     """Some models have fewer in some layers; with one on each rank, how many cannot be told."""
     config = vllm_config()
-    assert facts(config, replace(SPEC, num_kv_heads=2)).shape.kinds[0].topology.num_heads == 2
+    assert (
+        facts(config, replace(SPEC, num_kv_heads=2)).shape.layer_groups[0].topology.num_heads == 2
+    )
     config.parallel_config.tensor_parallel_size = 2
-    assert facts(config, replace(SPEC, num_kv_heads=2)).shape.kinds[0].topology.num_heads == 4
-    assert facts(config, replace(SPEC, num_kv_heads=4)).shape.kinds[0].topology.num_heads == 8
+    assert (
+        facts(config, replace(SPEC, num_kv_heads=2)).shape.layer_groups[0].topology.num_heads == 4
+    )
+    assert (
+        facts(config, replace(SPEC, num_kv_heads=4)).shape.layer_groups[0].topology.num_heads == 8
+    )
     with pytest.raises(ConfigError, match=r"one KV head on each rank, .* lower tensor_parallel"):
         facts(config, replace(SPEC, num_kv_heads=1))
 
@@ -257,7 +263,7 @@ def test_pipeline_stages_are_known_to_the_scheduler(
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     read = engine_config.read_engine(config, cache_config(SPEC, layers=2), read_config({}, env={}))
-    assert read.shape.kinds[0].topology.stages == ((0, 2), (2, 4))
+    assert read.shape.layer_groups[0].topology.stages == ((0, 2), (2, 4))
     assert read.shape.num_ranks == 2
 
 
@@ -269,8 +275,8 @@ def test_draft_layers_are_left_out(vllm_config: Callable[..., VllmConfig]) -> No
     )
     config = vllm_config()
     config.speculative_config = cast("Any", SimpleNamespace(method="eagle"))
-    [kind] = engine_config.read_engine(config, cache, read_config({}, env={})).kinds
-    assert kind.layers == tuple((f"model.layers.{i}.self_attn.attn", 0) for i in range(4))
+    [layer_group] = engine_config.read_engine(config, cache, read_config({}, env={})).layer_groups
+    assert layer_group.layers == tuple((f"model.layers.{i}.self_attn.attn", 0) for i in range(4))
 
 
 def test_pages_of_cpu_attention(vllm_config: Callable[..., VllmConfig]) -> None:
@@ -387,10 +393,12 @@ def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
 ) -> None:
     config = vllm_config(load_format=load_format)
     expected = (
-        "" if load_format == "dummy" else weights_version.epoch_of_files(config.model_config.model)
+        ""
+        if load_format == "dummy"
+        else weights_version.version_of_files(config.model_config.model)
     )
-    assert engine_config.first_epoch(config) == expected
-    assert expected != engine_config.first_epoch(vllm_config(replace(SHAPE, seed=1)))
+    assert engine_config.first_weights_version(config) == expected
+    assert expected != engine_config.first_weights_version(vllm_config(replace(SHAPE, seed=1)))
 
 
 def reads() -> int:
@@ -402,8 +410,8 @@ def reads() -> int:
 class Watcher:
     """Is told of nothing here."""
 
-    def weights_changed(self, epoch: str) -> None:
-        raise AssertionError(epoch)
+    def weights_changed(self, weights_version: str) -> None:
+        raise AssertionError(weights_version)
 
 
 def test_an_engine_reads_its_weights_once_and_its_ranks_never(
@@ -422,7 +430,7 @@ def test_an_engine_reads_its_weights_once_and_its_ranks_never(
     assert reads() - before < 50
     before = reads()
     on_scheduler = engine_config.read_engine(config, caches, options)
-    engine_config.first_epoch(config)
+    engine_config.first_weights_version(config)
     weights_version.watch(Watcher(), config.model_config)
     assert 3 * NUM_TENSORS < reads() - before < 4 * NUM_TENSORS
     assert on_rank == replace(

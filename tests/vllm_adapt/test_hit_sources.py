@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_kvpool.transfer.ops import JobId, LoadPlan
-from vllm_kvpool.vllm_adapt.hit_sources import HitSources
+from vllm_kvpool.vllm_adapt.stats import HitSources
 
 HOST, DISK = CacheHitSource.HOST, CacheHitSource.DISK
 OTHER = CacheHitSource.EXTERNAL_UNSPECIFIED

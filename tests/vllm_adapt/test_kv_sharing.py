@@ -50,7 +50,7 @@ def test_layers_without_pages_are_not_counted(tmp_path: Path) -> None:
     pool = read_config({"layer_span": 1}, env={})
     facts = engine_config.read_engine(config, on_worker, pool)
     assert facts == engine_config.read_engine(config, on_scheduler, pool)
-    assert facts.shape.kinds[0].topology.stages == ((0, len(OWNERS)),)
-    assert facts.shape.kinds[0].layers == tuple((i,) for i in OWNERS)
+    assert facts.shape.layer_groups[0].topology.stages == ((0, len(OWNERS)),)
+    assert facts.shape.layer_groups[0].layers == tuple((i,) for i in OWNERS)
     pages = engine_config.layer_pages(caches, facts, config)
     assert [p.owner[0].data_ptr() for p in pages] == [caches[name_of(i)].data_ptr() for i in OWNERS]

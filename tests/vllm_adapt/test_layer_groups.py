@@ -32,9 +32,9 @@ from tests.cache_tensors import tensors_of
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.layout.topology import WHOLE, Group, Reach
+from vllm_kvpool.layout.topology import FULL_ATTENTION, AttentionWindow, KVCacheGroup
 from vllm_kvpool.vllm_adapt import compat, engine_config
-from vllm_kvpool.vllm_adapt.layer_groups import context_of, layer_kinds
+from vllm_kvpool.vllm_adapt.layer_groups import context_of, rank_layer_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -104,15 +104,20 @@ def test_windows_in_several_groups_are_one_kind(make_config: Callable[..., VllmC
     facts = read(config, cache)
     groups = cache.kv_cache_groups
     assert len(groups) == 6
-    full, window = facts.shape.kinds
+    full, window = facts.shape.layer_groups
     assert (full.name, window.name) == ("full-4x256", "window64-4x256")
-    assert (full.reach, window.reach) == (WHOLE, Reach(window=64))
+    assert (full.window, window.window) == (FULL_ATTENTION, AttentionWindow(sliding=64))
     assert (full.topology.stages, window.topology.stages) == (((0, 2),), ((0, 10),))
     assert facts.shape.groups == tuple(
-        Group(16, WHOLE if isinstance(group.kv_cache_spec, FullAttentionSpec) else Reach(64))
+        KVCacheGroup(
+            16,
+            FULL_ATTENTION
+            if isinstance(group.kv_cache_spec, FullAttentionSpec)
+            else AttentionWindow(64),
+        )
         for group in groups
     )
-    local = [kind.layers for kind in facts.kinds]
+    local = [layer_group.layers for layer_group in facts.layer_groups]
     assert [[name for name, _ in layers] for layers in local] == [
         [name_of(i) for i in range(LAYERS) if GEMMA[i] is spec] for spec in (FULL, WINDOW)
     ]
@@ -122,26 +127,28 @@ def test_windows_in_several_groups_are_one_kind(make_config: Callable[..., VllmC
 def test_a_model_of_windows_alone_is_one_kind(make_config: Callable[..., VllmConfig]) -> None:
     config = make_config()
     facts = read(config, grouped(config, [WINDOW] * LAYERS))
-    [kind] = facts.shape.kinds
-    assert (kind.name, kind.reach) == ("", Reach(window=64))
-    assert facts.shape.groups == (Group(16, Reach(window=64)),)
+    [layer_group] = facts.shape.layer_groups
+    assert (layer_group.name, layer_group.window) == ("", AttentionWindow(sliding=64))
+    assert facts.shape.groups == (KVCacheGroup(16, AttentionWindow(sliding=64)),)
 
 
 def test_what_is_kept_longer_for_drafts_is_read_longer(
     make_config: Callable[..., VllmConfig],
 ) -> None:
     spec = replace(WINDOW, extra_retained_tokens=3)
-    [kind] = layer_kinds(make_config(), by_hand(([name_of(0)], spec)))
+    [layer_group] = rank_layer_groups(make_config(), by_hand(([name_of(0)], spec)))
     for computed in (0, 66, 67, 68, 200):
-        assert kind.reach.first_read(computed) == skipped(SlidingWindowManager, spec, computed)
+        assert layer_group.window.first_read(computed) == skipped(
+            SlidingWindowManager, spec, computed
+        )
 
 
 def test_local_pieces_are_a_kind(make_config: Callable[..., VllmConfig]) -> None:
     config = make_config()
     facts = read(config, grouped(config, [LOCAL, LOCAL, LOCAL, FULL] * 3))
-    assert [(kind.name, kind.reach) for kind in facts.shape.kinds] == [
-        ("full-4x256", WHOLE),
-        ("local128-4x256", Reach(local_tokens=128)),
+    assert [(layer_group.name, layer_group.window) for layer_group in facts.shape.layer_groups] == [
+        ("full-4x256", FULL_ATTENTION),
+        ("local128-4x256", AttentionWindow(local=128)),
     ]
 
 
@@ -178,7 +185,7 @@ def test_stages_of_a_pipeline_are_told_by_layer_types(
     config = make_config(pp=2)
     config.model_config.hf_text_config.layer_types = GEMMA_TYPES
     cache = grouped(config, GEMMA[6 * stage : 6 * stage + 6], 6 * stage)
-    full, window = read(config, cache).shape.kinds
+    full, window = read(config, cache).shape.layer_groups
     assert full.topology.stages == ((0, 1), (1, 2))
     assert window.topology.stages == ((0, 5), (5, 10))
 
@@ -191,7 +198,7 @@ def test_without_layer_types_a_pipeline_is_refused(make_config: Callable[..., Vl
         with pytest.raises(ConfigError, match=r"layer_types .* pipeline_parallel_size to 1"):
             read(config, cache)
     one = grouped(config, [FULL] * 6)
-    assert read(config, one).shape.kinds[0].topology.stages == ((0, 6), (6, 12))
+    assert read(config, one).shape.layer_groups[0].topology.stages == ((0, 6), (6, 12))
 
 
 # What cannot
@@ -210,12 +217,12 @@ def test_a_group_of_drafts_alone_is_left_out(make_config: Callable[..., VllmConf
     own = [name_of(i) for i in range(LAYERS)]
     drafts = [name_of(LAYERS), "draft_model.layers.0.self_attn.attn"]
     facts = read(config, by_hand((drafts, WINDOW), (own, FULL)))
-    [kind] = facts.kinds
-    assert (kind.name, kind.groups) == ("", (1,))
-    assert facts.shape.groups == (Group(16, shared=False), Group(16))
-    assert kind.layers == tuple((name, 1) for name in own)
+    [layer_group] = facts.layer_groups
+    assert (layer_group.name, layer_group.groups) == ("", (1,))
+    assert facts.shape.groups == (KVCacheGroup(16, shared=False), KVCacheGroup(16))
+    assert layer_group.layers == tuple((name, 1) for name in own)
     with pytest.raises(ConfigError, match="no attention layers"):
-        layer_kinds(config, by_hand((drafts, WINDOW)))
+        rank_layer_groups(config, by_hand((drafts, WINDOW)))
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])
@@ -227,8 +234,10 @@ def test_layers_that_are_run_through_again_are_no_drafts(
     config.speculative_config = method and drafting(method)
     first, again = ([name_of(start + i) for i in range(LAYERS)] for start in (0, LAYERS))
     facts = read(config, by_hand((first, FULL), (again, WINDOW)))
-    assert [kind.topology.stages for kind in facts.shape.kinds] == [((0, LAYERS),)] * 2
-    assert facts.shape.groups == (Group(16), Group(16, Reach(window=64)))
+    assert [layer_group.topology.stages for layer_group in facts.shape.layer_groups] == [
+        ((0, LAYERS),)
+    ] * 2
+    assert facts.shape.groups == (KVCacheGroup(16), KVCacheGroup(16, AttentionWindow(sliding=64)))
 
 
 def test_a_model_that_loops_is_refused_with_drafts(
@@ -237,7 +246,7 @@ def test_a_model_that_loops_is_refused_with_drafts(
     config = make_config()
     config.model_config.hf_text_config.loop_num = 2
     cache = by_hand(([name_of(i) for i in range(2 * LAYERS)], FULL))
-    assert read(config, cache).shape.kinds[0].topology.stages == ((0, 2 * LAYERS),)
+    assert read(config, cache).shape.layer_groups[0].topology.stages == ((0, 2 * LAYERS),)
     config.speculative_config = drafting("eagle")
     with pytest.raises(ConfigError, match="run it without drafts"):
         read(config, cache)
@@ -250,10 +259,10 @@ def test_several_attentions_of_a_layer_are_layers_of_their_own(
     names = [f"model.layers.{i}.self_attn.{j}.attn" for i in range(11) for j in range(2)]
     cache = by_hand((sorted(names), FULL))
     facts = read(make_config(), cache)
-    assert [kind.topology.stages for kind in facts.shape.kinds] == [((0, 22),)]
-    [kind] = facts.kinds
-    assert [name for name, _ in kind.layers] == names
-    [shared] = facts.shape.kinds
+    assert [layer_group.topology.stages for layer_group in facts.shape.layer_groups] == [((0, 22),)]
+    [layer_group] = facts.layer_groups
+    assert [name for name, _ in layer_group.layers] == names
+    [shared] = facts.shape.layer_groups
     assert shared.layers == tuple((i, j) for i in range(11) for j in range(2))
 
 
@@ -285,7 +294,7 @@ def test_one_head_on_each_rank_of_some_layers_is_refused(
         read(config, cache)
     known = [name_of(i) for i in range(1, 12)], replace(WINDOW, num_kv_heads=4)
     facts = read(config, by_hand(([name_of(0)], replace(FULL, num_kv_heads=2)), known))
-    assert [kind.topology.num_heads for kind in facts.shape.kinds] == [4, 8]
+    assert [layer_group.topology.num_heads for layer_group in facts.shape.layer_groups] == [4, 8]
 
 
 @dataclass
@@ -319,7 +328,7 @@ def test_ranks_that_hold_different_heads_are_not_taken_for_replicas(
     )
     cache = by_hand(([name_of(0)], full), ([name_of(i) for i in range(1, 12)], window))
     facts = read(config, cache)
-    assert [kind.topology.num_heads for kind in facts.shape.kinds] == counted
+    assert [layer_group.topology.num_heads for layer_group in facts.shape.layer_groups] == counted
 
 
 # Tokens dealt out
@@ -330,7 +339,7 @@ def test_blocks_are_those_of_all_ranks_that_tokens_are_dealt_to(
 ) -> None:
     config = make_config(tp=8, decode_context_parallel_size=2, cp_kv_cache_interleave_size=16)
     facts = read(config, grouped(config, [replace(FULL, num_kv_heads=1)] * LAYERS))
-    assert facts.shape.groups == (Group(32),)
+    assert facts.shape.groups == (KVCacheGroup(32),)
     assert facts.shape.context.dcp_size == 2
     assert facts.shape.num_ranks == 8
     plain = make_config(tp=8)
@@ -342,11 +351,11 @@ def test_on_ascend_prefill_context_parallelism_is_refused(
     make_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(prefill_context_parallel_size=2)
-    kinds = layer_kinds(config, grouped(make_config(), GEMMA))
-    assert context_of(config, kinds, read_config({}, env={})).pcp_size == 2
+    layer_groups = rank_layer_groups(config, grouped(make_config(), GEMMA))
+    assert context_of(config, layer_groups, read_config({}, env={})).pcp_size == 2
     monkeypatch.setattr(compat, "device_type", lambda: "npu")
     with pytest.raises(ConfigError, match="Ascend"):
-        context_of(config, kinds, read_config({}, env={}))
+        context_of(config, layer_groups, read_config({}, env={}))
 
 
 # Loads that fail
@@ -394,11 +403,11 @@ def skipped(manager: type[SingleTypeKVCacheManager], spec: Any, computed: int) -
 def test_a_window_reaches_as_far_as_the_engine_keeps_it(window: int, computed: int) -> None:
     spec = SlidingWindowSpec(**BASE, num_kv_heads=1, sliding_window=window)
     expected = skipped(SlidingWindowManager, spec, computed)
-    assert Reach(window=window).first_read(computed) == expected
+    assert AttentionWindow(sliding=window).first_read(computed) == expected
 
 
 @given(st.integers(1, 300), st.integers(0, 1000))
 def test_a_local_piece_reaches_as_far_as_the_engine_keeps_it(size: int, computed: int) -> None:
     spec = ChunkedLocalAttentionSpec(**BASE, num_kv_heads=1, attention_chunk_size=size)
     expected = skipped(ChunkedLocalAttentionManager, spec, computed)
-    assert Reach(local_tokens=size).first_read(computed) == expected
+    assert AttentionWindow(local=size).first_read(computed) == expected

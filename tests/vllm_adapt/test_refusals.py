@@ -34,7 +34,7 @@ from tests import support_table
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.vllm_adapt import cpu_pages, engine_config
+from vllm_kvpool.vllm_adapt import engine_config, page_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -98,7 +98,7 @@ def skipped_layers_over_stages(config: VllmConfig) -> None:
 
 
 def unequal_halves(config: VllmConfig) -> None:
-    cpu_pages.layer_pages(torch.zeros(8, 4, 64, 48), 128, 64, config)
+    page_specs.cpu_layer_pages(torch.zeros(8, 4, 64, 48), 128, 64, config)
 
 
 def layer_by_layer(config: VllmConfig, *groups: KVCacheGroupSpec) -> None:
@@ -134,7 +134,7 @@ def layers_beside_another_connector(config: VllmConfig) -> None:
 
 
 def isa(name: str, dtype: torch.dtype) -> Callable[[VllmConfig], object]:
-    return lambda _: cpu_pages.check_isa(name, dtype)
+    return lambda _: page_specs.check_isa(name, dtype)
 
 
 START: dict[str, Callable[[VllmConfig], Any]] = {

@@ -121,7 +121,7 @@ def test_equally_many_other_layers_are_another_namespace(make_config: Make, othe
     for layers in itertools.combinations(range(LAYERS), 2):
         rest = [i for i in range(LAYERS) if i not in layers]
         facts = read(config, by_hand((layers, FULL), (rest, specs[other])))
-        assert {kind.layers for kind in facts.shape.kinds} == {
+        assert {layer_group.layers for layer_group in facts.shape.layer_groups} == {
             tuple((i,) for i in layers),
             tuple((i,) for i in rest),
         }
@@ -147,7 +147,7 @@ def test_layers_of_all_stages_are_in_the_namespace(make_config: Make) -> None:
         for stage in (range(2), range(2, 4)):
             cache = by_hand(*(([i], specs[order[i]]) for i in stage))
             facts = read(two, cache)
-            assert [kind.layers for kind in facts.shape.kinds] == [
+            assert [layer_group.layers for layer_group in facts.shape.layer_groups] == [
                 tuple((i,) for i in range(LAYERS) if order[i] == each) for each in "fw"
             ]
             found.setdefault(order, set()).add(facts.shape.namespace)
@@ -177,8 +177,8 @@ def test_rows_of_equal_size_and_other_form_are_kinds_of_their_own(make_config: M
     half = HEAD_SIZE // 2
     short = replace(FULL, dtype=torch.float16, head_size=half, head_size_v=half)
     cache = by_hand(([0, 1], int8), ([2, 3], short))
-    kinds = read(make_config(), cache).shape.kinds
-    assert [(kind.name, kind.layers) for kind in kinds] == [
+    layer_groups = read(make_config(), cache).shape.layer_groups
+    assert [(layer_group.name, layer_group.layers) for layer_group in layer_groups] == [
         ("full-4x64-16xfloat16-none", ((2,), (3,))),
         ("full-4x64-32xint8-none", ((0,), (1,))),
     ]
@@ -198,11 +198,11 @@ def test_a_group_of_unequal_layers_is_split_into_kinds(
     assert isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
     facts = read(config, cache)
     rest = [i for i in range(LAYERS) if i not in skipped]
-    assert [(kind.name, kind.layers) for kind in facts.shape.kinds] == [
+    assert [(layer_group.name, layer_group.layers) for layer_group in facts.shape.layer_groups] == [
         ("full-4x256", tuple((i,) for i in skipped)),
         ("full-4x64", tuple((i,) for i in rest)),
     ]
-    assert [kind.layers for kind in facts.kinds] == [
+    assert [layer_group.layers for layer_group in facts.layer_groups] == [
         tuple((name_of(i), 0) for i in layers) for layers in (skipped, rest)
     ]
     assert len(facts.shape.groups) == 1

@@ -19,9 +19,8 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.vllm_adapt import weights_version
-from vllm_kvpool.vllm_adapt.weights_version import epoch_of_files
+from vllm_kvpool.vllm_adapt.weights_version import version_of_files
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
 WRAPPED = ("collective_rpc", "sleep", "set_weight_version", "_reset_caches")
@@ -48,8 +47,8 @@ class Watcher:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def weights_changed(self, epoch: str) -> None:
-        self.heard.append(epoch)
+    def weights_changed(self, weights_version: str) -> None:
+        self.heard.append(weights_version)
 
     def take(self) -> list[str]:
         heard, self.heard = self.heard, []
@@ -140,8 +139,8 @@ def is_drawn(heard: list[str]) -> bool:
 def reload(core: Core, **kwargs: Any) -> str:
     """The epoch after it."""
     core.collective_rpc("reload_weights", kwargs=kwargs)
-    [epoch] = core.watcher.take()
-    return epoch
+    [weights_version] = core.watcher.take()
+    return weights_version
 
 
 # Wrapping
@@ -290,9 +289,9 @@ def test_it_is_told_once_the_call_has_ended(core: Core) -> None:
 def test_a_reload_is_named_by_its_files(make: Make, checkpoints: list[Path]) -> None:
     one, two = make(), make()
     for path in checkpoints:
-        epoch = reload(one, weights_path=str(path))
-        assert epoch == reload(two, weights_path=str(path)) == epoch_of_files(str(path))
-        assert epoch.startswith("sample:")
+        weights_version = reload(one, weights_path=str(path))
+        assert weights_version == reload(two, weights_path=str(path)) == version_of_files(str(path))
+        assert weights_version.startswith("sample:")
     assert len({reload(one, weights_path=str(path)) for path in checkpoints}) == len(checkpoints)
 
 
@@ -300,13 +299,13 @@ def test_copies_of_files_are_the_same_weights(
     core: Core, checkpoints: list[Path], tmp_path: Path
 ) -> None:
     copy = shutil.copytree(checkpoints[1], tmp_path / "copy")
-    assert reload(core, weights_path=str(copy)) == epoch_of_files(str(checkpoints[1]))
+    assert reload(core, weights_path=str(copy)) == version_of_files(str(checkpoints[1]))
 
 
 def test_a_reload_without_a_path_reads_what_the_one_before_read(
     core: Core, checkpoints: list[Path]
 ) -> None:
-    first, second = (epoch_of_files(str(path)) for path in checkpoints[:2])
+    first, second = (version_of_files(str(path)) for path in checkpoints[:2])
     assert reload(core) == first
     assert reload(core, weights_path=str(checkpoints[1])) == second
     assert reload(core) == second
@@ -315,8 +314,8 @@ def test_a_reload_without_a_path_reads_what_the_one_before_read(
 
 def test_a_path_given_by_position_is_remembered(core: Core, checkpoints: list[Path]) -> None:
     core.collective_rpc("reload_weights", args=(None, str(checkpoints[1])))
-    assert core.watcher.take() == [epoch_of_files(str(checkpoints[1]))]
-    assert reload(core) == epoch_of_files(str(checkpoints[1]))
+    assert core.watcher.take() == [version_of_files(str(checkpoints[1]))]
+    assert reload(core) == version_of_files(str(checkpoints[1]))
 
 
 def test_what_an_iterator_brings_has_no_name(core: Core, checkpoints: list[Path]) -> None:
@@ -327,7 +326,7 @@ def test_what_an_iterator_brings_has_no_name(core: Core, checkpoints: list[Path]
     both = {"weights_iterator": iter(()), "weights_path": str(checkpoints[1])}
     core.collective_rpc("reload_weights", kwargs=both)
     assert is_drawn(core.watcher.take())
-    assert reload(core) == epoch_of_files(str(checkpoints[0]))  # vLLM ignores the path then
+    assert reload(core) == version_of_files(str(checkpoints[0]))  # vLLM ignores the path then
 
 
 @pytest.mark.parametrize("more", [{"is_checkpoint_format": False}, {"unheard_of": 1}])
@@ -384,7 +383,7 @@ def test_files_written_while_they_are_read_have_no_name(
     core.during = next_checkpoint
     core.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
     assert is_drawn(core.watcher.take())
-    assert reload(core) == epoch_of_files(str(checkpoints[2]))
+    assert reload(core) == version_of_files(str(checkpoints[2]))
 
 
 def rewritten(
@@ -409,7 +408,7 @@ def test_a_checkpoint_of_some_weights_has_no_name(
     more = rewritten(
         checkpoints[1], tmp_path / "more", lambda t: t.update(more=t["model.norm.weight"])
     )
-    assert reload(core, weights_path=str(more)) == epoch_of_files(str(more))
+    assert reload(core, weights_path=str(more)) == version_of_files(str(more))
 
 
 def test_files_of_another_kind_have_a_name_only_if_they_are_the_first(
@@ -422,7 +421,7 @@ def test_files_of_another_kind_have_a_name_only_if_they_are_the_first(
     core = make(one)
     core.collective_rpc("reload_weights", kwargs={"weights_path": str(two)})
     assert is_drawn(core.watcher.take())
-    assert reload(core, weights_path=str(one)) == epoch_of_files(str(one))
+    assert reload(core, weights_path=str(one)) == version_of_files(str(one))
 
 
 # Sleep, versions, pauses
@@ -510,7 +509,7 @@ class FakeSide(KVPoolConnector):
 
     def __init__(self) -> None:
         self.resets = Scheduler()
-        self._mirror, self._events = HostCacheIndex(0), None
+        self._events = None
 
     @property
     def _scheduler(self) -> Any:
@@ -554,7 +553,7 @@ def test_a_change_of_nobody_knows_whom_has_a_name_for_each(make: Make) -> None:
     weights_version.tell("load_weights")
     heard = [core.watcher.take() for core in cores]
     assert all(is_drawn(each) for each in heard)
-    assert len({epoch for [epoch] in heard}) == 3
+    assert len({weights_version for [weights_version] in heard}) == 3
 
 
 def test_a_change_of_an_engine_that_nobody_watches_is_everybodys(

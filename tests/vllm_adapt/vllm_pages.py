@@ -36,7 +36,7 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
-from vllm_kvpool.vllm_adapt import compat, cpu_pages, page_specs
+from vllm_kvpool.vllm_adapt import compat, page_specs
 
 LAYERS, SPAN = 3, 2
 CHUNK, TOKENS = 64, 192  # a block may be smaller than a chunk, larger, or neither
@@ -156,7 +156,7 @@ class Rank:
 
     def _open(self, store: str) -> WorkerSide:
         topology = Topology(self.spec.num_kv_heads, 1, ((0, LAYERS),), SPAN)
-        shape = ModelShape.of_one_kind(
+        shape = ModelShape.of_one_group(
             namespace=MODEL,
             topology=topology,
             block_size=self.format.block,
@@ -166,7 +166,7 @@ class Rank:
         )
         ratio = self.format.block // (self.format.kernel_block or self.format.block)
         pages = [
-            cpu_pages.layer_pages(cache, *self._halves, self._config, blocks_per_id=ratio)
+            page_specs.cpu_layer_pages(cache, *self._halves, self._config, blocks_per_id=ratio)
             if self.format.isa
             else from_token_content(cache, blocks_per_id=ratio)
             for cache in self.caches.values()

@@ -59,7 +59,7 @@ class ReplicaRank:
         shape = (LAYERS, 1 + TOKENS // BLOCK, 1, BLOCK, CONTENT)
         every = torch.full(shape, -1, dtype=torch.int16)
         self.pages = every[:, 1:]
-        model = ModelShape.of_one_kind(
+        model = ModelShape.of_one_group(
             namespace=MODEL,
             topology=Topology(1, size, ((0, LAYERS),), SPAN),
             block_size=BLOCK,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.fakes import FakeExecutor
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.load_cost import IDLE_WAIT_MAX_S
+from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.transfer.ops import (
     CancelRequest,

@@ -26,19 +26,17 @@ from vllm_kvpool.identity.keys import KeyMaker, Namespace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import (
     Context,
-    Group,
-    Kind,
+    KVCacheGroup,
+    LayerGroup,
     LocalCell,
     Replica,
     Topology,
     cells_of_rank,
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
-from vllm_kvpool.scheduler.block_pins import HELD_SHARE
-from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.scheduler.blocks import HELD_SHARE, GroupTables
 from vllm_kvpool.scheduler.lookup_core import PresenceCheck
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.manifest_writer import ManifestWriter
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape
@@ -64,6 +62,7 @@ from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.tiers import Tier
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
+from vllm_kvpool.worker.manifest_writer import ManifestWriter
 from vllm_kvpool.worker.pool_worker import PoolWorker
 
 BATCH_BYTES = 16 << 20  # of a store call
@@ -87,8 +86,8 @@ class ModelShape:
 
     namespace: Namespace
     """Empty where a worker is told later (`WorkerSide.use_namespace`)."""
-    kinds: tuple[Kind, ...]
-    groups: tuple[Group, ...]
+    layer_groups: tuple[LayerGroup, ...]
+    groups: tuple[KVCacheGroup, ...]
     num_blocks: int
     num_ranks: int
     loads: bool = True  # False where the engine could not survive a load that fails
@@ -96,7 +95,7 @@ class ModelShape:
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
 
     @classmethod
-    def of_one_kind(
+    def of_one_group(
         cls,
         namespace: Namespace,
         topology: Topology,
@@ -106,19 +105,20 @@ class ModelShape:
         row_bytes: int,
     ) -> Self:
         """A model whose layers are all alike."""
-        kinds, groups = (Kind(topology, row_bytes),), (Group(block_size),)
-        return cls(namespace, kinds, groups, num_blocks, num_ranks)
+        layer_groups, groups = (LayerGroup(topology, row_bytes),), (KVCacheGroup(block_size),)
+        return cls(namespace, layer_groups, groups, num_blocks, num_ranks)
 
     @property
     def context(self) -> Context:
-        """Context parallelism, which is the same for all kinds."""
-        return self.kinds[0].topology.context
+        """Context parallelism, which is the same for all layer groups."""
+        return self.layer_groups[0].topology.context
 
     @property
     def cells_per_chunk(self) -> int:
         """Of the whole model."""
         return sum(
-            len(kind.topology.all_parts()) * len(kind.topology.all_spans()) for kind in self.kinds
+            len(layer_group.topology.all_shards()) * len(layer_group.topology.all_spans())
+            for layer_group in self.layer_groups
         )
 
 
@@ -131,7 +131,7 @@ class SchedulerSide:
         role: Role,
         model: ModelShape,
         rank: int = 0,
-        first_epoch: str = "",
+        first_weights_version: str = "",
         device: Device = HOST_DEVICE,
     ) -> None:
         self.registry = MetricsRegistry()
@@ -139,10 +139,10 @@ class SchedulerSide:
         lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
         patience = Patience(call_s=config.call_timeout_s, answer_s=lookup_s)
         self._tiers = open_tiers(specs.stores, patience, segment=False, device=device)
-        names = CellNames(model.namespace, model.kinds)
+        names = CellNames(model.namespace, model.layer_groups)
         self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
         self.tiers = tuple(store.capabilities for store in self._tiers.stores)
-        self.host_ranks = host_ranks = model.num_ranks if specs.host.nbytes else 0
+        host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
         block = tables.block_size
         self._lookups = LookupService(
@@ -163,24 +163,36 @@ class SchedulerSide:
             groups=model.groups,
             num_ranks=model.num_ranks,
             max_pinned_blocks=max(least, model.num_blocks // PINNED_SHARE),
-            num_replicas=max(len(kind.topology.replicas_of(0)) for kind in model.kinds),
+            num_replicas=max(
+                len(layer_group.topology.replicas_of(0)) for layer_group in model.layer_groups
+            ),
             prefetches=config.prefetch and specs.host.nbytes > 0,
             loads=model.loads,
             stops_at_first=model.stops_at_first,
             in_lockstep=model.in_lockstep,
-            stems=names.stems(config.chunk_tokens),
+            key_prefixes=names.key_prefixes(config.chunk_tokens),
         )
-        self.scheduler = PoolScheduler(config, role, shape, self._lookups, self.registry)
+        stores = self._tiers.stores
+        self.scheduler = PoolScheduler(
+            config,
+            role,
+            shape,
+            self._lookups,
+            self.registry,
+            can_save=lambda: host_ranks > 0 or any(store.writable for store in stores),
+        )
         self._stats = stats_file(config, "scheduler", rank, self.registry)
-        self.first_epoch = first_epoch
+        self.first_weights_version = first_weights_version
 
     def check(self, check: PresenceCheck) -> None:
         """Look after what is stored, on the lookup service's threads."""
         self._lookups.check(check)
 
-    def weights_changed(self, epoch: str) -> None:
-        """The weights are others now; an epoch equal to `first_epoch` is a return to the first."""
-        self.scheduler.begin_epoch("" if epoch == self.first_epoch else epoch)
+    def weights_changed(self, weights_version: str) -> None:
+        """The weights have changed; `first_weights_version` is a return to the first."""
+        self.scheduler.weights_changed(
+            "" if weights_version == self.first_weights_version else weights_version
+        )
 
     def close(self) -> None:
         """End the lookup service and close the stores."""
@@ -233,7 +245,7 @@ class WorkerSide:
         specs = tier_specs(config)
         context = model.context
         cells = cells_of_rank(
-            model.kinds,
+            model.layer_groups,
             place.tp_rank,
             place.pp_rank,
             place.pcp_rank,
@@ -282,8 +294,8 @@ class WorkerSide:
         )
         if self._exchange is not None:
             self.worker.speaks_for = {
-                kind: self._exchange.ranks_of(sorted(members))
-                for kind, members in self._members.items()
+                layer_group: self._exchange.ranks_of(sorted(members))
+                for layer_group, members in self._members.items()
             }
         self._stats = stats_file(config, "worker", self._number, self.registry)
         self._shutdown_s = min(config.shutdown_timeout_s, VLLM_SHUTDOWN_S)
@@ -324,7 +336,7 @@ class WorkerSide:
             borrow=None if self._exchange is None else self._exchange.borrow,
         )
         lanes = lane_counts(self._tiers, replicas=self._exchange is not None)
-        per_chunk = Counter(cell.span.kind for cell in planner.cells)
+        per_chunk = Counter(cell.span.layer_group for cell in planner.cells)
         patience_s = min(
             REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
         )
@@ -425,14 +437,16 @@ def _exchange_of(
 
 
 def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
-    """The numbers of the ranks that share, for each kind of layers of which some do."""
+    """The numbers of the ranks that share, for each layer group of which some do."""
     siblings = exchange.siblings
     members = {
-        cell.span.kind: {siblings[each] for each in cell.replicas if each in siblings}
+        cell.span.layer_group: {siblings[each] for each in cell.replicas if each in siblings}
         for cell in cells
     }
     return {
-        kind: frozenset(others | {exchange.number}) for kind, others in members.items() if others
+        layer_group: frozenset(others | {exchange.number})
+        for layer_group, others in members.items()
+        if others
     }
 
 

@@ -1,8 +1,8 @@
 """What the cells of a prompt are called, told by an engine to who cannot know (values).
 
 An engine answers it to a request that asks (`name_cells`), the router remembers it, and a process
-beside an engine that still loads brings those cells nearer. The key of a cell is its stem and the
-hash of its chunk (`keys.py: key_of_stem`).
+beside an engine that still loads brings those cells nearer. The key of a cell is its prefix and the
+hash of its chunk (`keys.py: key_with_prefix`).
 """
 
 from typing import Annotated
@@ -11,23 +11,25 @@ import msgspec
 
 MAX_NAMED_CHUNKS = 2048
 """Of one prompt; what comes behind them is not named."""
-MAX_STEMS = 4096
-MAX_STEM_CHARS = 512
+MAX_KEY_PREFIXES = 4096
+MAX_KEY_PREFIX_CHARS = 512
 MAX_HASH_CHARS = 128
 
 
-class CellStem(msgspec.Struct, frozen=True, array_like=True):
+class KeyPrefix(msgspec.Struct, frozen=True, array_like=True):
     """What the keys of one head (or rank) and one span of layers have in common."""
 
-    stem: Annotated[str, msgspec.Meta(max_length=MAX_STEM_CHARS)]
+    key_prefix: Annotated[str, msgspec.Meta(max_length=MAX_KEY_PREFIX_CHARS)]
     nbytes: int
     """Of each of those cells, header included."""
 
 
 class ChunkNames(msgspec.Struct, frozen=True):
-    """The cells of the first chunks of a prompt: every stem with every chunk."""
+    """The cells of the first chunks of a prompt: every key prefix with every chunk."""
 
-    stems: Annotated[tuple[CellStem, ...], msgspec.Meta(max_length=MAX_STEMS)]
+    key_prefixes: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_KEY_PREFIXES)] = (
+        msgspec.field(name="stems")
+    )
     chunks: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=MAX_HASH_CHARS)], ...],
         msgspec.Meta(max_length=MAX_NAMED_CHUNKS),

@@ -4,9 +4,9 @@
     `------- namespace ------'
 
 `h` is the global KV head and `a-b` the half-open global layer range. Where `per_head_storage` is
-off, a rank's heads are one cell and the key says `@rank:{r}of{n}` instead of `@head:{h}`; layers of
-a model with several kinds of attention are counted within one kind and say `@kind:{name}` after the
-layers.
+off, a rank's heads are one cell and the key says `@rank:{r}of{n}` instead of `@head:{h}`. Layers of
+a model with several layer groups are counted within their group, whose name stands behind them as
+`@layer_group:{name}`.
 What a namespace stands for is kept beside its cells as `{namespace}@manifest` (`manifest.py`).
 Keys hold only the characters of `_SAFE` and `@:`, so that every store can take them as they are.
 """
@@ -67,17 +67,19 @@ def is_manifest_key(key: str) -> bool:
     return key.endswith("@manifest")
 
 
-def in_epoch(namespace: Namespace, epoch: str) -> Namespace:
-    """The namespace of the same model with other weights; `epoch` "" are those it started with."""
-    if not epoch:
+def with_weights(namespace: Namespace, weights_version: str) -> Namespace:
+    """The namespace of the same model with other weights; "" names those it started with."""
+    if not weights_version:
         return namespace
     head = namespace[:-FORMAT_DIGEST_HEX]
-    digest = hashlib.blake2b(f"{namespace}\n{epoch}".encode(), digest_size=FORMAT_DIGEST_HEX // 2)
+    digest = hashlib.blake2b(
+        f"{namespace}\n{weights_version}".encode(), digest_size=FORMAT_DIGEST_HEX // 2
+    )
     return Namespace(head + digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
-class HeadPart:
+class HeadShard:
     """The cell holds one global KV head."""
 
     head: int
@@ -87,7 +89,7 @@ class HeadPart:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankShard:
     """The cell holds all heads of rank `rank` of `count` distinct (not replicated) ranks."""
 
     rank: int
@@ -116,11 +118,11 @@ class ContextRank:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """A half-open range of global layers of one kind of attention (`kind` "" if there is one)."""
+    """A half-open range of global layers of one layer group (`layer_group` "" if there is one)."""
 
     start: int
     stop: int
-    kind: str = ""
+    layer_group: str = ""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop, self
@@ -129,44 +131,43 @@ class LayerSpan:
         return self.stop - self.start
 
     def __str__(self) -> str:
-        suffix = f"@kind:{quote(self.kind, safe='')}" if self.kind else ""
+        suffix = f"@kind:{quote(self.layer_group, safe='')}" if self.layer_group else ""
         return f"layers:{self.start}-{self.stop}{suffix}"
 
 
-def group_of(namespace: Namespace, chunk_hash: str, kind: str = "") -> str:
-    """The name of all cells of one chunk and kind together; `chunk_hash` in hexadecimal."""
-    before, after = around_hash(namespace, kind)
+def chunk_id_of(namespace: Namespace, chunk_hash: str, layer_group: str = "") -> str:
+    """The name of all cells of one chunk and layer group together; `chunk_hash` in hexadecimal."""
+    before, after = around_hash(namespace, layer_group)
     return f"{before}{chunk_hash}{after}"
 
 
-def around_hash(namespace: Namespace, kind: str = "") -> tuple[str, str]:
-    """What stands in the names of groups before and after the chunk's hash."""
-    return f"{namespace[-FORMAT_DIGEST_HEX:]}-", f"-{kind}" if kind else ""
+def around_hash(namespace: Namespace, layer_group: str = "") -> tuple[str, str]:
+    """What stands in chunk ids before and after the chunk's hash."""
+    return f"{namespace[-FORMAT_DIGEST_HEX:]}-", f"-{layer_group}" if layer_group else ""
 
 
-def kind_of_group(group: str) -> str:
-    """The kind of the cells of a group."""
-    parts = group.split("-", 2)
-    return parts[2] if len(parts) == 3 else ""
+def layer_group_of(chunk_id: str) -> str:
+    """The name of the layer group of those cells."""
+    return "".join(chunk_id.split("-", 2)[2:])
 
 
-def hash_of_group(group: str) -> str:
-    """The hash, in hexadecimal, of the chunk whose cells a group is."""
-    return group.split("-", 2)[1]
+def hash_of_chunk_id(chunk_id: str) -> str:
+    """The hash of the chunk, in hexadecimal."""
+    return chunk_id.split("-", 2)[1]
 
 
-def group_of_key(key: str) -> str:
-    """The group of a key; a string that is no key of ours is in one by itself."""
+def chunk_id_of_key(key: str) -> str:
+    """The chunk id of a key; a string that is no key of ours is its own."""
     namespace = namespace_of(key)
     if namespace is None:
         return key
     head, _, chunk_hash = key.rpartition("@")
-    return group_of(namespace, chunk_hash, unquote(head.partition("@kind:")[2]))
+    return chunk_id_of(namespace, chunk_hash, unquote(head.partition("@kind:")[2]))
 
 
-def key_of_stem(stem: str, chunk_hash: str) -> CellKey:
+def key_with_prefix(key_prefix: str, chunk_hash: str) -> CellKey:
     """The key of one chunk's cell; `chunk_hash` in hexadecimal."""
-    return CellKey(stem + chunk_hash)
+    return CellKey(key_prefix + chunk_hash)
 
 
 class KeyMaker:
@@ -179,17 +180,21 @@ class KeyMaker:
         self.context = context
         self._head = f"{namespace}@{context}@"
 
-    def in_epoch(self, epoch: str) -> "KeyMaker":
+    def with_weights(self, weights_version: str) -> "KeyMaker":
         """The same cells' keys where the weights are others."""
-        return KeyMaker(in_epoch(self.namespace, epoch), self.context) if epoch else self
+        return (
+            KeyMaker(with_weights(self.namespace, weights_version), self.context)
+            if weights_version
+            else self
+        )
 
-    def stem(self, part: HeadPart | RankPart, span: LayerSpan) -> str:
+    def key_prefix(self, shard: HeadShard | RankShard, span: LayerSpan) -> str:
         """What the keys of a head (or rank) and a span have in common: all but the chunk's hash."""
-        return f"{self._head}{part}@{span}@"
+        return f"{self._head}{shard}@{span}@"
 
-    def key(self, part: HeadPart | RankPart, span: LayerSpan, chunk_hash: bytes) -> CellKey:
+    def key(self, shard: HeadShard | RankShard, span: LayerSpan, chunk_hash: bytes) -> CellKey:
         """Name the cell of one chunk, one head (or rank) and one span of layers."""
-        return key_of_stem(self.stem(part, span), chunk_hash.hex())
+        return key_with_prefix(self.key_prefix(shard, span), chunk_hash.hex())
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,7 @@ class ParsedKey:
 
     namespace: Namespace
     context: ContextRank
-    part: HeadPart | RankPart
+    shard: HeadShard | RankShard
     span: LayerSpan
     chunk_hash: bytes
 
@@ -212,16 +217,16 @@ class ParsedKey:
         context = ContextRank(
             *(int(get(n)) for n in ("pcp_rank", "pcp_size", "dcp_rank", "dcp_size"))
         )
-        part = (
-            HeadPart(int(get("head")))
+        shard = (
+            HeadShard(int(get("head")))
             if get("head") is not None
-            else RankPart(int(get("rank")), int(get("rank_count")))
+            else RankShard(int(get("rank")), int(get("rank_count")))
         )
         span = LayerSpan(
             int(get("layer_start")), int(get("layer_stop")), unquote(get("kind") or "")
         )
         return cls(
-            Namespace(get("namespace")), context, part, span, bytes.fromhex(get("chunk_hash"))
+            Namespace(get("namespace")), context, shard, span, bytes.fromhex(get("chunk_hash"))
         )
 
 

@@ -1,12 +1,14 @@
-"""What weights are, told from a sample of their files.
+"""The identity of weights: a sample of their files.
 
 Two models of one name and one shape must never share KV, so their weights' identity is part of the
 namespace. Reading all of a large model would take minutes; for every tensor of every safetensors
 file a few short pieces are read instead, and of other files pieces at equal distances. LoRA
-adapters are small and are read whole.
+adapters are small and are read whole. Weights are a directory, or one file with those that it is
+split into.
 """
 
 import hashlib
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ PIECES_PER_TENSOR = 3
 PIECES_PER_OTHER_FILE = 256
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
+_SPLIT = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 SETTLED_NS = 2_000_000_000  # times of files are this exact on the coarsest file systems
 
 
@@ -41,7 +44,7 @@ class _FileState(NamedTuple):
 
 
 _samples: dict[Path, tuple[tuple[_FileState, ...], str]] = {}
-"""By directory: the state of its files, and what was read of them."""
+"""By path: the state of its files, and their sample."""
 
 
 class _Tensor(msgspec.Struct):
@@ -50,20 +53,38 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int] | None = None
 
 
-def sample_weights(directory: Path) -> str | None:
+def weight_files(path: Path) -> list[Path]:
+    """The files of weights that a directory holds, or that one of them stands for. Raises OSError.
+
+    A file that says that it is one of several (`-00001-of-00003`) stands for all of them.
+    """
+    if path.is_dir():
+        return sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
+    own = _SPLIT.fullmatch(path.name)
+    if own is None:
+        return [path]
+    others = ((each, _SPLIT.fullmatch(each.name)) for each in path.parent.iterdir())
+    return sorted(
+        each
+        for each, match in others
+        if match and match.group("name", "count", "suffix") == own.group("name", "count", "suffix")
+    )
+
+
+def sample_weights(path: Path) -> str | None:
     """A hex digest of a sample of the weight files, or None if there are none.
 
     Reads about 200 bytes a tensor. Raises OSError.
     """
-    files = sorted(p for p in directory.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
+    files = weight_files(path)
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb", buffering=0) as file:
-            header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
+    for each in files:
+        size = each.stat().st_size
+        digest.update(f"{each.name}:{size}\n".encode())
+        with each.open("rb", buffering=0) as file:
+            header = _safetensors_header(file.read(8), size) if each.suffix == ".safetensors" else 0
             text = file.read(header)
             digest.update(text)
             spans = _tensor_spans(text, 8 + header, size) or [(0, size, PIECES_PER_OTHER_FILE)]
@@ -74,32 +95,32 @@ def sample_weights(directory: Path) -> str | None:
     return digest.hexdigest()
 
 
-def known_sample(directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
+def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
     """As `sample_weights`, but files that have not changed since are read once in a process.
 
     A file is taken as unchanged if its size, its times and its inode are the same, and if it was
     not written to shortly before it was read: then a later change might not show.
     """
     began_ns = clock_ns()
-    paths = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-    state = tuple(_FileState.of(path) for path in paths)
-    known = _samples.get(directory)
+    state = tuple(_FileState.of(each) for each in weight_files(path))
+    known = _samples.get(path)
     if known is not None and known[0] == state:
         return known[1]
-    sampled = sample_weights(directory)
+    sampled = sample_weights(path)
     newest_ns = max((max(file.mtime_ns, file.ctime_ns) for file in state), default=0)
     if sampled is not None and newest_ns + SETTLED_NS < began_ns:
-        _samples[directory] = state, sampled
+        _samples[path] = state, sampled
     return sampled
 
 
-def tensor_names(directory: Path) -> frozenset[str]:
-    """The tensors in the safetensors files of a directory. Raises OSError."""
+def tensor_names(path: Path) -> frozenset[str]:
+    """The tensors in the safetensors files of the weights. Raises OSError."""
     names: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            text = file.read(_safetensors_header(file.read(8), path.stat().st_size))
-        names.update(_tensors(text))
+    for each in weight_files(path):
+        if each.suffix == ".safetensors":
+            with each.open("rb", buffering=0) as file:
+                text = file.read(_safetensors_header(file.read(8), each.stat().st_size))
+            names.update(_tensors(text))
     return frozenset(names)
 
 

@@ -11,7 +11,7 @@ The only place that reasons about parallelism. Cases, with `heads` KV heads in t
 Context parallelism deals the tokens of a block out over ranks that hold the same heads
 (`Context`); what is left of these as replicas takes turns.
 
-Layers of one kind of attention are counted by themselves. They are cut into spans of `layer_span`
+Layers are counted within their layer group. They are cut into spans of `layer_span`
 counted from layer 0, and again at every pipeline boundary; the last span of a piece is short.
 """
 
@@ -21,7 +21,7 @@ from itertools import cycle, groupby, pairwise
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import ContextRank, HeadPart, LayerSpan, RankPart
+from vllm_kvpool.identity.keys import ContextRank, HeadShard, LayerSpan, RankShard
 
 DEFAULT_SPAN_PIECES = 4
 MAX_DEFAULT_CELL_BYTES = 4 << 20
@@ -35,12 +35,14 @@ def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> in
     return span
 
 
-def cut_layers(start: int, stop: int, layer_span: int, kind: str = "") -> tuple[LayerSpan, ...]:
+def cut_layers(
+    start: int, stop: int, layer_span: int, layer_group: str = ""
+) -> tuple[LayerSpan, ...]:
     """The spans of global layers [start, stop): cut at multiples of `layer_span` from layer 0."""
-    if start == stop:  # a pipeline stage may hold no layer of a kind
+    if start == stop:  # a pipeline stage may hold no layer of a group
         return ()
     edges = [start, *range((start // layer_span + 1) * layer_span, stop, layer_span), stop]
-    return tuple(LayerSpan(a, b, kind) for a, b in pairwise(edges))
+    return tuple(LayerSpan(a, b, layer_group) for a, b in pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +82,30 @@ NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Which earlier tokens a kind of attention still reads: all of them, unless one is set.
+class AttentionWindow:
+    """Which earlier tokens an attention layer still reads: all of them, unless one is set.
 
-    `window` counts the tokens that a token sees, itself included (sliding window attention);
-    `local_tokens` is the length of the pieces that a prompt is cut into (chunked local attention).
+    `sliding` counts the tokens that a token sees, itself included (sliding window attention);
+    `local` is the length of the pieces that a prompt is cut into (chunked local attention).
     """
 
-    window: int = 0
-    local_tokens: int = 0
+    sliding: int = 0
+    local: int = 0
 
     @property
-    def is_whole(self) -> bool:
-        return not (self.window or self.local_tokens)
+    def is_full(self) -> bool:
+        return not (self.sliding or self.local)
 
     def first_read(self, computed: int) -> int:
         """The first token that is read when the next one to compute is token `computed`."""
-        if self.window:
-            return max(0, computed - self.window + 1)
-        if self.local_tokens:
-            return computed - computed % self.local_tokens
+        if self.sliding:
+            return max(0, computed - self.sliding + 1)
+        if self.local:
+            return computed - computed % self.local
         return 0
 
 
-WHOLE = Reach()
+FULL_ATTENTION = AttentionWindow()
 
 
 class Replica(NamedTuple):
@@ -135,7 +137,7 @@ class LocalCell:
     the same cell, this one at `replica_index`; empty where it is the only one.
     """
 
-    part: HeadPart | RankPart
+    shard: HeadShard | RankShard
     span: LayerSpan
     head_start: int
     head_stop: int
@@ -144,7 +146,7 @@ class LocalCell:
     row_bytes: int = 0
     replicas: tuple[Replica, ...] = ()
     replica_index: int = 0
-    reach: Reach = WHOLE
+    window: AttentionWindow = FULL_ATTENTION
     pieces: tuple[Piece, ...] = ()
 
     def payload_bytes(self, chunk_tokens: int) -> int:
@@ -196,9 +198,9 @@ class LocalCell:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The cells of a model's layers of one kind under one engine's parallelism.
+    """The cells of a layer group under one engine's parallelism.
 
-    `num_heads` counts the KV heads of the whole model, `stages` the layers of the kind in each
+    `num_heads` counts the KV heads of the whole model, `stages` the layers of the group in each
     pipeline rank; `per_head` False stores one cell per distinct rank instead of one per head.
     """
 
@@ -207,7 +209,7 @@ class Topology:
     stages: tuple[tuple[int, int], ...]
     layer_span: int
     per_head: bool = True
-    kind: str = ""
+    layer_group: str = ""
     context: Context = NO_CONTEXT
 
     def __post_init__(self) -> None:
@@ -250,19 +252,19 @@ class Topology:
             if self.context.rank(tp, pcp) == mine
         )
 
-    def all_parts(self) -> tuple[HeadPart | RankPart, ...]:
+    def all_shards(self) -> tuple[HeadShard | RankShard, ...]:
         """Every head (or distinct rank) that a complete chunk consists of."""
         if self.per_head:
-            return tuple(HeadPart(h) for h in range(self.num_heads))
+            return tuple(HeadShard(h) for h in range(self.num_heads))
         count = self.tp_size // self.replicas
-        return tuple(RankPart(r, count) for r in range(count))
+        return tuple(RankShard(r, count) for r in range(count))
 
     def all_spans(self) -> tuple[LayerSpan, ...]:
         """Every layer span, of all pipeline stages, that a complete chunk consists of."""
         return tuple(
             span
             for start, stop in self.stages
-            for span in cut_layers(start, stop, self.layer_span, self.kind)
+            for span in cut_layers(start, stop, self.layer_span, self.layer_group)
         )
 
     def local_cells(
@@ -276,7 +278,7 @@ class Topology:
     ) -> tuple[LocalCell, ...]:
         """The cells of a chunk that this rank's pages hold, span by span, head by head.
 
-        `layers_before`: how many layers of other kinds come first in the rank's pages.
+        `layers_before`: how many layers of other groups come first in the rank's pages.
         """
         start, stop = self.stages[pp_rank]
         offset = layers_before - start
@@ -286,15 +288,15 @@ class Topology:
         index = replicas.index(Replica(tp_rank, pcp_rank))
         if len(replicas) == 1:
             replicas = ()
-        pieces: list[tuple[HeadPart | RankPart, int, int]]
+        pieces: list[tuple[HeadShard | RankShard, int, int]]
         if self.per_head:
-            pieces = [(HeadPart(first + i), i, i + 1) for i in range(heads)]
+            pieces = [(HeadShard(first + i), i, i + 1) for i in range(heads)]
         else:
             rank = tp_rank // self.replicas
-            pieces = [(RankPart(rank, self.tp_size // self.replicas), 0, heads)]
+            pieces = [(RankShard(rank, self.tp_size // self.replicas), 0, heads)]
         return tuple(
             LocalCell(
-                part,
+                shard,
                 span,
                 a,
                 b,
@@ -304,23 +306,23 @@ class Topology:
                 replicas,
                 index,
             )
-            for span in cut_layers(start, stop, self.layer_span, self.kind)
-            for part, a, b in pieces
+            for span in cut_layers(start, stop, self.layer_span, self.layer_group)
+            for shard, a, b in pieces
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LayerGroup:
     """Layers that are alike: how they are cut, how long their rows are, how far they look back.
 
     `layers` says which layers of the model these are, in order, of all pipeline stages: each by its
-    number, and its attention's where a layer has several. Keys count layers within a kind, so these
-    are part of the namespace. Empty where there is no model.
+    number, and its attention's where a layer has several. Keys count layers within a group, so
+    these are part of the namespace. Empty where there is no model.
     """
 
     topology: Topology
     row_bytes: int
-    reach: Reach = WHOLE
+    window: AttentionWindow = FULL_ATTENTION
     layers: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -328,7 +330,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        return self.topology.kind
+        return self.topology.layer_group
 
     def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:
         """Of one cell of a chunk; `chunk_tokens` counts those of all context-parallel ranks."""
@@ -338,7 +340,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KVCacheGroup:
     """One of the engine's KV cache groups: layers with a block table of their own.
 
     `block_size` counts the tokens of a block on all context-parallel ranks together; a group that
@@ -346,30 +348,30 @@ class Group:
     """
 
     block_size: int
-    reach: Reach = WHOLE
+    window: AttentionWindow = FULL_ATTENTION
     shared: bool = True
 
 
 def cells_of_rank(
-    kinds: Sequence[Kind],
+    layer_groups: Sequence[LayerGroup],
     tp_rank: int,
     pp_rank: int,
     pcp_rank: int = 0,
     groups: Sequence[int] = (),
 ) -> tuple[LocalCell, ...]:
-    """The cells of a chunk that a rank's pages hold, kind by kind.
+    """The cells of a chunk that a rank's pages hold, layer group by layer group.
 
-    `groups` names the block table of each of its layers, kind by kind too; all use the first if
+    `groups` names the block table of each of its layers, in the same order; all use the first if
     it is empty.
     """
     cells: list[LocalCell] = []
     before = 0
-    for kind in kinds:
-        start, stop = kind.topology.stages[pp_rank]
-        layer_groups = groups or (0,) * (before + stop - start)
-        local = kind.topology.local_cells(
-            tp_rank, pp_rank, kind.row_bytes, pcp_rank=pcp_rank, layers_before=before
+    for layer_group in layer_groups:
+        start, stop = layer_group.topology.stages[pp_rank]
+        tables = groups or (0,) * (before + stop - start)
+        local = layer_group.topology.local_cells(
+            tp_rank, pp_rank, layer_group.row_bytes, pcp_rank=pcp_rank, layers_before=before
         )
-        cells += [replace(cell, reach=kind.reach).with_groups(layer_groups) for cell in local]
+        cells += [replace(cell, window=layer_group.window).with_groups(tables) for cell in local]
         before += stop - start
     return tuple(cells)

@@ -15,7 +15,13 @@ import numpy as np
 
 from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
-from vllm_kvpool.identity.keys import CellKey, ParsedKey, group_of_key, key_digest, key_of_stem
+from vllm_kvpool.identity.keys import (
+    CellKey,
+    ParsedKey,
+    chunk_id_of_key,
+    key_digest,
+    key_with_prefix,
+)
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
 
@@ -146,32 +152,34 @@ def _is_sound(cell: _Cell, buffer: Buffer) -> bool:
 
 def _cells(names: ChunkNames) -> Iterator[_Cell]:
     """Every cell, chunk by chunk; BadNames before the first if one cannot be."""
-    for each in names.stems:
+    for each in names.key_prefixes:
         if not HEADER_BYTES < each.nbytes <= MAX_CELL_BYTES:
             raise BadNames(f"a cell of {each.nbytes} bytes")
         for chunk in names.chunks[:1]:
-            _check(each.stem, chunk)
-    for each in names.stems[:1]:
+            _check(each.key_prefix, chunk)
+    for each in names.key_prefixes[:1]:
         for chunk in names.chunks[1:]:
-            _check(each.stem, chunk)
+            _check(each.key_prefix, chunk)
     return (
         _Cell(
-            key_of_stem(each.stem, chunk),
+            key_with_prefix(each.key_prefix, chunk),
             each.nbytes,
-            ChunkRef(_chunk_id(each.stem, chunk), _chunk_id(each.stem, before), position),
+            ChunkRef(
+                _chunk_id(each.key_prefix, chunk), _chunk_id(each.key_prefix, before), position
+            ),
         )
         for position, (before, chunk) in enumerate(pairwise(("", *names.chunks)))
-        for each in names.stems
+        for each in names.key_prefixes
     )
 
 
-def _chunk_id(stem: str, chunk: str) -> str:
-    return group_of_key(key_of_stem(stem, chunk)) if chunk else ""
+def _chunk_id(key_prefix: str, chunk: str) -> str:
+    return chunk_id_of_key(key_with_prefix(key_prefix, chunk)) if chunk else ""
 
 
-def _check(stem: str, chunk: str) -> None:
+def _check(key_prefix: str, chunk: str) -> None:
     try:
-        ParsedKey.parse(key_of_stem(stem, chunk))
+        ParsedKey.parse(key_with_prefix(key_prefix, chunk))
     except ValueError as error:
         raise BadNames(str(error)) from None
 

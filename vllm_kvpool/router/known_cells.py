@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_kvpool.identity.cell_names import CellStem, ChunkNames
+from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
 
 MAX_CHUNKS = 1 << 17
@@ -25,7 +25,7 @@ MAX_LAYOUTS = 16
 class _Prompt:
     prefix: tuple[int, ...]
     prompt_bytes: int
-    stems: tuple[CellStem, ...]
+    key_prefixes: tuple[KeyPrefix, ...]
     chunks: tuple[str, ...]
 
 
@@ -37,7 +37,7 @@ class KnownCells:
         self._max_spans = max_spans
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by their longest beginning
         self._by_span: dict[int, int] = {}  # beginning -> a prompt that has it
-        self._layouts: OrderedDict[tuple[CellStem, ...], tuple[CellStem, ...]] = OrderedDict()
+        self._layouts: OrderedDict[tuple[KeyPrefix, ...], tuple[KeyPrefix, ...]] = OrderedDict()
         self.num_chunks = 0
 
     def __len__(self) -> int:
@@ -45,12 +45,12 @@ class KnownCells:
 
     def learn(self, prefix: Sequence[int], prompt_bytes: int, names: ChunkNames) -> None:
         """An engine has told what a prompt's cells are called."""
-        if not prefix or not names.chunks or not names.stems:
+        if not prefix or not names.chunks or not names.key_prefixes:
             return
         key = prefix[-1]
         self._forget(key)
-        stems = self._interned(names.stems)
-        self._prompts[key] = _Prompt(tuple(prefix), prompt_bytes, stems, names.chunks)
+        key_prefixes = self._interned(names.key_prefixes)
+        self._prompts[key] = _Prompt(tuple(prefix), prompt_bytes, key_prefixes, names.chunks)
         self.num_chunks += len(names.chunks)
         for span in prefix:
             self._by_span[span] = key
@@ -63,12 +63,12 @@ class KnownCells:
             key = self._by_span.get(prefix[place])
             if key is not None:
                 prompt = self._prompts[key]
-                return ChunkNames(prompt.stems, prompt.chunks[: _count(prompt, place + 1)])
+                return ChunkNames(prompt.key_prefixes, prompt.chunks[: _count(prompt, place + 1)])
         return None
 
-    def _interned(self, stems: tuple[CellStem, ...]) -> tuple[CellStem, ...]:
+    def _interned(self, key_prefixes: tuple[KeyPrefix, ...]) -> tuple[KeyPrefix, ...]:
         """The same, once in memory for all prompts."""
-        known = self._layouts.setdefault(stems, stems)
+        known = self._layouts.setdefault(key_prefixes, key_prefixes)
         self._layouts.move_to_end(known)
         if len(self._layouts) > MAX_LAYOUTS:
             self._layouts.popitem(last=False)

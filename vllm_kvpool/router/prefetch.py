@@ -98,7 +98,7 @@ class PrefetchPlan:
         new = tuple(each for each in names.chunks if each not in told) if names else ()
         if names is None or not new or len(told) + len(new) > MAX_TOLD_CHUNKS:
             return []
-        wishes: list[Wish] = [Bring(name, ChunkNames(names.stems, new))]
+        wishes: list[Wish] = [Bring(name, ChunkNames(names.key_prefixes, new))]
         if host is None:
             host = self._begun[name] = _Host()
             wishes.insert(0, Begin(name))

@@ -22,10 +22,9 @@ from enum import Enum
 from itertools import compress, pairwise
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_group, kind_of_group
+from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_chunk_id, layer_group_of
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.ops import HostCacheChange
 
 MAX_KEYS_PER_ROUND = 4096
 POLL_MIN_S = 0.002
@@ -45,11 +44,12 @@ class LookupOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A question. `identify` runs on the service's thread: it may read an adapter's files.
+    """A question. `identify` runs on the lookup thread, or on another where it `reads_files`: an
+    adapter is read whole, and lookups of other requests do not wait for that.
 
     `search` False asks for the hash chain only. `expect_chunks` makes it wait until `expect_until`
     for that many chunks. Whatever is known at `answer_by` is the answer. Both are in monotonic
-    seconds. `epoch` says which weights the cells are of.
+    seconds. `weights_version` says which weights the cells are of.
     """
 
     lookup_id: int
@@ -59,29 +59,34 @@ class Lookup:
     expect_chunks: int
     expect_until: float
     answer_by: float
-    epoch: str = ""
+    weights_version: str = ""
+    reads_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`chain` is None when the request cannot be shared; else it is the receiver's from now on."""
+    """`chain` is None when the request cannot be shared; else it is the receiver's from now on.
+
+    `rest` says why no more was found: `ANSWERED` where the tiers have said that they lack it.
+    """
 
     lookup_id: int
     chain: ChunkChain | None
     found_chunks: int
     outcome: LookupOutcome
-    epoch: str = ""
+    weights_version: str = ""
+    rest: LookupOutcome = LookupOutcome.ANSWERED
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveAll:
-    """Remove every cell of the own namespace in those epochs.
+    """Remove every cell of the own namespace under those versions of the weights.
 
     `done` is told, on the service's thread, whether every store has confirmed it.
     """
 
     done: Callable[[bool], None]
-    epochs: tuple[str, ...] = ("",)
+    weights_versions: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class PresenceCheck:
     chunks: tuple[str, ...]
     first_turn: int
     done: Callable[[list[str]], None]
-    epoch: str = ""
+    weights_version: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,9 +187,9 @@ class TieredSearch:
         return self.found >= self._num_chunks or self._levels[len(self._order)].search.done
 
     @property
-    def has_tiers(self) -> bool:
-        """Whether any tier is left to ask."""
-        return bool(self._order)
+    def num_tiers(self) -> int:
+        """How many tiers are asked: those that are left alone, or have failed, are not."""
+        return len(self._order)
 
     @property
     def waits_for(self) -> list[int]:
@@ -367,10 +372,9 @@ class _Tier:
 class LookupCore:
     """See the module docstring. One thread calls it; `now` is in monotonic seconds.
 
-    `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
-    `block`: loads begin and end at multiples of it, but for the end of a full hit. `timeout_s`:
-    what a request waits for its lookup. `on_pace` is told when lookups begin or cease to leave a
-    tier alone.
+    `host`: what ranks have in host memory; its owner writes to it. `block`: loads begin and end at
+    multiples of it, but for the end of a full hit. `timeout_s`: what a request waits for its
+    lookup. `on_pace` is told when lookups begin or cease to leave a tier alone.
     """
 
     def __init__(
@@ -378,19 +382,19 @@ class LookupCore:
         num_tiers: int,
         names: CellNames,
         chunk_tokens: int,
-        host_ranks: int,
+        host: HostCacheIndex,
         block: int,
         timeout_s: float,
         on_pace: Callable[[int, bool], None] = lambda tier, is_left_alone: None,
     ) -> None:
         self._tiers = [_Tier() for _ in range(num_tiers)]
         self._names = names
-        self._epoch, self._epoch_names = "", names  # of the newest lookup
+        self._weights_version, self._version_names = "", names  # of the newest lookup
         self._chunk_tokens = chunk_tokens
         self._block = block
         self._timeout_s = timeout_s
         self._on_pace = on_pace
-        self._host = HostCacheIndex(host_ranks)
+        self._host = host
         self._open: dict[int, _Open] = {}
         self._calls: list[TierCall] = []
         self.results: deque[LookupResult] = deque()
@@ -403,7 +407,7 @@ class LookupCore:
         if not lookup.search or not len(chain):
             self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
             return
-        names = self._names_of(lookup.epoch)
+        names = self._names_of(lookup.weights_version)
         search = self._search(chain, names, self._usable(now))
         opened = _Open(lookup, chain, names, search, now + self._timeout_s * PUT_OFF_SHARE)
         self._open[lookup.lookup_id] = opened
@@ -414,18 +418,16 @@ class LookupCore:
         """The answer is not wanted any more."""
         self._open.pop(lookup_id, None)
 
-    def host_changed(self, rank: int, change: HostCacheChange) -> None:
-        """A rank has told what its host memory holds now."""
-        self._host.apply(rank, change)
-
     def remove_all(self, message: RemoveAll, now: float) -> None:
         """Remove the own namespace from every tier, each by its own thread."""
-        self._host.clear()
         for opened in list(self._open.values()):  # what it knows may be gone
             opened.search = self._search(opened.chain, opened.names, self._usable(now))
             self._settle(opened, now)
         removal = _Removal(message, len(self._tiers), bool(self._tiers) or self._host.num_ranks > 0)
-        names = tuple(self._names.in_epoch(epoch).namespace for epoch in message.epochs)
+        names = tuple(
+            self._names.with_weights(weights_version).namespace
+            for weights_version in message.weights_versions
+        )
         for tier in self._tiers:
             tier.jobs.append((removal, names))
         if not self._tiers:
@@ -433,10 +435,12 @@ class LookupCore:
 
     def check(self, message: PresenceCheck, now: float) -> None:
         """Look after what may have been evicted."""
-        names = self._names_of(message.epoch)
-        kinds = {kind.name: number for number, kind in enumerate(names.kinds)}
+        names = self._names_of(message.weights_version)
+        layer_groups = {
+            layer_group.name: number for number, layer_group in enumerate(names.layer_groups)
+        }
         keys = [
-            names.one_of_chunk(hash_of_group(chunk), kinds[kind_of_group(chunk)], turn)
+            names.one_of_chunk(hash_of_chunk_id(chunk), layer_groups[layer_group_of(chunk)], turn)
             for turn, chunk in enumerate(message.chunks, message.first_turn)
         ]
         self._go_on_checking(_Check(message, keys, list(range(len(keys)))), 0, now)
@@ -530,10 +534,13 @@ class LookupCore:
 
     # Lookups
 
-    def _names_of(self, epoch: str) -> CellNames:
-        if epoch != self._epoch:
-            self._epoch, self._epoch_names = epoch, self._names.in_epoch(epoch)
-        return self._epoch_names
+    def _names_of(self, weights_version: str) -> CellNames:
+        if weights_version != self._weights_version:
+            self._weights_version, self._version_names = (
+                weights_version,
+                self._names.with_weights(weights_version),
+            )
+        return self._version_names
 
     def _usable(self, now: float) -> list[int]:
         """Tiers that answer in time, as far as is known."""
@@ -548,7 +555,7 @@ class LookupCore:
         hashes, host = chain.hashes, self._host
 
         def make_search() -> HitSearch:
-            return HitSearch(len(chain), names.kinds, self._chunk_tokens, self._block)
+            return HitSearch(len(chain), names.layer_groups, self._chunk_tokens, self._block)
 
         def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
             if not host.num_ranks:
@@ -556,7 +563,7 @@ class LookupCore:
             keys: list[CellKey] = []
             ends: list[int] = []
             for question in questions:
-                if not host.has(names.group(hashes[question.chunk], question.kind)):
+                if not host.has(names.chunk_id(hashes[question.chunk], question.layer_group)):
                     keys += names.of_questions((question,), hashes)[0]
                 ends.append(len(keys))
             return keys, ends
@@ -593,7 +600,7 @@ class LookupCore:
         if search.done and (search.found >= expected or now >= lookup.expect_until):
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
-            self._finish(opened, self._outcome(search))
+            self._finish(opened, self._outcome(search), self._rest(search))
         elif 0 < expected <= search.found:
             self._finish(opened, LookupOutcome.ANSWERED)
         elif search.found < expected and opened.poll_at == math.inf and now < lookup.expect_until:
@@ -602,11 +609,17 @@ class LookupCore:
 
     def _outcome(self, search: TieredSearch) -> LookupOutcome:
         """How a search that has come to its end has ended."""
-        if search.found or search.has_tiers or (self._host.num_ranks and not self._tiers):
+        if search.found or search.num_tiers or (self._host.num_ranks and not self._tiers):
             return LookupOutcome.ANSWERED
-        if self._tiers and not search.has_failed:  # all of them are slow, and not waited for
-            return LookupOutcome.TIMED_OUT
-        return LookupOutcome.STORE_ERROR
+        return self._rest(search) if self._tiers else LookupOutcome.STORE_ERROR
+
+    def _rest(self, search: TieredSearch) -> LookupOutcome:
+        """Why a search that has come to its end has found no more."""
+        if search.has_failed:
+            return LookupOutcome.STORE_ERROR
+        # A tier that is slow is left alone: lookups do not wait for it.
+        is_left_out = search.num_tiers < len(self._tiers)
+        return LookupOutcome.TIMED_OUT if is_left_out else LookupOutcome.ANSWERED
 
     def _answer_late(self, opened: _Open, now: float) -> None:
         """The time is over: answer what is known, and note which tiers have not answered."""
@@ -622,17 +635,31 @@ class LookupCore:
                 if tier.pace.late(now):
                     self._on_pace(number, True)
         is_known = opened.search.found or opened.search.done
-        self._finish(opened, LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT)
+        outcome = LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT
+        is_done = opened.search.done  # it waits for what is expected
+        rest = self._rest(opened.search) if is_done else LookupOutcome.TIMED_OUT
+        self._finish(opened, outcome, rest)
 
-    def _finish(self, opened: _Open, outcome: LookupOutcome) -> None:
+    def _finish(
+        self,
+        opened: _Open,
+        outcome: LookupOutcome,
+        rest: LookupOutcome = LookupOutcome.ANSWERED,
+    ) -> None:
         self._open.pop(opened.lookup.lookup_id, None)
         found = opened.search.found if outcome is LookupOutcome.ANSWERED else 0
-        self._answer(opened.lookup, opened.chain, found, outcome)
+        self._answer(opened.lookup, opened.chain, found, outcome, rest)
 
     def _answer(
-        self, lookup: Lookup, chain: ChunkChain, found: int, outcome: LookupOutcome
+        self,
+        lookup: Lookup,
+        chain: ChunkChain,
+        found: int,
+        outcome: LookupOutcome,
+        rest: LookupOutcome = LookupOutcome.ANSWERED,
     ) -> None:
-        self.results.append(LookupResult(lookup.lookup_id, chain, found, outcome, lookup.epoch))
+        version = lookup.weights_version
+        self.results.append(LookupResult(lookup.lookup_id, chain, found, outcome, version, rest))
 
     # Tiers
 

@@ -1,10 +1,11 @@
 """The threads that ask the stores for the scheduler, which never does.
 
-    scheduler's thread --Lookup, HostCacheUpdate …--> lookup thread --TierCall--> a thread per tier
+    scheduler's thread --Lookup, Forget, …--> lookup thread --TierCall--> a thread per tier
              ^------------- LookupResult -------------'      ^------- its value -------'
+                                               ^--Lookup--> the thread that reads adapters
 
 The lookup thread owns the open lookups, the requests' hash chains until it hands them over in a
-`LookupResult`, and what the workers say of their host memory; `lookup_core.py` decides. A tier's
+`LookupResult`; `lookup_core.py` decides. A tier's
 thread owns nothing and performs one call at a time, so a tier that is slow, or being emptied, holds
 up no other. One that is away fails at once (`storage/guarded.py`).
 """
@@ -20,7 +21,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.identity.chunk_hash import ChunkChain
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.lookup_core import (
     QUICK_SHARE,
@@ -32,9 +33,8 @@ from vllm_kvpool.scheduler.lookup_core import (
     RemoveAll,
     TierCall,
 )
-from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.scheduler.prefix_search import CellNames, HostCacheIndex
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.transfer.ops import HostCacheChange
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +50,9 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class HostCacheUpdate:
-    """What has come into a rank's host memory, or left it."""
-
-    rank: int
-    change: HostCacheChange
+class _Identified:
+    lookup: Lookup
+    identity: RequestIdentity | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class _Returned:
     value: list[bool] | bool | None
 
 
-_Message = Lookup | Forget | RemoveAll | HostCacheUpdate | PresenceCheck | _Returned
+_Message = Lookup | Forget | RemoveAll | PresenceCheck | _Identified | _Returned
 
 
 class LookupService:
@@ -90,15 +88,19 @@ class LookupService:
         self._timeout_s = timeout_s
         self._tier_names = tier_names or [str(number) for number in range(len(stores))]
         self._registry = registry or MetricsRegistry()
+        self.host = HostCacheIndex(host_ranks)
+        """Written by the scheduler's thread."""
         self.core = LookupCore(
-            len(stores), names, chunk_tokens, host_ranks, block, timeout_s, self._pace_changed
+            len(stores), names, chunk_tokens, self.host, block, timeout_s, self._pace_changed
         )
         self._inbox: SimpleQueue[_Message | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._results: deque[LookupResult] = deque()  # guarded by _changed
+        self._adapter_inbox: SimpleQueue[Lookup | None] = SimpleQueue()
         self._tier_inboxes: list[SimpleQueue[TierCall | None]] = [SimpleQueue() for _ in stores]
         self._threads = [
             threading.Thread(target=self._run, name="kvpool-lookup", daemon=True),
+            threading.Thread(target=self._read_adapters, name="kvpool-adapters", daemon=True),
             *(
                 threading.Thread(
                     target=partial(self._serve, store, inbox),
@@ -122,13 +124,15 @@ class LookupService:
         """The answer is not wanted any more; it may still come."""
         self._inbox.put(Forget(lookup_id))
 
-    def remove_all(self, done: Callable[[bool], None], epochs: tuple[str, ...] = ("",)) -> None:
-        """Remove the own namespace; `done` is called on the lookup thread."""
-        self._inbox.put(RemoveAll(done, epochs))
+    def remove_all(
+        self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
+    ) -> None:
+        """Remove the own namespace, and forget what ranks have in host memory.
 
-    def host_changed(self, rank: int, change: HostCacheChange) -> None:
-        """A rank has told what its host memory holds now."""
-        self._inbox.put(HostCacheUpdate(rank, change))
+        `done` is called on the lookup thread.
+        """
+        self.host.clear()
+        self._inbox.put(RemoveAll(done, weights_versions))
 
     def check(self, check: PresenceCheck) -> None:
         """Look after what may have been evicted."""
@@ -171,6 +175,7 @@ class LookupService:
                 self._turn()
         for call in self.core.removals():
             self._tier_inboxes[call.tier].put(call)
+        self._adapter_inbox.put(None)
         for inbox in self._tier_inboxes:
             inbox.put(None)
 
@@ -194,12 +199,14 @@ class LookupService:
     def _take(self, message: _Message) -> None:
         try:
             match message:
+                case Lookup(reads_files=True):
+                    self._adapter_inbox.put(message)
                 case Lookup():
-                    self._begin(message)
+                    self._begin(message, _identity_of(message))
+                case _Identified():
+                    self._begin(message.lookup, message.identity)
                 case _Returned():
                     self.core.returned(message.call, message.value, time.monotonic())
-                case HostCacheUpdate():
-                    self.core.host_changed(message.rank, message.change)
                 case Forget():
                     self.core.forget(message.lookup_id)
                 case RemoveAll():
@@ -215,6 +222,8 @@ class LookupService:
         match message:
             case Lookup():
                 self._refuse(message)
+            case _Identified():
+                self._refuse(message.lookup)
             case _Returned():
                 self.core.fail_all()
             case RemoveAll():
@@ -222,12 +231,7 @@ class LookupService:
             case PresenceCheck():
                 message.done([])
 
-    def _begin(self, lookup: Lookup) -> None:
-        try:
-            identity = lookup.identify()
-        except OSError as error:
-            logger.warning("kvpool: request not looked up and not saved: %s", error)
-            identity = None
+    def _begin(self, lookup: Lookup, identity: RequestIdentity | None) -> None:
         if identity is None:
             self._refuse(lookup)
             return
@@ -261,12 +265,26 @@ class LookupService:
         else:
             logger.info("kvpool: lookups use %s again: it answered within %.0f ms", name, quick_ms)
 
-    # A tier's thread
+    # The other threads
+
+    def _read_adapters(self) -> None:
+        while (lookup := self._adapter_inbox.get()) is not None:
+            self._inbox.put(_Identified(lookup, _identity_of(lookup)))
 
     def _serve(self, store: Store, inbox: "SimpleQueue[TierCall | None]") -> None:
         while (call := inbox.get()) is not None:
             value = _present(store, call) if call.namespaces is None else _removed(store, call)
             self._inbox.put(_Returned(call, value))
+
+
+def _identity_of(lookup: Lookup) -> RequestIdentity | None:
+    try:
+        return lookup.identify()
+    except OSError as error:
+        logger.warning("kvpool: request not looked up and not saved: %s", error)
+    except Exception:
+        logger.exception("kvpool: request not looked up and not saved")
+    return None
 
 
 def _present(store: Store, call: TierCall) -> list[bool] | None:

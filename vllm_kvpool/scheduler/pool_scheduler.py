@@ -7,8 +7,8 @@ Owned by the scheduler's thread; the lookup service answers. A request's life:
 * `match` may be called any number of times; only `allocated` makes an offer a load.
 * A request that there are no blocks for gives way to those that have loaded (`_must_give_way`).
 * A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
-* When the weights change an epoch begins (`begin_epoch`): what was found, is loaded or computed
-  then is of the old weights, and nothing of it is saved as if it were of the new ones.
+* When the weights change (`weights_changed`), what was found, is loaded or was computed is of the
+  old weights, and nothing of it is saved as if it were of the new ones.
 * What is computed is saved chunk by chunk (`saves.py`).
 * With `layerwise` a load begins and ends in the step that its request runs in (`layerwise.py`).
 """
@@ -24,15 +24,13 @@ import msgspec
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables
-from vllm_kvpool.scheduler.layerwise import LayeredLoads
-from vllm_kvpool.scheduler.load_cost import LoadCostModel, idle_wait_s
+from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
+from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, Step
-from vllm_kvpool.scheduler.reset import Reset
-from vllm_kvpool.scheduler.save_planner import SavePlanner
+from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0
@@ -40,7 +38,7 @@ ANSWER_SHARE = 0.9  # of the timeout: the answer is to be here before nobody wai
 
 
 class PoolScheduler:
-    """See the module docstring."""
+    """See the module docstring. `can_save`: whether any tier takes saves, as far as is known."""
 
     def __init__(
         self,
@@ -50,13 +48,17 @@ class PoolScheduler:
         lookups: LookupService,
         registry: MetricsRegistry,
         clock: Callable[[], float] = time.monotonic,
+        can_save: Callable[[], bool] = lambda: True,
     ) -> None:
         self._config = config
         self._shape = shape
         self._lookups = lookups
+        self.host = lookups.host
+        """What the ranks have in host memory."""
         self._registry = registry
         self._clock = clock
         self._role_saves = role is not Role.CONSUMER or config.save_decode
+        self._can_save = can_save
         self._tables = GroupTables(shape.groups)
         self._reset = Reset(shape.num_ranks)
         self.saves = SavePlanner(
@@ -75,7 +77,7 @@ class PoolScheduler:
         self._has_given_way = False  # somebody, since the last step was planned
         self._layered = LayeredLoads()
         self._next_id = 0
-        self._epoch = ""
+        self._weights_version = ""
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
         self._pace = LoadCostModel()
@@ -88,7 +90,7 @@ class PoolScheduler:
         state = RequestState(
             view,
             may_load=view.shareable and view.reads_cache and options.load and self._shape.loads,
-            may_save=view.shareable and self._role_saves and options.save,
+            may_save=view.shareable and self._role_saves and options.save and self._can_save(),
         )
         self._requests[view.request_id] = state
         if state.may_load or state.may_save:
@@ -101,7 +103,7 @@ class PoolScheduler:
         options = state.view.options
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
-        state.epoch = self._epoch
+        state.weights_version = self._weights_version
         state.found_chunks = 0
         self.saves.let_go(state.view.request_id)
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
@@ -119,7 +121,8 @@ class PoolScheduler:
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
                 expect_until=now + expect,
                 answer_by=now + expect + timeout * ANSWER_SHARE,
-                epoch=self._epoch,
+                weights_version=self._weights_version,
+                reads_files=state.view.reads_files,
             )
         )
 
@@ -137,11 +140,12 @@ class PoolScheduler:
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
         self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
         self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        is_over = self._reset.pending or answer.epoch != self._epoch
+        is_over = self._reset.pending or answer.weights_version != self._weights_version
         found = 0 if is_over else answer.found_chunks  # it may be gone by now
         if state.answer is None:
             state.answer = answer.outcome
             state.found_chunks = found
+            state.rest = answer.rest
         state.chain = answer.chain
         if state.chain is None:
             state.may_load = state.may_save = False
@@ -156,7 +160,7 @@ class PoolScheduler:
         if self._shape.prefetches and state.found_chunks and state.may_load:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
-            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self._epoch)
+            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self._weights_version)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -173,7 +177,10 @@ class PoolScheduler:
         if not (state.may_load or state.may_save):
             state.tried = True
             return 0, False
-        if state.view.num_preemptions != state.preemptions or state.epoch != self._epoch:
+        if (
+            state.view.num_preemptions != state.preemptions
+            or state.weights_version != self._weights_version
+        ):
             self._ask(state)
         # Nothing of it is computed but what the engine has found in its own cache.
         state.stale = num_computed > 0 and self._has_old_blocks
@@ -252,7 +259,7 @@ class PoolScheduler:
                 pages=self._tables.of_load(tables, start, stop),
                 token_start=start,
                 token_stop=stop,
-                epoch=state.epoch,
+                weights_version=state.weights_version,
                 layered=self._config.layerwise,
                 before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
             )
@@ -298,7 +305,7 @@ class PoolScheduler:
             is_plain = not any(load.layered for load in self._loads)
             self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
-        saves = self.saves.of_step(step, self._requests, self._layered, self._epoch)
+        saves = self.saves.of_step(step, self._requests, self._layered, self._weights_version)
         prefetches = tuple(self._prefetches.values())
         self._prefetches.clear()
         if was_idle and self._idle and not (loads or saves or prefetches):
@@ -334,11 +341,11 @@ class PoolScheduler:
                 state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
                 self.saves.look(state)
         for rank, change in report.host.items():
-            self._lookups.host_changed(rank, change)
+            self.host.apply(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)
-            self._lookups.remove_all(end, self._reset.take_epochs())
+            self._lookups.remove_all(end, self._reset.take_weights_versions())
 
     # The end
 
@@ -358,7 +365,7 @@ class PoolScheduler:
             self._lookups.forget(state.lookup_id)
         if not state.may_save:
             return None
-        self.saves.finish(state, tables, self._layered.get(request_id), self._epoch)
+        self.saves.finish(state, tables, self._layered.get(request_id), self._weights_version)
         answer: dict[str, Any] = {"tokens": state.next_save * self._shape.chunk_tokens}
         if state.view.options.name_cells:
             answer["cells"] = msgspec.to_builtins(self._names_of(state))
@@ -367,23 +374,24 @@ class PoolScheduler:
     def _names_of(self, state: RequestState) -> ChunkNames:
         """What the cells that are stored, or being stored, are called.
 
-        None in a later epoch: who asks does so for an engine that starts, with the first weights.
+        None after the weights have changed: the names are for engines that start, and those have
+        the first weights.
         """
-        if state.chain is None or self._epoch:
+        if state.chain is None or self._weights_version:
             return ChunkNames((), ())
         hashes = state.chain.hashes[: min(state.next_save, MAX_NAMED_CHUNKS)]
-        return ChunkNames(self._shape.stems, tuple(each.hex() for each in hashes))
+        return ChunkNames(self._shape.key_prefixes, tuple(each.hex() for each in hashes))
 
     def reset(self) -> bool:
         """Remove every cell of the own namespace; whether the store has confirmed it in time.
 
         What was being saved is dropped by the workers with the next step (see reset.py).
         """
-        self._reset.begin(self._epoch)
+        self._reset.begin(self._weights_version)
         self.saves.drop_late()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._lookups.remove_all(confirmed.put, (self._epoch,))
+        self._lookups.remove_all(confirmed.put, (self._weights_version,))
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
@@ -399,13 +407,13 @@ class PoolScheduler:
             )
             self.saves.look(state)
 
-    def begin_epoch(self, epoch: str) -> None:
-        """The weights are others now. `epoch` says which; "" are those the engine started with.
+    def weights_changed(self, weights_version: str) -> None:
+        """The weights have changed; "" names those that the engine started with.
 
-        Saves planned before hold KV of the old weights, and go on under the old epoch. What the
+        Saves planned before hold KV of the old weights, and go on under the old version. What the
         stores hold of it stays: other engines may have those weights.
         """
-        self._epoch = epoch
+        self._weights_version = weights_version
         self._has_old_blocks = True
         self._forget_what_was_found()
 
@@ -414,9 +422,9 @@ class PoolScheduler:
         self._has_old_blocks = False
 
     @property
-    def epoch(self) -> str:
+    def weights_version(self) -> str:
         """Which weights the engine has now."""
-        return self._epoch
+        return self._weights_version
 
     def load_of(self, request_id: str) -> LoadPlan | None:
         """The request's load that is allocated, and not planned yet."""

@@ -8,17 +8,17 @@ and one more for every 128 times as many. All cells of the last chunk found have
 where a sample was there and the rest of its chunk is not, the search goes on before it without
 samples. Eviction can leave a hole that no question meets; loads verify.
 
-Layers that read only the last tokens (`Reach`) need only the chunks that hold those, and nobody
-keeps the others alive. So where a model has such layers, the prefix that the other layers have is
-cut to the longest one before which theirs are all there.
+Layers that read only the last tokens (`AttentionWindow`) need only the chunks that hold
+those; no request keeps the others alive. So where a model has such layers, the prefix that the
+other layers have is cut to the longest one before which theirs are all there.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
-from vllm_kvpool.identity.cell_names import CellStem
-from vllm_kvpool.identity.keys import CellKey, KeyMaker, Namespace, group_of, in_epoch
-from vllm_kvpool.layout.topology import Kind
+from vllm_kvpool.identity.cell_names import KeyPrefix
+from vllm_kvpool.identity.keys import CellKey, KeyMaker, Namespace, chunk_id_of, with_weights
+from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import HostCacheChange
 
@@ -101,27 +101,29 @@ def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
 
 
 class Question(NamedTuple):
-    """Whether all cells of a chunk and a kind (its index) are stored, or one of them."""
+    """Whether all cells of a chunk and a layer group (its index) are stored, or one of them."""
 
     chunk: int
-    kind: int
+    layer_group: int
     whole: bool = True
 
 
 class HitSearch:
-    """How many chunks can be loaded, over all kinds of layers of a model.
+    """How many chunks can be loaded, over all layer groups of a model.
 
     Loads begin and end at multiples of `block` tokens, or one token before the end of the prompt.
     """
 
     def __init__(
-        self, num_chunks: int, kinds: Sequence[Kind], chunk_tokens: int, block: int
+        self, num_chunks: int, layer_groups: Sequence[LayerGroup], chunk_tokens: int, block: int
     ) -> None:
-        self._windows = [i for i, kind in enumerate(kinds) if not kind.reach.is_whole]
-        whole = [i for i, kind in enumerate(kinds) if kind.reach.is_whole]
+        self._windows = [
+            i for i, layer_group in enumerate(layer_groups) if not layer_group.window.is_full
+        ]
+        whole = [i for i, layer_group in enumerate(layer_groups) if layer_group.window.is_full]
         self._anchors = whole or self._windows
         self._prefix = PrefixSearch(num_chunks, gaps=not whole)
-        self._reach = [kind.reach for kind in kinds]
+        self._window_of = [layer_group.window for layer_group in layer_groups]
         self._chunk_tokens = chunk_tokens
         self._block = block
         self._known: dict[Question, bool] = {}
@@ -142,9 +144,9 @@ class HitSearch:
         """What to ask next; empty when the search is done."""
         if self._bound is None:
             return tuple(
-                Question(chunk, kind, whole)
+                Question(chunk, layer_group, whole)
                 for chunk, whole in self._prefix.questions()
-                for kind in self._anchors
+                for layer_group in self._anchors
             )
         unknown = self._unknown()
         if unknown and self._scan:
@@ -173,15 +175,15 @@ class HitSearch:
             self._scan = True
 
     def _wanted(self) -> list[Question]:
-        """What the kinds that read only the last tokens need for the bound."""
+        """What the layer groups that read only the last tokens need for the bound."""
         assert self._bound is not None
         # The load ends there, or up to a block before.
         stop = max(0, self._bound * self._chunk_tokens - self._block)
         wanted = []
-        for kind in self._windows:
-            first = self._reach[kind].first_read(stop) // self._block * self._block
+        for layer_group in self._windows:
+            first = self._window_of[layer_group].first_read(stop) // self._block * self._block
             chunks = range(first // self._chunk_tokens, self._bound)
-            wanted += [Question(chunk, kind) for chunk in chunks]
+            wanted += [Question(chunk, layer_group) for chunk in chunks]
         return wanted
 
     def _unknown(self) -> list[Question]:
@@ -189,7 +191,12 @@ class HitSearch:
 
 
 class HostCacheIndex:
-    """Which chunks each rank has in host memory, as far as the ranks have told."""
+    """Which chunks each rank has in host memory, as far as the ranks have told.
+
+    One for the scheduler's process. Its thread writes; the lookup thread reads, by one operation of
+    a dictionary and one of a set. What is out of date costs a question to a store, or a load that
+    fetches from there.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -216,27 +223,31 @@ class HostCacheIndex:
 class CellNames:
     """The keys of every cell of a chunk: all heads, all spans, all context-parallel ranks."""
 
-    def __init__(self, namespace: Namespace, kinds: Sequence[Kind]) -> None:
+    def __init__(self, namespace: Namespace, layer_groups: Sequence[LayerGroup]) -> None:
         self.namespace = namespace
-        self.kinds = tuple(kinds)
+        self.layer_groups = tuple(layer_groups)
         # All of a key but its hash is the same for every chunk.
-        self._stems = tuple(
+        self._key_prefixes = tuple(
             tuple(
-                KeyMaker(namespace, rank).stem(part, span)
-                for rank in kind.topology.context.all_ranks()
-                for span in kind.topology.all_spans()
-                for part in kind.topology.all_parts()
+                KeyMaker(namespace, rank).key_prefix(shard, span)
+                for rank in layer_group.topology.context.all_ranks()
+                for span in layer_group.topology.all_spans()
+                for shard in layer_group.topology.all_shards()
             )
-            for kind in kinds
+            for layer_group in layer_groups
         )
 
-    def in_epoch(self, epoch: str) -> "CellNames":
+    def with_weights(self, weights_version: str) -> "CellNames":
         """The same cells where the weights are others."""
-        return CellNames(in_epoch(self.namespace, epoch), self.kinds) if epoch else self
+        return (
+            CellNames(with_weights(self.namespace, weights_version), self.layer_groups)
+            if weights_version
+            else self
+        )
 
-    def group(self, chunk_hash: bytes, kind: int = 0) -> str:
-        """What all of one kind are called together."""
-        return group_of(self.namespace, chunk_hash.hex(), self.kinds[kind].name)
+    def chunk_id(self, chunk_hash: bytes, layer_group: int = 0) -> str:
+        """The id of a chunk: of its cells of one layer group together."""
+        return chunk_id_of(self.namespace, chunk_hash.hex(), self.layer_groups[layer_group].name)
 
     def of_questions(
         self, questions: Iterable[Question], hashes: Sequence[bytes]
@@ -247,36 +258,36 @@ class CellNames:
         """
         keys: list[str] = []
         ends: list[int] = []
-        for chunk, kind, whole in questions:
+        for chunk, layer_group, whole in questions:
             text = hashes[chunk].hex()
-            stems = self._stems[kind]
+            key_prefixes = self._key_prefixes[layer_group]
             if whole:
-                keys += [stem + text for stem in stems]
+                keys += [key_prefix + text for key_prefix in key_prefixes]
             else:
                 # They take turns, so that what is missing of many chunks, such as a rank's cells,
                 # is noticed.
-                keys.append(stems[chunk % len(stems)] + text)
+                keys.append(key_prefixes[chunk % len(key_prefixes)] + text)
             ends.append(len(keys))
         return cast("list[CellKey]", keys), ends
 
-    def one_of_chunk(self, chunk_hash: str, kind: int, turn: int) -> CellKey:
+    def one_of_chunk(self, chunk_hash: str, layer_group: int, turn: int) -> CellKey:
         """One of the keys of a chunk, each in turn; `chunk_hash` in hexadecimal."""
-        stems = self._stems[kind]
-        return CellKey(stems[turn % len(stems)] + chunk_hash)
+        key_prefixes = self._key_prefixes[layer_group]
+        return CellKey(key_prefixes[turn % len(key_prefixes)] + chunk_hash)
 
-    def stems(self, chunk_tokens: int) -> tuple[CellStem, ...]:
+    def key_prefixes(self, chunk_tokens: int) -> tuple[KeyPrefix, ...]:
         """What the names of every chunk's cells begin with, and how large the cells are."""
         return tuple(
-            CellStem(
-                KeyMaker(self.namespace, rank).stem(part, span),
-                HEADER_BYTES + kind.payload_bytes(span, chunk_tokens),
+            KeyPrefix(
+                KeyMaker(self.namespace, rank).key_prefix(shard, span),
+                HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens),
             )
-            for kind in self.kinds
-            for rank in kind.topology.context.all_ranks()
-            for span in kind.topology.all_spans()
-            for part in kind.topology.all_parts()
+            for layer_group in self.layer_groups
+            for rank in layer_group.topology.context.all_ranks()
+            for span in layer_group.topology.all_spans()
+            for shard in layer_group.topology.all_shards()
         )
 
-    def of_chunk(self, chunk_hash: bytes, kind: int = 0) -> list[CellKey]:
-        """Every key of a kind that must exist for the chunk to be a hit."""
-        return self.of_questions((Question(0, kind),), (chunk_hash,))[0]
+    def of_chunk(self, chunk_hash: bytes, layer_group: int = 0) -> list[CellKey]:
+        """Every key of a layer group that must exist for the chunk to be a hit."""
+        return self.of_questions((Question(0, layer_group),), (chunk_hash,))[0]

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.identity.cell_names import CellStem
+from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.layout.topology import Group
+from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
+
+ABSENT = {LookupOutcome.ANSWERED: "absent"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class PoolShape:
     """The sizes that the scheduler side counts in."""
 
     chunk_tokens: int
-    groups: tuple[Group, ...]
+    groups: tuple[KVCacheGroup, ...]
     num_ranks: int
     max_pinned_blocks: int
     num_replicas: int = 1  # ranks of a pipeline stage that hold the same KV, where most do
@@ -24,7 +26,7 @@ class PoolShape:
     loads: bool = True  # False where the engine could not survive a load that fails
     stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
     in_lockstep: bool = False  # engines step together: one that waits holds up all
-    stems: tuple[CellStem, ...] = ()  # of every chunk's cells, to name them to others
+    key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, to name them to others
 
 
 class RequestView(Protocol):
@@ -57,8 +59,12 @@ class RequestView(Protocol):
     def tokens(self) -> Sequence[int]:
         """All known tokens; the sequence may grow later but does not change."""
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether `identity` reads files."""
+
     def identity(self) -> RequestIdentity | None:
-        """What shapes the KV besides the tokens. Runs on the lookup thread; may read files."""
+        """What shapes the KV besides the tokens. Runs on a thread of the lookup service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class RequestState:
     answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
     found_chunks: int = 0
+    rest: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: never ask for more again
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
@@ -94,7 +101,7 @@ class RequestState:
     counted: bool = False
     next_save: int = 0  # chunks before it are stored or on their way
     stale: bool = False  # its KV is of before a reset, or of other weights: never to be saved
-    epoch: str = ""  # of the weights, when the newest lookup was asked
+    weights_version: str = ""  # of the weights, when the newest lookup was asked
 
     def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
         """Stored tokens, floored to blocks, less the last token on a full hit."""
@@ -119,7 +126,7 @@ class RequestState:
             found = min(chunked, self.found_chunks * chunk_tokens)
             missed = {
                 "not_needed": found - hit,  # computed here, cut to blocks, or the last one
-                "absent": chunked - found,
+                ABSENT.get(self.rest, self.rest.value): chunked - found,
                 "short": prompt - chunked,  # no full chunk
             }
         return [(reason, tokens) for reason, tokens in missed.items() if tokens > 0]

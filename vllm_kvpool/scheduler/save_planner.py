@@ -6,23 +6,70 @@
 * Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
   the engine lets them go before it is.
 * What a request leaves to be saved when it ends goes with the next step's plan.
+* Saves that are under way when the namespace is reset may put cells after it has been removed. So
+  the workers are told to drop theirs, and when all of them have, the namespace is removed once
+  more; until then nothing is found and nothing is saved (`Reset`).
 
 Owned by the scheduler's thread.
 """
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.block_pins import PinLedger
-from vllm_kvpool.scheduler.block_tables import BlockTable, GroupTables, all_blocks
-from vllm_kvpool.scheduler.layerwise import LayeredLoad, LayeredLoads
+from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
+from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
-from vllm_kvpool.scheduler.reset import Reset
 from vllm_kvpool.transfer.ops import JobId, SavePlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reset:
+    """Owned by the scheduler's thread; the lookup thread calls `end`."""
+
+    num_ranks: int
+    generation: int = 0
+    acks: int = 0
+    ended: int = 0
+    """The newest generation whose reset has ended. A newer one is another reset's."""
+    weights_versions: set[str] = field(default_factory=set)
+    """Whose cells have been removed, and are to be once more."""
+
+    def begin(self, weights_version: str = "") -> None:
+        """Saves of the generation so far are to be dropped, cells of those weights removed."""
+        self.weights_versions.add(weights_version)
+        self.generation += 1
+        self.acks = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether what was put before the newest reset may still be in the stores."""
+        return self.ended < self.generation
+
+    def acked(self, ranks: int) -> bool:
+        """So many more ranks have dropped their saves; whether that makes it all of them."""
+        before, self.acks = self.acks, self.acks + ranks
+        return before < self.num_ranks <= self.acks
+
+    def take_weights_versions(self) -> tuple[str, ...]:
+        """What to remove when the last rank has answered."""
+        weights_versions, self.weights_versions = tuple(self.weights_versions), set()
+        return weights_versions
+
+    def end(self, generation: int, removed: bool) -> None:
+        """What was put until that generation has been removed, or could not be. Lookup thread."""
+        if not removed:
+            logger.warning(
+                "kvpool: a reset could not remove cells that were put while it ran; reset again"
+            )
+        self.ended = generation
 
 
 class SavePlanner:
@@ -77,7 +124,7 @@ class SavePlanner:
         step: Step,
         requests: Mapping[str, RequestState],
         layered: LayeredLoads,
-        epoch: str,
+        weights_version: str,
     ) -> tuple[SavePlan, ...]:
         """The saves that are due with the step, and those left from before; pins their blocks."""
         saves, self._late = self._late, []
@@ -93,7 +140,7 @@ class SavePlanner:
             if left > count:
                 until_due[request_id] = left - count
                 continue
-            save = self._if_due(requests[request_id], count, step.block_tables, epoch)
+            save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
             if save is not None:
                 saves.append(save)
         for request_id in step.preempted:
@@ -115,7 +162,7 @@ class SavePlanner:
         state: RequestState,
         scheduled: int,
         block_tables: Callable[[str], Sequence[BlockTable]],
-        epoch: str,
+        weights_version: str,
     ) -> SavePlan | None:
         """The save of what is final once `scheduled` more tokens are computed, if anything is."""
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
@@ -124,7 +171,9 @@ class SavePlanner:
         final = min(computed, self._savable_tokens(state))
         save = None
         if final // chunk > state.next_save:
-            save = self._plan(state, final, partial(block_tables, request_id), before, epoch)
+            save = self._plan(
+                state, final, partial(block_tables, request_id), before, weights_version
+            )
         if self._all_saved(state):
             self.forget(request_id)
         elif self._tables.forgets:
@@ -185,7 +234,7 @@ class SavePlanner:
         final: int,
         block_tables: Callable[[], Sequence[BlockTable]],
         computed: int,
-        epoch: str,
+        weights_version: str,
     ) -> SavePlan | None:
         """The save of the chunks that end at or before token `final`; None if it has to wait.
 
@@ -218,14 +267,16 @@ class SavePlanner:
         self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
         hashes = state.chain.hashes
         before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
-        return SavePlan(job_id, request_id, first, tuple(hashes[first:stop]), pages, epoch, before)
+        return SavePlan(
+            job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before
+        )
 
     def finish(
         self,
         state: RequestState,
         tables: Sequence[BlockTable],
         layered: LayeredLoad | None,
-        epoch: str,
+        weights_version: str,
     ) -> None:
         """The request has ended: what is still due is saved with the next step."""
         if state.chain is not None and (state.load is None or layered is not None):
@@ -233,7 +284,7 @@ class SavePlanner:
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
-            save = self._plan(state, final, lambda: tables, 0, epoch)
+            save = self._plan(state, final, lambda: tables, 0, weights_version)
             if save is not None and layered is not None:
                 layered.save = save  # once it is known that its load has not failed
             elif save is not None:

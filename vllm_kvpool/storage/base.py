@@ -32,8 +32,9 @@ class Buffer(NamedTuple):
 class ChunkRef(NamedTuple):
     """The chunk that a cell belongs to, as far as eviction has to know it.
 
-    All cells of a chunk and kind have one `id` (`keys.group_of_key` of any of their keys). Without
-    `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is none, or unknown.
+    All cells of a chunk and layer group have one `id` (`keys.chunk_id_of_key` of any of their
+    keys). Without `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is
+    none, or unknown.
     `parent_in_host` is the nearest chunk before it that the same rank's host memory keeps, where
     ranks keep different chunks of a prompt; "" is `parent`.
     """

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import group_of_key
+from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
 
 STALE_PLACES = 64  # among the leaves, beyond as many as there are chunks
@@ -82,7 +82,7 @@ class Shelf:
             return PutOutcome.EXISTED
         if len(data) > self.size_bytes:
             return PutOutcome.FULL
-        chunk_id = group_of_key(key)
+        chunk_id = chunk_id_of_key(key)
         chunk = self._chunks.setdefault(chunk_id, _Chunk())
         if not chunk.parent and ref.parent and not self._is_above(chunk_id, ref.parent):
             chunk.parent = ref.parent
@@ -101,7 +101,7 @@ class Shelf:
         with self._lock:
             data = self._objects_of(key).get(key)
             if data is not None:
-                self._use(group_of_key(key))
+                self._use(chunk_id_of_key(key))
             return data
 
     def drop(self, key: str) -> bool:
@@ -111,11 +111,11 @@ class Shelf:
             if data is None:
                 return False
             self._used_bytes -= len(data)
-            self._stand(group_of_key(key))
+            self._stand(chunk_id_of_key(key))
             return True
 
     def _objects_of(self, key: str) -> dict[str, bytes]:
-        chunk = self._chunks.get(group_of_key(key))
+        chunk = self._chunks.get(chunk_id_of_key(key))
         return {} if chunk is None else chunk.objects
 
     def _is_above(self, chunk_id: str, other: str) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.identity.keys import kind_of_group
+from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictedScores, EvictionPolicy
@@ -91,7 +91,7 @@ class _Chunk:
 class HostCache:
     """See the module docstring.
 
-    `cells_per_chunk`: how many of this rank's cells make a chunk, for each kind of layers.
+    `cells_per_chunk`: how many of this rank's cells make a chunk, for each layer group.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class HostCache:
             chunk = chunk.parent
 
     def _is_whole(self, chunk: _Chunk) -> bool:
-        return chunk.num_cells == self._cells_per_chunk.get(kind_of_group(chunk.chunk_id))
+        return chunk.num_cells == self._cells_per_chunk.get(layer_group_of(chunk.chunk_id))
 
     def pin(self, entry: CacheEntry) -> None:
         """Hold the entry for another transfer."""

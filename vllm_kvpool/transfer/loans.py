@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from vllm_kvpool.identity.keys import kind_of_group
+from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.transfer.context import TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
@@ -41,7 +41,7 @@ HOLD_S = 2.0
 class ReplicaSet:
     """The ranks on this host that hold the same KV as this one, by number, this one (`me`) too.
 
-    `members` has a set for each kind of layers that is replicated here.
+    `members` has a set for each layer group that is replicated here.
     """
 
     me: int
@@ -185,7 +185,7 @@ class Loans:
     def _keep(self, cell: NamedCell, entry: CacheEntry, graph: Graph, member: int) -> None:
         context, replicas = self._context, self._replicas
         assert replicas is not None
-        members = replicas.members.get(kind_of_group(cell.chunk.id))
+        members = replicas.members.get(layer_group_of(cell.chunk.id))
         if members is None or context.host_cache.keep:
             return
         self._silent.discard(member)

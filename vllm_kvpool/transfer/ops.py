@@ -49,7 +49,7 @@ class SavePlan:
     first_chunk: int
     hashes: tuple[bytes, ...]
     pages: tuple[JobPages, ...]
-    epoch: str = ""
+    weights_version: str = ""
     """Which weights the KV is of, where they have changed since the start."""
     before: tuple[bytes, ...] = ()
     """Hashes of the last chunks before the first one, as many as there are replicas."""
@@ -70,7 +70,7 @@ class LoadPlan:
     pages: tuple[JobPages, ...]
     token_start: int
     token_stop: int
-    epoch: str = ""
+    weights_version: str = ""
     layered: bool = False
     """The request runs already: span after span, each told of by `SpanLoaded`."""
     before: tuple[bytes, ...] = ()
@@ -83,7 +83,7 @@ class PrefetchPlan:
 
     request_id: str
     hashes: tuple[bytes, ...]
-    epoch: str = ""
+    weights_version: str = ""
 
 
 class CellName(NamedTuple):

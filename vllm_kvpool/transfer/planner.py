@@ -21,21 +21,21 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 
-EPOCHS_KEPT = 4  # saves planned before a change still carry the epoch before
+VERSIONS_KEPT = 4  # saves planned before a change still carry the version before
 
 
 class _Named(NamedTuple):
     """One cell of every chunk: what its names are but for the chunk's hash, and its size."""
 
     cell: LocalCell
-    stem: str
-    kind: int  # which of `_Names.kinds`
+    key_prefix: str
+    layer_group: int  # which of `_Names.layer_groups`
     nbytes: int
     fetchers: tuple[int | None, ...]  # by chunk index modulo the length; None is this rank
 
 
-class _Kind(NamedTuple):
-    """What chunks are called for one kind of layers, and which of them follow each other."""
+class _LayerGroup(NamedTuple):
+    """What chunks are called for one layer group, and which of them follow each other."""
 
     prefix: str
     suffix: str
@@ -57,19 +57,23 @@ class _Kind(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """This rank's cells in one epoch."""
+    """This rank's cells under one version of the weights."""
 
     cells: tuple[_Named, ...]
-    kinds: tuple[_Kind, ...]
+    layer_groups: tuple[_LayerGroup, ...]
 
     def chunks(
         self, hashes: Sequence[bytes], first: int, before: Sequence[bytes] = ()
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
-        """Each chunk's index, its hash in hexadecimal and its references, by kind."""
+        """Each chunk's index, its hash in hexadecimal and its references, by layer group."""
         every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
         for place in range(len(before), len(every)):
             index = first + place - len(before)
-            yield index, every[place], [kind.ref(every, place, index) for kind in self.kinds]
+            yield (
+                index,
+                every[place],
+                [layer_group.ref(every, place, index) for layer_group in self.layer_groups],
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class Planner:
     context: Context = NO_CONTEXT
     siblings: Mapping[Replica, int] = field(default_factory=dict)
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By epoch, the last `EPOCHS_KEPT`; the engine thread's."""
+    """By version of the weights, the last `VERSIONS_KEPT`; the engine thread's."""
 
     def named(self, namespace: Namespace) -> Self:
         """The same cells in another namespace."""
@@ -113,7 +117,7 @@ class Planner:
         By chunk; of a layered plan by layer, in the order in which the model reads them.
         """
         pages = self._local(plan.pages)
-        names = self._in_epoch(plan.epoch)
+        names = self._with_weights(plan.weights_version)
         tasks: list[CellTask] = []
         tokens = self.local_chunk_tokens
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
@@ -121,10 +125,10 @@ class Planner:
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             tasks += [
                 CellTask(
-                    *(stem + chunk_hex, refs[kind], nbytes, cell, pages, True),
+                    *(key_prefix + chunk_hex, refs[layer_group], nbytes, cell, pages, True),
                     fetchers[chunk % len(fetchers)],
                 )
-                for cell, stem, kind, nbytes, fetchers in names.cells
+                for cell, key_prefix, layer_group, nbytes, fetchers in names.cells
                 # Mostly the first says it: there are thousands of cells, and `any` is slow.
                 if is_needed[cell.pieces[0].group]
                 or any(is_needed[piece.group] for piece in cell.pieces)
@@ -145,10 +149,10 @@ class Planner:
         """This rank's cells of those chunks that it is its turn to store, or that it keeps."""
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
-        names = self._in_epoch(plan.epoch)
+        names = self._with_weights(plan.weights_version)
         tasks = []
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
-            for cell, stem, kind, nbytes, fetchers in names.cells:
+            for cell, key_prefix, layer_group, nbytes, fetchers in names.cells:
                 stored = cell.writes_chunk(chunk)
                 keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
                 if not (stored or keeps):
@@ -159,55 +163,55 @@ class Planner:
                     for group in {piece.group for piece in cell.pieces}
                 ):
                     continue
-                key = stem + chunk_hex
-                tasks.append(CellTask(key, refs[kind], nbytes, cell, pages, stored))
+                key = key_prefix + chunk_hex
+                tasks.append(CellTask(key, refs[layer_group], nbytes, cell, pages, stored))
         return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
         """This rank's cells of those of the plan's chunks that it fetches, for no pages.
 
-        Of a kind that reads only the last tokens, those of the chunks that hold them: a load may
-        end anywhere in the last chunk.
+        Of a layer group that reads only the last tokens, those of the chunks that hold them: a load
+        may end anywhere in the last chunk.
         """
-        names = self._in_epoch(plan.epoch)
+        names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
         cells: list[CellName] = []
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0):
             cells += [
-                CellName(stem + chunk_hex, refs[kind], nbytes)
-                for cell, stem, kind, nbytes, fetchers in names.cells
-                if (chunk + 1) * self.chunk_tokens > cell.reach.first_read(stop)
+                CellName(key_prefix + chunk_hex, refs[layer_group], nbytes)
+                for cell, key_prefix, layer_group, nbytes, fetchers in names.cells
+                if (chunk + 1) * self.chunk_tokens > cell.window.first_read(stop)
                 and fetchers[chunk % len(fetchers)] is None
             ]
         return PrefetchJob(plan.request_id, tuple(cells))
 
-    def _in_epoch(self, epoch: str) -> _Names:
-        names = self._names.get(epoch)
+    def _with_weights(self, weights_version: str) -> _Names:
+        names = self._names.get(weights_version)
         if names is None:
             assert self.keys.namespace, "a plan came before the namespace"
-            if len(self._names) >= EPOCHS_KEPT:
+            if len(self._names) >= VERSIONS_KEPT:
                 del self._names[next(iter(self._names))]
-            keys = self.keys.in_epoch(epoch)
-            kinds = {cell.span.kind: cell for cell in self.cells}
-            numbers = {kind: number for number, kind in enumerate(kinds)}
-            names = self._names[epoch] = _Names(
+            keys = self.keys.with_weights(weights_version)
+            layer_groups = {cell.span.layer_group: cell for cell in self.cells}
+            numbers = {layer_group: number for number, layer_group in enumerate(layer_groups)}
+            names = self._names[weights_version] = _Names(
                 tuple(
                     _Named(
                         cell,
-                        keys.stem(cell.part, cell.span),
-                        numbers[cell.span.kind],
+                        keys.key_prefix(cell.shard, cell.span),
+                        numbers[cell.span.layer_group],
                         self._cell_bytes(cell),
                         self._fetchers_of(cell),
                     )
                     for cell in self.cells
                 ),
                 tuple(
-                    _Kind(
-                        *around_hash(keys.namespace, kind),
-                        cell.reach.is_whole,
+                    _LayerGroup(
+                        *around_hash(keys.namespace, layer_group),
+                        cell.window.is_full,
                         _steps(self._fetchers_of(cell)),
                     )
-                    for kind, cell in kinds.items()
+                    for layer_group, cell in layer_groups.items()
                 ),
             )
         return names

@@ -1,15 +1,31 @@
-"""What we share with vLLM-Ascend where it runs us. `vllm_ascend` is imported here alone, lazily."""
+"""Ascend: pages that vLLM-Ascend registers, and what we share with it where it runs us.
 
+vLLM's own layers are one `[B, H, N, C]` tensor; vLLM-Ascend's are several tensors, or one of five
+dimensions. What is recognised is told apart by shapes and sizes that the engine's configuration
+implies, so that a layout that merely looks alike is refused. A refusal names the layer and happens
+while the engine starts: there is no guess that could store wrong bytes. `vllm_ascend` is imported
+here alone, lazily.
+
+Legend: B kernel blocks, N tokens per kernel block, H KV heads, D key row, E value row.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
-from vllm.platforms import current_platform
+import torch
 
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout import page_formats
+from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.storage.mooncake_engine import NativeEngine, use_engine_of
+from vllm_kvpool.vllm_adapt import compat
 
 
 def share_engine() -> None:
     """On NPUs, use the process's one Mooncake engine that vLLM-Ascend's connectors use too."""
-    if current_platform.device_type == "npu":
+    if compat.device_type() == "npu":
         use_engine_of("ascend", _engine_of_vllm_ascend)
 
 
@@ -19,3 +35,161 @@ def _engine_of_vllm_ascend(host: str) -> NativeEngine:
     shared: Any = mooncake_transfer_engine.global_te
     # Its `register_buffer` works once in a process, for whoever comes first: we register ourselves.
     return cast("NativeEngine", shared.get_transfer_engine(host, device_name=None))
+
+
+NZ_COLUMNS = 16  # FRACTAL_NZ cuts rows into pieces of so many elements
+_REMEDY = "this layer cannot be shared; run it without KVPoolConnector"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a layer of this rank has to look like. Bytes are of one token's row of one head."""
+
+    num_blocks: int  # the scheduler's
+    block_size: int
+    num_heads: int
+    key_bytes: int
+    value_bytes: int
+    is_latent: bool  # K and V are the two parts of one latent, cut where the backend likes
+
+
+def is_vllm_tensor(value: Any) -> bool:
+    """Whether it is vLLM's own form, one `[B, H, N, C]` tensor.
+
+    NPU backends register no such thing: their four-dimensional tensors have other orders.
+    """
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.device.type != "npu"
+
+
+def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of one registered value, whatever its form."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)):
+        return tuple(part for part in value if isinstance(part, torch.Tensor))
+    return ()
+
+
+def from_registered(name: str, value: Any, expected: Expected, device: Device) -> LayerPages:
+    """The pages of a layer that is not in vLLM's own form; ConfigError, by name, for what cannot
+    be shared."""
+    for tensor in tensors_of(value):
+        device.check_format(name, tensor)
+    key, value_part = _key_and_value(name, value, expected)
+    _check_pair(name, key, value_part, expected)
+    ratio = expected.block_size // key.shape[1]
+    return page_formats.from_pair(key, value_part, blocks_per_id=ratio)
+
+
+def refuse_options(additional_config: Any) -> None:
+    """ConfigError for options of vLLM-Ascend that change pages without changing their shape."""
+    if isinstance(additional_config, Mapping) and additional_config.get("enable_kv_nz"):
+        raise ConfigError(
+            "enable_kv_nz keeps the latent in Ascend's NZ order inside plain tensors, which "
+            "engines without it cannot read; take enable_kv_nz out of additional_config"
+        )
+
+
+def refuse_repeated(names: Iterable[str], kv_caches: Mapping[str, Any]) -> None:
+    """ConfigError if two layers of one group are the same memory.
+
+    Layers that share another's KV are registered too, under names that no group has; they need
+    nothing, as what they read is saved and loaded with the layer that owns it.
+    """
+    owners: dict[tuple[int, ...], str] = {}
+    for name in names:
+        place = tuple(tensor.data_ptr() for tensor in tensors_of(kv_caches[name]))
+        other = owners.setdefault(place, name)
+        if place and other != name:
+            raise ConfigError(
+                f"{name} and {other} are the same memory and yet both in one KV cache group, so "
+                "the layers of this model cannot be told apart; run it without KVPoolConnector"
+            )
+
+
+def is_plain_latent(spec: Any) -> bool:
+    """Whether it is vLLM-Ascend's description of an MLA latent with nothing beside it."""
+    return type(spec).__name__ == "AscendMLAAttentionSpec" and not (
+        spec.scale_dim or spec.cache_sparse_sfa_c8 or spec.store_on_host
+    )
+
+
+def _key_and_value(name: str, value: Any, expected: Expected) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return _halves(name, value, expected)
+    if not isinstance(value, (tuple, list)) or len(tensors_of(value)) != len(value):
+        raise ConfigError(f"{name} registers a {type(value).__name__} and no tensors; {_REMEDY}")
+    if len(value) != 2:
+        what = (
+            "sparse attention's packed latent or index (SFA)"
+            if len(value) == 1
+            else "a packed cache with index and scales (DeepSeek V4, sparse attention)"
+        )
+        raise ConfigError(f"{name} registers {len(value)} tensors, {what}; {_REMEDY}")
+    first, second = value
+    if first.dim() != 4 or second.dim() != 4:
+        shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+        raise ConfigError(
+            f"{name} registers tensors of shape {shapes}, which are states (Mamba, linear "
+            f"attention) and no K and V; {_REMEDY}"
+        )
+    return first, second
+
+
+def _halves(
+    name: str, pages: torch.Tensor, expected: Expected
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of `[2, B, N, H, D]` or `[B, 2, N, H, D]`."""
+    shape = tuple(pages.shape)
+    if pages.dim() != 5:
+        raise ConfigError(
+            f"{name} registers one tensor of shape {shape}, of which K and V cannot be told apart; "
+            f"{_REMEDY}"
+        )
+    of_blocks = [dim for dim in (0, 1) if shape[dim] != 2 and shape[1 - dim] == 2]
+    if not of_blocks:
+        raise ConfigError(
+            f"{name} registers one tensor of shape {shape}; one of its first two dimensions must "
+            f"be 2, for K and V, and the other the blocks; {_REMEDY}"
+        )
+    key, value = pages.unbind(1 - of_blocks[0])
+    return key, value
+
+
+def _check_pair(name: str, key: torch.Tensor, value: torch.Tensor, expected: Expected) -> None:
+    """Refuse what has another order than `[B, N, H, D]`, or other sizes than the engine says."""
+    shape = tuple(key.shape)
+    _refuse_nz(name, key, expected)
+    tokens, heads = shape[1], shape[2]
+    if heads != expected.num_heads or tokens < 1 or expected.block_size % tokens:
+        raise ConfigError(
+            f"{name} registers K of shape {shape}; expected were {expected.num_heads} heads in the "
+            f"third dimension, and in the second a number of tokens that divides the block size "
+            f"{expected.block_size}; {_REMEDY}"
+        )
+    least = expected.num_blocks * (expected.block_size // tokens)
+    if shape[0] < least:
+        raise ConfigError(
+            f"{name} registers {shape[0]} blocks of {tokens} tokens, but the scheduler hands out "
+            f"{least} of them; {_REMEDY}"
+        )
+    rows = tuple(part.shape[3] * part.element_size() for part in (key, value))
+    wanted = (expected.key_bytes, expected.value_bytes)
+    if sum(rows) != sum(wanted) or (rows != wanted and not expected.is_latent):
+        raise ConfigError(
+            f"{name} keeps K and V in rows of {rows[0]} and {rows[1]} bytes where the engine's "
+            f"configuration says {wanted[0]} and {wanted[1]}: its KV cache is quantised by other "
+            f"means than kv_cache_dtype, or scales lie beside it; {_REMEDY}"
+        )
+
+
+def _refuse_nz(name: str, key: torch.Tensor, expected: Expected) -> None:
+    """310P: `[B, H * D / 16, N, 16]`, row pieces before tokens."""
+    _, pieces, tokens, columns = key.shape
+    row = expected.num_heads * expected.key_bytes // key.element_size()
+    is_nz = columns == NZ_COLUMNS and pieces == -(-row // NZ_COLUMNS)
+    if is_nz and tokens and expected.block_size % tokens == 0 and tokens != expected.num_heads:
+        raise ConfigError(
+            f"{name} registers K of shape {tuple(key.shape)}, the NZ order of Ascend 310P, which "
+            f"cuts rows into pieces of {NZ_COLUMNS} elements and cannot be cut by head; {_REMEDY}"
+        )

@@ -20,18 +20,18 @@ from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.layout.topology import Group
-from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.layout.topology import KVCacheGroup
+from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
-from vllm_kvpool.vllm_adapt import ascend_pages, compat, cpu_pages, weights_version
-from vllm_kvpool.vllm_adapt.defects import Defect, known_defects
+from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, weights_version
+from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.layer_groups import (
-    LayerKind,
+    RankLayerGroup,
     groups_of,
-    layer_kinds,
     place_of,
-    shared_kinds,
+    rank_layer_groups,
+    shared_layer_groups,
 )
 from vllm_kvpool.vllm_adapt.namespace import UNNAMED, engine_namespace
 
@@ -53,7 +53,7 @@ class EngineFacts:
     """
 
     shape: ModelShape
-    kinds: tuple[LayerKind, ...]
+    layer_groups: tuple[RankLayerGroup, ...]
     media_are_named: bool
     values: Mapping[str, Any] = field(default_factory=dict)
     defects: tuple[Defect, ...] = ()
@@ -64,9 +64,12 @@ class EngineFacts:
         return all(defect.saves_base for defect in self.defects)
 
     @property
-    def told_kind(self) -> LayerKind:
-        """The kind that stands for all where one is told of: one whose blocks are all kept."""
-        return next((kind for kind in self.kinds if kind.reach.is_whole), self.kinds[0])
+    def reference_group(self) -> RankLayerGroup:
+        """The layer group that stands for all in events: one whose blocks are all kept."""
+        return next(
+            (layer_group for layer_group in self.layer_groups if layer_group.window.is_full),
+            self.layer_groups[0],
+        )
 
 
 def role_of(vllm_config: "VllmConfig") -> Role:
@@ -75,12 +78,12 @@ def role_of(vllm_config: "VllmConfig") -> Role:
     return Role(vllm_config.kv_transfer_config.kv_role)
 
 
-def first_epoch(vllm_config: "VllmConfig") -> str:
+def first_weights_version(vllm_config: "VllmConfig") -> str:
     """What the weights are that the engine starts with, in the words of `weights_version.py`."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
-    return weights_version.first_epoch(str(model.model), model.revision)
+    return weights_version.first_weights_version(str(model.model), model.revision)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
@@ -106,14 +109,14 @@ def read_engine(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
             "a checkpoint with static scales or another kv_cache_dtype"
         )
-    kinds = layer_kinds(vllm_config, kv_cache_config)
-    shared = shared_kinds(vllm_config, kinds, config)
+    layer_groups = rank_layer_groups(vllm_config, kv_cache_config)
+    shared = shared_layer_groups(vllm_config, layer_groups, config)
     context = shared[0].topology.context
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
-    groups = groups_of(kv_cache_config, kinds, context)
+    groups = groups_of(kv_cache_config, layer_groups, context)
     if config.layerwise:
-        refuse_layerwise(vllm_config, kinds, groups)
+        refuse_layerwise(vllm_config, layer_groups, groups)
     loads = GroupTables(groups).resumes or compat.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
@@ -124,10 +127,12 @@ def read_engine(
     defects = known_defects(vllm_config)
     identity = UNNAMED
     if with_namespace:
-        identity = engine_namespace(vllm_config, config, [kind.spec for kind in kinds], shared)
+        identity = engine_namespace(
+            vllm_config, config, [layer_group.spec for layer_group in layer_groups], shared
+        )
     shape = ModelShape(
         namespace=identity.namespace,
-        kinds=shared,
+        layer_groups=shared,
         groups=groups,
         num_blocks=kv_cache_config.num_blocks,
         num_ranks=ranks,
@@ -136,14 +141,16 @@ def read_engine(
         in_lockstep=parallel.data_parallel_size > 1,
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
-    return EngineFacts(shape, kinds, media_are_named, identity.values, defects)
+    return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects)
 
 
 def refuse_layerwise(
-    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], groups: Sequence[Group]
+    vllm_config: "VllmConfig",
+    layer_groups: Sequence[RankLayerGroup],
+    groups: Sequence[KVCacheGroup],
 ) -> None:
     """ConfigError where a layer's load that fails in the middle of a step would do harm."""
-    if len(kinds) > 1 or not GroupTables(groups).resumes:
+    if len(layer_groups) > 1 or not GroupTables(groups).resumes:
         raise ConfigError(
             "layerwise needs a model whose layers are all in one KV cache group, of one form, and "
             "all attend to the whole prompt, for vLLM cannot take a step back in others; leave "
@@ -179,9 +186,9 @@ def refuse_layerwise(
 
 def layer_spans(facts: EngineFacts, vllm_config: "VllmConfig") -> Mapping[str, int]:
     """The layers of this rank by name -> the first layer of their cells, for layered loads."""
-    names = [name for name, _ in facts.kinds[0].layers]
+    names = [name for name, _ in facts.layer_groups[0].layers]
     place = rank_place(vllm_config)
-    cells = facts.shape.kinds[0].topology.local_cells(place.tp_rank, place.pp_rank)
+    cells = facts.shape.layer_groups[0].topology.local_cells(place.tp_rank, place.pp_rank)
     return {
         name: cell.layer_start
         for cell in cells
@@ -203,31 +210,31 @@ def layer_pages(
     vllm_config: "VllmConfig",
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
-    """The page format of every local layer, kind by kind, in model order."""
+    """The page format of every local layer, group by group, in model order."""
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
-    ascend_pages.refuse_options(vllm_config.additional_config)
+    ascend.refuse_options(vllm_config.additional_config)
     pages = []
-    for kind, shared in zip(facts.kinds, facts.shape.kinds, strict=True):
+    for layer_group, shared in zip(facts.layer_groups, facts.shape.layer_groups, strict=True):
         start, stop = shared.topology.stages[stage]
-        if tuple(place_of(name) for name, _ in kind.layers) != shared.layers[start:stop]:
+        if tuple(place_of(name) for name, _ in layer_group.layers) != shared.layers[start:stop]:
             raise ConfigError(
-                f"{len(kind.layers)} of {stop - start} layers of this pipeline stage have KV of "
-                "their own, or other layers than expected; such a model can be shared without "
-                "pipeline parallelism only"
+                f"{len(layer_group.layers)} of {stop - start} layers of this pipeline stage "
+                "have KV of their own, or other layers than expected; such a model can be shared "
+                "without pipeline parallelism only"
             )
-        expected = ascend_pages.Expected(
+        expected = ascend.Expected(
             num_blocks=facts.shape.num_blocks,
-            block_size=kind.spec.block_size,
+            block_size=layer_group.spec.block_size,
             num_heads=shared.topology.heads_per_rank,
-            key_bytes=kind.key_bytes,
-            value_bytes=kind.row_bytes - kind.key_bytes,
-            is_latent=kind.is_latent,
+            key_bytes=layer_group.key_bytes,
+            value_bytes=layer_group.row_bytes - layer_group.key_bytes,
+            is_latent=layer_group.is_latent,
         )
-        for each in kind.groups:  # layers of several groups lie in the same memory
-            names = [name for name, group in kind.layers if group == each]
-            ascend_pages.refuse_repeated(names, kv_caches)
-        for name, group in kind.layers:
+        for each in layer_group.groups:  # layers of several groups lie in the same memory
+            names = [name for name, group in layer_group.layers if group == each]
+            ascend.refuse_repeated(names, kv_caches)
+        for name, group in layer_group.layers:
             layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
             pages.append(replace(layer, group=group))
     return tuple(pages)
@@ -236,17 +243,17 @@ def layer_pages(
 def _pages_of(
     name: str,
     value: Any,
-    expected: ascend_pages.Expected,
+    expected: ascend.Expected,
     vllm_config: "VllmConfig",
     device: Device,
 ) -> LayerPages:
-    if not ascend_pages.is_vllm_tensor(value):
-        return ascend_pages.from_registered(name, value, expected, device)
+    if not ascend.is_vllm_tensor(value):
+        return ascend.from_registered(name, value, expected, device)
     # Pages may be cut finer for the attention kernel than the scheduler's blocks.
     ratio = expected.block_size // value.shape[2]
     if value.device.type != "cpu" or expected.is_latent:
         return page_formats.from_token_content(value, blocks_per_id=ratio)
-    return cpu_pages.layer_pages(
+    return page_specs.cpu_layer_pages(
         value, expected.key_bytes, expected.value_bytes, vllm_config, blocks_per_id=ratio
     )
 
@@ -325,7 +332,7 @@ def gather_in_stage(data: bytes) -> list[bytes]:
 
 def device_of(kv_caches: Mapping[str, Any]) -> Device:
     """The device that the pages lie on: one for all of a rank's layers."""
-    places = {t.device for value in kv_caches.values() for t in ascend_pages.tensors_of(value)}
+    places = {t.device for value in kv_caches.values() for t in ascend.tensors_of(value)}
     if len(places) != 1:
         found = ", ".join(sorted(map(str, places))) or "no tensors"
         raise ConfigError(f"the KV cache of a rank must lie on one device, found {found}")
@@ -338,8 +345,8 @@ def scheduler_device() -> Device:
     It holds no pages. On NPUs it is the first card that the process sees, as for vLLM-Ascend's
     own pool.
     """
-    kind = compat.device_type()
-    return device_for(torch.device(kind, 0) if kind == "npu" else torch.device("cpu"))
+    name = compat.device_type()
+    return device_for(torch.device(name, 0) if name == "npu" else torch.device("cpu"))
 
 
 def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Copier:

@@ -1,7 +1,7 @@
 """What the pool holds as vLLM's KV cache events, with vLLM's own block hashes.
 
 Owned by the scheduler's thread; exists only where `kv_events_config.enable_kv_cache_events` is on.
-Of a model with several kinds of layers, the blocks of one kind stand for all. A chunk is announced
+Of a model with several layer groups, the blocks of one group stand for all. A chunk is announced
 when the stores have every cell of every rank, or every rank has its cells in host memory; see
 `scheduler/kv_event_tracker.py`. vLLM publishes what `take` gives with its own events, at the end of
 a step: `has_pending` asks for further steps, for a bounded time, while there is more to say.
@@ -30,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from vllm_kvpool.identity.keys import Namespace, group_of, in_epoch
+from vllm_kvpool.identity.keys import Namespace, chunk_id_of, with_weights
 from vllm_kvpool.scheduler.kv_event_tracker import (
     Announcement,
     BlocksRemoved,
@@ -46,7 +46,7 @@ from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.storage.base import Capabilities
 from vllm_kvpool.transfer.ops import LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat
-from vllm_kvpool.vllm_adapt.layer_groups import LayerKind
+from vllm_kvpool.vllm_adapt.layer_groups import RankLayerGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,28 +103,28 @@ class KVEvents:
         self,
         vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
-        kind: LayerKind,
+        layer_group: RankLayerGroup,
         namespace: Namespace,
         chunk_tokens: int,
         num_ranks: int,
         tiers: Sequence[Capabilities],
-        mirror: HostCacheIndex,
+        host: HostCacheIndex,
         check: Callable[[PresenceCheck], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
-        self._mirror = mirror
+        self._host = host
         self._clock = clock
-        self._kind = kind.name
-        spec = kind.spec
+        self._layer_group = layer_group.name
+        spec = layer_group.spec
         self._block_size = (
             spec.block_size * vllm_config.parallel_config.decode_context_parallel_size
         )
         _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._common = {
             "block_size": self._block_size,
-            "group_idx": kind.groups[0],
+            "group_idx": layer_group.groups[0],
             "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
             "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
         }
@@ -146,7 +146,7 @@ class KVEvents:
         self._look_at = clock() + LOOK_EVERY_S
         self._requests: dict[str, _Live] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
-        self._epoch = ""
+        self._weights_version = ""
         self._planned_at = float("-inf")
 
     # Requests and plans
@@ -159,12 +159,12 @@ class KVEvents:
         """A request has ended."""
         self._ended.append(request_id)
 
-    def planned(self, plan: StepPlan, epoch: str) -> None:
-        """What the workers are told in this step, under the weights of that epoch."""
-        if epoch != self._epoch:
+    def planned(self, plan: StepPlan, weights_version: str) -> None:
+        """What the workers are told in this step, under that version of the weights."""
+        if weights_version != self._weights_version:
             self.reset()
-            self._epoch = epoch
-        if self._mirror.num_ranks:
+            self._weights_version = weights_version
+        if self._host.num_ranks:
             for load in plan.loads:
                 self._learn(load, load.first_chunk)
             for prefetch in plan.prefetches:
@@ -199,19 +199,19 @@ class KVEvents:
                     chunks,
                     random.randrange(MAX_CELLS),
                     lambda gone: self._looked.put((medium, gone)),
-                    self._epoch,
+                    self._weights_version,
                 )
             )
         self._num_looks += 1
 
     def _name(self, chunk_hash: bytes) -> str:
-        namespace = in_epoch(self._namespace, self._epoch)
-        return group_of(namespace, chunk_hash.hex(), self._kind)
+        namespace = with_weights(self._namespace, self._weights_version)
+        return chunk_id_of(namespace, chunk_hash.hex(), self._layer_group)
 
     def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> list[str]:
         """What the plan's chunks are called; none of them if it is of other weights."""
         live = self._requests.get(plan.request_id)
-        if live is None or plan.epoch != self._epoch:
+        if live is None or plan.weights_version != self._weights_version:
             return []
         names = [self._name(chunk_hash) for chunk_hash in plan.hashes]
         for chunk, name in enumerate(names, first):
@@ -264,12 +264,12 @@ class KVEvents:
     # What has become of it
 
     def apply(self, report: StepReport) -> None:
-        """Take what the workers say; `mirror` has been told of it before."""
+        """Take what the workers say; the index of host memory has been told before."""
         for job_id, how in report.stored.items():
             self._announcer.ended(job_id, how)
         for change in report.host.values():
             for chunk in change.added:
-                if self._mirror.has(chunk):
+                if self._host.has(chunk):
                     self._announcer.stored(chunk, HOST)
             for chunk in change.removed:
                 self._announcer.gone(chunk, HOST)

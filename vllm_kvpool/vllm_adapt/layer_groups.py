@@ -1,8 +1,8 @@
-"""vLLM's KV cache groups -> kinds of layers, and what of them can be shared.
+"""vLLM's KV cache groups -> layer groups, and what of them can be shared.
 
 vLLM splits layers over groups by its own needs: the same model has other groups in another release
-or pipeline, and a group may hold layers of several forms. What is alike in all of them is the kind
-of a layer: how far it looks back and what its rows are. Layers are counted within their kind.
+or pipeline, and one may hold layers of several forms. A layer group is the same in all of them:
+layers that look equally far back and have rows of one form. Layers are counted within their group.
 """
 
 import math
@@ -30,15 +30,15 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import (
-    WHOLE,
+    FULL_ATTENTION,
+    AttentionWindow,
     Context,
-    Group,
-    Kind,
-    Reach,
+    KVCacheGroup,
+    LayerGroup,
     Topology,
     default_layer_span,
 )
-from vllm_kvpool.vllm_adapt import ascend_pages, compat, page_specs
+from vllm_kvpool.vllm_adapt import ascend, compat, page_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,15 +63,15 @@ _NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKind:
-    """A kind of layers as vLLM has it. `spec` is one rank's; `groups` may hold its layers.
+class RankLayerGroup:
+    """What one rank has of a layer group. `spec` is one rank's; vLLM's `groups` hold its layers.
 
     `layers` are this rank's: names and their groups, in model order.
     """
 
     name: str
     spec: Any
-    reach: Reach
+    window: AttentionWindow
     groups: tuple[int, ...]
     layers: tuple[tuple[str, int], ...]
 
@@ -92,8 +92,10 @@ class LayerKind:
         return int(self.spec.head_size) * item
 
 
-def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tuple[LayerKind, ...]:
-    """The kinds of this model's layers; ConfigError for what cannot be shared.
+def rank_layer_groups(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
+) -> tuple[RankLayerGroup, ...]:
+    """The layer groups of this model; ConfigError for what cannot be shared.
 
     Layers of a draft model are left out: their KV belongs to no position of the target. So are
     layers that attend to the KV of another layer: they have no pages of their own, and whether
@@ -101,7 +103,7 @@ def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tu
     """
     total = num_own_layers(vllm_config)
     _check_skipped_layers(vllm_config)
-    found: dict[tuple[object, ...], LayerKind] = {}
+    found: dict[tuple[object, ...], RankLayerGroup] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         if _is_drafts(group.layer_names, total):
             continue
@@ -110,33 +112,39 @@ def layer_kinds(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> tu
             form = _form(spec)
             known = found.get(form)
             if known is None:
-                name = _kind_name(spec, _reach(spec), _num_heads(vllm_config, spec))
-                known = LayerKind(name, spec, _reach(spec), (), ())
+                name = _group_name(spec, _window_of(spec), _num_heads(vllm_config, spec))
+                known = RankLayerGroup(name, spec, _window_of(spec), (), ())
             groups = tuple(dict.fromkeys((*known.groups, i)))
             layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
             found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
     if not found:
         raise ConfigError("this model has no attention layers whose KV could be shared")
     if len(found) == 1:
-        [kind] = found.values()
-        return (replace(kind, name=""),)
-    return tuple(sorted(_told_apart(list(found.values())), key=lambda kind: kind.name))
+        [layer_group] = found.values()
+        return (replace(layer_group, name=""),)
+    return tuple(
+        sorted(_told_apart(list(found.values())), key=lambda layer_group: layer_group.name)
+    )
 
 
-def _told_apart(kinds: Sequence[LayerKind]) -> Iterator[LayerKind]:
-    """The same kinds, where rows of equal size and different form have different names."""
-    names = Counter(kind.name for kind in kinds)
-    for kind in kinds:
-        spec = kind.spec
+def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
+    """The same groups, where rows of equal size and different form have different names."""
+    names = Counter(layer_group.name for layer_group in layer_groups)
+    for layer_group in layer_groups:
+        spec = layer_group.spec
         form = f"{spec.head_size}x{spec.dtype}-{spec.kv_quant_mode.name}".replace("torch.", "")
-        yield kind if names[kind.name] == 1 else replace(kind, name=f"{kind.name}-{form.lower()}")
+        yield (
+            layer_group
+            if names[layer_group.name] == 1
+            else replace(layer_group, name=f"{layer_group.name}-{form.lower()}")
+        )
 
 
 def _form(spec: Any) -> tuple[object, ...]:
-    """What layers of one kind have in common."""
+    """What the layers of a group have in common."""
     return (
         type(spec),
-        _reach(spec),
+        _window_of(spec),
         compat.row_bytes(spec),
         spec.num_kv_heads,
         (spec.head_size, compat.value_head_size(spec)),
@@ -210,30 +218,32 @@ def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
         )
 
 
-def _kind_name(spec: Any, reach: Reach, num_heads: int) -> str:
+def _group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
     """The same for the same layers in every engine, whatever its parallelism."""
-    if reach.window:
+    if window.sliding:
         name = f"window{spec.sliding_window}"
-    elif reach.local_tokens:
-        name = f"local{reach.local_tokens}"
+    elif window.local:
+        name = f"local{window.local}"
     else:
         name = "full"
     return f"{name}-{num_heads}x{compat.row_bytes(spec)}"
 
 
-def _reach(spec: Any) -> Reach:
+def _window_of(spec: Any) -> AttentionWindow:
     if isinstance(spec, SlidingWindowSpec):
         # A drafting model may have the engine keep a few tokens more.
-        return Reach(window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+        return AttentionWindow(
+            sliding=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+        )
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return Reach(local_tokens=spec.attention_chunk_size)
-    return WHOLE
+        return AttentionWindow(local=spec.attention_chunk_size)
+    return FULL_ATTENTION
 
 
 def _check_spec(spec: Any) -> None:
     """Refuse, by name, what cannot be cut by token and head."""
     page_specs.check_spec(spec)
-    if type(spec) not in SHAREABLE_SPECS and not ascend_pages.is_plain_latent(spec):
+    if type(spec) not in SHAREABLE_SPECS and not ascend.is_plain_latent(spec):
         raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
 
 
@@ -272,37 +282,39 @@ def place_of(name: str) -> tuple[int, ...]:
     return place
 
 
-def shared_kinds(
+def shared_layer_groups(
     vllm_config: "VllmConfig",
-    kinds: Sequence[LayerKind],
+    layer_groups: Sequence[RankLayerGroup],
     config: KVPoolConfig,
-) -> tuple[Kind, ...]:
-    """How the layers of each kind are cut into cells."""
-    context = context_of(vllm_config, kinds, config)
+) -> tuple[LayerGroup, ...]:
+    """How the layers of each group are cut into cells."""
+    context = context_of(vllm_config, layer_groups, config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     shared = []
-    for kind, (layers, stages) in zip(kinds, _layers_and_stages(vllm_config, kinds), strict=True):
+    for layer_group, (layers, stages) in zip(
+        layer_groups, _layers_and_stages(vllm_config, layer_groups), strict=True
+    ):
         topology = Topology(
-            num_heads=_num_heads(vllm_config, kind.spec),
+            num_heads=_num_heads(vllm_config, layer_group.spec),
             tp_size=tp_size,
             stages=stages,
             layer_span=config.layer_span
-            or default_layer_span(len(layers), kind.row_bytes, config.chunk_tokens),
+            or default_layer_span(len(layers), layer_group.row_bytes, config.chunk_tokens),
             per_head=config.per_head_storage,
-            kind=kind.name,
+            layer_group=layer_group.name,
             context=context,
         )
-        if kind.spec.num_kv_heads != topology.heads_per_rank:
+        if layer_group.spec.num_kv_heads != topology.heads_per_rank:
             raise ConfigError(
-                f"a rank holds {kind.spec.num_kv_heads} KV heads where {topology.heads_per_rank} "
-                "were expected; this model's heads cannot be shared"
+                f"a rank holds {layer_group.spec.num_kv_heads} KV heads where "
+                f"{topology.heads_per_rank} were expected; this model's heads cannot be shared"
             )
-        shared.append(Kind(topology, kind.row_bytes, kind.reach, layers))
+        shared.append(LayerGroup(topology, layer_group.row_bytes, layer_group.window, layers))
     return tuple(shared)
 
 
 def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
-    """The KV heads of the whole model in layers of a kind, which may differ between kinds."""
+    """The KV heads of the whole model in the layers of a group; groups may differ."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
     total = int(vllm_config.model_config.get_total_num_kv_heads())
@@ -351,16 +363,16 @@ _Stages = tuple[tuple[int, int], ...]
 
 
 def _layers_and_stages(
-    vllm_config: "VllmConfig", kinds: Sequence[LayerKind]
+    vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup]
 ) -> list[tuple[_Layers, _Stages]]:
-    """Of each kind, the model's layers of all pipeline ranks, and which of them each rank has.
+    """Of each group, the model's layers of all pipeline ranks, and which of them each rank has.
 
     The scheduler sees one stage's layer names only, so those of others are derived; every rank
     checks its own (`engine.layer_pages`).
     """
     total = vllm_config.model_config.get_total_num_hidden_layers()
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    here = [tuple(place_of(name) for name, _ in kind.layers) for kind in kinds]
+    here = [tuple(place_of(name) for name, _ in layer_group.layers) for layer_group in layer_groups]
     if pp_size == 1:
         return [(layers, ((0, len(layers)),)) for layers in here]
     if any(len(place) > 1 or place[0] >= total for layers in here for place in layers):
@@ -369,21 +381,27 @@ def _layers_and_stages(
             "parallelism only; set pipeline_parallel_size to 1"
         )
     bounds = [get_pp_indices(total, rank, pp_size) for rank in range(pp_size)]
-    of_layer = [0] * total if len(kinds) == 1 else _kind_of_each_layer(vllm_config, kinds)
+    of_layer = (
+        [0] * total if len(layer_groups) == 1 else _group_of_each_layer(vllm_config, layer_groups)
+    )
     found: list[tuple[_Layers, _Stages]] = []
-    for i in range(len(kinds)):
+    for i in range(len(layer_groups)):
         layers = tuple((layer,) for layer in range(total) if of_layer[layer] == i)
         counts = [of_layer[start:stop].count(i) for start, stop in bounds]
         found.append((layers, tuple(pairwise(accumulate(counts, initial=0)))))
     return found
 
 
-def _kind_of_each_layer(vllm_config: "VllmConfig", kinds: Sequence[LayerKind]) -> list[int]:
-    """The kind of every layer of the whole model, by its configuration."""
+def _group_of_each_layer(
+    vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup]
+) -> list[int]:
+    """The group of every layer of the whole model, by its configuration."""
     types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
     of_type = {}
     for layer_type, prefix in _LAYER_TYPES.items():
-        fitting = [i for i, kind in enumerate(kinds) if kind.name.startswith(prefix)]
+        fitting = [
+            i for i, layer_group in enumerate(layer_groups) if layer_group.name.startswith(prefix)
+        ]
         if len(fitting) == 1:
             of_type[layer_type] = fitting[0]
     if len(types) != vllm_config.model_config.get_total_num_hidden_layers() or not all(
@@ -397,7 +415,7 @@ def _kind_of_each_layer(vllm_config: "VllmConfig", kinds: Sequence[LayerKind]) -
 
 
 def context_of(
-    vllm_config: "VllmConfig", kinds: Sequence[LayerKind], config: KVPoolConfig
+    vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup], config: KVPoolConfig
 ) -> Context:
     """Context parallelism, if its pages can be told apart by token."""
     parallel = vllm_config.parallel_config
@@ -413,7 +431,7 @@ def context_of(
         )
     if context.dcp_size == 1:
         return context
-    if not all(getattr(kind.spec, "dcp_sharded", True) for kind in kinds):
+    if not all(getattr(layer_group.spec, "dcp_sharded", True) for layer_group in layer_groups):
         raise ConfigError(
             "this model keeps layers that decode context parallelism deals out beside others that "
             "it does not; set decode_context_parallel_size to 1"
@@ -428,15 +446,17 @@ def context_of(
 
 
 def groups_of(
-    kv_cache_config: KVCacheConfig, kinds: Sequence[LayerKind], context: Context
-) -> tuple[Group, ...]:
+    kv_cache_config: KVCacheConfig, layer_groups: Sequence[RankLayerGroup], context: Context
+) -> tuple[KVCacheGroup, ...]:
     """vLLM's KV cache groups, in its order."""
-    reach_of = {group: kind.reach for kind in kinds for group in kind.groups}
+    window_of = {
+        group: layer_group.window for layer_group in layer_groups for group in layer_group.groups
+    }
     return tuple(
-        Group(
+        KVCacheGroup(
             block_size=group.kv_cache_spec.block_size * context.dcp_size,
-            reach=reach_of.get(i, WHOLE),
-            shared=i in reach_of,
+            window=window_of.get(i, FULL_ATTENTION),
+            shared=i in window_of,
         )
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     )

@@ -19,7 +19,7 @@ from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.identity.weights import known_sample
-from vllm_kvpool.layout.topology import Kind
+from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import FORMAT_VERSION
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.factors import (
@@ -139,9 +139,9 @@ def engine_namespace(
     vllm_config: "VllmConfig",
     config: KVPoolConfig,
     specs: Sequence[Any],
-    kinds: Sequence[Kind],
+    layer_groups: Sequence[LayerGroup],
 ) -> Identity:
-    """The namespace of an engine's cells. `specs` are vLLM's, of each kind of layers.
+    """The namespace of an engine's cells. `specs` are vLLM's, of each layer group.
 
     Reads the model's files; raises OSError.
     """
@@ -150,7 +150,7 @@ def engine_namespace(
         "format": FORMAT_VERSION,
         "scheme": SCHEME.decode(),
         "chunk_tokens": config.chunk_tokens,
-        "kinds": [_kind_values(*each) for each in zip(specs, kinds, strict=True)],
+        "kinds": [_group_values(*each) for each in zip(specs, layer_groups, strict=True)],
         # Numbers are stored as this machine has them.
         "byte_order": sys.byteorder,
         "rope": _rope(model.hf_text_config, model.max_model_len),
@@ -196,14 +196,14 @@ def model_values(
     return values
 
 
-def _kind_values(spec: Any, kind: Kind) -> dict[str, Any]:
-    topology = kind.topology
+def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
+    topology = layer_group.topology
     return {
-        "kind": kind.name,
+        "kind": layer_group.name,
         "heads": topology.num_heads,
-        # Keys count layers within their kind.
-        "layers": kind.layers,
-        "row_bytes": kind.row_bytes,
+        # Keys count layers within their group.
+        "layers": layer_group.layers,
+        "row_bytes": layer_group.row_bytes,
         "head_sizes": (spec.head_size, compat.value_head_size(spec)),
         "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
         "latent": isinstance(spec, MLAAttentionSpec),
@@ -277,8 +277,8 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         # Random weights are drawn per rank.
         tp = vllm_config.parallel_config.tensor_parallel_size
         return f"dummy:{model.seed}:tp{tp}"
-    directory = local_directory(str(model.model), model.revision)
-    sampled = known_sample(directory) if directory is not None else None
+    weights = local_weights(str(model.model), model.revision)
+    sampled = known_sample(weights) if weights is not None else None
     if sampled is not None:
         return f"sample:{sampled}"
     logger.warning(
@@ -287,6 +287,12 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
+
+
+def local_weights(name: str, revision: str | None) -> Path | None:
+    """Where the weights of a model lie, without asking any network: a directory, or one file."""
+    path = Path(name)
+    return path if path.is_file() else local_directory(name, revision)
 
 
 def local_directory(name: str, revision: str | None) -> Path | None:

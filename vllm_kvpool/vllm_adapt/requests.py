@@ -31,10 +31,10 @@ _COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 class AdapterDigests:
     """Content digests of LoRA adapters as they were when this engine first met them.
 
-    Owned by the lookup thread. Keyed by the adapter's id too: another content at the same path
-    comes with another id, or says `load_inplace`. An adapter whose files have changed since has no
-    digest: the engine keeps the old weights in memory, until it lets them go for want of places
-    (`max_cpu_loras`) or by `remove_lora`, and then reads the new ones under the same id.
+    Owned by the thread that reads adapters. Keyed by the adapter's id too: another content at the
+    same path comes with another id, or says `load_inplace`. An adapter whose files have changed
+    since has no digest: the engine keeps the old weights in memory, until it lets them go for want
+    of places (`max_cpu_loras`) or by `remove_lora`, and then reads the new ones under the same id.
     """
 
     def __init__(self) -> None:
@@ -123,6 +123,7 @@ class VllmRequest:
         media_named = media_are_named and not any(
             _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
         )
+        self.reads_files = request.lora_request is not None
         # A streaming request rewrites its tokens in place.
         self.shareable = not request.resumable and (media_named or not request.mm_features)
 
@@ -152,7 +153,7 @@ class VllmRequest:
         return tokens
 
     def identity(self) -> RequestIdentity | None:
-        """What shapes this request's KV besides its tokens. Lookup thread; raises OSError."""
+        """What shapes this request's KV besides its tokens. Raises OSError; see `RequestView`."""
         request = self._request
         adapter = b""
         if (lora := request.lora_request) is not None:

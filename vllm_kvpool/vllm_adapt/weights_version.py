@@ -3,28 +3,122 @@
 vLLM tells connectors neither. So the methods of its engine through which users reach the weights
 are wrapped, once in a process, where they exist; they run in the scheduler's process, between two
 steps. A call that is not known to be harmless counts as a change, also if it fails: it may have
-changed some of the weights. Models of this process are looked at besides (`parameters.py`).
+changed some of the weights.
+
+Where worker and scheduler share a process, a training loop may set weights without any call of the
+engine's. So `load_weights` of its models is wrapped, too, and a few bytes of each parameter are
+compared whenever the engine's own prefix cache is emptied (`Models`): a change of weights
+needs that anyway. An update that spares all of those bytes is not seen.
 
 While vLLM pauses or puts an engine to sleep it resets the connector along with its own caches. The
 pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.
 """
 
 import functools
+import hashlib
 import logging
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
 from vllm_kvpool.identity.weights import known_sample, sample_weights, tensor_names
-from vllm_kvpool.vllm_adapt.namespace import local_directory
-from vllm_kvpool.vllm_adapt.parameters import Models
+from vllm_kvpool.vllm_adapt.namespace import local_weights
 
 logger = logging.getLogger(__name__)
 
-EPOCH_BYTES = 16
+BYTES_OF_EACH = 64  # of a parameter
+ITEMS_OF_EACH = 8  # in every dimension, where a parameter is not in one piece
+MOST_FRAMES = 16
+
+
+class Models:
+    """The models of this process. Scheduler's thread, which is the model's where both matter."""
+
+    def __init__(self, on_load: Callable[[], None], is_asleep: Callable[[], bool]) -> None:
+        self._on_load = on_load
+        self._is_asleep = is_asleep  # their memory must not be touched
+        self._seen: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+
+    def watch_callers(self) -> None:
+        """Watch the model of the worker that calls us, up the stack: vLLM hands connectors no
+        reference to it."""
+        for owner in _selves_of_callers():
+            get_model = getattr(owner, "get_model", None)
+            model = get_model() if get_model is not None else None
+            if isinstance(model, torch.nn.Module):
+                self._watch(model)
+                return
+
+    def have_changed(self) -> bool:
+        """Whether any parameter differs from what it was when last looked at."""
+        before = dict(self._seen)
+        self.look()
+        return any(seen != before[model] for model, seen in self._seen.items() if model in before)
+
+    def look(self) -> None:
+        """Remember how the parameters are now."""
+        if not self._is_asleep():
+            for model in list(self._seen):
+                self._seen[model] = _sample(model)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        self._seen[model] = _sample(model)
+        load = getattr(model, "load_weights", None)
+        if load is None or hasattr(load, MARK):
+            return
+
+        @functools.wraps(load)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(*args, **kwargs)
+            finally:
+                self._on_load()
+
+        setattr(load_weights, MARK, True)
+        model.__dict__["load_weights"] = load_weights  # beside its parameters, not among them
+
+
+def _selves_of_callers() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    for _ in range(MOST_FRAMES):
+        yield frame.f_locals.get("self")
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _sample(model: torch.nn.Module) -> bytes:
+    """A digest of a few bytes of every parameter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        if parameter.numel() and not parameter.is_meta:
+            digest.update(_some_bytes(parameter.detach()).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _some_bytes(data: torch.Tensor) -> torch.Tensor:
+    """Bytes at about equal distances. `data` may be a part of a storage that others share."""
+    item = data.element_size()
+    span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+    if span != data.numel():  # with gaps
+        steps = (slice(None, None, _step(n, ITEMS_OF_EACH)) for n in data.shape)
+        return data[tuple(steps)].flatten().view(torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8, device=data.device)
+    whole.set_(data.untyped_storage(), data.storage_offset() * item, (span * item,), (1,))
+    return whole[:: _step(span * item, BYTES_OF_EACH)][: BYTES_OF_EACH * 2]
+
+
+def _step(count: int, wanted: int) -> int:
+    """An odd step meets other bytes of the elements than only their first."""
+    return max(1, count // wanted) | 1
+
+
+VERSION_BYTES = 16
 SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
 MARK = "_kvpool_watches"
 
@@ -67,15 +161,15 @@ class Files(NamedTuple):
 class Watcher(Protocol):
     """Who is told."""
 
-    def weights_changed(self, epoch: str) -> None:
-        """The weights are others now; `epoch` says which, or is drawn by chance."""
+    def weights_changed(self, weights_version: str) -> None:
+        """The weights have changed; the version is known, or drawn by chance."""
 
 
 class Model(NamedTuple):
     """Whose weights a watcher is told of, and what they were when it began."""
 
     config: Any
-    epoch: str
+    weights_version: str
     tensors: frozenset[str]
 
 
@@ -99,7 +193,7 @@ def watch(watcher: Watcher, config: Any) -> None:
     `config` is vLLM's of the model: a process may have several engines.
     """
     files = Files(str(config.model), config.revision)
-    _watchers[watcher] = Model(config, first_epoch(*files), _tensors_of(files))
+    _watchers[watcher] = Model(config, first_weights_version(*files), _tensors_of(files))
 
 
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
@@ -112,20 +206,20 @@ def is_pausing() -> bool:
     return _num_pauses > 0
 
 
-def epoch_of_files(model: str, revision: str | None = None) -> str:
-    """The epoch of weights read from files now; drawn by chance if those are not at hand."""
-    return _epoch(sample_weights, model, revision)
+def version_of_files(model: str, revision: str | None = None) -> str:
+    """The version of weights read from files now; drawn by chance if those are not at hand."""
+    return _weights_version(sample_weights, model, revision)
 
 
-def first_epoch(model: str, revision: str | None = None) -> str:
+def first_weights_version(model: str, revision: str | None = None) -> str:
     """The same of an engine that starts, whose files are read once in a process."""
-    return _epoch(known_sample, model, revision)
+    return _weights_version(known_sample, model, revision)
 
 
-def _epoch(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
+def _weights_version(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
     try:
-        directory = local_directory(model, revision)
-        sampled = sample(directory) if directory is not None else None
+        path = local_weights(model, revision)
+        sampled = sample(path) if path is not None else None
     except OSError:
         sampled = None
     return f"sample:{sampled}" if sampled else _drawn()
@@ -133,26 +227,26 @@ def _epoch(sample: Callable[[Path], str | None], model: str, revision: str | Non
 
 def _tensors_of(files: Files) -> frozenset[str]:
     try:
-        directory = local_directory(*files)
-        return tensor_names(directory) if directory is not None else frozenset()
+        path = local_weights(*files)
+        return tensor_names(path) if path is not None else frozenset()
     except OSError:
         return frozenset()
 
 
-def _epoch_of_all(config: Any, files: Files) -> str | None:
-    """The epoch of weights all of which come from these files; None if some may stay."""
-    epoch = epoch_of_files(*files)
+def _version_of_all(config: Any, files: Files) -> str | None:
+    """The version of weights all of which come from these files; None if some may stay."""
+    weights_version = version_of_files(*files)
     first = next((model for model in _watchers.values() if model.config is config), None)
-    if first is None or epoch == first.epoch:
-        return epoch
-    return epoch if first.tensors and first.tensors <= _tensors_of(files) else None
+    if first is None or weights_version == first.weights_version:
+        return weights_version
+    return weights_version if first.tensors and first.tensors <= _tensors_of(files) else None
 
 
 def _drawn() -> str:
-    return f"drawn:{secrets.token_hex(EPOCH_BYTES)}"
+    return f"drawn:{secrets.token_hex(VERSION_BYTES)}"
 
 
-def tell(why: str, epoch: str | None = None, config: object = None) -> None:
+def tell(why: str, weights_version: str | None = None, config: object = None) -> None:
     """The weights of a model have changed; of which one, and to what, if that is known.
 
     Two engines never hear the same unless both are known to have the same weights.
@@ -163,7 +257,9 @@ def tell(why: str, epoch: str | None = None, config: object = None) -> None:
         models.look()  # else somebody may still have to hear of what it would show
     for watcher in told:
         logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
-        watcher.weights_changed(epoch if known and epoch is not None else _drawn())
+        watcher.weights_changed(
+            weights_version if known and weights_version is not None else _drawn()
+        )
 
 
 def own_cache_was_reset() -> None:
@@ -219,19 +315,19 @@ def _rpc(
     is_reload = method == "reload_weights"
     files = _files_of_reload(core, *args, **(kwargs or {})) if is_reload else None
     config = core.vllm_config.model_config
-    before = files and _epoch_of_all(config, files)
+    before = files and _version_of_all(config, files)
     if files is not None or not is_reload:
         _reloaded[core] = None
-    epoch = None
+    weights_version = None
     try:
         result = call(core, method, timeout, args, kwargs)
         if files is not None:
             _reloaded[core] = files
-            if before == _epoch_of_all(config, files):  # else they were written to meanwhile
-                epoch = before
+            if before == _version_of_all(config, files):  # else they were written to meanwhile
+                weights_version = before
         return result
     finally:
-        tell(str(why), epoch, config)
+        tell(str(why), weights_version, config)
 
 
 def _files_of_reload(

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_kvpool.identity.keys import kind_of_group
+from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.scheduler.load_cost import idle_wait_s
+from vllm_kvpool.scheduler.loads import idle_wait_s
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.transfer.executor import Executor
@@ -92,7 +92,7 @@ class PoolWorker:
         self.tells_stored = False
         """Whether the scheduler side wants to know what has reached the stores."""
         self.speaks_for: Mapping[str, Sequence[int]] = {}
-        """By kind of layers, the ranks that take out of this one's host memory, itself too."""
+        """By layer group, the ranks that take out of this one's host memory, itself too."""
 
     def start_loads(self, plan: StepPlan) -> None:
         """Post the step's loads as early as its plan is known; once for a plan."""
@@ -200,7 +200,7 @@ class PoolWorker:
         told: dict[int, tuple[list[str], list[str]]] = {}
         for place, groups in enumerate((change.added, change.removed)):
             for group in groups:
-                for rank in self.speaks_for.get(kind_of_group(group), (self._rank,)):
+                for rank in self.speaks_for.get(layer_group_of(group), (self._rank,)):
                     told.setdefault(rank, ([], []))[place].append(group)
         return {
             rank: HostCacheChange(tuple(added), tuple(removed))

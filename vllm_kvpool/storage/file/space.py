@@ -32,7 +32,7 @@ from hashlib import blake2b
 from itertools import count
 
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.identity.keys import group_of_key, namespace_of
+from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictionPolicy
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
@@ -634,7 +634,7 @@ def name_digest(key: str) -> bytes:
 
 def row_of(key: str, chunk: ChunkRef, nbytes: int) -> CellRow:
     """A key's row; its chunk follows from the key, whatever a caller calls it."""
-    ref = ChunkRef(group_of_key(key), chunk.parent, chunk.position)
+    ref = ChunkRef(chunk_id_of_key(key), chunk.parent, chunk.position)
     return CellRow(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 
@@ -665,7 +665,7 @@ def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
         return ChunkRef(f"file:{name.hex()}")
     if (namespace_of(footer.key) or FOREIGN) != namespace:
         return ChunkRef(f"file:{name.hex()}")
-    return ChunkRef(group_of_key(footer.key), footer.parent, footer.position)
+    return ChunkRef(chunk_id_of_key(footer.key), footer.parent, footer.position)
 
 
 def _digest(digits: str) -> bytes | None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import group_of_key, namespace_of
+from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -239,7 +239,7 @@ class FileStore:
                 path = self._space.path_of(namespace, name)
                 footer = read_file_footer(path)
                 if footer is not None and footer.key is not None and self._path(footer.key) == path:
-                    chunk = ChunkRef(group_of_key(footer.key), footer.parent, footer.position)
+                    chunk = ChunkRef(chunk_id_of_key(footer.key), footer.parent, footer.position)
                     found.append(EvictionCandidate(footer.key, chunk, footer.object_bytes))
                 excess_bytes -= nbytes
             if excess_bytes <= 0:

@@ -1,18 +1,72 @@
-"""Scheduler side of layered loads (pure; owned by the scheduler's thread).
+"""Loads on the scheduler's side: whether one pays, and those that begin and end in one step (pure).
 
-The request of such a load runs in the step in which it begins, so vLLM takes the blocks for
-computed at once, and its prefix cache shows them to others. Until the step has ended well
+The request of a layered load runs in the step in which the load begins, so vLLM takes the blocks
+for computed at once, and its prefix cache shows them to others. Until the step has ended well
 
 * no other request is let in that would read them (`would_share`): vLLM lets it go on in the next
   step, whether those blocks have been computed again by then or not;
 * nothing that the step computes of the request is saved: it is wrong where any rank's load failed;
 * if it has failed, the prefix cache forgets the request's blocks from the first one not loaded.
+
+All of it belongs to the scheduler's thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.transfer.ops import SavePlan
+
+WEIGHT = 0.3
+MIN_PREFILL_TOKENS = 64
+MAX_STEP_S = 30.0
+RETRY_EVERY = 16
+IDLE_WAIT_MIN_S = 0.001
+IDLE_WAIT_MAX_S = 0.01
+IDLE_WAIT_SHARE = 0.1
+
+
+def idle_wait_s(waited_s: float) -> float:
+    """How long an engine with nothing to compute may block, once a step, on what it has waited for.
+
+    What is waited for ends the wait at once; a request that arrives meanwhile is held up by it.
+    """
+    return min(IDLE_WAIT_MAX_S, max(IDLE_WAIT_MIN_S, waited_s * IDLE_WAIT_SHARE))
+
+
+class LoadCostModel:
+    """Owned by the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._compute: float | None = None
+        self._load: float | None = None
+        self._last_step: tuple[float, int] | None = None
+        self._refused = 0
+
+    def step_planned(self, now: float, scheduled: Mapping[str, int]) -> None:
+        """A step begins; the time since the one before tells that one's rate."""
+        if self._last_step is not None:
+            began, tokens = self._last_step
+            if tokens >= MIN_PREFILL_TOKENS and 0 < now - began < MAX_STEP_S:
+                self._compute = _mean(self._compute, tokens / (now - began))
+        self._last_step = (now, sum(scheduled.values())) if scheduled else None
+
+    def loaded(self, tokens: float, seconds: float) -> None:
+        """A load of so many tokens has taken so long."""
+        if seconds > 0 and tokens > 0:
+            self._load = _mean(self._load, tokens / seconds)
+
+    def loading_beats_computing(self, tokens: int) -> bool:
+        """Whether to load; now and then yes even if not, so that the rate stays current."""
+        if tokens <= 0 or self._compute is None or self._load is None:
+            return True
+        if self._load >= self._compute:
+            return True
+        self._refused += 1
+        return self._refused % RETRY_EVERY == 0
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)
 
 
 @dataclass(slots=True)

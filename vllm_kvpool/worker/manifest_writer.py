@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import Namespace, group_of_key, manifest_key
+from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.guarded import GuardedStore
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES, read_manifest
@@ -101,5 +101,5 @@ class ManifestWriter:
         if got is not GetOutcome.MISSING:  # damaged, or of another release
             store.remove([key])
         self._buffer.view[:] = content
-        [outcome] = store.put([key], [self._buffer], [ChunkRef(group_of_key(key))])
+        [outcome] = store.put([key], [self._buffer], [ChunkRef(chunk_id_of_key(key))])
         return outcome

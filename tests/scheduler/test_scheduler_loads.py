@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.scheduler.load_cost import (
+from vllm_kvpool.scheduler.loads import (
     IDLE_WAIT_MAX_S,
     IDLE_WAIT_MIN_S,
     MAX_STEP_S,

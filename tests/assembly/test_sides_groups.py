@@ -21,9 +21,16 @@ from vllm_kvpool.config import Role, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import NO_CONTEXT, WHOLE, Context, Group, Kind, Reach, Topology
-from vllm_kvpool.scheduler.block_pins import Place
-from vllm_kvpool.scheduler.block_tables import GroupTables
+from vllm_kvpool.layout.topology import (
+    FULL_ATTENTION,
+    NO_CONTEXT,
+    AttentionWindow,
+    Context,
+    KVCacheGroup,
+    LayerGroup,
+    Topology,
+)
+from vllm_kvpool.scheduler.blocks import GroupTables, Place
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.file.store import FileStore
@@ -45,10 +52,10 @@ class Layers:
     count: int
     heads: int
     content: int
-    reach: Reach = WHOLE
+    window: AttentionWindow = FULL_ATTENTION
 
 
-FULL, WINDOW = Layers("full", 2, 4, 16), Layers("window", 5, 2, 24, Reach(window=100))
+FULL, WINDOW = Layers("full", 2, 4, 16), Layers("window", 5, 2, 24, AttentionWindow(sliding=100))
 HYBRID, PLAIN = (FULL, WINDOW), (Layers("", 3, 2, 16),)
 KV = tuple[torch.Tensor, ...]
 
@@ -88,12 +95,12 @@ HASHES = chunk_hashes()
 
 def kinds_of(
     model: Sequence[Layers], tp_size: int, context: Context, *, per_head: bool = True
-) -> tuple[Kind, ...]:
+) -> tuple[LayerGroup, ...]:
     return tuple(
-        Kind(
+        LayerGroup(
             Topology(each.heads, tp_size, ((0, each.count),), 2, per_head, each.name, context),
             each.content * 2,
-            each.reach,
+            each.window,
         )
         for each in model
     )
@@ -113,18 +120,18 @@ class Rank:
         *,
         per_head: bool = True,
     ) -> None:
-        self.kinds = kinds_of(model, tp_size, context, per_head=per_head)
+        self.layer_groups = kinds_of(model, tp_size, context, per_head=per_head)
         self.grouping, self.context = grouping, context
         self.part = context.rank(place.tp_rank, place.pcp_rank)
-        reach_of = {
-            group: each.reach
+        window_of = {
+            group: each.window
             for each, groups in zip(model, grouping.groups, strict=True)
             for group in groups
         }
-        self.groups = tuple(Group(b, reach_of[i]) for i, b in enumerate(grouping.blocks))
+        self.groups = tuple(KVCacheGroup(b, window_of[i]) for i, b in enumerate(grouping.blocks))
         self.heads = [
             slice(first := k.topology.first_head(place.tp_rank), first + k.topology.heads_per_rank)
-            for k in self.kinds
+            for k in self.layer_groups
         ]
         chance = random.Random(next(NUMBERS))
         self.tables = [
@@ -133,8 +140,10 @@ class Rank:
         ]
         self.pages: list[list[torch.Tensor]] = []  # by kind and layer, `[B, H, N, C]`
         layers = []
-        for kind, each, groups in zip(self.kinds, model, grouping.groups, strict=True):
-            held = kind.topology.heads_per_rank
+        for layer_group, each, groups in zip(
+            self.layer_groups, model, grouping.groups, strict=True
+        ):
+            held = layer_group.topology.heads_per_rank
             tensors = []
             for group in groups:
                 block = grouping.blocks[group]
@@ -147,7 +156,7 @@ class Rank:
                 tensors.append(torch.full(shape, UNWRITTEN, dtype=torch.int16))
                 layers.append(replace(from_token_content(tensors[-1]), group=group))
             self.pages.append(tensors)
-        shape = ModelShape(MODEL, self.kinds, self.groups, 1000, tp_size * context.pcp_size)
+        shape = ModelShape(MODEL, self.layer_groups, self.groups, 1000, tp_size * context.pcp_size)
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}
         self.side = WorkerSide(
             read_config(extra, env={}), shape, place, layers, warm_copier, finish_in_step=True
@@ -169,11 +178,11 @@ class Rank:
 
     def save(self, kv: KV, gone: dict[int, range] | None = None) -> None:
         """All chunks; `gone` blocks of a group's table are not there any more."""
-        for kind, each in enumerate(kv):
-            for layer, group in enumerate(self.grouping.groups[kind]):
+        for layer_group, each in enumerate(kv):
+            for layer, group in enumerate(self.grouping.groups[layer_group]):
                 tokens, blocks, places = self.positions(group)
-                rows_htc = each[layer, self.heads[kind]][:, tokens]
-                self.pages[kind][layer][blocks, :, places] = rows_htc.transpose(0, 1)
+                rows_htc = each[layer, self.heads[layer_group]][:, tokens]
+                self.pages[layer_group][layer][blocks, :, places] = rows_htc.transpose(0, 1)
         tables = [list(table) for table in self.tables]
         for group, indices in (gone or {}).items():
             for index in indices:
@@ -197,16 +206,16 @@ class Rank:
 
     def check(self, kv: KV, start: int = 0, stop: int = TOKENS) -> None:
         """What a load of those tokens has written, and nothing else."""
-        for kind, each in enumerate(kv):
-            for layer, group in enumerate(self.grouping.groups[kind]):
+        for layer_group, each in enumerate(kv):
+            for layer, group in enumerate(self.grouping.groups[layer_group]):
                 block = self.groups[group].block_size
-                read = self.groups[group].reach.first_read(stop)
+                read = self.groups[group].window.first_read(stop)
                 first = max(start, read - read % block)
                 tokens, blocks, places = self.positions(group)
-                found = self.pages[kind][layer][blocks, :, places].transpose(0, 1)
-                expected = each[layer, self.heads[kind]][:, tokens].clone()
+                found = self.pages[layer_group][layer][blocks, :, places].transpose(0, 1)
+                expected = each[layer, self.heads[layer_group]][:, tokens].clone()
                 expected[:, [not first <= token < stop for token in tokens]] = UNWRITTEN
-                assert torch.equal(found, expected), (kind, layer)
+                assert torch.equal(found, expected), (layer_group, layer)
 
     def close(self) -> dict[str, float]:
         self.side.close()
@@ -286,8 +295,8 @@ def test_what_was_let_go_is_not_stored_and_what_is_not_read_is_not_missed(tmp_pa
     names = CellNames(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT))
     files = FileStore(str(tmp_path / "cells"), 1 << 30)
     stored = [
-        [all(files.exists(names.of_chunk(chunk_hash, kind))) for chunk_hash in HASHES]
-        for kind in range(2)
+        [all(files.exists(names.of_chunk(chunk_hash, layer_group))) for chunk_hash in HASHES]
+        for layer_group in range(2)
     ]
     assert [any(files.exists(names.of_chunk(chunk_hash, 1))) for chunk_hash in HASHES[:2]] == [
         False,
@@ -304,7 +313,7 @@ def test_what_was_let_go_is_not_stored_and_what_is_not_read_is_not_missed(tmp_pa
 
 
 def test_what_a_window_does_not_reach_is_not_missed(memory: str) -> None:
-    short = (FULL, replace(WINDOW, reach=Reach(window=90)))
+    short = (FULL, replace(WINDOW, window=AttentionWindow(sliding=90)))
     kv = random_kv(short)
     gone = {1: range(6), 2: range(6), 3: range(6)}  # tokens before 192
     write(engine(memory, short, WRITER, 1), kv, gone)
@@ -314,7 +323,9 @@ def test_what_a_window_does_not_reach_is_not_missed(memory: str) -> None:
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 48, 128), (7, 96)])
 def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...]) -> None:
     """However few blocks an engine has."""
-    groups = tuple(Group(block, Reach(window=i and 40)) for i, block in enumerate(blocks))
+    groups = tuple(
+        KVCacheGroup(block, AttentionWindow(sliding=i and 40)) for i, block in enumerate(blocks)
+    )
     shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), groups, 20, 1)
     config = read_config({"store": "memory://held", "chunk_tokens": CHUNK}, env={})
     side = SchedulerSide(config, Role.BOTH, shape)

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import ContextRank, HeadPart, LayerSpan, RankPart
+from vllm_kvpool.identity.keys import ContextRank, HeadShard, LayerSpan, RankShard
 from vllm_kvpool.layout.topology import (
+    AttentionWindow,
     Context,
-    Kind,
+    LayerGroup,
     LocalCell,
     Piece,
-    Reach,
     Topology,
     cells_of_rank,
 )
 
-WINDOW = Reach(window=64)
+WINDOW = AttentionWindow(sliding=64)
 
 
 def kinds_of(
@@ -31,11 +31,13 @@ def kinds_of(
     tp_size: int = 2,
     span: int = 2,
     per_head: bool = True,
-) -> tuple[Kind, Kind]:
+) -> tuple[LayerGroup, LayerGroup]:
     """Full attention of 4 heads, sliding windows of 2."""
     return (
-        Kind(Topology(4, tp_size, full, span, per_head, "full"), row_bytes=16),
-        Kind(Topology(2, tp_size, window, span, per_head, "window"), row_bytes=6, reach=WINDOW),
+        LayerGroup(Topology(4, tp_size, full, span, per_head, "full"), row_bytes=16),
+        LayerGroup(
+            Topology(2, tp_size, window, span, per_head, "window"), row_bytes=6, window=WINDOW
+        ),
     )
 
 
@@ -43,18 +45,18 @@ def kinds_of(
 
 
 def test_layers_are_counted_within_their_kind_and_found_behind_the_others() -> None:
-    kinds = kinds_of(((0, 1), (1, 3)), ((0, 3), (3, 5)))
-    cells = cells_of_rank(kinds, 1, 1, 0, (4, 4, 7, 7))
-    assert [(c.part, c.span, c.layer_start, c.layer_stop, c.row_bytes) for c in cells] == [
-        (HeadPart(2), LayerSpan(1, 2, "full"), 0, 1, 16),
-        (HeadPart(3), LayerSpan(1, 2, "full"), 0, 1, 16),
-        (HeadPart(2), LayerSpan(2, 3, "full"), 1, 2, 16),
-        (HeadPart(3), LayerSpan(2, 3, "full"), 1, 2, 16),
-        (HeadPart(1), LayerSpan(3, 4, "window"), 2, 3, 6),
-        (HeadPart(1), LayerSpan(4, 5, "window"), 3, 4, 6),
+    layer_groups = kinds_of(((0, 1), (1, 3)), ((0, 3), (3, 5)))
+    cells = cells_of_rank(layer_groups, 1, 1, 0, (4, 4, 7, 7))
+    assert [(c.shard, c.span, c.layer_start, c.layer_stop, c.row_bytes) for c in cells] == [
+        (HeadShard(2), LayerSpan(1, 2, "full"), 0, 1, 16),
+        (HeadShard(3), LayerSpan(1, 2, "full"), 0, 1, 16),
+        (HeadShard(2), LayerSpan(2, 3, "full"), 1, 2, 16),
+        (HeadShard(3), LayerSpan(2, 3, "full"), 1, 2, 16),
+        (HeadShard(1), LayerSpan(3, 4, "window"), 2, 3, 6),
+        (HeadShard(1), LayerSpan(4, 5, "window"), 3, 4, 6),
     ]
     assert [{piece.group for piece in cell.pieces} for cell in cells] == [{4}] * 4 + [{7}] * 2
-    assert [cell.reach for cell in cells] == [Reach()] * 4 + [WINDOW] * 2
+    assert [cell.window for cell in cells] == [AttentionWindow()] * 4 + [WINDOW] * 2
 
 
 @pytest.mark.parametrize(
@@ -62,18 +64,21 @@ def test_layers_are_counted_within_their_kind_and_found_behind_the_others() -> N
     [(0, {"full"}), (1, {"window"}), (2, {"full", "window"})],
 )
 def test_a_stage_may_hold_no_layer_of_a_kind(stage: int, names: set[str]) -> None:
-    kinds = kinds_of(((0, 2), (2, 2), (2, 4)), ((0, 0), (0, 3), (3, 4)))
-    cells = cells_of_rank(kinds, 0, stage)
-    assert {cell.span.kind for cell in cells} == names
-    layers = sum(stop - start for start, stop in (kind.topology.stages[stage] for kind in kinds))
+    layer_groups = kinds_of(((0, 2), (2, 2), (2, 4)), ((0, 0), (0, 3), (3, 4)))
+    cells = cells_of_rank(layer_groups, 0, stage)
+    assert {cell.span.layer_group for cell in cells} == names
+    layers = sum(
+        stop - start
+        for start, stop in (layer_group.topology.stages[stage] for layer_group in layer_groups)
+    )
     rows = {layer for cell in cells for layer in range(cell.layer_start, cell.layer_stop)}
     assert rows == set(range(layers))
 
 
 def test_a_stage_without_layers_has_no_spans() -> None:
-    kinds = kinds_of(((0, 2), (2, 2), (2, 4)), ((0, 0), (0, 3), (3, 4)))
-    assert [span.start for span in kinds[0].topology.all_spans()] == [0, 2]
-    assert [(span.start, span.stop) for span in kinds[1].topology.all_spans()] == [
+    layer_groups = kinds_of(((0, 2), (2, 2), (2, 4)), ((0, 0), (0, 3), (3, 4)))
+    assert [span.start for span in layer_groups[0].topology.all_spans()] == [0, 2]
+    assert [(span.start, span.stop) for span in layer_groups[1].topology.all_spans()] == [
         (0, 2),
         (2, 3),
         (3, 4),
@@ -81,12 +86,12 @@ def test_a_stage_without_layers_has_no_spans() -> None:
 
 
 def test_where_all_layers_share_a_table_heads_are_moved_at_once() -> None:
-    cell = LocalCell(RankPart(0, 1), LayerSpan(0, 3), 0, 4, 2, 5).with_groups((9, 9, 1, 1, 1))
+    cell = LocalCell(RankShard(0, 1), LayerSpan(0, 3), 0, 4, 2, 5).with_groups((9, 9, 1, 1, 1))
     assert cell.pieces == (Piece(1, 2, 5, 0, 4, 0),)
 
 
 def test_a_cell_is_cut_where_the_table_changes_head_by_head() -> None:
-    cell = LocalCell(RankPart(0, 1), LayerSpan(0, 4), 1, 3, 1, 5).with_groups((9, 1, 1, 2, 1))
+    cell = LocalCell(RankShard(0, 1), LayerSpan(0, 4), 1, 3, 1, 5).with_groups((9, 1, 1, 2, 1))
     assert cell.pieces == (
         Piece(1, 1, 3, 1, 2, 0),
         Piece(2, 3, 4, 1, 2, 2),
@@ -109,7 +114,7 @@ def test_pieces_are_the_cells_rows_in_order(
     """Whatever the groups, a cell has head by head, layer by layer: its bytes tell of no group."""
     start = min(skipped, len(groups) - 1)
     whole = LocalCell(
-        RankPart(0, 1),
+        RankShard(0, 1),
         LayerSpan(0, len(groups) - start),
         first_head,
         first_head + num_heads,
@@ -132,13 +137,13 @@ def test_pieces_are_the_cells_rows_in_order(
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[tuple[Kind, ...], int, int]:
+def models(draw: st.DrawFn) -> tuple[tuple[LayerGroup, ...], int, int]:
     """Kinds over the same parallelism; also its tensor and pipeline sizes."""
     tp_size = draw(st.sampled_from((1, 2, 4)))
     pp_size = draw(st.integers(1, 3))
     per_head = draw(st.booleans())
     context = Context(pcp_size=draw(st.integers(1, 2)))
-    kinds = []
+    layer_groups = []
     for i in range(draw(st.integers(1, 3))):
         counts = draw(st.lists(st.integers(0, 4), min_size=pp_size, max_size=pp_size))
         if not sum(counts):
@@ -153,30 +158,31 @@ def models(draw: st.DrawFn) -> tuple[tuple[Kind, ...], int, int]:
         topology = Topology(
             heads, tp_size, tuple(pairwise(edges)), span, per_head, f"k{i}", context
         )
-        kinds.append(Kind(topology, row_bytes=i + 1))
-    return tuple(kinds), tp_size, pp_size
+        layer_groups.append(LayerGroup(topology, row_bytes=i + 1))
+    return tuple(layer_groups), tp_size, pp_size
 
 
 @given(models(), st.integers(0, 5))
 def test_the_ranks_together_write_every_cell_of_every_kind_once(
-    model: tuple[tuple[Kind, ...], int, int], chunk: int
+    model: tuple[tuple[LayerGroup, ...], int, int], chunk: int
 ) -> None:
-    kinds, tp_size, pp_size = model
+    layer_groups, tp_size, pp_size = model
     wanted = {
-        (part, span)
-        for kind in kinds
-        for part in kind.topology.all_parts()
-        for span in kind.topology.all_spans()
+        (shard, span)
+        for layer_group in layer_groups
+        for shard in layer_group.topology.all_shards()
+        for span in layer_group.topology.all_spans()
     }
-    pcp_size = kinds[0].topology.context.pcp_size
+    pcp_size = layer_groups[0].topology.context.pcp_size
     written: Counter[object] = Counter()
     for tp in range(tp_size):
         for pp in range(pp_size):
             for pcp in range(pcp_size):
-                cells = cells_of_rank(kinds, tp, pp, pcp)
-                written.update((c.part, c.span) for c in cells if c.writes_chunk(chunk))
+                cells = cells_of_rank(layer_groups, tp, pp, pcp)
+                written.update((c.shard, c.span) for c in cells if c.writes_chunk(chunk))
                 layers = [
-                    kind.topology.stages[pp][1] - kind.topology.stages[pp][0] for kind in kinds
+                    layer_group.topology.stages[pp][1] - layer_group.topology.stages[pp][0]
+                    for layer_group in layer_groups
                 ]
                 rows = Counter(
                     (head, layer)
@@ -185,9 +191,9 @@ def test_the_ranks_together_write_every_cell_of_every_kind_once(
                     for layer in range(cell.layer_start, cell.layer_stop)
                 )
                 before = 0
-                for kind, count in zip(kinds, layers, strict=True):
+                for layer_group, count in zip(layer_groups, layers, strict=True):
                     for layer in range(before, before + count):
-                        for head in range(kind.topology.heads_per_rank):
+                        for head in range(layer_group.topology.heads_per_rank):
                             assert rows.pop((head, layer)) == 1
                     before += count
                 assert not rows
@@ -278,14 +284,14 @@ def test_each_part_of_each_chunk_has_one_writer(topology: Topology) -> None:
     """Over all ranks of tensor, prefill context and decode context parallelism."""
     context = topology.context
     wanted = {
-        (part, rank, span)
-        for part in topology.all_parts()
+        (shard, rank, span)
+        for shard in topology.all_shards()
         for rank in context.all_ranks()
         for span in topology.all_spans()
     }
     for chunk in range(9):
         written = Counter(
-            (cell.part, context.rank(tp, pcp), cell.span)
+            (cell.shard, context.rank(tp, pcp), cell.span)
             for tp in range(topology.tp_size)
             for pcp in range(context.pcp_size)
             for cell in topology.local_cells(tp, 0, 8, pcp_rank=pcp)
@@ -310,19 +316,21 @@ def test_dealing_to_ranks_of_other_heads_is_refused(
 
 @given(st.integers(0, 1000))
 def test_whole_attention_reads_everything(computed: int) -> None:
-    assert Reach().is_whole
-    assert Reach().first_read(computed) == 0
+    assert AttentionWindow().is_full
+    assert AttentionWindow().first_read(computed) == 0
 
 
 @given(
     st.one_of(
-        st.builds(Reach, window=st.integers(1, 99)),
-        st.builds(Reach, local_tokens=st.integers(1, 99)),
+        st.builds(AttentionWindow, sliding=st.integers(1, 99)),
+        st.builds(AttentionWindow, local=st.integers(1, 99)),
     ),
     st.integers(0, 300),
     st.integers(0, 300),
 )
-def test_what_is_not_read_any_more_is_never_read_again(reach: Reach, one: int, more: int) -> None:
-    assert not reach.is_whole
-    assert reach.first_read(one) <= reach.first_read(one + more)
-    assert reach.first_read(one) <= one
+def test_what_is_not_read_any_more_is_never_read_again(
+    window: AttentionWindow, one: int, more: int
+) -> None:
+    assert not window.is_full
+    assert window.first_read(one) <= window.first_read(one + more)
+    assert window.first_read(one) <= one

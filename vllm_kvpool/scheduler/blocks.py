@@ -1,0 +1,224 @@
+"""Blocks of the engine: which of them a plan is about, and what saves hold of them (pure).
+
+Layers that read only the last tokens let blocks go while a request runs: their place in the table
+is empty then, or, in some releases, still names a block that another request has by now. So what is
+before `AttentionWindow.first_read` is not believed, unless it is held.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from vllm_kvpool.layout.topology import KVCacheGroup
+from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages
+
+HELD_SHARE = 2  # of the blocks that may be pinned, half may be held for saves not due yet
+
+
+class BlockPins(Protocol):
+    """References on the engine's blocks."""
+
+    def pin(self, block_ids: Sequence[int]) -> None: ...
+    def unpin(self, block_ids: Sequence[int]) -> None: ...
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Let no further request find them in the engine's own cache."""
+
+
+class Place(NamedTuple):
+    """A block of a request: in the block table of which KV cache group, at which index."""
+
+    group: int
+    block: int
+
+
+@dataclass(slots=True)
+class _Pinned:
+    block_ids: tuple[int, ...]
+    ranks_left: int
+
+
+class PinLedger:
+    """Which save holds which blocks. Scheduler's thread; `pins` is bound before the first save."""
+
+    def __init__(self, max_blocks: int, num_ranks: int) -> None:
+        self.pins: BlockPins | None = None
+        self._max_blocks = max_blocks
+        self._max_held = max_blocks // HELD_SHARE
+        self._num_ranks = num_ranks
+        self._pinned: dict[JobId, _Pinned] = {}
+        self._held: dict[str, dict[Place, int]] = {}  # request -> where in its tables -> block
+        self.num_blocks = 0  # pinned for a job
+        self.num_held = 0
+
+    @property
+    def room(self) -> int:
+        """How many more blocks may be pinned."""
+        return self._max_blocks - self.num_blocks - self.num_held
+
+    def pin(self, job_id: JobId, block_ids: tuple[int, ...]) -> None:
+        """Hold the blocks until every rank has gathered the job."""
+        assert self.pins is not None, "blocks cannot be pinned before the block pool is bound"
+        assert len(block_ids) <= self.room
+        self.pins.pin(block_ids)
+        self._pinned[job_id] = _Pinned(block_ids, self._num_ranks)
+        self.num_blocks += len(block_ids)
+
+    def gathered(self, job_id: JobId, ranks: int) -> None:
+        """So many more ranks have gathered the job; the last one releases its blocks."""
+        pinned = self._pinned[job_id]
+        pinned.ranks_left -= ranks
+        assert pinned.ranks_left >= 0, f"save {job_id} reported by too many ranks"
+        if pinned.ranks_left == 0:
+            del self._pinned[job_id]
+            self.num_blocks -= len(pinned.block_ids)
+            assert self.pins is not None
+            self.pins.unpin(pinned.block_ids)
+
+    def hold(self, request_id: str, place: Place, block_id: int) -> bool:
+        """Keep a block of a chunk that is not complete, which the engine is about to let go.
+
+        False if that would be one too many: what is held must leave room for saves to come through.
+        """
+        held = self._held.setdefault(request_id, {})
+        if place in held:
+            return True
+        if self.room < 1 or self.num_held >= self._max_held or self.pins is None:
+            return False
+        self.pins.pin((block_id,))
+        held[place] = block_id
+        self.num_held += 1
+        return True
+
+    def held(self, request_id: str) -> Mapping[Place, int]:
+        """The blocks held for a request."""
+        return self._held.get(request_id, {})
+
+    def let_go(self, request_id: str, places: Iterable[Place]) -> None:
+        """Those held blocks are not needed any more."""
+        held = self._held.get(request_id)
+        if held is None:
+            return
+        block_ids = [held.pop(place) for place in places]
+        if not held:
+            del self._held[request_id]
+        self.num_held -= len(block_ids)
+        if block_ids:
+            assert self.pins is not None
+            self.pins.unpin(block_ids)
+
+    def let_go_all(self, request_id: str | None = None) -> None:
+        """Nothing is held for a request any more, or for any."""
+        for each in list(self._held) if request_id is None else [request_id]:
+            self.let_go(each, list(self.held(each)))
+
+    def check(self) -> None:
+        assert self.num_blocks == sum(len(p.block_ids) for p in self._pinned.values())
+        assert self.num_held == sum(len(held) for held in self._held.values())
+        assert 0 <= self.num_blocks + self.num_held <= self._max_blocks
+        assert 0 <= self.num_held <= self._max_held
+        assert all(p.ranks_left > 0 for p in self._pinned.values())
+
+
+BlockTable = Sequence[int]
+NO_PAGES = JobPages((), 0, 0, 0)
+
+
+class GroupTables:
+    """The groups of an engine, in its order; `tables` below has one block table for each."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+        self._groups = tuple(groups)
+        self._shared = [(i, group) for i, group in enumerate(groups) if group.shared]
+        self._windows = [(i, group) for i, group in self._shared if not group.window.is_full]
+        self.block_size = math.lcm(*(group.block_size for group in groups))
+        """What hits are aligned to."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a request whose load has stopped goes on from the first block not loaded.
+
+        Blocks must tell which request they are of, as they do in a single group alone, and what is
+        before them must be there: of layers that read only the last tokens it is not.
+        """
+        return len(self._groups) == 1 and self._groups[0].window.is_full
+
+    @property
+    def forgets(self) -> bool:
+        """Whether blocks are let go while their request runs."""
+        return bool(self._windows)
+
+    def num_blocks(self, start: int, stop: int) -> int:
+        """How many blocks tokens [start, stop) lie in, if none is gone."""
+        return sum(
+            -(-stop // group.block_size) - start // group.block_size for _, group in self._shared
+        )
+
+    def of_load(self, tables: Sequence[BlockTable], start: int, stop: int) -> tuple[JobPages, ...]:
+        """Where a load of tokens [start, stop) goes.
+
+        A block is filled whole: it may be found by its hash later, by a request that reads more
+        of it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides.
+        """
+        pages = [NO_PAGES] * len(self._groups)
+        for i, group in self._shared:
+            size = group.block_size
+            read = group.window.first_read(stop)
+            first = max(start, read - read % size)
+            ids = tuple(tables[i][first // size : -(-stop // size)])
+            if NULL_BLOCK in ids:
+                assert not group.window.is_full, (i, start, stop, ids)
+                gone = len(ids) - ids[::-1].index(NULL_BLOCK)
+                first, ids = (first // size + gone) * size, ids[gone:]
+            if ids:
+                pages[i] = JobPages(ids, first - first % size, first, stop)
+        return tuple(pages)
+
+    def of_save(
+        self,
+        tables: Sequence[BlockTable],
+        start: int,
+        stop: int,
+        computed: int,
+        held: Mapping[Place, int],
+    ) -> tuple[JobPages, ...] | None:
+        """Where tokens [start, stop) are; None if blocks that are never let go are not there.
+
+        `computed` tokens had been computed when the engine last let blocks go.
+        """
+        pages = [NO_PAGES] * len(self._groups)
+        for i, group in self._shared:
+            size = group.block_size
+            first, last = start // size, -(-stop // size)
+            ids = tuple(tables[i][first:last])
+            if len(ids) < last - first:
+                return None
+            if group.window.is_full:
+                if NULL_BLOCK in ids:
+                    return None
+            else:
+                valid = group.window.first_read(computed) // size
+                ids = tuple(
+                    block
+                    if index >= valid and block != NULL_BLOCK
+                    else held.get(Place(i, index), NULL_BLOCK)
+                    for index, block in enumerate(ids, first)
+                )
+            pages[i] = JobPages(ids, first * size, start, stop)
+        return tuple(pages)
+
+    def of_incomplete(
+        self, tables: Sequence[BlockTable], start: int, stop: int, computed: int
+    ) -> Iterator[tuple[Place, int]]:
+        """The blocks of tokens [start, stop) that the engine may let go from the next step on."""
+        for i, group in self._windows:
+            size = group.block_size
+            first = max(start, group.window.first_read(computed)) // size
+            for index, block in enumerate(tables[i][first : -(-stop // size)], first):
+                if block != NULL_BLOCK:
+                    yield Place(i, index), block
+
+
+def all_blocks(pages: Sequence[JobPages]) -> tuple[int, ...]:
+    """Every block of a plan."""
+    return tuple(block for each in pages for block in each.block_ids if block != NULL_BLOCK)
