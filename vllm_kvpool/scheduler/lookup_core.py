@@ -93,8 +93,8 @@ class RemoveAll:
 class PresenceCheck:
     """Whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
 
-    Chunks are named as by `group_of`; cells take turns from `first_turn` on. `done` is told, on the
-    service's thread, which chunks are gone; none of them if a tier cannot say.
+    Chunks are named as by `chunk_id_of`; cells take turns from `first_turn` on. `done` is told, on
+    the service's thread, which chunks are gone; none of them if a tier cannot say.
     """
 
     num_tiers: int
