@@ -162,7 +162,7 @@ class EmbedsConfig:
     bootstrap_timeout_s: float = 30.0
     """How long a request waits for its item to be offered."""
     waiting_timeout_s: float = 60.0
-    """How long it then waits for further rows, and how long a producer keeps what nobody takes."""
+    """How long it then waits for further rows, and how long a producer keeps what is not taken."""
     weights_id: str = ""
     """Says that weights kept in different files are the same. Empty: the files are sampled."""
     namespace: str = ""

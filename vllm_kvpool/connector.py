@@ -1,4 +1,4 @@
-"""vLLM's entry: chooses a side by role and forwards. No logic of its own.
+"""vLLM's entry: chooses a side by role and forwards.
 
 The scheduler's process holds a `SchedulerSide`, every worker a `WorkerSide` from the moment its KV
 caches are registered. All hooks are called by the process's main loop thread.
@@ -145,7 +145,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a cache's content is never owed to anybody."""
+        """False: no request depends on what a cache holds."""
         return False
 
     @classmethod
@@ -236,7 +236,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return set(blocks)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler side is to know."""
+        """The rank's report for the scheduler side."""
         if self._worker_side is None:
             return None
         report = self._worker_side.worker.take_report()

@@ -1,8 +1,8 @@
 """The error families of the package.
 
 `ConfigError` is for users and is raised before an engine starts. `StoreError` is what the world
-does to a store; it never leaves the lanes except as a report. `ProtocolError` is what a peer has
-sent and cannot be; it costs that message. Our own bugs trip an `assert`.
+does to a store; it never leaves the lanes except as a report. `ProtocolError` is for a
+message that no peer may send; it costs that message. Our own bugs trip an `assert`.
 """
 
 import difflib
@@ -22,7 +22,7 @@ class StoreUnreachable(StoreError):
 
 
 class BuffersInUse(StoreError):
-    """A call was given up that may still read or write its buffers: nobody may use them again."""
+    """A call was given up that may still read or write its buffers: they must not be used again."""
 
 
 class ProtocolError(Exception):

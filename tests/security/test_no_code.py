@@ -151,7 +151,7 @@ from pathlib import Path
 watching = True
 config = read_config({"store": f"file://{sys.argv[1]}/pool?size=4MiB"}, env={})
 topology = Topology(2, 1, ((0, 4),), 2, True)
-shape = ModelShape.of_one_kind(make_namespace("m", "0" * 12), topology, 16, 16, 1, 64)
+shape = ModelShape.of_one_group(make_namespace("m", "0" * 12), topology, 16, 16, 1, 64)
 side = SchedulerSide(config, Role.BOTH, shape)
 store = open_store(parse_store_url(config.store), segment=True)
 keys = [f"{shape.namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]

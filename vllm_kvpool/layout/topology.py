@@ -1,4 +1,4 @@
-"""Which cells exist, and which of them a rank reads and writes (pure integers).
+"""Which cells exist, and which of them a rank reads and writes (pure).
 
 The only place that reasons about parallelism. Cases, with `heads` KV heads in the whole model:
 
@@ -156,14 +156,14 @@ class LocalCell:
     def writes_chunk(self, chunk_index: int) -> bool:
         """Whether it is this rank's turn: exactly one of a head's replicas writes each chunk.
 
-        The turn depends on nothing but the index; a rank that looked first and decided then
+        Whose turn it is depends on the index alone; a rank that looked first and decided then
         would leave holes when two ranks look at different moments.
         """
         return not self.replicas or chunk_index % len(self.replicas) == self.replica_index
 
     def fetchers(self, on_this_host: Collection[Replica]) -> tuple[Replica, ...]:
         """Which of those replicas on this host fetches a chunk from stores for all of them: the one
-        at `chunk_index` modulo the length. Empty where there is nobody to share with.
+        at `chunk_index` modulo the length. Empty where no other replica is on this host.
 
         Who writes a chunk also fetches it, if it is here. `on_this_host` includes this rank and is
         the same for all of them.

@@ -1,4 +1,4 @@
-"""`kvpool prefetch`: brings cells near while an engine of this host still loads.
+"""`kvpool prefetch`: brings cells into files of this host while an engine still loads.
 
 A process of low priority that the router starts beside the engine, with the engine's own
 configuration of the pool. Orders (`ChunkNames`) come in, a line of JSON each; for each a line goes
@@ -174,5 +174,5 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
     if not ended.wait(max_seconds):
         logger.info("prefetch: stopped at its limit of %g s", max_seconds)
     work.end()
-    # Native threads of stores, and a reader that waits for a line, are nobody's to join.
+    # Native threads of stores, and a reader that waits for a line, cannot be joined.
     os._exit(0)

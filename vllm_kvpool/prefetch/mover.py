@@ -32,7 +32,7 @@ ALIGNMENT = 4096
 
 
 class BadNames(ValueError):
-    """Names that no engine of this release would tell."""
+    """Names that no engine of this release answers."""
 
 
 class _Cell(NamedTuple):
@@ -134,7 +134,7 @@ class Mover:
         return self._memory
 
 
-_in_use: list[Buffer | None] = []  # what a store that gave up may touch for ever
+_in_use: list[Buffer | None] = []  # memory that a call which was given up may still touch
 
 
 def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:

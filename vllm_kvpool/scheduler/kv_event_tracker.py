@@ -1,4 +1,4 @@
-"""What others are told of the pool: which of the engine's blocks are stored in which medium (pure).
+"""KV events of the pool: which of the engine's blocks are stored in which medium (pure).
 
 Owned by the scheduler's thread. A block is announced in a medium once every chunk that it overlaps
 is there, whole, and taken back when one of them has left. A chunk is told of once per medium,
@@ -7,7 +7,7 @@ look after, and `missed` is told which of them are gone.
 
 Bounded: of at most `MAX_CHUNKS` chunks is known what was announced, the newest; `clear` makes up
 for those forgotten by taking back everything. What is to be told waits in a queue of `MAX_WAITING`
-entries; should nobody take it, all of it is replaced by one `Cleared`.
+entries; when it is full, all of it is replaced by one `Cleared`.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ MAX_WAITING = 65_536
 
 
 class Medium(NamedTuple):
-    """Where KV lies, in the words of those who are told."""
+    """Where KV lies, as KV events say it."""
 
     name: str
     locality: str | None = None
@@ -84,7 +84,7 @@ class _Content:
     announced: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
     """Chunk that is there -> the range of its blocks that is announced; next to look at first."""
     renewed: set[str] | None = None
-    """What was stored (again) while it is looked who is gone; None if nobody looks."""
+    """What was stored (again) since a presence check began; None while none is under way."""
     followers: dict[str, set[str]] = field(default_factory=dict)
     """Chunk -> chunks that are there, and whose first block overlaps it."""
     counts: dict[Hashable, int] = field(default_factory=dict)

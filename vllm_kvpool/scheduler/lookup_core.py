@@ -1,4 +1,4 @@
-"""What lookups ask of which tier, and when they are answered (pure: no thread, clock or store).
+"""Lookups: which tier is asked for what, and when they are answered (pure: no thread, no clock).
 
 `TieredSearch` is one prompt's: one search (`prefix_search.py`) for each number of tiers,
 nearest first. `LookupCore` holds the open lookups, gives each tier one call at a time and answers.
@@ -10,7 +10,7 @@ nearest first. `LookupCore` holds the open lookups, gives each tier one call at 
   `answer_by` with what is known by then.
 * A tier that has not answered for `PUT_OFF_SHARE` of the timeout is asked last from then on.
 * A tier for which lookups missed `answer_by` `FAILURES_TO_OPEN` times in a row is left alone. After
-  a pause it is asked for a lookup's first cells, for which nobody waits; it is used again if the
+  a pause it is asked for a lookup's first cells, which does not wait; it is used again if the
   answer takes at most `QUICK_SHARE` of the timeout.
 """
 
@@ -93,8 +93,8 @@ class RemoveAll:
 class PresenceCheck:
     """Whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
 
-    Chunks are named as by `group_of`; cells take turns from `first_turn` on. `done` is told, on the
-    service's thread, which chunks are gone; none of them if a tier cannot say.
+    Chunks are named as by `chunk_id_of`; cells take turns from `first_turn` on. `done` is told, on
+    the service's thread, which chunks are gone; none of them if a tier cannot say.
     """
 
     num_tiers: int
@@ -291,7 +291,10 @@ class TieredSearch:
 
 
 class TierPace:
-    """Whether lookups go on without a tier, because its answers come too late."""
+    """Whether lookups go on without a tier, because its answers come too late.
+
+    Not the guard's breaker: a tier that answers after the deadline is there, and takes saves.
+    """
 
     def __init__(self) -> None:
         self._breaker = Breaker()
@@ -313,7 +316,7 @@ class TierPace:
         return self.is_left_alone and not self._breaker.is_open(now)
 
     def tried(self, now: float, *, is_quick: bool) -> None:
-        """It has answered, or failed, when nobody waited for it."""
+        """It has answered, or failed, in a trial that no lookup waited for."""
         if is_quick:
             self.is_left_alone = False
         else:
@@ -366,7 +369,7 @@ class _Tier:
     jobs: deque[tuple[_Removal | _Check, tuple[Namespace, ...] | None]] = field(
         default_factory=deque
     )
-    """What goes before lookups."""
+    """Removals and checks; they go before lookups."""
 
 
 class LookupCore:
@@ -400,7 +403,7 @@ class LookupCore:
         self.results: deque[LookupResult] = deque()
         """Answers, to be taken."""
 
-    # What comes
+    # Inputs
 
     def open(self, lookup: Lookup, chain: ChunkChain, now: float) -> None:
         """A request's chunks are known: look for them."""
@@ -486,7 +489,7 @@ class LookupCore:
             if opened.search is search and opened.lookup.lookup_id in self._open:
                 self._settle(opened, now)
 
-    # What follows
+    # Outputs
 
     def turn(self, now: float) -> list[TierCall]:
         """Do what is due; the calls that tiers are to be given now."""
@@ -510,7 +513,7 @@ class LookupCore:
         )
 
     def fail_all(self) -> None:
-        """A bug: answer every open lookup, so that nobody waits."""
+        """A bug: answer every open lookup, so that no request waits."""
         for opened in list(self._open.values()):
             self._finish(opened, LookupOutcome.STORE_ERROR)
 

@@ -218,7 +218,7 @@ class LookupService:
             self._give_up(message)
 
     def _give_up(self, message: _Message) -> None:
-        """Whoever waits for the answer would wait for ever."""
+        """Answer with nothing: the one that asked would wait for ever."""
         match message:
             case Lookup():
                 self._refuse(message)

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other once a step. Frozen, small, picklable."""
+"""Messages between the two sides of the connector, once a step. Frozen, small, picklable."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ class Stored:
 
     ranks: int = 1
     tiers: frozenset[int] = frozenset()
-    """Where its cells are now; empty for ranks whose turn it was not."""
+    """Tiers that have its cells now; empty for ranks that had none to write."""
     missed: frozenset[int] = frozenset()
     """Chunks that are not known to be stored whole."""
 
@@ -54,7 +54,7 @@ class StepReport:
     host: Mapping[int, HostCacheChange] = field(default_factory=dict)
     """Rank -> the chunks that have come into its host tier, or left it."""
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
-    """Saves that have ended in the stores; only where somebody wants to know."""
+    """Saves that have ended in the stores; only where KV events are on."""
 
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:

@@ -1,4 +1,4 @@
-"""The scheduler side: per request, what is known of the pool, what is loaded, what is saved.
+"""The scheduler side of the connector: the lookup, load and saves of each request.
 
 Owned by the scheduler's thread; the lookup service answers. A request's life:
 
@@ -9,8 +9,8 @@ Owned by the scheduler's thread; the lookup service answers. A request's life:
 * A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
 * When the weights change (`weights_changed`), what was found, is loaded or was computed is of the
   old weights, and nothing of it is saved as if it were of the new ones.
-* What is computed is saved chunk by chunk (`saves.py`).
-* With `layerwise` a load begins and ends in the step that its request runs in (`layerwise.py`).
+* What is computed is saved chunk by chunk (`save_planner.py`).
+* With `layerwise` a load begins and ends in the step that its request runs in (`loads.py`).
 """
 
 import time
@@ -34,7 +34,7 @@ from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0
-ANSWER_SHARE = 0.9  # of the timeout: the answer is to be here before nobody waits for it any more
+ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
 
 
 class PoolScheduler:
@@ -74,7 +74,7 @@ class PoolScheduler:
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
-        self._has_given_way = False  # somebody, since the last step was planned
+        self._has_given_way = False  # a request, since the last step was planned
         self._layered = LayeredLoads()
         self._next_id = 0
         self._weights_version = ""
@@ -385,7 +385,7 @@ class PoolScheduler:
     def reset(self) -> bool:
         """Remove every cell of the own namespace; whether the store has confirmed it in time.
 
-        What was being saved is dropped by the workers with the next step (see reset.py).
+        What was being saved is dropped by the workers with the next step (`Reset`).
         """
         self._reset.begin(self._weights_version)
         self.saves.drop_late()

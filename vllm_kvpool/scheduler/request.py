@@ -24,9 +24,9 @@ class PoolShape:
     num_replicas: int = 1  # ranks of a pipeline stage that hold the same KV, where most do
     prefetches: bool = False  # workers have host memory to bring cells into beforehand
     loads: bool = True  # False where the engine could not survive a load that fails
-    stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
-    in_lockstep: bool = False  # engines step together: one that waits holds up all
-    key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, to name them to others
+    stops_at_first: bool = False  # a request without room holds up those behind it
+    in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
+    key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
 
 
 class RequestView(Protocol):

@@ -33,7 +33,7 @@ def _engine_of_vllm_ascend(host: str) -> NativeEngine:
     from vllm_ascend.distributed.kv_transfer.utils import mooncake_transfer_engine
 
     shared: Any = mooncake_transfer_engine.global_te
-    # Its `register_buffer` works once in a process, for whoever comes first: we register ourselves.
+    # Its `register_buffer` works once in a process, for the first caller: we register ourselves.
     return cast("NativeEngine", shared.get_transfer_engine(host, device_name=None))
 
 

@@ -75,7 +75,7 @@ def reports_failed_loads_by_request() -> bool:
 def stops_at_first() -> bool:
     """Whether requests that have loaded wait behind one that there are no blocks for.
 
-    Releases that do not have a line of their own for requests that hold blocks.
+    Releases without a separate queue for requests that hold blocks.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 

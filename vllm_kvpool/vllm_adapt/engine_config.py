@@ -1,6 +1,6 @@
 """vLLM's configuration and pages -> our values.
 
-`adapt/`, `connector.py` and `plugin.py` alone import vLLM; nothing of its types goes further down.
+`vllm_adapt/`, `connector.py` and `plugin.py` alone import vLLM; its types go no further down.
 What cannot be shared correctly is refused here, by name, before the engine starts.
 """
 
@@ -79,7 +79,7 @@ def role_of(vllm_config: "VllmConfig") -> Role:
 
 
 def first_weights_version(vllm_config: "VllmConfig") -> str:
-    """What the weights are that the engine starts with, in the words of `weights_version.py`."""
+    """What the weights are that the engine starts with, as `weights_version.py` names it."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
@@ -261,8 +261,8 @@ def _pages_of(
 class PoolPins:
     """References on blocks of vLLM's pool. Scheduler thread.
 
-    `let_go` is called before vLLM empties the pool's prefix cache, which it does only when nobody
-    holds a block; `on_reset` is told afterwards whether it has.
+    `let_go` is called before vLLM empties the pool's prefix cache, which it does only when no
+    block is held; `on_reset` is told afterwards whether it has.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class PoolPins:
         self._pool.evict_blocks(set(block_ids))
 
 
-# The engine's surroundings
+# Ranks, devices and policies
 
 
 def rank_place(vllm_config: "VllmConfig") -> RankPlace:
@@ -317,7 +317,7 @@ def gather_in_stage(data: bytes) -> list[bytes]:
     """The bytes of every rank of this pipeline stage, in one order for all of them.
 
     A collective of vLLM's CPU groups: every rank calls it, with as many bytes. Alone where there
-    are no groups, since then nobody else is there either.
+    are no groups, since then there is no other rank.
     """
     if not parallel_state.model_parallel_is_initialized():
         return [data]

@@ -1,7 +1,7 @@
 """What of vLLM's configuration changes the values that an engine computes.
 
 Every field of every configuration object counts, but for those that a table leaves out, each with
-its reason; a field that nobody has classified counts. So a new release of vLLM can cost hits, never
+its reason; a field in no table counts. So a new release of vLLM can cost hits, never
 give wrong bytes. The tables hold for both releases that are tested;
 `tests/vllm_adapt/test_factors.py` walks every field of them.
 

@@ -248,7 +248,7 @@ def _check_spec(spec: Any) -> None:
 
 
 def num_own_layers(vllm_config: "VllmConfig") -> int:
-    """From which index on layers are a draft model's; ConfigError where nobody can tell.
+    """From which index on layers are a draft model's; ConfigError where it cannot be told.
 
     Where nothing is drafted all are the model's: one that runs through its layers several times
     has KV of each time, and numbers it on beyond its layers.
@@ -335,9 +335,10 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
 def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
     """As how many heads ranks of one head count, where ranks are more than the model has heads.
 
-    Some layers may have more heads than the model says it has, and with one on each rank nobody
-    can tell which. A multiple of all numbers that are named is right for each of them: ranks that
-    count as holding the same head do, and a head of several names is only stored several times.
+    Some layers may have more heads than the model says it has, and with one on each rank it
+    cannot be told which. A multiple of all numbers that are named is right for each of them: ranks
+    that count as holding the same head do, and a head of several names is only stored several
+    times.
     """
     values = vllm_config.model_config.hf_text_config.to_dict()
     named = _named_heads(values, int(values.get("num_attention_heads") or 0))

@@ -106,7 +106,7 @@ _NAMES_LEFT_OUT = {
 }
 
 # Files beside them that change no KV. Any other JSON file of a model counts: processors of media,
-# scales and options of quantisation, and what nobody has thought of.
+# scales and options of quantisation, and files not known here.
 FILES_LEFT_OUT = {
     "generation_config.json": "says how tokens are chosen",
     "tokenizer.json": "prompts are compared by their tokens",
@@ -168,7 +168,7 @@ def model_values(
 ) -> dict[str, Any]:
     """What decides the values that a model computes: weights, files, vLLM's configuration.
 
-    A configuration that nobody could compare with another is shared with nobody, and a warning
+    A configuration that cannot be compared with others is shared with no engine, and a warning
     says so. Raises OSError.
     """
     model = vllm_config.model_config

@@ -159,7 +159,7 @@ class Files(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Who is told."""
+    """Is told of changes of the weights."""
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; the version is known, or drawn by chance."""
@@ -174,7 +174,7 @@ class Model(NamedTuple):
 
 
 class CacheWatcher(Protocol):
-    """Who is told that an engine has emptied its encoder cache."""
+    """Is told that an engine has emptied its encoder cache."""
 
     def encoder_cache_was_reset(self) -> None: ...
 
@@ -254,7 +254,7 @@ def tell(why: str, weights_version: str | None = None, config: object = None) ->
     known = [watcher for watcher, model in _watchers.items() if model.config is config]
     told = known or list(_watchers)
     if len(told) == len(_watchers):
-        models.look()  # else somebody may still have to hear of what it would show
+        models.look()  # else watchers of other models may still have to hear of what it would show
     for watcher in told:
         logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
         watcher.weights_changed(
@@ -263,7 +263,7 @@ def tell(why: str, weights_version: str | None = None, config: object = None) ->
 
 
 def own_cache_was_reset() -> None:
-    """vLLM has been told to empty an engine's own prefix cache: has somebody set weights before?"""
+    """vLLM has been told to empty an engine's own prefix cache: tell of weights set before."""
     if models.have_changed():
         tell("parameters were set")
 
