@@ -8,7 +8,9 @@ the messages is the order to stop; engines that live then stop by the end of the
 """
 
 import atexit
+import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import multiprocessing.context
@@ -23,6 +25,18 @@ import engine_child
 
 MOST_BYTES = 1 << 20  # of a message: an environment
 NUM_FDS = 4
+ENGINE_MODULES = (
+    "vllm.entrypoints.serve.utils.api_utils",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_kvpool.connector",
+    "vllm_kvpool.storage.file.store",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +129,16 @@ def fork_ranks() -> None:
     multiproc_executor.get_mp_context = ForkContext
 
 
-def import_pool() -> None:
-    """Import the connector and load its compiled copy: each engine would spend 2 s of a core on it.
+def import_all() -> None:
+    """Import what an engine imports as it starts, and load the pool's compiled copy.
 
-    As vLLM's workers start they look through all modules for kernels of Triton, and fail at the
-    functions of llvmlite's library (0.32.0), whose module is therefore taken out of their sight.
+    Each engine would spend 2 s of a core on it. As vLLM's workers start they look through all
+    modules for kernels of Triton, and fail at the functions of llvmlite's library (0.32.0), whose
+    module is therefore taken out of their sight.
     """
-    import vllm_kvpool.connector
-    import vllm_kvpool.storage.file.store  # noqa: F401 - imported for its effect
+    for name in ENGINE_MODULES:
+        with contextlib.suppress(ImportError):  # a release that has it elsewhere imports it later
+            importlib.import_module(name)
     from vllm_kvpool.staging.copy_cpu import CpuCopier
 
     CpuCopier([]).warm_up()
@@ -174,7 +190,7 @@ class Ending:
 def main(orders_fd: int) -> None:
     ending = Ending()
     engine_child.engine_class()
-    import_pool()
+    import_all()
     fork_ranks()
     spin_without_yielding()
     # An engine's collections, the last one as it ends above all, leave out what the import made.

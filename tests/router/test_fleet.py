@@ -45,16 +45,16 @@ def test_a_move_follows_its_edge_and_is_kept(before: State, cause: Cause) -> Non
 
 
 @pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("cause", Cause)
-def test_an_illegal_move_changes_nothing(state: State, cause: Cause) -> None:
-    if (state, cause) in EDGES:
-        return
+def test_an_illegal_move_changes_nothing(state: State) -> None:
     fleet, replica = replica_in(state)
-    with pytest.raises(IllegalEdge):
-        fleet.move(replica, cause, "because", 5.0)
-    assert (replica.state, replica.since, replica.role) == (state, 1.0, Role.PREFILL)
-    assert not fleet.transitions
-    assert not fleet.counts
+    for cause in Cause:
+        if (state, cause) in EDGES:
+            continue
+        with pytest.raises(IllegalEdge):
+            fleet.move(replica, cause, "because", 5.0)
+        assert (replica.state, replica.since, replica.role) == (state, 1.0, Role.PREFILL)
+        assert not fleet.transitions
+        assert not fleet.counts
 
 
 def test_a_replica_remembers_what_it_was_last_wanted_for() -> None:

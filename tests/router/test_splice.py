@@ -129,8 +129,15 @@ def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
         assert seen.counts == sorted(seen.counts)
 
 
-@pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("fields", [{}, {"stop": ["日本\n", "x"]}, {"return_token_ids": True}])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Kind.COMPLETION, {}),
+        (Kind.COMPLETION, {"return_token_ids": True}),
+        (Kind.CHAT, {}),
+        (Kind.CHAT, {"stop": ["日本\n", "x"]}),
+    ],
+)
 def test_every_byte_is_a_place_to_die(kind: Kind, fields: dict[str, Any]) -> None:
     case = Case(kind, [*tokens_of("a é日本 b", (1, 2)), EOS], [[1], [1, 3]], fields | COUNTED)
     expected = transcript(case.reference())
