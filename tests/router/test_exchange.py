@@ -240,7 +240,7 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
         spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
         async with RouterRig(0, 1, spec=spec) as rig:
             rates = rig.router.controller.desk.rates
-            prior = rates.snapshot().local_prefill_s_per_token
+            prior = rates.snapshot(0.0).local_prefill_s_per_token
             for number in range(4):
                 body = {"prompt": f"{number} {SHORT}", "max_tokens": 150, **more}
                 await rig.complete(body)
@@ -250,7 +250,7 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
             engine = rig.engines[0]
             assert engine.counts.max_running == len(bodies)
             assert engine.counts.asked.get("stream", False) is not bool(more)
-            learned = rates.snapshot().local_prefill_s_per_token
+            learned = rates.snapshot(0.0).local_prefill_s_per_token
             assert learned == prior if more else True, "what is not seen is not learned"
             waits = rig.router.controller.desk.waits
             assert bool(waits) is not bool(more)
@@ -337,7 +337,7 @@ def test_what_is_learned_makes_estimates_exact() -> None:
                 reply = await rig.complete({**body, **({**USAGE} if number % 2 == 0 else {})})
                 assert reply.usage is not None
             exact = reply.usage["prompt_tokens"] / (len(LONG) + 3)
-            assert abs(rates.snapshot().tokens_per_byte - exact) < 0.02 * exact
+            assert abs(rates.snapshot(0.0).tokens_per_byte - exact) < 0.02 * exact
 
     run(main)
 

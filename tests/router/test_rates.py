@@ -207,7 +207,7 @@ def serve(measured: Measured, stage: Stage, replica: ReplicaId, samples: int) ->
 def test_a_stages_rate_is_tokens_by_busy_seconds(stage: Stage, name: str) -> None:
     measured = Measured(PRIOR)
     serve(measured, stage, ONE, COLD_SAMPLES + MIN_SAMPLES)
-    rates = measured.snapshot()
+    rates = measured.snapshot(0.0)
     assert rates == Rates(**{name: pytest.approx(500.0)})
 
 
@@ -221,7 +221,7 @@ def test_pieces_under_way_together_share_their_seconds() -> None:
         measured.ended(Stage.PREFILL, ONE)
         measured.did(Stage.PREFILL, ONE, start + 4.0, 900)
         measured.ended(Stage.PREFILL, ONE)
-    assert measured.snapshot().prefill_tokens_per_s == pytest.approx(1200 / 4)
+    assert measured.snapshot(0.0).prefill_tokens_per_s == pytest.approx(1200 / 4)
 
 
 def test_what_failed_alone_leaves_no_seconds_behind() -> None:
@@ -231,7 +231,7 @@ def test_what_failed_alone_leaves_no_seconds_behind() -> None:
     measured.ended(Stage.PREFILL, ONE)
     measured.began(Stage.PREFILL, ONE, 2000.0)
     measured.did(Stage.PREFILL, ONE, 2002.0, 1000)
-    assert measured.snapshot().prefill_tokens_per_s == pytest.approx(500.0)
+    assert measured.snapshot(0.0).prefill_tokens_per_s == pytest.approx(500.0)
 
 
 def test_an_end_that_nobody_began_is_let_pass() -> None:
@@ -241,14 +241,14 @@ def test_an_end_that_nobody_began_is_let_pass() -> None:
     measured.began(Stage.DECODE, ONE, 2.0)
     measured.forget(ONE)
     measured.ended(Stage.DECODE, ONE)
-    assert measured.snapshot() == PRIOR
+    assert measured.snapshot(0.0) == PRIOR
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_the_first_samples_after_a_start_are_left_out(again: bool) -> None:
     measured = Measured(PRIOR)
     serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
-    before = measured.snapshot()
+    before = measured.snapshot(0.0)
     replica = ONE if again else TWO
     if again:
         measured.restarted(ONE)
@@ -256,10 +256,10 @@ def test_the_first_samples_after_a_start_are_left_out(again: bool) -> None:
         measured.began(Stage.PREFILL, replica, 1000.0)
         measured.did(Stage.PREFILL, replica, 1001.0, 10)
         measured.ended(Stage.PREFILL, replica)
-        assert measured.snapshot() == before
+        assert measured.snapshot(0.0) == before
     measured.began(Stage.PREFILL, replica, 2000.0)
     measured.did(Stage.PREFILL, replica, 2001.0, 250)
-    assert measured.snapshot().prefill_tokens_per_s < before.prefill_tokens_per_s
+    assert measured.snapshot(0.0).prefill_tokens_per_s < before.prefill_tokens_per_s
 
 
 def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
@@ -268,7 +268,7 @@ def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
         tokens = 100 * (sample + 1)
         measured.handed_over(ONE, 0.0, tokens, 0.1 + tokens * 0.001)
         measured.prefilled_locally(ONE, 0.0, tokens, tokens * 0.002)
-    rates = measured.snapshot()
+    rates = measured.snapshot(0.0)
     assert rates.handoff_overhead_s == pytest.approx(0.1)
     assert rates.handoff_s_per_token == pytest.approx(0.001)
     assert rates.handoff_s(500) == pytest.approx(0.6)
@@ -281,7 +281,7 @@ def learned(*samples: tuple[int, float]) -> Rates:
     for _ in range(COLD_SAMPLES + MIN_SAMPLES):
         for tokens, seconds in samples:
             measured.prefilled_locally(ONE, 0.0, tokens, seconds)
-    return measured.snapshot()
+    return measured.snapshot(0.0)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
         measured.answered(0.0, 9901)
         measured.counted(0.0, 100, 1000)
         measured.counted(0.0, 1000, 1000)
-    rates = measured.snapshot()
+    rates = measured.snapshot(0.0)
     assert rates.output_tokens_per_request == pytest.approx(100.0)
     assert rates.tokens_per_byte == pytest.approx(1100 / 2000)
 
@@ -321,3 +321,17 @@ def test_replicas_remembered_are_bounded() -> None:
     for number in range(MAX_REPLICAS + 10):
         measured.began(Stage.PREFILL, ReplicaId(str(number)), 0.0)
     assert len(measured._seen) == MAX_REPLICAS
+
+
+def test_a_hand_over_that_was_slow_once_is_tried_again() -> None:
+    measured, replica = Measured(PRIOR), ReplicaId("d")
+    for number in range(20):
+        measured.handed_over(replica, float(number), 1000, 0.92)
+    learned = measured.snapshot(19.0).handoff_s(1000)
+    assert learned == pytest.approx(0.92, rel=0.1)
+    prior = PRIOR.handoff_s(1000)
+    later = measured.snapshot(19.0 + 120.0).handoff_s(1000)
+    assert later == pytest.approx((learned + prior) / 2)
+    assert measured.snapshot(19.0 + 3600.0).handoff_s(1000) == pytest.approx(prior, rel=0.01)
+    measured.handed_over(replica, 3600.0, 1000, 0.9)
+    assert measured.snapshot(3600.0).handoff_s(1000) == pytest.approx(0.9, rel=0.1)

@@ -38,7 +38,10 @@ class Bench:
             **{"keep_on_exit": keeps, "stop_timeout_s": 3.0, **launch},
         }
         health = {**QUICK["health"], "timeout_s": 0.5, "failures": 2}
-        return Router(read_config({**QUICK, "health": health, "launch": given, "hosts": [host]}))
+        # Engines in processes of their own share no pool: what they expect of it never comes.
+        front = {**QUICK["front"], "expect_timeout_ms": 500}
+        sections = {**QUICK, "front": front, "health": health, "launch": given}
+        return Router(read_config({**sections, "hosts": [host]}))
 
     def pids(self) -> dict[str, int]:
         """Of the engines that the router keeps in mind."""

@@ -1,6 +1,7 @@
 """Which requests are let in, one by one and under twice the load that can be served."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,6 +93,14 @@ def test_the_wait_for_prefill(given_load: dict[str, Any], expected: float) -> No
 )
 def test_the_wait_for_decode(given_load: dict[str, Any], expected: float) -> None:
     assert decode_wait_s(replace(CALM, **given_load), ASK) == pytest.approx(expected)
+
+
+def test_a_refusal_has_its_numbers() -> None:
+    refused = only(replace(CALM, queued_tokens=1e6))
+    assert isinstance(refused, Refuse)
+    assert re.search(
+        r"estimated wait 50.0 s, [\d.]+ s are left of overload.ttft_target_s=", refused.why
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Desk:
     def snapshot(self) -> Rates:
         """The rates as measured up to now."""
         if self._snapshot is None:
-            self._snapshot = self.rates.snapshot()
+            self._snapshot = self.rates.snapshot(self.now)
             self._usual_output = round(self._snapshot.output_tokens_per_request) or 1
         return self._snapshot
 

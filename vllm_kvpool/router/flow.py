@@ -51,7 +51,7 @@ class Flow:
         verdict = desk.shedder.decide(desk.pressure(), self._admission(ask))
         if isinstance(verdict, Shed):
             desk.counts["shed"] += 1
-            self._refuse(request, verdict.status, verdict.retry_after_s, verdict.reason.value)
+            self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
             self._wait(request)
         else:

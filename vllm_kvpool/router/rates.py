@@ -5,6 +5,9 @@ never a mean of single rates. Time without work is in neither sum, so an idle ni
 a rate down, and many small pieces of work count no more than the time they took. Until
 `MIN_SAMPLES` samples came, a prior from the configuration is blended in.
 
+What a hand-over takes is learned only where one is done: without samples it ages towards the prior,
+so that what was slow once is tried again.
+
 The first samples after an engine's start say how long compiling and warming up takes, not how
 fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thread.
 """
@@ -16,6 +19,7 @@ from enum import Enum
 from vllm_kvpool.router.states import ReplicaId
 
 HALF_LIFE_S = 60.0
+AGEING_HALF_LIFE_S = 120.0  # of what is learned of hand-overs, without any
 MIN_SAMPLES = 8  # from here on the prior counts nothing
 COLD_SAMPLES = 2
 OUTLIER_FACTOR = 10.0  # a sample further off than this counts as this far off
@@ -117,6 +121,15 @@ class Line:
         self._variance = (1 - share) * (self._variance + share * d_tokens * d_tokens)
         self._covariance = (1 - share) * (self._covariance + share * d_tokens * d_seconds)
         self.samples += 1
+
+    def aged(self, now: float) -> tuple[float, float]:
+        """`value`, the nearer to the prior the longer nothing was added."""
+        share = 0.5 ** (max(0.0, now - self._at) / AGEING_HALF_LIFE_S)
+        overhead_s, s_per_token = self.value
+        return (
+            self.prior_overhead_s + share * (overhead_s - self.prior_overhead_s),
+            self.prior_s_per_token + share * (s_per_token - self.prior_s_per_token),
+        )
 
     @property
     def value(self) -> tuple[float, float]:
@@ -283,8 +296,9 @@ class Measured:
         if prompt_tokens > 0 and body_bytes > 0:
             self._prompt.add(now, prompt_tokens, body_bytes)
 
-    def snapshot(self) -> Rates:
-        overhead_s, s_per_token = self._handoff.value
+    def snapshot(self, now: float) -> Rates:
+        """What is known at `now`."""
+        overhead_s, s_per_token = self._handoff.aged(now)
         local_overhead_s, local_s_per_token = self._local_line.value
         return Rates(
             prefill_tokens_per_s=self._stages[Stage.PREFILL].value,

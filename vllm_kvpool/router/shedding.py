@@ -104,6 +104,11 @@ class Refuse:
     status: int  # 429: ask less often; 503: nothing can take it
     retry_after_s: int  # 1 or more
     reason: Reason
+    numbers: str = ""  # what was estimated, and which limit it passes
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason.value}: {self.numbers}" if self.numbers else self.reason.value
 
 
 class Shedder:
@@ -131,19 +136,30 @@ class Shedder:
         most_s, all_s = allowance * budget_s, all_until * budget_s
         later_s = wait_s - all_s  # then all would be let in again
         if pressure.queued_requests >= allowance * limits.max_queued_requests:
-            return self._refuse(TOO_MANY_REQUESTS, max(later_s, prefill_s / 2), Reason.QUEUE_FULL)
+            most = f"{allowance * limits.max_queued_requests:.0f} of overload.max_queue may"
+            numbers = f"{pressure.queued_requests} requests wait, {most}"
+            later_s = max(later_s, prefill_s / 2)
+            return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.QUEUE_FULL, numbers)
         if ask.deadline_s is not None:
             own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
+            numbers = (
+                f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
+                f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
+            )
             if own_s > ask.deadline_s:
-                return self._refuse(UNAVAILABLE, 1.0, Reason.DEADLINE)
+                return self._refuse(UNAVAILABLE, 1.0, Reason.DEADLINE, numbers)
             if wait_s + own_s > ask.deadline_s:
                 later_s = wait_s + own_s - ask.deadline_s
-                return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.DEADLINE)
+                return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.DEADLINE, numbers)
         if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
             return Accept(wait_s)
+        numbers = (
+            f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
+            f"of overload.ttft_target_s={limits.ttft_target_s:g}"
+        )
         if decode_s > prefill_s or pressure.is_saturated:
-            return self._refuse(UNAVAILABLE, later_s, Reason.DECODE_WAIT)
-        return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.PREFILL_WAIT)
+            return self._refuse(UNAVAILABLE, later_s, Reason.DECODE_WAIT, numbers)
+        return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.PREFILL_WAIT, numbers)
 
     def _allowance(self, priority: int) -> tuple[float, float]:
         """Shares of the budget: up to which any are let in, and up to which all are."""
@@ -162,12 +178,13 @@ class Shedder:
         self._credit[allowance] = credit - 1.0 if is_in else credit
         return is_in
 
-    def _refuse(self, status: int, later_s: float, reason: Reason) -> Refuse:
+    def _refuse(self, status: int, later_s: float, reason: Reason, numbers: str = "") -> Refuse:
         """Those refused together are sent away for one to two times as long, not to meet again."""
         self._refused += 1
         most_s = self._limits.max_retry_after_s
         least_s = math.ceil(min(max(later_s, 1.0), most_s))
-        return Refuse(status, min(least_s + self._refused % (least_s + 1), most_s), reason)
+        retry_after_s = min(least_s + self._refused % (least_s + 1), most_s)
+        return Refuse(status, retry_after_s, reason, numbers)
 
 
 def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
