@@ -17,8 +17,9 @@ from tests.e2e.vision import about
 from tests.support.models import LlamaShape, make_lora
 from tests.support.vision_models import LlavaShape
 from vllm_kvpool.identity.keys import namespace_of
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.manifest import manifest_in
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.url import parse_store_url
 
 pytestmark = pytest.mark.e2e
 

@@ -26,8 +26,9 @@ from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.support.faults import Faults, FaultyStore
 from tests.support.latent_models import DeepseekShape, make_deepseek
 from tests.support.models import LlamaShape, make_llama
+from vllm_kvpool.storage.backends import open_store, wrap_stores
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.storage.url import open_store, parse_store_url, wrap_stores
+from vllm_kvpool.storage.url import parse_store_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,6 +14,8 @@ import os
 import stat
 import threading
 
+from vllm_kvpool.errors import StoreError
+
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
@@ -71,6 +73,12 @@ class SymlinkGuard:
             known = self._is_plain(os.path.dirname(directory)) and not os.path.islink(directory)
             self._are_plain[directory] = known
         return known
+
+
+def check_root(root: str) -> None:
+    """StoreError if a store's directory went away under us."""
+    if os.path.islink(root) or not os.path.isdir(root):
+        raise StoreError(f"file store {root} is gone; restore it or restart without it")
 
 
 def is_there(path: str) -> bool:
