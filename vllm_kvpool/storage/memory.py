@@ -1,10 +1,10 @@
 """`memory://`: cells in this process's heap, for tests and for trying the package without a disk.
 
-Owns shelves: a bounded table of immutable objects, dropped chunk by chunk, a prompt's end first.
-Stores opened with one name share one shelf, which lives as long as the process; a store without a
+Owns bounded tables of immutable objects, dropped chunk by chunk, a prompt's end first.
+Stores opened with one name share one table, which lives as long as the process; a store without a
 name has its own.
 
-Any thread may call; the shelf's lock guards the table only, bytes are copied outside it. An
+Any thread may call; a table's lock guards it alone, bytes are copied outside it. An
 object is replaced or dropped whole, so a reader that holds one is never disturbed.
 Does not know urls (url.py) and survives nothing.
 """
@@ -181,21 +181,21 @@ _named_lock = threading.Lock()
 
 
 def open_table(name: str, size_bytes: int) -> LruTable:
-    """The shelf of that name, made by the first who asks; without a name a new one."""
+    """The table of that name, made by the first who asks; without a name a new one."""
     if not name:
         return LruTable(size_bytes)
     with _named_lock:
-        shelf = _named.setdefault(name, LruTable(size_bytes))
-    if shelf.size_bytes != size_bytes:
+        table = _named.setdefault(name, LruTable(size_bytes))
+    if table.size_bytes != size_bytes:
         raise ConfigError(
-            f"memory://{name} is already open in this process with size={shelf.size_bytes}; "
+            f"memory://{name} is already open in this process with size={table.size_bytes}; "
             f"use that size instead of {size_bytes}, or another name"
         )
-    return shelf
+    return table
 
 
 class MemoryStore:
-    """A view of one shelf; implements `Store`."""
+    """A view of one table; implements `Store`."""
 
     def __init__(self, name: str, size_bytes: int) -> None:
         self._table = open_table(name, size_bytes)

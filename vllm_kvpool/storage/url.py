@@ -151,7 +151,7 @@ class Query:
                 )
 
     def finish(self) -> None:
-        """ConfigError for an option that nobody asked for."""
+        """ConfigError for an option that does not exist."""
         for name in self._values:
             if name not in self._known:
                 raise ConfigError(

@@ -3,7 +3,7 @@
 One row for each chunk and each cell, shared by every process on the directory. The rules:
 
 * Only a chunk without children in the store is evicted (`leaf`), the lowest score first. So a
-  prompt loses its end before its beginning, whoever writes, reads or restarts.
+  prompt loses its end before its beginning, whichever process writes, reads or restarts.
 * Rows come before files and go after them: what lies on the disk is charged, and a kill at any
   point leaves a count that is too high until the chunk is evicted.
 * A chunk that is being written or evicted is held by its writer, and no candidate.
@@ -170,7 +170,7 @@ class Reservation:
     room_bytes: int = 0
     """What is free beside `cells`; below 0 nothing is charged, and `reserve` is to be repeated."""
     stored: set[bytes] = field(default_factory=set)
-    """The names of the cells that have their file, whoever wrote it."""
+    """The names of the cells that have their file, whichever writer wrote it."""
 
     def unstored(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.name not in self.stored]
@@ -243,7 +243,7 @@ class FileIndex:
             made.opened = self._opened
         if made.opened is None:
             return None
-        if leaving:  # after the transaction, as nobody else changes what we have evicted
+        if leaving:  # after the transaction, as no other writer changes what we have evicted
             with self._reading() as db:
                 if self._opened == made.opened:
                     cells_of = (_cells(db, "WHERE c.id = ?", chunk) for chunk in leaving)
@@ -536,7 +536,7 @@ class FileIndex:
                 "id <= (SELECT max(id) FROM evicted) - ? ORDER BY id LIMIT ?)",
                 (remembered, MAX_ROWS),
             )
-            if room_bytes < 0:  # until its files are gone too, nobody else may use this room
+            if room_bytes < 0:  # until its files are gone too, no other writer may use this room
                 db.execute(
                     "UPDATE writer SET recycled = recycled + ? WHERE id = ?", (freed_bytes, writer)
                 )
@@ -658,7 +658,7 @@ class _NoRoom(Exception):
 
 
 def create_safely(path: str) -> None:
-    """An empty file that we alone may read, in place of anything that is no file of its own."""
+    """An empty file that we alone may read, in place of anything but a plain file with one name."""
 
     for each in (path, f"{path}-wal", f"{path}-shm", f"{path}-journal"):
         with contextlib.suppress(FileNotFoundError):

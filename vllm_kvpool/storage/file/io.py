@@ -8,7 +8,7 @@ which of the two works in a directory.
 
 Invariants: a transfer is reported once; error 0 means every byte was moved; after `run` ended, or
 was closed, the kernel touches none of its memory but that of transfers reported `in_use`. Where
-nobody takes reports any more, `BuffersInUse` says that there are some.
+no caller takes reports any more, `BuffersInUse` says that there are some.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None,
         for transfer in source:
             yield Done(transfer.tag, errno.EIO)
     finally:
-        # Whoever closes us, or failed while feeding us, may release the memory afterwards.
+        # The caller may release the memory once this has ended.
         while flights:
             if any(done.in_use for done in _collect(queue, flights)):
                 raise BuffersInUse("the disk does not answer")

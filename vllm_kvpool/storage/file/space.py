@@ -8,11 +8,11 @@ A put reserves, which takes what has to go out of the index and charges its cell
 files; writes; publishes; settles. No lock is held while a file is deleted, written or read.
 
 A full store deletes as much as it writes. Freeing a file's blocks and making a file cost five
-times as much as writing over one of the same size, so evicted files are written over. Somebody may
-still be reading one: a reader looks, when it has read all, whether its file still has its name;
+times as much as writing over one of the same size, so evicted files are written over. A reader
+may still have one open: it looks, when it has read all, whether its file still has its name;
 that this tells the truth needs a file system of one host.
 
-Any thread may call. A thread of its own writes hits down, ends what killed writers began and makes
+Any thread may call. One thread writes hits down, ends what killed writers began and makes
 the index anew; `close` ends it.
 """
 
@@ -65,7 +65,7 @@ PUBLISH_ATTEMPTS = 4  # others may remove the directory that was made for an obj
 RECYCLED_SHARE = 1 / 64  # of the size, kept for the next put at most
 HITS_EVERY_S = 1.0  # so long a hit may be known to its own process alone
 LOOK_EVERY_S = 10.0  # for killed writers, and an index to be made anew
-OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
+OPENING_S = 60.0  # a writer's directory that is still without its name then is a dead writer's
 SHRINK_STEPS = 64  # of evictions that one reservation waits for
 END_S = 2.0
 

@@ -126,7 +126,7 @@ def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy)
 
 
 def claim_root(path: str) -> None:
-    """Make the store's directory, or check that nobody else can have written in it."""
+    """Make the store's directory, or check that no other user can have written in it."""
     if not os.path.lexists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         make_directory(path)
