@@ -38,9 +38,10 @@ from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.pool_scheduler import ANSWER_SHARE, PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16

@@ -42,8 +42,8 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file.format import file_bytes
+from vllm_kvpool.storage.file.io import RING_DEPTH
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.file.uring import RING_DEPTH
 from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)

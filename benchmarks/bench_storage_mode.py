@@ -24,8 +24,9 @@ from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.testing.memory import make_buffer
 
 GEOMETRY = Geometry(block=16)

@@ -13,8 +13,8 @@ from vllm_kvpool.storage.cell_format import (
     HEADER_BYTES,
     MAGIC,
     CellFault,
-    seal,
     verify,
+    write_header,
 )
 
 PAYLOAD = bytes(range(256)) * 3
@@ -25,7 +25,7 @@ CHECKED_BYTES = 56  # the header up to its zero padding
 
 def sealed(payload: bytes = PAYLOAD, digest: bytes = DIGEST) -> bytearray:
     cell = bytearray(b"\xff" * HEADER_BYTES + payload)
-    seal(memoryview(cell), digest)
+    write_header(memoryview(cell), digest)
     return cell
 
 
@@ -69,7 +69,7 @@ def test_a_sealed_cell_is_sound(payload: bytes) -> None:
 def test_sealing_twice_changes_nothing() -> None:
     cell = sealed()
     once = bytes(cell)
-    seal(memoryview(cell), DIGEST)
+    write_header(memoryview(cell), DIGEST)
     assert bytes(cell) == once
 
 

@@ -86,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("connector.py", "plugin.py", "vllm_adapt/", "embeds/connector.py"),
     "mooncake": ("storage/mooncake.py", "storage/mooncake_engine.py"),
-    "obstore": ("storage/s3.py", "storage/s3_call.py"),
+    "obstore": ("storage/s3.py",),
     "torch": (
         *("layout/page_formats.py", "staging/", "vllm_adapt/"),
         *("embeds/connector.py", "embeds/dataplane/tensors.py"),
@@ -111,7 +111,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (
-        *("storage/s3.py", "storage/s3_call.py"),
+        "storage/s3.py",
         *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
         *("router/launcher.py", "router/admin.py", "router/exchange.py", "router/load.py"),
         *("router/clients.py", "router/spelling.py", "router/prefetches.py", "router/replicas.py"),

@@ -15,8 +15,7 @@ from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.devices import HCCS_ALIGNMENT, HostDevice, NpuDevice
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.calls import BoundedCalls
-from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.guarded import BoundedCalls, GuardedStore, Patience
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.transfer.lane_thread import LaneThread

@@ -281,7 +281,7 @@ class Pool:
 
     @property
     def num_cells(self) -> int:
-        return len(self.shared._shelf.list_keys())
+        return len(self.shared._table.list_keys())
 
 
 @pytest.fixture

@@ -29,10 +29,11 @@ from vllm_kvpool.config import RequestOptions, Role, read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import GetOutcome, PutOutcome
-from vllm_kvpool.storage.file import read_only
+from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.space import FORMAT_DIR
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -74,7 +75,7 @@ def refused(stack: contextlib.ExitStack, path: Path) -> None:
 @pytest.fixture(params=[mounted, injected, refused], ids=lambda way: way.__name__)
 def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seal]:
     """Make a directory read-only until the end of the test."""
-    monkeypatch.setattr(read_only, "_told", set())
+    monkeypatch.setattr(file_store, "_told", set())
     with contextlib.ExitStack() as stack:
         yield lambda path: request.param(stack, path)
 

@@ -26,11 +26,12 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import Patience
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.storage.url import StoreSpec, open_store, parse_store_url
+from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 from vllm_kvpool.transfer import demotion
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
 
@@ -154,7 +155,7 @@ def test_any_parallelism_reads_any_other(
         rank.save(kv)
         rank.close()
     # Nothing is missing, and replicas have stored nothing twice.
-    assert len(shared._shelf.list_keys()) == num_heads * (LAYERS // 2) * (TOKENS // CHUNK)
+    assert len(shared._table.list_keys()) == num_heads * (LAYERS // 2) * (TOKENS // CHUNK)
     for rank in ranks(store, num_heads, reader):
         assert torch.equal(rank.load(), kv[rank.part])
         rank.close()
@@ -170,7 +171,7 @@ def test_cells_per_rank_at_equal_parallelism(tp_size: int, num_heads: int) -> No
         rank.save(kv)
         rank.close()
     distinct = min(tp_size, num_heads)
-    assert len(shared._shelf.list_keys()) == distinct * (LAYERS // 2) * (TOKENS // CHUNK)
+    assert len(shared._table.list_keys()) == distinct * (LAYERS // 2) * (TOKENS // CHUNK)
     for rank in ranks(store, num_heads, (tp_size, 1, 32), per_head=False):
         assert torch.equal(rank.load(), kv[rank.part])
         rank.close()
@@ -203,7 +204,7 @@ class Tiers:
         return f"file://{self.path}?size=1GiB"
 
     def num_in_memory(self) -> int:
-        return len(self.shared._shelf.list_keys())
+        return len(self.shared._table.list_keys())
 
     def num_in_files(self, prompt: int = 0) -> int:
         topology = Topology(HEADS, 1, stages(1), 2)

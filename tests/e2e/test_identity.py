@@ -16,8 +16,9 @@ from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.vision import about
 from tests.support.models import LlamaShape, LlavaShape, make_lora
 from vllm_kvpool.identity.keys import namespace_of
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.manifest import manifest_in
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.url import parse_store_url
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,7 @@ from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BAD_CHUNK, BYSTANDER, IMPATIENT, READER, STORED_CHUNKS, Scene
 from tests.support.faults import Fault
 from vllm_kvpool.storage import cell_format
-from vllm_kvpool.storage.file import read_only
+from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.vllm_adapt import namespace
 
@@ -170,7 +170,7 @@ def clock(offset_s: int) -> dict[str, Any]:
         patch.setattr(Clock, "offset_s", 0)
         patch.setattr(time, "time", lambda: Clock.now_s() + Clock.offset_s)
         ticks = lambda: Clock.now_ns() + Clock.offset_s * 10**9  # noqa: E731
-        patch.setattr(read_only, "FileStore", functools.partial(FileStore, clock_ns=ticks))
+        patch.setattr(file_store, "FileStore", functools.partial(FileStore, clock_ns=ticks))
 
     def start(scene: Scene) -> None:
         Clock.offset_s = offset_s

@@ -60,7 +60,7 @@ class Library:
         rig.shutdown()
         store = workshop.plain_store(url)
         assert isinstance(store, MemoryStore)
-        shelf = store._shelf
+        shelf = store._table
         self.objects = {key: shelf.take(key) or b"" for key in shelf.list_keys()}
         chain = ChunkChain(CHUNK, RequestIdentity())
         chain.extend(PREFIX)

@@ -20,7 +20,7 @@ from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from tests.support.seeds import seeds
 from vllm_kvpool.storage.base import Buffer, ChunkRef
-from vllm_kvpool.storage.memory import MemoryStore, Shelf
+from vllm_kvpool.storage.memory import LruTable, MemoryStore
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ class Driver:
         store = workshop.plain_store(url)
         assert isinstance(store, MemoryStore)
         self.store: MemoryStore = store
-        self.shelf: Shelf = store._shelf
+        self.shelf: LruTable = store._table
         spec = replace(spec_of(self.rng), runner=runner)
         self.rig: Rig = workshop.rig(spec, [*host, url])
         self.prompts = Prompts(self.rng)

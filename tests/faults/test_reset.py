@@ -29,7 +29,7 @@ def test_what_was_being_saved_does_not_come_back(
     scene.wait(lambda: rig.step() or not rig.pool._reset.pending)
     rig.settle()
     assert isinstance(scene.store, MemoryStore)
-    assert scene.store._shelf.list_keys() == []
+    assert scene.store._table.list_keys() == []
     scene.close(exact=True)
 
 

@@ -25,8 +25,9 @@ from tests.faults.model import VOCAB, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.support.faults import Faults, FaultyStore
 from tests.support.models import DeepseekShape, LlamaShape, make_model
+from vllm_kvpool.storage.backends import open_store, wrap_stores
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.storage.url import open_store, parse_store_url, wrap_stores
+from vllm_kvpool.storage.url import parse_store_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal, verify
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.storage.file.format import MAGIC, PAGE_BYTES, Footer, is_of, read_footer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
@@ -50,7 +50,7 @@ def cell_of(key: str, version: int) -> Buffer:
     buffer = make_buffer(CELL)
     data = random_bytes(CELL - HEADER_BYTES - 8, KEYS.index(key) + 100 * version)
     buffer.view[HEADER_BYTES:-8] = data
-    seal(buffer.view, key_digest(key))
+    write_header(buffer.view, key_digest(key))
     return buffer
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.identity.keys import chunk_id_of_key, key_digest, key_with_prefix
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, write_header
 from vllm_kvpool.testing.contract import new_namespace
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
@@ -33,7 +33,7 @@ def sealed(key: str, nbytes: int) -> Buffer:
     """The cell of that name, as an engine would store it."""
     buffer = make_buffer(nbytes)
     buffer.view[HEADER_BYTES:] = random_bytes(nbytes - HEADER_BYTES, sum(key.encode()))
-    seal(buffer.view, key_digest(key))
+    write_header(buffer.view, key_digest(key))
     return buffer
 
 

@@ -18,8 +18,9 @@ from tests.support.object_server import FaultyFront, Hang, ObjectServer
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.command import NEAR_SHARE
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.url import parse_store_url
 
 LIMIT_S = 60.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}

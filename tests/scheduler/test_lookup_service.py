@@ -490,7 +490,7 @@ def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
     pool.service.remove_all(confirmed.append)
     assert pool.found() == 0
     assert confirmed == [True]
-    assert [memory._shelf.list_keys() for memory in pool.memories] == [[], []]
+    assert [memory._table.list_keys() for memory in pool.memories] == [[], []]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -506,7 +506,7 @@ def test_a_tier_that_cannot_be_emptied_does_not_keep_others_from_it(
     pool.service.remove_all(confirmed.append)
     assert pool.found() == 3
     assert confirmed == [False]
-    assert pool.memories[1 - bad]._shelf.list_keys() == []
+    assert pool.memories[1 - bad]._table.list_keys() == []
 
 
 # Host memory of the ranks
@@ -611,7 +611,7 @@ def test_a_removal_takes_the_epochs_it_names(pool: Pool, weights_versions: tuple
     done: SimpleQueue[bool] = SimpleQueue()
     pool.service.remove_all(done.put, weights_versions)
     assert done.get(timeout=LIMIT_S)
-    left = {namespace_of(key) for key in pool.memory._shelf.list_keys()}
+    left = {namespace_of(key) for key in pool.memory._table.list_keys()}
     assert left == {with_weights(NAMESPACE, e) for e in all_epochs if e not in weights_versions}
 
 

@@ -1150,7 +1150,7 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     bench.scheduler.load_ended("a")
     assert bench.scheduler.reset()
     bench.scheduler.check()
-    assert bench.memory._shelf.list_keys() == []
+    assert bench.memory._table.list_keys() == []
     # Puts that were under way may land until every rank knows.
     bench.hold(range(1000), range(1))
     plan = bench.step(a=4)
@@ -1162,7 +1162,7 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     bench.add("b")
     assert bench.match("b") == NOTHING
     assert bench.store.calls["remove_namespace"] == 2
-    assert bench.memory._shelf.list_keys() == []
+    assert bench.memory._table.list_keys() == []
     # What was loaded before is of the weights before; what is computed from now on is not.
     bench.allocate("b", 0, 0)
     plan = bench.step(a=1, b=100)
@@ -1418,7 +1418,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        keys = sorted(self.bench.memory._shelf.list_keys())
+        keys = sorted(self.bench.memory._table.list_keys())
         if keys:
             self.bench.memory.remove([data.draw(st.sampled_from(keys))])
 

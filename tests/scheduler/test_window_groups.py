@@ -637,7 +637,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        keys = sorted(self.engine.memory._shelf.list_keys())
+        keys = sorted(self.engine.memory._table.list_keys())
         if keys:
             self.engine.memory.remove([data.draw(st.sampled_from(keys))])
 

@@ -19,9 +19,8 @@ from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.storage.file.read_only import open_file_store
 from vllm_kvpool.storage.file.space import FORMAT_DIR
-from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.file.store import FileStore, open_file_store
 from vllm_kvpool.testing.contract import get_one, key_of, put_one
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 

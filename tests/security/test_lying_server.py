@@ -15,8 +15,7 @@ from vllm_kvpool.testing.memory import make_buffer
 
 pytest.importorskip("obstore", reason="the client of s3:// is not installed")
 
-from vllm_kvpool.storage.s3 import S3Store
-from vllm_kvpool.storage.s3_call import PART_BYTES
+from vllm_kvpool.storage.s3 import PART_BYTES, S3Store
 from vllm_kvpool.storage.url import S3Options
 
 pytestmark = pytest.mark.s3

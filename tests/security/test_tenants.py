@@ -33,12 +33,12 @@ from vllm_kvpool.identity.keys import (
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.cell_format import CellFault, seal, verify
+from vllm_kvpool.storage.cell_format import CellFault, verify, write_header
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES
 from vllm_kvpool.storage.file.space import object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.storage.s3_answers import object_name as s3_object_name
+from vllm_kvpool.storage.s3 import object_name as s3_object_name
 from vllm_kvpool.testing.memory import make_buffer
 
 CHUNK, CHUNKS, LIMIT_S = 32, 3, 30.0
@@ -145,7 +145,7 @@ def test_a_key_that_another_tenant_computes_is_refused_by_the_cell_itself() -> N
     store = MemoryStore("", 1 << 20)
     mine, theirs = (keys_of(make_namespace("m", d * 12), "")[0] for d in "01")
     cell = make_buffer(CELL)
-    seal(cell.view, key_digest(theirs))
+    write_header(cell.view, key_digest(theirs))
     store.put([mine], [cell], [ChunkRef("g")])  # as if it had swapped two objects
     assert store.get([mine], [cell]) == [GetOutcome.OK]
     assert verify(cell.view, key_digest(mine), checksum=True) is CellFault.KEY

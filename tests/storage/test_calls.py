@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.storage.calls import MAX_LEFT_BEHIND, BoundedCalls
+from vllm_kvpool.storage.guarded import MAX_LEFT_BEHIND, BoundedCalls
 
 LIMIT_S = 10.0
 SHORT_S = 0.02  # a wait that is in vain

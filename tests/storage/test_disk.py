@@ -13,19 +13,23 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError
 from vllm_kvpool.storage.file import io as disk_module
-from vllm_kvpool.storage.file import uring
 from vllm_kvpool.storage.file.io import (
+    GIVE_UP_S,
     MAX_REPEATS,
+    MAX_WAIT_ERRORS,
+    RING_DEPTH,
     THREAD_COUNT,
     DiskIO,
     Done,
     GaveUp,
+    Ring,
     ThreadDisk,
     Transfer,
+    UringDisk,
+    choose_disk,
+    probe,
     pump,
 )
-from vllm_kvpool.storage.file.io_choice import choose_disk, probe
-from vllm_kvpool.storage.file.uring import GIVE_UP_S, MAX_WAIT_ERRORS, RING_DEPTH, Ring, UringDisk
 from vllm_kvpool.testing.memory import make_buffer, random_bytes, slice_buffer
 
 PAGE = 4096
@@ -351,7 +355,7 @@ def ring() -> Iterator[Ring]:
 def test_what_the_kernel_does_not_take_is_an_error_of_its_transfers(
     ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system_call = uring._system_call
+    system_call = disk_module._system_call
     refusals = [-errno.ENOMEM, -errno.EBUSY]
 
     def refuse_to_submit(number: int, *args: int) -> int:
@@ -361,7 +365,7 @@ def test_what_the_kernel_does_not_take_is_an_error_of_its_transfers(
 
     with files(tmp_path, 3) as fds:
         transfers = [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
-        monkeypatch.setattr(uring, "_system_call", refuse_to_submit)
+        monkeypatch.setattr(disk_module, "_system_call", refuse_to_submit)
         assert sorted(pump(ring, transfers[:2])) == [Done(0, errno.ENOMEM), Done(1, errno.ENOMEM)]
         assert list(pump(ring, transfers[2:])) == [Done(2, errno.EBUSY)]
         assert sorted(pump(ring, transfers)) == [Done(n, 0) for n in range(3)], "the ring is dirty"
@@ -370,7 +374,7 @@ def test_what_the_kernel_does_not_take_is_an_error_of_its_transfers(
 def test_a_submission_taken_in_part_is_finished_later(
     ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system_call = uring._system_call
+    system_call = disk_module._system_call
     taken: list[int] = []
 
     def take_one(number: int, *args: int) -> int:
@@ -379,7 +383,7 @@ def test_a_submission_taken_in_part_is_finished_later(
             taken.append(args[1])
         return system_call(number, *args)
 
-    monkeypatch.setattr(uring, "_system_call", take_one)
+    monkeypatch.setattr(disk_module, "_system_call", take_one)
     with files(tmp_path, 5) as fds:
         transfers = [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
         assert sorted(pump(ring, transfers)) == [Done(n, 0) for n in range(5)]
@@ -393,7 +397,7 @@ def test_a_wait_that_fails_for_ever_gives_up(ring: Ring, monkeypatch: pytest.Mon
         calls.append(number)
         return -errno.EBADF
 
-    monkeypatch.setattr(uring, "_system_call", broken)
+    monkeypatch.setattr(disk_module, "_system_call", broken)
     with pytest.raises(GaveUp):
         ring.wait()
     assert len(calls) == MAX_WAIT_ERRORS + 1
@@ -409,7 +413,7 @@ def test_a_disk_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         return -errno.ETIME
 
     silent = Ring(clock=lambda: now[0])
-    monkeypatch.setattr(uring, "_system_call", time_out)
+    monkeypatch.setattr(disk_module, "_system_call", time_out)
     with pytest.raises(GaveUp):
         silent.wait()
     assert GIVE_UP_S < now[0] < GIVE_UP_S + 3
@@ -433,7 +437,7 @@ def test_after_giving_up_a_ring_is_replaced_and_kept(
             patch.setattr(Ring, "wait", wait)
             assert run_all(disk, [writing]) == [Done(0, errno.EIO, True)]
         assert "gave no completion for 120 s" in caplog.text
-        assert uring._abandoned[-1] is first
+        assert disk_module._abandoned_rings[-1] is first
         assert first.is_usable, "the kernel was told to forget transfers that still run"
         assert run_all(disk, [writing]) == [Done(0, 0)]
         assert disk._ring() is not first
@@ -463,7 +467,7 @@ def test_a_ring_that_gives_up_as_it_is_closed_is_replaced_and_kept(
         next(run)
         with pytest.raises(BuffersInUse):
             run.close()
-        assert uring._abandoned[-1] is first
+        assert disk_module._abandoned_rings[-1] is first
         monkeypatch.setattr(Ring, "wait", real)
         assert run_all(disk, writing) == [Done(0, 0), Done(1, 0)]
     disk.close()
@@ -476,7 +480,7 @@ def test_a_thread_that_gets_no_ring_goes_without(
 ) -> None:
     disk = UringDisk()
     disk.close()
-    monkeypatch.setattr(uring, "_system_call", lambda *args: -errno.EMFILE)
+    monkeypatch.setattr(disk_module, "_system_call", lambda *args: -errno.EMFILE)
     with files(tmp_path, 2) as fds:
         transfers = [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
         assert run_all(disk, transfers) == [Done(0, 0), Done(1, 0)]
@@ -508,7 +512,7 @@ def test_a_ring_is_chosen_if_it_works(tmp_path: Path, io: str) -> None:
 def test_a_kernel_that_refuses_rings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(uring, "_system_call", lambda *args: -number)
+    monkeypatch.setattr(disk_module, "_system_call", lambda *args: -number)
     choice = choose_disk("auto", str(tmp_path))
     assert isinstance(choice.disk, ThreadDisk)
     assert f"io_uring does not work ({os.strerror(number)})" in choice.reason

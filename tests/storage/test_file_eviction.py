@@ -20,7 +20,7 @@ from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
-from vllm_kvpool.storage.file.index import MAX_ROWS, SOFT_SHARE, CellRow, FileIndex
+from vllm_kvpool.storage.file.index import MAX_ROWS, SOFT_SHARE, FileIndex, new_cell
 from vllm_kvpool.storage.file.space import FORMAT_DIR, FileSpace
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.memory import MemoryStore
@@ -130,7 +130,7 @@ def test_a_chunk_never_outlives_one_before_it(
 def test_nor_in_the_store_of_this_process(walked: list[tuple[str, Prompt, int]]) -> None:
     store = MemoryStore("", 40 * CELL)
     walk(walked, [store, store], lambda writer: store)
-    store._shelf.check()
+    store._table.check()
 
 
 def test_after_an_overflow_the_beginning_is_there(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def index_of(path: Path, chunks: int) -> FileIndex:
     index.complete()
     for first in range(0, chunks, 100):
         rows = [
-            CellRow(
+            new_cell(
                 ChunkRef(f"{n}", f"{n - 1}" if n % 10 else "", n % 10),
                 NAMESPACE,
                 n.to_bytes(20, "big"),
@@ -164,7 +164,8 @@ def index_of(path: Path, chunks: int) -> FileIndex:
         ]
         held = index.reserve("w", rows, chunks * FILE)
         assert held is not None
-        index.settle(held, range(len(rows)))
+        held.stored.update(row.name for row in rows)
+        index.settle(held)
     return index
 
 
@@ -181,11 +182,12 @@ def test_room_costs_the_same_however_much_is_stored(tmp_path: Path) -> None:
 
         with index._reading() as db:
             db.set_progress_handler(count, 100)
-        row = CellRow(ChunkRef("new"), NAMESPACE, b"n" * 20, FILE)
+        row = new_cell(ChunkRef("new"), NAMESPACE, b"n" * 20, FILE)
         held = index.reserve("w", [row], chunks * FILE)
         assert held is not None
         assert len(held.evicted) == 1
-        index.settle(held, [0])
+        held.stored.add(row.name)
+        index.settle(held)
         plans.append(steps)
         index.close()
     assert plans[1] <= plans[0] + 3, f"hundreds of steps of SQLite: {plans}"
@@ -397,8 +399,8 @@ def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[s
 MOST_CHANGES = 12 * MAX_ROWS
 TRANSACTIONS = frozenset(
     {
-        *("reserve", "make_room", "hold", "settle", "_forget", "remove_writer", "write_hits"),
-        *("remove_cells", "add_found", "complete", "check_after_power_loss"),
+        *("reserve", "hold", "settle", "remove_writer", "write_hits", "remove_cells", "add_found"),
+        *("complete", "check_after_power_loss"),
     }
 )
 
@@ -439,9 +441,9 @@ def test_a_transaction_asks_for_no_file_and_changes_a_bounded_number_of_rows(
 KILLED_WITH_MUCH_BEGUN = """
 import os
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.file.index import CellRow, MAX_ROWS
+from vllm_kvpool.storage.file.index import MAX_ROWS, new_cell
 refs = [ChunkRef(f"{n}") for n in range(MAX_ROWS)]
-rows = [CellRow(ref, "m@fmt:0123456789ab", bytes([n]) * 20, 4096) for n, ref in enumerate(refs)]
+rows = [new_cell(ref, "m@fmt:0123456789ab", bytes([n]) * 20, 4096) for n, ref in enumerate(refs)]
 assert store._space.reserve(rows, [4096] * len(rows)) is not None
 os.kill(os.getpid(), 9)
 """

@@ -23,8 +23,7 @@ from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage import guarded
 from vllm_kvpool.storage.base import GetOutcome
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
-from vllm_kvpool.storage.calls import MAX_LEFT_BEHIND
-from vllm_kvpool.storage.guarded import CHECK_KEY, SLOW_FAILURE_S
+from vllm_kvpool.storage.guarded import CHECK_KEY, MAX_LEFT_BEHIND, SLOW_FAILURE_S
 
 NUM_THREADS = 8
 

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.memory import MemoryStore, Shelf
+from vllm_kvpool.storage.memory import LruTable, MemoryStore
 from vllm_kvpool.testing.contract import StoreContract, get_one, put_one
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -18,7 +18,7 @@ class TestMemoryStore(StoreContract):
     def store(self) -> Iterator[Store]:
         store = MemoryStore("", 64 * MIB)
         yield store
-        store._shelf.check()
+        store._table.check()
         store.close()
 
 
@@ -38,7 +38,7 @@ def test_a_name_has_one_size() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    shelf = Shelf(300)
+    shelf = LruTable(300)
     for key in "abc":
         assert shelf.add([(key, bytes(100), ChunkRef(key))]) == [PutOutcome.STORED]
     assert shelf.take("a") is not None
@@ -56,7 +56,7 @@ def test_what_cannot_fit_is_full_and_evicts_nothing() -> None:
 
 
 def test_of_two_writers_of_one_key_the_first_wins() -> None:
-    shelf = Shelf(300)
+    shelf = LruTable(300)
     assert shelf.add([("a", b"first", ChunkRef("a"))]) == [PutOutcome.STORED]
     assert shelf.add([("a", b"other bytes", ChunkRef("a"))]) == [PutOutcome.EXISTED]
     assert shelf.take("a") == b"first"

@@ -68,7 +68,8 @@ def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:
 
 CHILD = """
 import sys
-from vllm_kvpool.storage.url import open_store, parse_store_url
+from vllm_kvpool.storage.backends import open_store
+from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
 from vllm_kvpool.testing.contract import key_of
 from vllm_kvpool.testing.memory import Arena, random_bytes

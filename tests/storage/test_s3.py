@@ -24,16 +24,19 @@ from tests.support.object_server import (
 )
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.storage import s3, s3_call
+from vllm_kvpool.storage import s3
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.s3 import CALL_TIMEOUT_S, MAX_TRANSFERS, S3Store
-from vllm_kvpool.storage.s3_answers import folder_of, object_name
-from vllm_kvpool.storage.s3_call import (
+from vllm_kvpool.storage.s3 import (
+    CALL_TIMEOUT_S,
     GIVE_UP_AFTER,
     MAX_RETRIES,
+    MAX_TRANSFERS,
     PART_BYTES,
     VERSION_ATTEMPTS,
+    S3Store,
+    folder_of,
     make_client,
+    object_name,
 )
 from vllm_kvpool.storage.url import S3Options
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
@@ -63,7 +66,7 @@ def surroundings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "test-id")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-        patch.setattr(s3_call, "BACKOFF_S", 0.002)  # so that tests do not wait
+        patch.setattr(s3, "BACKOFF_S", 0.002)  # so that tests do not wait
         yield
 
 
@@ -389,8 +392,8 @@ def test_a_service_without_conditional_puts_is_asked_before_each(
 def test_a_large_object_goes_in_parts_and_a_broken_upload_is_aborted(
     behind: Store, front: FaultyFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_call, "SINGLE_PUT_BYTES", 1 << 20)
-    monkeypatch.setattr(s3_call, "UPLOAD_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3, "SINGLE_PUT_BYTES", 1 << 20)
+    monkeypatch.setattr(s3, "UPLOAD_PART_BYTES", 5 << 20)
     key, source = key_of(new_namespace(), 0), holding(random_bytes(12 << 20, 1))
     front.reset(lambda seen: Answer(400) if "partNumber=2" in seen.path else None)
     assert put_one(behind, key, source) is PutOutcome.FAILED
@@ -421,7 +424,7 @@ def test_more_than_a_thousand_objects_are_removed(
     behind: Store, front: FaultyFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "MAX_DELETE_KEYS", 10)
-    monkeypatch.setattr(s3_call, "MAX_DELETE_KEYS", 10)
+    monkeypatch.setattr(s3, "MAX_DELETE_KEYS", 10)
     namespace = new_namespace()
     keys = [key_of(namespace, number) for number in range(25)]
     source = holding(b"x")

@@ -12,6 +12,7 @@ import pytest
 
 from vllm_kvpool.config import json_named_by
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.url import (
     DEFAULT_FILE_BYTES,
@@ -26,7 +27,6 @@ from vllm_kvpool.storage.url import (
     StoreSpec,
     check_capacity,
     names_no_master,
-    open_store,
     parse_store_url,
 )
 
@@ -380,7 +380,7 @@ def test_any_way_of_the_clients_to_find_credentials_will_do(names: tuple[str, ..
 
 def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    for module in ("s3", "s3_call"):
+    for module in ("s3",):
         monkeypatch.delitem(sys.modules, f"vllm_kvpool.storage.{module}", raising=False)
     spec = parse_store_url("s3://bucket?endpoint=http://127.0.0.1:1", environ=KEYS)
     with pytest.raises(ConfigError, match=r"pip install vllm-kvpool\[s3\]"):

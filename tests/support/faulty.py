@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.support.faults import ControlledFaults, FaultyStore
 from vllm_kvpool.config import environment
 from vllm_kvpool.connector import KVPoolConnector
+from vllm_kvpool.storage.backends import wrap_stores
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.storage.url import wrap_stores
 
 __all__ = ["KVPoolConnector"]
 

@@ -14,7 +14,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal, verify
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
@@ -89,7 +89,7 @@ class Bench:
     def store_cell(self, key: str, payload: bytes, *, sealed_as: str = "", tier: int = 0) -> None:
         buffer = make_buffer(HEADER_BYTES + len(payload))
         buffer.view[HEADER_BYTES:] = payload
-        seal(buffer.view, key_digest(sealed_as or key))
+        write_header(buffer.view, key_digest(sealed_as or key))
         assert self.memories[tier].put([key], [buffer], [ChunkRef("")]) == [PutOutcome.STORED]
 
     def get(self, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:

@@ -14,16 +14,10 @@ from vllm_kvpool.config import KVPoolConfig, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.devices import Device, HostDevice
+from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, GuardedStore, Patience
 from vllm_kvpool.storage.tiers import tier_specs
-from vllm_kvpool.storage.url import (
-    StoreSpec,
-    capabilities_of,
-    check_capacity,
-    environment_for,
-    open_store,
-    uses_device,
-)
+from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
 from vllm_kvpool.transfer.engine import lane_names
 from vllm_kvpool.transfer.ops import REPLICA, LaneName, OpKind
 from vllm_kvpool.transfer.tiers import tier_names

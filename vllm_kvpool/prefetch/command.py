@@ -31,16 +31,10 @@ from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.mover import BadNames, Mover
 from vllm_kvpool.prefetch.route import pool_options, route_of
+from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.guarded import GuardedStore, Patience
 from vllm_kvpool.storage.tiers import tier_specs
-from vllm_kvpool.storage.url import (
-    FileOptions,
-    StoreSpec,
-    capabilities_of,
-    environment_for,
-    open_store,
-    uses_device,
-)
+from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for, uses_device
 
 logger = logging.getLogger(__name__)
 

@@ -139,8 +139,8 @@ class Shedding(Protocol):
         """Cells, coldest first, of what is beyond a watermark; may be empty.
 
         The caller copies and then removes them, or the next call names the same ones. After an
-        answer that is not empty nobody else who shares the store gets one, until `surplus_done`
-        or the end of this process.
+        answer that is not empty no other process that shares the store gets one, until
+        `surplus_done` or the end of this process.
         """
 
     def surplus_done(self) -> None:

@@ -41,7 +41,7 @@ class Breaker:
         return self.failed(now)
 
     def hold(self) -> None:
-        """Somebody else looks after the place: leave it alone until `let_go`."""
+        """Another part watches the place: leave it alone until `let_go`."""
         self.closed_at = float("inf")
 
     def let_go(self) -> None:

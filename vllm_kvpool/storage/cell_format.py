@@ -33,7 +33,7 @@ class CellFault(Enum):
     CHECKSUM = "checksum"
 
 
-def seal(cell: memoryview, key_digest: bytes) -> None:
+def write_header(cell: memoryview, key_digest: bytes) -> None:
     """Write the header in front of the payload that already lies in `cell`."""
     payload = cell[HEADER_BYTES:]
     fields = _FIELDS.pack(

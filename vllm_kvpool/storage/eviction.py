@@ -2,8 +2,8 @@
 
 A policy keeps one integer for each chunk, its score, which it writes when the chunk is put and at
 every hit. Of the chunks that nothing in the store comes after, the one with the lowest score is
-evicted first. That a prompt's end goes before its beginning is not the policy's to say: whoever
-owns the chunks sees to it (transfer/host_cache.py, the index of `file://`).
+evicted first. That a prompt's end goes before its beginning is not the policy's to say: the
+owner of the chunks sees to it (transfer/host_cache.py, the index of `file://`).
 
 A chunk that comes back while its score is still remembered is hit, not put: without that memory a
 store which turns over faster than conversations go on would never see a second use.

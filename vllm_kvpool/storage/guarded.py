@@ -1,7 +1,7 @@
 """A store that may be away: it is opened again and again, and left alone while it fails.
 
 `GuardedStore` stands before every store that an engine opens. While the store is away its calls
-raise `StoreUnreachable` at once, so that nobody waits for what is known not to answer. It is away
+raise `StoreUnreachable` at once, so no caller waits for what is known not to answer. It is away
 
 * until it could be opened, which is tried in the background, with growing pauses;
 * after `FAILURES_TO_OPEN` calls in a row that ended with `StoreError`, or one that took longer than
@@ -16,7 +16,7 @@ it there is a pause, growing from call to call, in which writes fail at once.
 
 `patience_s` bounds calls that lend the store no memory (`exists`, `remove_namespace`): they run on
 a thread that can be left behind. Calls that read or write a caller's buffers cannot be cut short
-here: whoever makes them watches over the memory (`transfer/hung_calls.py`).
+here: their caller watches over the memory (`transfer/hung_calls.py`).
 
 Any thread may call. The guard's thread is a daemon and ends with `close`, or when what it waits for
 returns; threads left behind end with their call, and there are at most `MAX_LEFT_BEHIND`.
@@ -29,7 +29,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import (
@@ -43,7 +44,6 @@ from vllm_kvpool.storage.base import (
     Store,
 )
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.storage.calls import BoundedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,115 @@ JOIN_S = 0.5
 CLOSE_S = 2.0  # for the store's own end; vLLM leaves its workers about 4 s
 PAUSE_JITTER = 0.25
 CHECK_KEY = "kvpool-check"
+MAX_LEFT_BEHIND = 4  # calls that have not returned; further calls fail at once until one has
+
+
+class _Answer(NamedTuple):
+    value: Any
+    error: BaseException | None
+
+
+class _Task(NamedTuple):
+    call: Callable[[], Any]
+    answer: "SimpleQueue[_Answer]"
+
+
+class _Thread:
+    """Runs the tasks of its inbox until it is told to end."""
+
+    def __init__(self, name: str, on_start: Callable[[], None]) -> None:
+        self._on_start = on_start
+        self.inbox: SimpleQueue[_Task | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        started = _answer_of(self._on_start)
+        while (task := self.inbox.get()) is not None:
+            task.answer.put(_answer_of(task.call) if started.error is None else started)
+
+
+def _answer_of(call: Callable[[], Any]) -> _Answer:
+    try:
+        return _Answer(call(), None)
+    except BaseException as error:
+        return _Answer(None, error)
+
+
+class BoundedCalls:
+    """Calls that may be left behind: each runs on a thread, and its caller waits a limited time.
+
+    Only for calls that touch no memory of the caller's. A call that does not return keeps its
+    thread; the next call gets another one, up to `MAX_LEFT_BEHIND` of them. Any thread may call.
+
+    Every thread calls `on_start` first; if that fails, so does every call on it.
+    """
+
+    def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._on_start = on_start
+        self._lock = threading.Lock()  # guards what follows
+        self._idle: list[_Thread] = []
+        self._busy: set[_Thread] = set()  # their callers wait
+        self._left: list[_Thread] = []
+        self._closed = False
+
+    def run(self, call: Callable[[], T], timeout_s: float) -> T:
+        """The call's result, or what it raised; StoreUnreachable if it takes too long."""
+        thread = self._take()
+        answer: SimpleQueue[_Answer] = SimpleQueue()
+        thread.inbox.put(_Task(call, answer))
+        try:
+            value, error = answer.get(timeout=timeout_s)
+        except Empty:
+            self._leave(thread)
+            raise StoreUnreachable(f"no answer in {timeout_s:g} s") from None
+        self._give_back(thread)
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads; whether no call is under way any more."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            threads = [*self._idle, *self._busy, *self._left]
+            for thread in self._idle:
+                thread.inbox.put(None)
+            self._idle.clear()
+        for thread in threads:
+            thread.thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.thread.is_alive() for thread in threads)
+
+    @property
+    def num_left_behind(self) -> int:
+        """Calls that have not returned in time, and still have not."""
+        with self._lock:
+            self._left = [thread for thread in self._left if thread.thread.is_alive()]
+            return len(self._left)
+
+    def _take(self) -> _Thread:
+        if self.num_left_behind >= MAX_LEFT_BEHIND:
+            raise StoreUnreachable(f"{MAX_LEFT_BEHIND} calls have not returned yet")
+        with self._lock:
+            thread = self._idle.pop() if self._idle else _Thread(self._name, self._on_start)
+            self._busy.add(thread)
+            return thread
+
+    def _leave(self, thread: _Thread) -> None:
+        thread.inbox.put(None)  # it ends when its call returns
+        with self._lock:
+            self._busy.remove(thread)
+            self._left.append(thread)
+
+    def _give_back(self, thread: _Thread) -> None:
+        with self._lock:
+            self._busy.remove(thread)
+            if not self._closed:
+                self._idle.append(thread)
+                return
+        thread.inbox.put(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +314,7 @@ class GuardedStore:
         self._end_calls.close(JOIN_S)
 
     def leave(self) -> None:
-        """End the guard alone: somebody is still in a call, so the store cannot be closed."""
+        """End the guard alone: a call is still under way, so the store cannot be closed."""
         self._end()
         self._end_calls.close(JOIN_S)
 
@@ -286,7 +395,7 @@ class GuardedStore:
                 self._change(False, "calls fail")
 
     def report_stuck(self, *, writes: bool = False) -> None:
-        """Somebody waits for a call in vain."""
+        """A caller has waited for a call in vain."""
         with self._state:
             now = self._clock()
             if not writes:
@@ -343,7 +452,7 @@ class GuardedStore:
                     store.register(buffer)
                 registered += late
         finally:
-            if self._store is not store:  # it does not take the memory, or nobody wants it any more
+            if self._store is not store:  # registering failed, or the guard was closed
                 store.close()
 
     def _take_over(self, store: Store, registered: Sequence[Buffer]) -> list[Buffer]:
@@ -374,7 +483,7 @@ class GuardedStore:
             if first:
                 self._first_error = error
             if self._is_waited_for:
-                pass  # whoever waits will say so
+                pass  # the caller that waits logs it
             elif first:
                 logger.warning("kvpool: store %s: cannot be opened: %s", self._name, error)
             elif not isinstance(error, StoreError | ConfigError):

@@ -23,7 +23,7 @@ import numpy as np
 from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
 from vllm_kvpool.storage.base import Buffer, GetOutcome, Store
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, seal, verify
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
 
 MANIFEST_BYTES = 16 << 10
 VERSION = 1
@@ -61,7 +61,7 @@ def write_manifest(manifest: Manifest) -> bytes:
     )
     content = bytearray(HEADER_BYTES) + text.ljust(MANIFEST_BYTES - HEADER_BYTES)
     assert len(content) == MANIFEST_BYTES, len(text)
-    seal(memoryview(content), key_digest(manifest_key(manifest.namespace)))
+    write_header(memoryview(content), key_digest(manifest_key(manifest.namespace)))
     return bytes(content)
 
 

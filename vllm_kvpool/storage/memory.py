@@ -1,10 +1,10 @@
 """`memory://`: cells in this process's heap, for tests and for trying the package without a disk.
 
-Owns shelves: a bounded table of immutable objects, dropped chunk by chunk, a prompt's end first.
-Stores opened with one name share one shelf, which lives as long as the process; a store without a
+Owns bounded tables of immutable objects, dropped chunk by chunk, a prompt's end first.
+Stores opened with one name share one table, which lives as long as the process; a store without a
 name has its own.
 
-Any thread may call; the shelf's lock guards the table only, bytes are copied outside it. An
+Any thread may call; a table's lock guards it alone, bytes are copied outside it. An
 object is replaced or dropped whole, so a reader that holds one is never disturbed.
 Does not know urls (url.py) and survives nothing.
 """
@@ -42,7 +42,7 @@ class _Chunk:
         self.score = 0
 
 
-class Shelf:
+class LruTable:
     """At most `size_bytes` of objects, which go by whole chunks.
 
     The least recently read or written goes first, of those that nothing comes after. A chunk
@@ -176,29 +176,29 @@ class Shelf:
             assert self._used_bytes == held_bytes <= self.size_bytes, (self._used_bytes, held_bytes)
 
 
-_named: dict[str, Shelf] = {}
+_named: dict[str, LruTable] = {}
 _named_lock = threading.Lock()
 
 
-def open_shelf(name: str, size_bytes: int) -> Shelf:
-    """The shelf of that name, made by the first who asks; without a name a new one."""
+def open_table(name: str, size_bytes: int) -> LruTable:
+    """The table of that name, made by the first who asks; without a name a new one."""
     if not name:
-        return Shelf(size_bytes)
+        return LruTable(size_bytes)
     with _named_lock:
-        shelf = _named.setdefault(name, Shelf(size_bytes))
-    if shelf.size_bytes != size_bytes:
+        table = _named.setdefault(name, LruTable(size_bytes))
+    if table.size_bytes != size_bytes:
         raise ConfigError(
-            f"memory://{name} is already open in this process with size={shelf.size_bytes}; "
+            f"memory://{name} is already open in this process with size={table.size_bytes}; "
             f"use that size instead of {size_bytes}, or another name"
         )
-    return shelf
+    return table
 
 
 class MemoryStore:
-    """A view of one shelf; implements `Store`."""
+    """A view of one table; implements `Store`."""
 
     def __init__(self, name: str, size_bytes: int) -> None:
-        self._shelf = open_shelf(name, size_bytes)
+        self._table = open_table(name, size_bytes)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -211,16 +211,16 @@ class MemoryStore:
         pass
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        return [key in self._shelf for key in keys]
+        return [key in self._table for key in keys]
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
-        absent = [i for i, key in enumerate(keys) if key not in self._shelf]  # spares the copy
+        absent = [i for i, key in enumerate(keys) if key not in self._table]  # spares the copy
         cells = [(keys[i], buffers[i].view.tobytes(), chunks[i]) for i in absent]
-        for i, outcome in zip(absent, self._shelf.add(cells), strict=True):
+        for i, outcome in zip(absent, self._table.add(cells), strict=True):
             outcomes[i] = outcome
         return outcomes
 
@@ -229,17 +229,17 @@ class MemoryStore:
         return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> int:
-        return sum(self._shelf.drop(key) for key in keys)
+        return sum(self._table.drop(key) for key in keys)
 
     def remove_namespace(self, namespace: str) -> int:
         prefix = f"{namespace}@"
-        return self.remove([key for key in self._shelf.list_keys() if key.startswith(prefix)])
+        return self.remove([key for key in self._table.list_keys() if key.startswith(prefix)])
 
     def close(self) -> None:
         pass
 
     def _get(self, key: str, buffer: Buffer) -> GetOutcome:
-        data = self._shelf.take(key)
+        data = self._table.take(key)
         if data is None:
             return GetOutcome.MISSING
         if len(data) != buffer.nbytes:

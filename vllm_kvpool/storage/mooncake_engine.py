@@ -3,7 +3,7 @@
 Over `ascend` an engine takes a card's ports and contexts, so everything in a process that speaks
 Mooncake shares one: stores of several tiers, and vLLM-Ascend's own connectors beside ours
 (`use_engine_of`). It is made by the first who needs it, on that thread, which must have entered its
-device; it is never ended, since nobody knows who else still uses it.
+device; it is never ended, since other users of it are not known.
 
 Memory is registered with the engine itself, once however many stores use it. Nobody registers on
 another's behalf, and regions never overlap. Any thread may call.

@@ -1,9 +1,9 @@
 """`s3://bucket/prefix`: cells as objects of an S3 service.
 
-Owns two clients of one bucket; knows no urls (url.py). Where a cell is: s3_answers.py.
-Any thread may call. A call runs an event loop of its own in the caller's thread, with at most
-`MAX_TRANSFERS` or `MAX_HEADS` requests at a time, for `call_timeout_s` at most; when it returns,
-nothing of it goes on, so its buffers are neither read nor written any more.
+A cell is the object `{root}/{namespace, escaped}/{digest of the key}`: no key leaves the root, and
+none meets another. Any thread may call. A call runs an event loop in the caller's thread, with at
+most `MAX_TRANSFERS` or `MAX_HEADS` requests at a time, for `call_timeout_s` at most; when it
+returns, nothing of it goes on, so its buffers are neither read nor written any more.
 The client repeats requests that a server turns away for now, and goes on with a body that broke
 off where it broke off. Puts of unknown outcome and objects that changed are dealt with here.
 
@@ -14,26 +14,35 @@ that breaks is aborted; one that a call's time cuts off is left to the bucket's 
 """
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 import random
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from obstore.exceptions import BaseError
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import S3Store as Client
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
+from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.s3_answers import Kind, Trouble, folder_of, object_name, trouble_of
-from vllm_kvpool.storage.s3_call import MAX_DELETE_KEYS, Call, Clients, Work, make_client, settle
+from vllm_kvpool.storage.url import S3Options
 
 if TYPE_CHECKING:
-    from vllm_kvpool.storage.url import S3Options
+    from obstore import GetResult
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Work = Coroutine[Any, Any, T]
 
 MAX_TRANSFERS = 16  # requests with a body, of one call at a time
 MAX_HEADS = 64
@@ -42,6 +51,32 @@ LET_GO_S = 0.02  # see close
 CALL_TIMEOUT_S = 5.0  # and what the bytes and keys of a call take at
 MIN_BYTES_PER_S = 8 << 20
 MIN_KEYS_PER_S = 100
+MAX_DELETE_KEYS = 1000  # of one request; the service's own limit
+PART_BYTES = 4 << 20  # of one ranged get
+SINGLE_PUT_BYTES = 32 << 20
+UPLOAD_PART_BYTES = 8 << 20  # the service wants at least 5 MiB
+MAX_UPLOAD_PARTS = 4  # of one object at a time
+CONNECT_TIMEOUT_S = 2.0
+MAX_RETRIES = 5  # by the client, of one request
+RETRY_TIMEOUT_S = 4.0
+BACKOFF_S = 0.05  # at first, doubled each time, times a random part
+MAX_BACKOFF_S = 1.0
+PUT_ATTEMPTS = 3
+VERSION_ATTEMPTS = 3  # an object that was replaced while it was read is read again
+GIVE_UP_AFTER = 4  # requests in a row without an answer: the rest would wait for as long
+
+NO_SUCH_RANGE = 416
+
+NO_NAMESPACE = "other"  # an escaped namespace has "_40" in it
+NOT_IMPLEMENTED = "501"
+FULL_CODES = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
+REFUSED_CODES = frozenset({"ExpiredToken", "InvalidToken", "NoSuchBucket"})
+
+_ESCAPED = re.compile(r"[^A-Za-z0-9.-]")
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_REQUEST = re.compile(r"Error performing ([A-Z]+) (\w+://[^/\s]+)")
+_CAUSE = re.compile(r'(?:message|error): "([^"]+)"')
 
 CAPABILITIES = Capabilities(
     name="s3",
@@ -55,6 +90,279 @@ MARKER = "marker"  # tells at open whether conditional puts work
 ABSENT = "absent"  # never put; tells at open whether an absent object is seen to be absent
 
 
+class ErrorScope(Enum):
+    """What a failed request says of the other requests."""
+
+    UNREACHABLE = "unreachable"  # no answer, or none for now: they would fail too, later ones not
+    REFUSED = "refused"  # credentials, rights or the bucket: they would fail too
+    FULL = "full"  # the bucket takes no more bytes
+    OWN = "own"  # nothing
+
+
+@dataclass(eq=False)
+class S3Error(Exception):
+    """Why a request failed; `text` holds no secret, whatever the server and the client said."""
+
+    scope: ErrorScope
+    text: str
+    status: int = 0  # 0 without an answer
+
+
+def failure_of(error: Exception) -> S3Error:
+    """Read a client's error; its own text quotes the server's answer and with it key ids."""
+    said = str(error)
+    status, code = (found[1] if (found := p.search(said)) else "" for p in (_STATUS, _CODE))
+    request = " ".join(found.groups()) if (found := _REQUEST.search(said)) else "request"
+    if status:
+        if code in FULL_CODES:
+            scope = ErrorScope.FULL
+        elif status in ("401", "403") or code in REFUSED_CODES:
+            scope = ErrorScope.REFUSED
+        elif status in ("408", "429") or (status[0] == "5" and status != NOT_IMPLEMENTED):
+            scope = ErrorScope.UNREACHABLE
+        else:
+            scope = ErrorScope.OWN
+        return S3Error(scope, f"{request}: {status} {code}".rstrip(), int(status))
+    if "HTTP error" in said:
+        causes = _CAUSE.findall(said)
+        cause = causes[-1] if causes else "timed out" if "TimedOut" in said else "connection lost"
+        return S3Error(ErrorScope.UNREACHABLE, f"{request}: {cause}")
+    if "redirect" in said:
+        return S3Error(
+            ErrorScope.REFUSED, f"{request}: sent elsewhere, as if the region were wrong", 301
+        )
+    return S3Error(ErrorScope.OWN, f"{request}: not answered as S3 does ({type(error).__name__})")
+
+
+def folder_of(namespace: str) -> str:
+    """A name for a namespace that no service or client has to escape; no two meet."""
+    return _ESCAPED.sub(lambda found: f"_{ord(found[0]):02X}", namespace)
+
+
+def object_name(root: str, key: str) -> str:
+    """Where a key's object is."""
+    namespace = namespace_of(key)
+    folder = NO_NAMESPACE if namespace is None else folder_of(namespace)
+    return f"{root}/{folder}/{hashlib.blake2b(key.encode(), digest_size=32).hexdigest()}"
+
+
+def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
+    """A client; credentials are read from the environment by the client itself."""
+    config: S3Config = {
+        "region": options.region,
+        "virtual_hosted_style_request": not options.path_style,
+    }
+    if options.endpoint:
+        scheme, _, host = options.endpoint.partition("://")
+        host = host if options.path_style else f"{options.bucket}.{host}"
+        # Not `endpoint`, which an AWS_ENDPOINT_URL_S3 of the environment would override.
+        config["aws_endpoint_url_s3"] = f"{scheme}://{host}"
+        client_options["allow_http"] = scheme == "http"
+    if options.anonymous:
+        config["skip_signature"] = True
+    retry: RetryConfig = {
+        "max_retries": MAX_RETRIES,
+        "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S),
+        "backoff": {
+            "init_backoff": timedelta(seconds=BACKOFF_S),
+            "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
+            "base": 2,
+        },
+    }
+    client_options["connect_timeout"] = timedelta(seconds=CONNECT_TIMEOUT_S)
+    return Client(options.bucket, config=config, client_options=client_options, retry_config=retry)
+
+
+class Clients(NamedTuple):
+    reader: Client
+    writer: Client  # a put hears nothing until all is sent: only its call's time bounds it
+
+
+class Call:
+    """The requests of one call: so many at a time, and none once the server is lost.
+
+    Its methods raise S3Error. Lives in the event loop of its call.
+    """
+
+    def __init__(self, clients: Clients, max_requests: int) -> None:
+        self._reader, self._writer = clients
+        self._slots = asyncio.Semaphore(max_requests)
+        self._num_lost = 0  # requests without answer, in a row
+        self._max_lost = 1  # more, once there was an answer
+        self._lost: S3Error | None = None  # set while they are too many
+
+    @contextlib.asynccontextmanager
+    async def _request(self, *, even_if_lost: bool = False) -> AsyncIterator[None]:
+        """A request's place. Of the client's errors it lets through those that are answers."""
+        async with self._slots:
+            if self._lost is not None and not even_if_lost:
+                raise self._lost
+            try:
+                yield
+            except (BaseError, OSError) as error:
+                failure = failure_of(error)
+                self._count(failure)
+                answers = (FileNotFoundError, AlreadyExistsError, PreconditionError)
+                if isinstance(error, answers) and failure.scope is ErrorScope.OWN:
+                    raise
+                raise failure from None  # the client's own words may name a key id
+            self._count(None)
+
+    def _count(self, failure: S3Error | None) -> None:
+        if failure is None or failure.scope is not ErrorScope.UNREACHABLE:
+            self._num_lost, self._max_lost, self._lost = 0, GIVE_UP_AFTER, None
+            return
+        self._num_lost += 1
+        if self._num_lost >= self._max_lost:
+            self._lost = failure
+
+    async def size(self, name: str, *, even_if_lost: bool = False) -> int | None:
+        """Bytes of an object, None if there is none."""
+        try:
+            async with self._request(even_if_lost=even_if_lost):
+                return (await obstore.head_async(self._reader, name))["size"]
+        except FileNotFoundError:
+            return None
+
+    async def get(self, name: str, view: memoryview) -> GetOutcome:
+        for _ in range(VERSION_ATTEMPTS):
+            try:
+                return await self._get_version(name, view)
+            except FileNotFoundError:
+                return GetOutcome.MISSING
+            except PreconditionError:
+                continue
+            except S3Error as failure:
+                if failure.status != NO_SUCH_RANGE:
+                    raise
+                return GetOutcome.WRONG_SIZE  # an empty object has no first byte
+        raise S3Error(
+            ErrorScope.OWN, f"{name} was replaced {VERSION_ATTEMPTS} times while it was read"
+        )
+
+    async def _get_version(self, name: str, view: memoryview) -> GetOutcome:
+        """Read an object whole; PreconditionError if it is replaced meanwhile."""
+        rest: set[asyncio.Task[None]] = set()
+        try:
+            async with self._request():
+                first = await obstore.get_async(
+                    self._reader, name, options={"range": (0, min(view.nbytes, PART_BYTES))}
+                )
+                if first.meta["size"] != view.nbytes:
+                    return GetOutcome.WRONG_SIZE
+                for start in range(PART_BYTES, view.nbytes, PART_BYTES):
+                    part = self._get_part(name, first.meta["e_tag"], view, start)
+                    rest.add(asyncio.ensure_future(part))
+                await _fill(view[:PART_BYTES], first)
+            await asyncio.gather(*rest)
+        finally:
+            await _stop(rest)
+        return GetOutcome.OK
+
+    async def _get_part(self, name: str, e_tag: str | None, view: memoryview, start: int) -> None:
+        part = view[start : start + PART_BYTES]
+        async with self._request():
+            result = await obstore.get_async(
+                self._reader,
+                name,
+                options={"range": (start, start + part.nbytes), "if_match": e_tag},
+            )
+            if e_tag is None or result.meta["e_tag"] != e_tag:
+                raise PreconditionError(f"{name} has changed")
+            await _fill(part, result)
+
+    async def put(
+        self, name: str, view: memoryview, conditional: bool, uniform: Callable[[], float]
+    ) -> PutOutcome:
+        """Put an object if there is none; a put that may or may not have worked is looked after."""
+        single = view.nbytes <= SINGLE_PUT_BYTES
+        conditional = conditional and single
+        for attempt in range(PUT_ATTEMPTS):
+            try:
+                if not conditional and await self.size(name) is not None:
+                    return PutOutcome.EXISTED
+                await self._put_bytes(name, view, conditional, single)
+                return PutOutcome.STORED
+            except AlreadyExistsError:
+                return PutOutcome.EXISTED
+            except S3Error as failure:
+                if failure.scope is ErrorScope.FULL:
+                    return PutOutcome.FULL
+                if failure.scope is not ErrorScope.UNREACHABLE or attempt == PUT_ATTEMPTS - 1:
+                    raise
+            # It may be there: ours, whose answer was lost, or another's.
+            if await self.size(name, even_if_lost=True) is not None:
+                return PutOutcome.EXISTED
+            await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2**attempt) * uniform())
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _put_bytes(
+        self, name: str, view: memoryview, conditional: bool, single: bool
+    ) -> None:
+        async with self._request():
+            await obstore.put_async(
+                self._writer,
+                name,
+                bytes(view),  # a copy, for the client may be sending when the call has given up
+                mode="create" if conditional else "overwrite",
+                use_multipart=not single,
+                chunk_size=UPLOAD_PART_BYTES,
+                max_concurrency=MAX_UPLOAD_PARTS,
+            )
+
+    async def names_after(self, folder: str, name: str | None) -> list[str]:
+        """The next names of a folder in order, at most `MAX_DELETE_KEYS`."""
+        async with self._request():
+            pages = obstore.list(
+                self._reader, f"{folder}/", offset=name, chunk_size=MAX_DELETE_KEYS
+            )
+            async for page in pages:
+                return [meta["path"] for meta in page]
+        return []
+
+    async def delete(self, names: list[str]) -> None:
+        async with self._request():
+            await obstore.delete_async(self._reader, names)
+
+
+async def _fill(view: memoryview, result: "GetResult") -> None:
+    """Take a body that is as long as the buffer; of a longer one, no more than shows it."""
+    pieces = result.stream(min_chunk_size=view.nbytes + 1)
+    body = memoryview(await anext(aiter(pieces), b""))
+    if body.nbytes != view.nbytes:
+        found = f"{body.nbytes} bytes" if body.nbytes < view.nbytes else "more"
+        raise S3Error(ErrorScope.OWN, f"{found} came where {view.nbytes} bytes were asked for")
+    view[:] = body
+
+
+async def _stop(tasks: "set[asyncio.Task[T]]") -> None:
+    """Cancel tasks and wait until they are gone."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+async def settle(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Error]:
+    """Do all at once; each one's result or why there is none. None of them goes on after it."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    late: set[asyncio.Task[T]] = set()
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+    await _stop(late)
+    results: list[T | S3Error] = []
+    for task in tasks:
+        try:
+            results.append(task.result())
+        except S3Error as failure:
+            results.append(replace(failure))  # without the traceback, which would hold buffers
+        except (BaseError, OSError) as error:  # an answer that its question cannot have
+            results.append(failure_of(error))
+        except asyncio.CancelledError:
+            results.append(S3Error(ErrorScope.UNREACHABLE, f"not done within {timeout_s:.1f} s"))
+    return results
+
+
 def call_timeout_s(num_keys: int, nbytes: int) -> float:
     """How long a call may take in all."""
     return CALL_TIMEOUT_S + num_keys / MIN_KEYS_PER_S + nbytes / MIN_BYTES_PER_S
@@ -63,7 +371,7 @@ def call_timeout_s(num_keys: int, nbytes: int) -> float:
 class S3Store:
     """See the module docstring. `uniform` gives numbers in [0, 1), for backoff."""
 
-    def __init__(self, options: "S3Options", uniform: Callable[[], float] = random.random) -> None:
+    def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
         """Takes up to three times `CALL_TIMEOUT_S`.
 
         Raises ConfigError if bucket or credentials cannot work, StoreUnreachable if no server does.
@@ -79,7 +387,7 @@ class S3Store:
                 make_client(options, {"timeout": timedelta(hours=1)}),
             )
         except BaseError as error:
-            raise ConfigError(f"{self._where}: {trouble_of(error).text}") from None
+            raise ConfigError(f"{self._where}: {failure_of(error).text}") from None
         try:
             self._check_access()
             self._conditional = self._try_conditional_puts()
@@ -172,28 +480,28 @@ class S3Store:
             result = self._put_marker(conditional=True)
         if isinstance(result, PutOutcome) and result is not PutOutcome.STORED:
             return True
-        if isinstance(result, Trouble):
-            if result.kind is Kind.REFUSED:
+        if isinstance(result, S3Error):
+            if result.scope is ErrorScope.REFUSED:
                 logger.warning(
                     "%s: no saves, for nothing can be put (%s)", self._where, result.text
                 )
                 return True
-            if result.kind is Kind.OWN:
+            if result.scope is ErrorScope.OWN:
                 result = self._put_marker(conditional=False)
             self._raise_at_open(result)
         logger.warning("%s knows no conditional put: of two writers, the last wins", self._where)
         return False
 
-    def _put_marker(self, conditional: bool) -> PutOutcome | Trouble:
+    def _put_marker(self, conditional: bool) -> PutOutcome | S3Error:
         marker, view = f"{self._root}/{MARKER}", memoryview(b"beside the cells of vllm-kvpool")
         [result] = self._run(
             lambda call: [call.put(marker, view, conditional, self._uniform)], CALL_TIMEOUT_S
         )
         return result
 
-    def _raise_at_open(self, result: T | Trouble) -> None:
-        if isinstance(result, Trouble):
-            if result.kind is Kind.UNREACHABLE:
+    def _raise_at_open(self, result: T | S3Error) -> None:
+        if isinstance(result, S3Error):
+            if result.scope is ErrorScope.UNREACHABLE:
                 raise StoreUnreachable(f"{self._where}: {result.text}")
             raise ConfigError(
                 f"{self._where}: {result.text}; check the name of the bucket, region= and "
@@ -219,7 +527,7 @@ class S3Store:
         results = self._run(lambda call: [work(call)], CALL_TIMEOUT_S)
         self._raise_if_any_lost(results)
         [result] = results
-        assert not isinstance(result, Trouble)
+        assert not isinstance(result, S3Error)
         return result
 
     def _run(
@@ -227,28 +535,30 @@ class S3Store:
         works: Callable[[Call], Iterable[Work[T]]],
         timeout_s: float,
         max_requests: int = MAX_TRANSFERS,
-    ) -> list[T | Trouble]:
+    ) -> list[T | S3Error]:
         clients = self._clients
         if clients is None:
             raise StoreError(f"{self._where} is closed")
 
-        async def all_of_it() -> list[T | Trouble]:
+        async def all_of_it() -> list[T | S3Error]:
             return await settle(works(Call(clients, max_requests)), timeout_s)
 
         with asyncio.Runner() as runner:
             return runner.run(all_of_it())
 
-    def _raise_if_any_lost(self, results: Sequence[T | Trouble]) -> None:
-        for trouble in results:
-            if isinstance(trouble, Trouble):
-                lost = trouble.kind is Kind.UNREACHABLE
-                raise (StoreUnreachable if lost else StoreError)(f"{self._where}: {trouble.text}")
+    def _raise_if_any_lost(self, results: Sequence[T | S3Error]) -> None:
+        for failure in results:
+            if isinstance(failure, S3Error):
+                lost = failure.scope is ErrorScope.UNREACHABLE
+                raise (StoreUnreachable if lost else StoreError)(f"{self._where}: {failure.text}")
 
-    def _raise_if_all_lost(self, results: Sequence[T | Trouble]) -> None:
-        """Where nothing is known about any key; a trouble that is a key's own is its outcome."""
-        if all(isinstance(result, Trouble) and result.kind is not Kind.OWN for result in results):
+    def _raise_if_all_lost(self, results: Sequence[T | S3Error]) -> None:
+        """Where nothing is known about any key; a failure that is a key's own is its outcome."""
+        if all(
+            isinstance(result, S3Error) and result.scope is not ErrorScope.OWN for result in results
+        ):
             self._raise_if_any_lost(results)
 
 
-def _or(failed: T, result: T | Trouble) -> T:
-    return failed if isinstance(result, Trouble) else result
+def _or(failed: T, result: T | S3Error) -> T:
+    return failed if isinstance(result, S3Error) else result

@@ -1,8 +1,6 @@
-"""From a store url to an open store.
+"""The grammar of store urls (pure): `parse_store_url` makes a `StoreSpec` of one.
 
-Owns the url grammar: `parse_store_url` is pure and says everything that can be known to be wrong
-before a store is opened; `open_store` imports the one backend that is asked for. Every store is
-opened by its user's own thread; opening blocks (mooncake.py says for how long).
+It says everything that can be known to be wrong before a store is opened (backends.py).
 
 Options of every scheme: `required=1` (no start without this store), `get_lanes=` and `put_lanes=`
 (calls at a time, where the store's own choice is not the best). `size=` and the like take
@@ -14,13 +12,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from types import ModuleType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
-from vllm_kvpool.storage.base import Capabilities, Store
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.storage.file.io import IO_CHOICES
@@ -58,8 +53,6 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9._=-]+(?:/[A-Za-z0-9._=-]+)*)?")
 _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
-
-_wraps: list[Callable[[Store], Store]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +151,7 @@ class Query:
                 )
 
     def finish(self) -> None:
-        """ConfigError for an option that nobody asked for."""
+        """ConfigError for an option that does not exist."""
         for name in self._values:
             if name not in self._known:
                 raise ConfigError(
@@ -239,26 +232,6 @@ def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
         )
 
 
-def wrap_stores(wrap: Callable[[Store], Store]) -> Callable[[], None]:
-    """Pass every store opened from now on through `wrap`: for drills of failures, and tests.
-
-    Returns what undoes it.
-    """
-    _wraps.append(wrap)
-    return partial(_wraps.remove, wrap)
-
-
-def open_store(spec: StoreSpec, *, segment: bool) -> Store:
-    """Open a store; `segment` says whether to give memory to a pool that is made of its members'.
-
-    ConfigError if it can never work as configured, StoreUnreachable if it cannot be reached now.
-    """
-    store = _open(spec, segment=segment)
-    for wrap in _wraps:
-        store = wrap(store)
-    return store
-
-
 def uses_device(spec: StoreSpec) -> bool:
     """Whether the store's client works with the device of the pages: its threads must enter the
     device, and it takes no memory that the device's runtime does not know."""
@@ -268,49 +241,6 @@ def uses_device(spec: StoreSpec) -> bool:
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
     """What the store's client should find in the environment where the user has not set it."""
     return MOONCAKE_ENVIRONMENT if isinstance(spec.options, MooncakeOptions) else {}
-
-
-def capabilities_of(spec: StoreSpec) -> Capabilities:
-    """What the store will be able to do; known before it can be reached."""
-    match spec.options:
-        case MemoryOptions():
-            from vllm_kvpool.storage.memory import CAPABILITIES
-        case FileOptions():
-            from vllm_kvpool.storage.file.store import CAPABILITIES
-        case MooncakeOptions():
-            from vllm_kvpool.storage.mooncake import CAPABILITIES
-        case S3Options():
-            CAPABILITIES = _s3().CAPABILITIES
-    return CAPABILITIES
-
-
-def _s3() -> ModuleType:
-    try:
-        import vllm_kvpool.storage.s3 as module
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
-        ) from error
-    return module
-
-
-def _open(spec: StoreSpec, *, segment: bool) -> Store:
-    match spec.options:
-        case MemoryOptions(name, size_bytes):
-            from vllm_kvpool.storage.memory import MemoryStore
-
-            return MemoryStore(name, size_bytes)
-        case FileOptions(path, size_bytes, io, policy):
-            from vllm_kvpool.storage.file.read_only import open_file_store
-
-            return open_file_store(path, size_bytes, io, POLICIES[policy])
-        case MooncakeOptions() as options:
-            from vllm_kvpool.storage.mooncake import MooncakeStore
-
-            return MooncakeStore(options, segment=segment)
-        case S3Options() as options:
-            store: Store = _s3().S3Store(options)
-            return store
 
 
 def _parse_memory(

@@ -19,7 +19,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.cell_format import seal, verify
+from vllm_kvpool.storage.cell_format import verify, write_header
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
     REPLICA,
@@ -108,7 +108,7 @@ class LaneWork:
                 self.stores[lane.tier].remove([cell.cell.key for cell in cells])
             case OpKind.SEAL:
                 for cell, buffer in zip(cells, self._buffers(cells), strict=True):
-                    seal(buffer.view, key_digest(cell.cell.key))
+                    write_header(buffer.view, key_digest(cell.cell.key))
             case OpKind.CHECK:
                 return [
                     self._check(cell.cell, buffer)

@@ -3,7 +3,7 @@
 One row for each chunk and each cell, shared by every process on the directory. The rules:
 
 * Only a chunk without children in the store is evicted (`leaf`), the lowest score first. So a
-  prompt loses its end before its beginning, whoever writes, reads or restarts.
+  prompt loses its end before its beginning, whichever process writes, reads or restarts.
 * Rows come before files and go after them: what lies on the disk is charged, and a kill at any
   point leaves a count that is too high until the chunk is evicted.
 * A chunk that is being written or evicted is held by its writer, and no candidate.
@@ -17,15 +17,16 @@ not synced: after a power loss it is checked and, if damaged, replaced.
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
 from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
@@ -128,51 +129,51 @@ _ERRNOS = {
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
 _CELLS = (
-    "SELECT c.id, n.name, cell.name, cell.bytes FROM chunk AS c "
+    "SELECT n.name, cell.name, cell.bytes, c.name FROM chunk AS c "
     "JOIN cell ON cell.chunk = c.id JOIN namespace AS n ON n.id = c.namespace "
 )
+_REMOVE = "DELETE FROM cell WHERE name = ? AND chunk = (SELECT id FROM chunk WHERE name = ?)"
 
 
 class IndexBusy(StoreError):
     """Another process kept the index locked for too long."""
 
 
-class CellRow(NamedTuple):
-    """A cell as its writer knows it: `name` is the digest in its file's name."""
+class Cell(NamedTuple):
+    """A cell of the store: where its file is, what it is charged and which chunk it is of."""
 
-    chunk: ChunkRef
     namespace: str
-    name: bytes
+    name: bytes  # the digest in its file's name
     nbytes: int  # whole blocks of the file system
-
-    @property
-    def chunk_name(self) -> bytes:
-        return chunk_name(self.namespace, self.chunk.id)
-
-    @property
-    def parent_name(self) -> bytes:
-        return chunk_name(self.namespace, self.chunk.parent)
+    chunk: bytes  # the chunk's name, as of `chunk_name`
+    parent: bytes = b""  # the name of the chunk before it in its prompt; b"" is none, or unknown
+    position: int = 0
 
 
-class IndexedCell(NamedTuple):
-    """A cell as the index knows it."""
-
-    chunk: int
-    namespace: str
-    name: bytes
-    nbytes: int
+def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> Cell:
+    """A cell as its writer knows it."""
+    parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
+    return Cell(namespace, name, nbytes, chunk_name(namespace, ref.id), parent, ref.position)
 
 
-class Held(NamedTuple):
-    """What one `reserve` has done, to be given to `settle`."""
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room for one round of a put, from `reserve` to `settle`. Used by one thread at a time."""
 
     writer: str
     round: int
-    rows: tuple[CellRow, ...] = ()
-    chunks: tuple[int | None, ...] = ()  # of the rows; None if it, or its parent, is being evicted
-    evicted: tuple[IndexedCell, ...] = ()
-    room_bytes: int = 0  # free after all; below 0, `make_room` has to evict more
-    opened: tuple[int, int, int] | None = None  # the file that the ids are of
+    opened: tuple[int, int, int] | None = None  # the index file that it was made in
+    cells: tuple[Cell, ...] = ()
+    """What is charged: the cells asked for, without those whose chunk is just being evicted."""
+    evicted: tuple[Cell, ...] = ()
+    """Cells whose files the caller deletes before it writes."""
+    room_bytes: int = 0
+    """What is free beside `cells`; below 0 nothing is charged, and `reserve` is to be repeated."""
+    stored: set[bytes] = field(default_factory=set)
+    """The names of the cells that have their file, whichever writer wrote it."""
+
+    def unstored(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.name not in self.stored]
 
 
 def chunk_name(namespace: str, chunk_id: str) -> bytes:
@@ -204,7 +205,7 @@ class FileIndex:
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
         self._namespaces: dict[str, int] = {}  # of this file
         self._hits: dict[bytes, int] = {}  # chunks that were read -> when; written at times
-        self._rounds = count(1)
+        self._rounds = itertools.count(1)
         with contextlib.suppress(OSError):
             self.used_bytes()
         self.used_bytes()  # if it was damaged it is new now
@@ -216,100 +217,82 @@ class FileIndex:
     # Puts
 
     def reserve(
-        self, writer: str, cells: Sequence[CellRow], size_bytes: int, recycled_bytes: int = 0
-    ) -> Held | None:
-        """Charge up to `MAX_ROWS` cells, hold their chunks, make room; None if there is none.
+        self, writer: str, cells: Sequence[Cell], size_bytes: int, recycled_bytes: int = 0
+    ) -> Reservation | None:
+        """Hold the chunks of up to `MAX_ROWS` cells, make room and charge them; None if full.
 
-        The caller deletes the files of `evicted` before it writes, and calls `make_room` while
-        there is too little. `recycled_bytes` is what it will keep of files that it has evicted
-        before. While the index is not complete, what came since may be as much as the bound is
-        soft, and gives way to what comes next.
+        The caller deletes the files of `evicted`, writes, and settles. Where one transaction cannot
+        evict enough (`room_bytes` < 0), it settles and calls again. `recycled_bytes` is what it
+        will keep of files that it has evicted before. While the index is not complete, what came
+        since may be as much as the bound is soft, and gives way to what comes next.
         """
         assert len(cells) <= MAX_ROWS, len(cells)
-        held = Held(writer, next(self._rounds), tuple(cells))
+        made = Reservation(writer, next(self._rounds))
+        if sum(cell.nbytes for cell in cells) > size_bytes:
+            return None
+        leaving: list[int] = []
         with contextlib.suppress(_NoRoom), self._writing() as db:
             me = self._writer(db, writer, recycled_bytes)
             self._write_hits(db)
-            held = held._replace(chunks=self._add(db, me, held.round, cells))
-            leaving, room_bytes = self._evict(db, me, held.round, size_bytes)
-            held = held._replace(room_bytes=room_bytes, opened=self._opened)
-        return self._with_files(held, leaving) if held.opened else None
-
-    def make_room(self, held: Held, size_bytes: int, recycled_bytes: int) -> Held | None:
-        """Evict more, as the files of `held.evicted` are gone; None if there is nothing to evict.
-
-        `held` is still to be settled then.
-        """
-        self._forget(held, held.evicted)
-        more = held._replace(evicted=(), opened=None)
-        with contextlib.suppress(_NoRoom), self._writing() as db:
-            me = self._writer(db, held.writer, recycled_bytes)
-            leaving, room_bytes = self._evict(db, me, held.round, size_bytes)
-            more = more._replace(room_bytes=room_bytes, opened=self._opened)
-        return self._with_files(more, leaving) if more.opened else None
-
-    def _with_files(self, held: Held, leaving: Sequence[int]) -> Held:
-        """Add the cells of chunks that we have evicted, which nobody else changes."""
-        cells: list[IndexedCell] = []
-        if leaving:
+            chunks = self._hold(db, me, made.round, cells)
+            accepted = tuple(cell for cell in cells if cell.chunk in chunks)
+            leaving, made.room_bytes = self._evict(db, me, made.round, size_bytes, accepted)
+            if made.room_bytes >= 0:
+                self._charge(db, chunks, accepted)
+                made.cells = accepted
+            made.opened = self._opened
+        if made.opened is None:
+            return None
+        if leaving:  # after the transaction, as no other writer changes what we have evicted
             with self._reading() as db:
-                if self._opened == held.opened:
-                    for chunk in leaving:
-                        cells += _cells(db, "WHERE c.id = ?", chunk)
-        return held._replace(evicted=tuple(cells))
+                if self._opened == made.opened:
+                    cells_of = (_cells(db, "WHERE c.id = ?", chunk) for chunk in leaving)
+                    made.evicted = tuple(itertools.chain.from_iterable(cells_of))
+        return made
 
-    def hold(self, writer: str, chunks: Iterable[bytes], recycled_bytes: int) -> Held:
+    def hold(self, writer: str, chunks: Iterable[bytes], recycled_bytes: int) -> Reservation:
         """Keep chunks that are there from being evicted, until `settle`."""
-        held, names = Held(writer, next(self._rounds)), list(dict.fromkeys(chunks))
+        made, names = Reservation(writer, next(self._rounds)), list(dict.fromkeys(chunks))
         for i in range(0, len(names), MAX_ROWS):
             with self._writing() as db:
                 me = self._writer(db, writer, recycled_bytes)
-                held = held._replace(opened=self._opened)
+                made.opened = self._opened
                 db.executemany(
                     "INSERT OR IGNORE INTO hold SELECT ?, ?, id FROM chunk "
                     "WHERE name = ? AND holders != ?",
-                    [(me, held.round, name, LEAVING) for name in names[i : i + MAX_ROWS]],
+                    [(me, made.round, name, LEAVING) for name in names[i : i + MAX_ROWS]],
                 )
-        return held
+        return made
 
     def settle(
         self,
-        held: Held,
-        stored: Collection[int] = (),
-        absent: Sequence[IndexedCell] = (),
+        reservation: Reservation,
+        absent: Sequence[Cell] = (),
         recycled_bytes: int | None = None,
     ) -> None:
-        """The writes have ended, and the evicted files are gone.
-
-        `stored` are the numbers of rows whose file is there; `absent` are cells without one.
-        """
-        gone = [*held.evicted, *absent]
-        last = len(gone) - MAX_ROWS
-        self._forget(held, gone[: max(last, 0)])
+        """The writes have ended, and the evicted files are gone; `absent` are cells without one."""
+        gone = [*reservation.evicted, *absent]
+        stored = [cell for cell in reservation.cells if cell.name in reservation.stored]
         num_released = MAX_ROWS
-        while num_released == MAX_ROWS:
+        while gone or num_released == MAX_ROWS:
             with self._writing() as db:
-                me = self._writer(db, held.writer, recycled_bytes)
-                if held.opened != self._opened:  # made anew since: it knows nothing of them
-                    self._add(db, me, held.round, [held.rows[i] for i in stored])
+                me = self._writer(db, reservation.writer, recycled_bytes)
+                if reservation.opened != self._opened:  # made anew since: it knows nothing of them
+                    self._charge(db, self._hold(db, me, reservation.round, stored), stored)
+                    gone, stored = [], []
                 else:
-                    _remove(db, gone[max(last, 0) :])
+                    _remove(db, gone[:MAX_ROWS])
+                    gone = gone[MAX_ROWS:]
+                if not gone:
                     # The row is missing if another writer of the cell has failed meanwhile.
                     db.executemany(
-                        "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
-                        [(held.chunks[i], held.rows[i].name, held.rows[i].nbytes) for i in stored],
+                        "INSERT OR IGNORE INTO cell SELECT id, ?, ? FROM chunk WHERE name = ?",
+                        [(cell.name, cell.nbytes, cell.chunk) for cell in stored],
                     )
-                num_released = _release(db, me, held.round)
+                    num_released = _release(db, me, reservation.round)
 
-    def _forget(self, held: Held, gone: Sequence[IndexedCell]) -> None:
-        """Remove rows of cells whose files are gone."""
-        for i in range(0, len(gone), MAX_ROWS):
-            with self._writing() as db:
-                if held.opened == self._opened:
-                    _remove(db, gone[i : i + MAX_ROWS])
-
-    def left_by(self, writer: str) -> tuple[Held, list[IndexedCell]] | None:
-        """A round that a writer which was killed has not settled, and what only it has begun.
+    def left_by(self, writer: str) -> Reservation | None:
+        """A round that a writer which was killed has not settled, with what only it has begun.
 
         The caller deletes the files of `evicted` and settles; None if there is no round left.
         """
@@ -322,9 +305,11 @@ class FileIndex:
             if found is None:
                 return None
             of_round = "JOIN hold ON hold.chunk = c.id WHERE hold.writer = ? AND hold.round = ? "
-            evicted = _cells(db, f"{of_round} AND c.holders = ?", *found, LEAVING)
-            begun = _cells(db, f"{of_round} AND c.holders = 1", *found)
-            return Held(writer, found[1], evicted=tuple(evicted), opened=self._opened), begun
+            evicted, begun = (
+                tuple(_cells(db, f"{of_round} AND c.holders = ?", *found, holders))
+                for holders in (LEAVING, 1)
+            )
+            return Reservation(writer, found[1], self._opened, begun, evicted)
 
     def remove_writer(self, writer: str) -> None:
         """Forget a writer that has settled everything, and what it kept of evicted files."""
@@ -349,12 +334,12 @@ class FileIndex:
         with self._reading() as db:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
-    def coldest(self, max_cells: int) -> list[list[IndexedCell]]:
+    def coldest(self, max_cells: int) -> list[list[Cell]]:
         """The cells of leaves, by chunk, in the order in which they would be evicted now.
 
         Whole chunks, so the last one may bring it above `max_cells`.
         """
-        found: list[list[IndexedCell]] = []
+        found: list[list[Cell]] = []
         with self._reading() as db:
             query = f"SELECT id {_LEAVES} ORDER BY score LIMIT ?"
             for (leaf,) in db.execute(query, (max_cells,)).fetchall():
@@ -367,14 +352,10 @@ class FileIndex:
     # Removals: their callers have deleted the files
 
     def remove_cells(self, cells: Sequence[tuple[bytes, bytes]]) -> None:
-        """Forget cells, by the names of their chunks and their own."""
+        """Forget cells, by their own names and those of their chunks."""
         for i in range(0, len(cells), MAX_ROWS):
             with self._writing() as db:
-                db.executemany(
-                    "DELETE FROM cell WHERE name = ? AND chunk = "
-                    "(SELECT id FROM chunk WHERE name = ? AND holders != ?)",
-                    [(name, chunk, LEAVING) for chunk, name in cells[i : i + MAX_ROWS]],
-                )
+                db.executemany(_REMOVE, cells[i : i + MAX_ROWS])
 
     def remove_namespace(self, namespace: str) -> None:
         """Forget every cell of a namespace, some at a time; what is held goes in its turn."""
@@ -382,7 +363,7 @@ class FileIndex:
         while True:
             with self._reading() as db:
                 rows = db.execute(
-                    "SELECT c.id, c.name, cell.name, n.name FROM (SELECT * FROM chunk WHERE id > ? "
+                    "SELECT c.id, cell.name, c.name, n.name FROM (SELECT * FROM chunk WHERE id > ? "
                     "ORDER BY id LIMIT ?) AS c JOIN namespace AS n ON n.id = c.namespace "
                     "LEFT JOIN cell ON cell.chunk = c.id AND c.holders = 0",
                     (last, MAX_ROWS),
@@ -390,7 +371,7 @@ class FileIndex:
             if not rows:
                 return
             last = max(row[0] for row in rows)
-            self.remove_cells([(row[1], row[2]) for row in rows if row[2] and row[3] == namespace])
+            self.remove_cells([(row[1], row[2]) for row in rows if row[1] and row[3] == namespace])
 
     # Making it anew
 
@@ -400,23 +381,20 @@ class FileIndex:
         with self._reading() as db:
             return bool(db.execute("SELECT is_complete FROM store").fetchone()[0])
 
-    def add_found(self, cells: Sequence[tuple[CellRow, int]]) -> None:
+    def add_found(self, found: Sequence[tuple[Cell, int]]) -> None:
         """Add up to `MAX_ROWS` files that were found, with the times they were written.
 
         They are held until `complete`, as their children may still be found.
         """
-        assert len(cells) <= MAX_ROWS, len(cells)
+        assert len(found) <= MAX_ROWS, len(found)
         now_ns = self._clock_ns()
         with self._writing() as db:
             [(used_bytes,)] = db.execute("SELECT used_bytes FROM store").fetchall()
-            rows = [cell for cell, _ in cells]
-            chunks = self._add(db, NOBODY, FOUND_ROUND, rows, is_new=False)
+            chunks = self._hold(db, NOBODY, FOUND_ROUND, [cell for cell, _ in found])
+            _insert(db, chunks, [cell for cell, _ in found if cell.chunk in chunks])
             db.executemany(
                 "UPDATE chunk SET score = ?1 WHERE id = ?2 AND score < ?1",
-                [
-                    (min(written_ns, now_ns), chunk)
-                    for chunk, (_, written_ns) in zip(chunks, cells, strict=True)
-                ],
+                [(min(written_ns, now_ns), chunks.get(cell.chunk)) for cell, written_ns in found],
             )
             db.execute("UPDATE store SET found_bytes = found_bytes + used_bytes - ?", (used_bytes,))
 
@@ -457,58 +435,47 @@ class FileIndex:
             )
         return int(me)
 
-    def _add(
-        self,
-        db: sqlite3.Connection,
-        writer: int,
-        number: int,
-        cells: Sequence[CellRow],
-        *,
-        is_new: bool = True,
-    ) -> tuple[int | None, ...]:
-        """Charge cells and hold their chunks, in a round; None for those that are refused."""
+    def _hold(
+        self, db: sqlite3.Connection, writer: int, number: int, cells: Sequence[Cell]
+    ) -> dict[bytes, int]:
+        """Hold the chunks of cells in a round; their ids, without those that are being evicted."""
         chunks: dict[bytes, int | None] = {}
-        of_cells: list[int | None] = []
         for cell in cells:
-            name = cell.chunk_name
-            if name not in chunks:
-                chunks[name] = self._find(db, cell, name, is_new)
-                if chunks[name] is not None:
-                    db.execute(
-                        "INSERT OR IGNORE INTO hold VALUES (?, ?, ?)",
-                        (writer, number, chunks[name]),
-                    )
-            of_cells.append(chunks[name])
+            if cell.chunk not in chunks:
+                chunks[cell.chunk] = self._find(db, cell)
+        held = {name: chunk for name, chunk in chunks.items() if chunk is not None}
         db.executemany(
-            "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
-            [
-                (chunk, cell.name, cell.nbytes)
-                for chunk, cell in zip(of_cells, cells, strict=True)
-                if chunk is not None
-            ],
+            "INSERT OR IGNORE INTO hold VALUES (?, ?, ?)",
+            [(writer, number, chunk) for chunk in held.values()],
         )
-        return tuple(of_cells)
+        return held
 
-    def _find(self, db: sqlite3.Connection, cell: CellRow, name: bytes, is_new: bool) -> int | None:
+    def _charge(
+        self, db: sqlite3.Connection, chunks: Mapping[bytes, int], cells: Sequence[Cell]
+    ) -> None:
+        """Add the rows of new cells; a chunk that has no other gets its first score."""
+        for name, chunk in chunks.items():
+            if db.execute("SELECT bytes FROM chunk WHERE id = ?", (chunk,)).fetchone() == (0,):
+                score = self._first_score(db, name)
+                db.execute("UPDATE chunk SET score = ? WHERE id = ?", (score, chunk))
+        _insert(db, chunks, [cell for cell in cells if cell.chunk in chunks])
+
+    def _find(self, db: sqlite3.Connection, cell: Cell) -> int | None:
         """The row of a cell's chunk, made if there is none, below its parent's.
 
         None if one of the two is being evicted.
         """
-        ref, namespace = cell.chunk, self._namespace(db, cell.namespace)
-        chunk, position, parent, holders, nbytes = _chunk(db, name, namespace, ref.position)
+        namespace = self._namespace(db, cell.namespace)
+        chunk, position, parent, holders = _chunk(db, cell.chunk, namespace, cell.position)
         if holders == LEAVING:
             return None
-        if parent is None and ref.parent not in ("", ref.id):
+        if parent is None and cell.parent:
             # A parent that is not stored, or not yet, has a row without bytes.
-            above = _chunk(db, cell.parent_name, namespace, position - 1)
-            if above[3] == LEAVING:
+            above, above_position, _, holders = _chunk(db, cell.parent, namespace, position - 1)
+            if holders == LEAVING:
                 return None
-            if above[1] < position:
-                db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (above[0], chunk))
-        if is_new and not nbytes:
-            db.execute(
-                "UPDATE chunk SET score = ? WHERE id = ?", (self._first_score(db, name), chunk)
-            )
+            if above_position < position:
+                db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (above, chunk))
         return chunk
 
     def _namespace(self, db: sqlite3.Connection, name: str) -> int:
@@ -528,11 +495,16 @@ class FileIndex:
         return self._policy.on_hit(known[0][0], now_ns) if known else self._policy.on_put(now_ns)
 
     def _evict(
-        self, db: sqlite3.Connection, writer: int, number: int, size_bytes: int
+        self,
+        db: sqlite3.Connection,
+        writer: int,
+        number: int,
+        size_bytes: int,
+        cells: Sequence[Cell],
     ) -> tuple[list[int], int]:
-        """Take up to `MAX_EVICTED` leaves out of the tree, until what is used fits.
+        """Take up to `MAX_EVICTED` leaves out of the tree, until there is room for cells.
 
-        Their ids and the room that there is then; _NoRoom if there are not enough. Their rows stay
+        Their ids and the room that is left then; _NoRoom if there are not enough. Their rows stay
         for `settle`. Their scores are remembered, of as many chunks as the policy asks for.
         """
         [(used_bytes, found_bytes, is_complete)] = db.execute(
@@ -540,7 +512,7 @@ class FileIndex:
         ).fetchall()
         if not is_complete:
             size_bytes = min(found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
-        room_bytes = size_bytes - used_bytes
+        free_bytes = room_bytes = size_bytes - used_bytes - sum(cell.nbytes for cell in cells)
         if room_bytes < 0:
             self._repair_scores(db)
         leaving: list[int] = []
@@ -556,7 +528,7 @@ class FileIndex:
             room_bytes += rows[0][1]
             db.execute("INSERT INTO hold VALUES (?, ?, ?)", (writer, number, rows[0][0]))
         if leaving:
-            freed_bytes = room_bytes - (size_bytes - used_bytes)
+            freed_bytes = room_bytes - free_bytes
             # As many as fit if all are as large as these.
             remembered = self._policy.remembered * (used_bytes * len(leaving) // freed_bytes)
             db.execute(
@@ -564,7 +536,7 @@ class FileIndex:
                 "id <= (SELECT max(id) FROM evicted) - ? ORDER BY id LIMIT ?)",
                 (remembered, MAX_ROWS),
             )
-            if room_bytes < 0:  # until its files are gone too, nobody else may use this room
+            if room_bytes < 0:  # until its files are gone too, no other writer may use this room
                 db.execute(
                     "UPDATE writer SET recycled = recycled + ? WHERE id = ?", (freed_bytes, writer)
                 )
@@ -686,7 +658,7 @@ class _NoRoom(Exception):
 
 
 def create_safely(path: str) -> None:
-    """An empty file that we alone may read, in place of anything that is no file of its own."""
+    """An empty file that we alone may read, in place of anything but a plain file with one name."""
 
     for each in (path, f"{path}-wal", f"{path}-shm", f"{path}-journal"):
         with contextlib.suppress(FileNotFoundError):
@@ -748,10 +720,10 @@ def _boot() -> str:
 
 def _chunk(
     db: sqlite3.Connection, name: bytes, namespace: int, position: int
-) -> tuple[int, int, int | None, int, int]:
-    """A chunk's id, position, parent, holders and bytes; it is made if there is none."""
+) -> tuple[int, int, int | None, int]:
+    """A chunk's id, position, parent and holders; it is made if there is none."""
     row = db.execute(
-        "SELECT id, position, parent, holders, bytes FROM chunk WHERE name = ?", (name,)
+        "SELECT id, position, parent, holders FROM chunk WHERE name = ?", (name,)
     ).fetchone()
     if row is not None:
         return row  # type: ignore[no-any-return]
@@ -759,11 +731,22 @@ def _chunk(
         "INSERT INTO chunk (name, namespace, position) VALUES (?, ?, ?)",
         (name, namespace, position),
     )
-    return int(new.lastrowid or 0), position, None, 0, 0
+    return int(new.lastrowid or 0), position, None, 0
 
 
-def _cells(db: sqlite3.Connection, which: str, *values: int) -> list[IndexedCell]:
-    return [IndexedCell(*row) for row in db.execute(_CELLS + which, values).fetchall()]
+def _cells(db: sqlite3.Connection, which: str, *values: int) -> list[Cell]:
+    return [Cell(*row) for row in db.execute(_CELLS + which, values).fetchall()]
+
+
+def _insert(db: sqlite3.Connection, chunks: Mapping[bytes, int], cells: Sequence[Cell]) -> None:
+    db.executemany(
+        "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
+        [(chunks[cell.chunk], cell.name, cell.nbytes) for cell in cells],
+    )
+
+
+def _remove(db: sqlite3.Connection, cells: Iterable[Cell]) -> None:
+    db.executemany(_REMOVE, [(cell.name, cell.chunk) for cell in cells])
 
 
 def _release(db: sqlite3.Connection, writer: int, number: int) -> int:
@@ -773,12 +756,6 @@ def _release(db: sqlite3.Connection, writer: int, number: int) -> int:
         "(SELECT chunk FROM hold WHERE writer = ?1 AND round = ?2 LIMIT ?3)",
         (writer, number, MAX_ROWS),
     ).rowcount
-
-
-def _remove(db: sqlite3.Connection, cells: Iterable[IndexedCell]) -> None:
-    db.executemany(
-        "DELETE FROM cell WHERE chunk = ? AND name = ?", [(cell.chunk, cell.name) for cell in cells]
-    )
 
 
 def _sweep(db: sqlite3.Connection) -> None:

@@ -14,6 +14,8 @@ import os
 import stat
 import threading
 
+from vllm_kvpool.errors import StoreError
+
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
@@ -73,8 +75,14 @@ class SymlinkGuard:
         return known
 
 
+def check_root(root: str) -> None:
+    """StoreError if a store's directory went away under us."""
+    if os.path.islink(root) or not os.path.isdir(root):
+        raise StoreError(f"file store {root} is gone; restore it or restart without it")
+
+
 def is_there(path: str) -> bool:
-    """Whether an object has its name; a link in its place counts, as somebody must remove it."""
+    """Whether an object has its name; a link in its place counts, as it must be removed."""
     return os.access(path, os.F_OK, follow_symlinks=False)
 
 
@@ -101,7 +109,7 @@ def rename_new(path: str, new_path: str) -> None:
 
 
 def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
-    """Open a file to write over it; None if it is gone, is longer, or somebody else has it too."""
+    """Open a file to write over it; None if it is gone, is longer, or it has a second name."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     except OSError:
@@ -152,12 +160,12 @@ def open_lock(path: str) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
-        raise OSError(errno.EMLINK, "not a file of its own", path)
+        raise OSError(errno.EMLINK, "not a plain file with one name", path)
     return fd
 
 
 def try_flock(fd: int) -> bool:
-    """A kill releases it; threads exclude each other too, each with an fd of its own."""
+    """A kill releases it; threads exclude each other too, as each opens the file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -2,17 +2,17 @@
 
 Owns `{root}/v3`: `index` (index.py), `objects/`, whose names store.py makes, `writers/{id}/` (one
 for each open store: unpublished and recycled files, and a lock that is held while the store lives)
-and two locks that are taken without waiting: who makes the index anew, who hands chunks down.
+and two locks that are taken without waiting: who makes the index anew, who demotes chunks.
 
-A put reserves, which charges its cells and takes what has to go out of the index; deletes those
+A put reserves, which takes what has to go out of the index and charges its cells; deletes those
 files; writes; publishes; settles. No lock is held while a file is deleted, written or read.
 
 A full store deletes as much as it writes. Freeing a file's blocks and making a file cost five
-times as much as writing over one of the same size, so evicted files are written over. Somebody may
-still be reading one: a reader looks, when it has read all, whether its file still has its name;
+times as much as writing over one of the same size, so evicted files are written over. A reader
+may still have one open: it looks, when it has read all, whether its file still has its name;
 that this tells the truth needs a file system of one host.
 
-Any thread may call. A thread of its own writes hits down, ends what killed writers began and makes
+Any thread may call. One thread writes hits down, ends what killed writers began and makes
 the index anew; `close` ends it.
 """
 
@@ -36,16 +36,11 @@ from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictionPolicy
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
-from vllm_kvpool.storage.file.index import (
-    MAX_ROWS,
-    CellRow,
-    FileIndex,
-    Held,
-    IndexedCell,
-)
+from vllm_kvpool.storage.file.index import MAX_ROWS, Cell, FileIndex, Reservation, new_cell
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
     SymlinkGuard,
+    check_root,
     create_file,
     directories,
     entries,
@@ -70,12 +65,12 @@ PUBLISH_ATTEMPTS = 4  # others may remove the directory that was made for an obj
 RECYCLED_SHARE = 1 / 64  # of the size, kept for the next put at most
 HITS_EVERY_S = 1.0  # so long a hit may be known to its own process alone
 LOOK_EVERY_S = 10.0  # for killed writers, and an index to be made anew
-OPENING_S = 60.0  # a writer's directory that is still without its name then is nobody's
+OPENING_S = 60.0  # a writer's directory that is still without its name then is a dead writer's
 SHRINK_STEPS = 64  # of evictions that one reservation waits for
 END_S = 2.0
 
 _NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
 
 
 class Closing(Exception):
@@ -83,53 +78,48 @@ class Closing(Exception):
 
 
 class RecycledFiles:
-    """Files of evicted cells in a writer's directory, to be written over. Any thread may call."""
+    """Files of evicted cells in a writer's directory, to be written over. Any thread may call.
 
-    def __init__(self, max_bytes: int) -> None:
+    `charge_of` says what a file of so many bytes is charged; at most `max_bytes` are spare.
+    """
+
+    def __init__(self, max_bytes: int, charge_of: Callable[[int], int]) -> None:
         self._max_bytes = max_bytes
+        self._charge_of = charge_of
         self._lock = threading.Lock()
         self._paths: defaultdict[int, list[str]] = defaultdict(list)
-        self._charges: dict[str, int] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """What they are charged."""
+    def charged_bytes(self, sizes: Iterable[int] = ()) -> int:
+        """What they are charged, without those that files of these sizes will be written over."""
+        wanted = Counter(sizes)
         with self._lock:
-            return sum(self._charges.values())
+            return sum(
+                max(len(paths) - wanted[size], 0) * self._charge_of(size)
+                for size, paths in self._paths.items()
+            )
 
-    def add(self, path: str, nbytes: int, charge_bytes: int) -> None:
+    def add(self, path: str, nbytes: int) -> None:
         with self._lock:
             self._paths[nbytes].append(path)
-            self._charges[path] = charge_bytes
 
     def take(self, nbytes: int) -> str | None:
         with self._lock:
-            if not self._paths[nbytes]:
-                return None
-            path = self._paths[nbytes].pop()
-            del self._charges[path]
-            return path
-
-    def charge_of(self, sizes: Iterable[int]) -> int:
-        """What those are charged that files of these sizes would be written over."""
-        with self._lock:
-            wanted = Counter(sizes)
-            paths = [path for size, n in wanted.items() for path in self._paths[size][-n:]]
-            return sum(self._charges[path] for path in paths)
+            return self._paths[nbytes].pop() if self._paths[nbytes] else None
 
     def trim(self, room_bytes: int, sizes: Iterable[int]) -> None:
-        """Delete what is of none of the sizes, and what is too much for the room but for those
-        that files of these sizes will be written over."""
-        wanted = frozenset(sizes)
-        kept_bytes = self.charge_of(sizes) + max(min(self._max_bytes, room_bytes), 0)
+        """Keep those that files of these sizes will be written over, and of the same sizes as many
+        more as there is room for."""
+        wanted = Counter(sizes)
+        spare_bytes = min(self._max_bytes, room_bytes)
         with self._lock:
-            excess_bytes = sum(self._charges.values()) - kept_bytes
             for size, paths in self._paths.items():
-                while paths and (excess_bytes > 0 or size not in wanted):
-                    path = paths.pop()
-                    excess_bytes -= self._charges.pop(path)
+                while len(paths) > wanted[size]:
+                    charge_bytes = (len(paths) - wanted[size]) * self._charge_of(size)
+                    if size in wanted and charge_bytes <= spare_bytes:
+                        spare_bytes -= charge_bytes
+                        break
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
+                        os.unlink(paths.pop())
 
 
 class WriterDirectory:
@@ -178,40 +168,6 @@ def _remove_writer(writer: str) -> None:
             os.rmdir(writer)
 
 
-class SpaceReservation:
-    """Cells that are charged, and the files that they are written to. Used by one thread."""
-
-    def __init__(self, held: Held, writer: WriterDirectory, recycled: RecycledFiles) -> None:
-        self.held = held
-        self.stored: set[int] = set()
-        """The numbers of the cells that have their file, whoever wrote it."""
-        self._writer = writer
-        self._recycled = recycled
-
-    def is_refused(self, i: int) -> bool:
-        """Whether a cell's chunk was just being evicted: it is not to be written."""
-        return self.held.chunks[i] is None
-
-    def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
-        """A file for an object's `nbytes`: a recycled or a new one; its fd and path."""
-        while (path := self._recycled.take(nbytes)) is not None:
-            fd = open_to_overwrite(path, nbytes, flags)
-            if fd is not None:
-                return fd, path
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        path = self._writer.name_temp()
-        return create_file(path, flags), path
-
-    def absent(self) -> list[IndexedCell]:
-        """The cells that were begun with and not stored."""
-        return [
-            IndexedCell(chunk, row.namespace, row.name, row.nbytes)
-            for i, (chunk, row) in enumerate(zip(self.held.chunks, self.held.rows, strict=True))
-            if chunk is not None and i not in self.stored
-        ]
-
-
 class FileSpace:
     """See the module docstring; closed by its owner."""
 
@@ -224,17 +180,16 @@ class FileSpace:
         self._base = os.path.join(root, FORMAT_DIR)
         self.objects = os.path.join(self._base, "objects")
         self._writers = os.path.join(self._base, "writers")
-        self.hand_down_lock = os.path.join(self._base, "hand_down.lock")
+        self.demotion_lock = os.path.join(self._base, "hand_down.lock")
         self._rebuild_lock = HeldLock(os.path.join(self._base, "rebuild.lock"))
         self._renames_new = True  # some file systems of a network cannot
         self._name_lock = os.path.join(self._base, "name.lock")
         self._restore_lock = threading.Lock()
         # The last is in use. Reservations under way may still have files in those before it.
         self._own: list[WriterDirectory] = []
-        is_local_disk = is_local(root)
-        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE) if is_local_disk else -1)
-        self._is_local = is_local_disk
-        self._unsettled: deque[SpaceReservation] = deque()
+        self._is_local = is_local(root)
+        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.charge_of)
+        self._unsettled: deque[Reservation] = deque()
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._index: FileIndex | None = None
@@ -245,7 +200,7 @@ class FileSpace:
                 os.path.join(self._base, "index"),
                 policy,
                 clock_ns,
-                lambda path: self.guard().check(path),
+                lambda path: SymlinkGuard(self.root).check(path),
             )
             self._reclaim()
             self._complete_if_empty()
@@ -290,18 +245,9 @@ class FileSpace:
         """Where our unpublished files go; what else is left in it goes with us."""
         return self._own[-1].path
 
-    def check_root(self) -> None:
-        """StoreError if the directory went away under us."""
-        if os.path.islink(self.root) or not os.path.isdir(self.root):
-            raise StoreError(f"file store {self.root} is gone; restore it or restart without it")
-
-    def guard(self) -> SymlinkGuard:
-        """To check paths with, those of one batch."""
-        return SymlinkGuard(self.root)
-
     def restore(self) -> None:
         """Make what is missing below the root."""
-        self.check_root()
+        check_root(self.root)
         with self._restore_lock:
             for directory in (self._base, self.objects, self._writers):
                 make_directory(directory)
@@ -325,68 +271,67 @@ class FileSpace:
 
     # Writing: reserve for a round; per object open a temp, then publish or discard it; settle.
 
-    def reserve(self, cells: Sequence[CellRow], sizes: Sequence[int]) -> SpaceReservation | None:
+    def reserve(self, cells: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
         """Charge cells whose files have these bytes; evicts if needed; None if there is no room."""
         for attempt in range(RESERVE_ATTEMPTS):
             try:
-                self.guard().check(f"{self.own_directory}/")
+                SymlinkGuard(self.root).check(f"{self.own_directory}/")
                 self._settle_all()
                 if not self._own[-1].is_usable:
                     raise FileNotFoundError(errno.ENOENT, "our directory is gone")
-                writer = self._own[-1]
-                self._recycled.trim(self.size_bytes, sizes)
-                kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
-                held = self.index.reserve(writer.name, cells, self.size_bytes, kept_bytes)
-                if held is not None:
-                    return self._make_room(held, writer, sizes)
+                reservation = self._make_room(cells, sizes)
+                if reservation is not None:
+                    return reservation
                 if attempt > 0 or not self._reclaim():
                     if not self.index.is_complete:
                         self._woken.set()
                     return None
             except OSError as error:
-                if attempt + 1 == RESERVE_ATTEMPTS or error.errno not in (
-                    errno.ENOENT,
-                    errno.ESTALE,
-                ):
+                is_lost = error.errno in (errno.ENOENT, errno.ESTALE)
+                if attempt + 1 == RESERVE_ATTEMPTS or not is_lost:
                     raise
                 self.restore()
                 self._woken.set()
         return None
 
-    def _make_room(
-        self, held: Held, writer: WriterDirectory, sizes: Sequence[int]
-    ) -> SpaceReservation | None:
-        """Delete what a reservation has evicted, and evict more if that was too little."""
-        reservation = SpaceReservation(held, writer, self._recycled)
-        has_room = False
-        try:
-            for _ in range(SHRINK_STEPS):
-                self._take_away(reservation.held.evicted, writer, Counter(sizes))
-                self._recycled.trim(reservation.held.room_bytes, sizes)
-                has_room = reservation.held.room_bytes >= 0
-                if has_room:
+    def _make_room(self, cells: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
+        """Evict, some chunks at a time, and delete their files, until the cells have room."""
+        self._recycled.trim(self.size_bytes, sizes)
+        for _ in range(SHRINK_STEPS):
+            kept_bytes = self._recycled.charged_bytes(sizes)
+            reservation = self.index.reserve(self._own[-1].name, cells, self.size_bytes, kept_bytes)
+            if reservation is None:
+                return None
+            with contextlib.ExitStack() as undo:
+                undo.callback(self.settle, reservation)
+                guard, wanted = SymlinkGuard(self.root), frozenset(sizes)
+                for cell in reservation.evicted:
+                    self.delete(self.path_of(cell.namespace, cell.name), guard, wanted)
+                self._recycled.trim(reservation.room_bytes, sizes)
+                if reservation.room_bytes >= 0:
+                    undo.pop_all()
                     return reservation
-                kept_bytes = self._recycled.nbytes - self._recycled.charge_of(sizes)
-                more = self.index.make_room(reservation.held, self.size_bytes, kept_bytes)
-                if more is None:
-                    return None
-                reservation.held = more
-            return None
-        finally:
-            if not has_room:
-                self.settle(reservation)
+        return None
 
     @contextlib.contextmanager
     def holding(self, chunks: Iterable[bytes]) -> Iterator[None]:
         """Keep chunks from being evicted while others are written that may come after them."""
-        writer, held = self._own[-1], None
-        with contextlib.suppress(OSError):  # then the put itself will say so
-            held = self.index.hold(writer.name, chunks, self._recycled.nbytes)
-        try:
+        with contextlib.ExitStack() as ends:
+            with contextlib.suppress(OSError):  # then the put itself will say so
+                recycled_bytes = self._recycled.charged_bytes()
+                held = self.index.hold(self._own[-1].name, chunks, recycled_bytes)
+                ends.callback(self.settle, held)
             yield
-        finally:
-            if held is not None:
-                self.settle(SpaceReservation(held, writer, self._recycled))
+
+    def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
+        """A file for an object's `nbytes`: a recycled or a new one; its fd and path."""
+        while (path := self._recycled.take(nbytes)) is not None:
+            fd = open_to_overwrite(path, nbytes, flags)
+            if fd is not None:
+                return fd, path
+            self.discard(path)
+        path = self._own[-1].name_temp()
+        return create_file(path, flags), path
 
     def publish(self, temp_path: str, path: str) -> bool:
         """Give a temp its name; False, and the temp deleted, if the name is taken."""
@@ -394,7 +339,7 @@ class FileSpace:
             try:
                 published = self._name(temp_path, path)
             except FileNotFoundError:
-                self.check_root()
+                check_root(self.root)
                 shard = os.path.dirname(path)
                 for directory in (self._base, self.objects, os.path.dirname(shard), shard):
                     make_directory(directory)
@@ -409,7 +354,7 @@ class FileSpace:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temp_path)
 
-    def settle(self, reservation: SpaceReservation) -> None:
+    def settle(self, reservation: Reservation) -> None:
         """End a reservation whose temps are all published or discarded.
 
         What the index cannot take down now, as its disk is full, it is told later.
@@ -421,46 +366,37 @@ class FileSpace:
         while self._unsettled:
             ended = self._unsettled.popleft()
             try:
-                self._end_round(ended.held, ended.stored, ended.absent(), self._recycled.nbytes)
+                self._settle(ended, self._recycled.charged_bytes())
             except (OSError, StoreError) as error:
                 self._unsettled.append(ended)
                 logger.debug("file store %s: settled later: %s", self.root, error)
                 return
 
-    def _end_round(
-        self,
-        held: Held,
-        stored: Collection[int],
-        unstored: Iterable[IndexedCell],
-        recycled_bytes: int | None = None,
-    ) -> None:
-        """Settle; what another writer of a cell has stored meanwhile keeps its row, or goes."""
-        absent = [cell for cell in unstored if not self._is_stored(cell)]
-        self.index.settle(held, stored, absent, recycled_bytes)
+    def _settle(self, ended: Reservation, recycled_bytes: int | None = None) -> None:
+        """What another writer of a cell has stored meanwhile keeps its row, or goes."""
+        paths = {cell: self.path_of(cell.namespace, cell.name) for cell in ended.unstored()}
+        absent = [cell for cell, path in paths.items() if not is_there(path)]
+        self.index.settle(ended, absent, recycled_bytes)
         for cell in absent:
-            if self._is_stored(cell):
-                self._delete(cell)
+            if is_there(paths[cell]):
+                self.delete(paths[cell], SymlinkGuard(self.root))
 
-    def drop(self, cells: Iterable[tuple[bytes, bytes, str]]) -> int:
-        """Delete published cells, by the names of their chunks and their own, and by path; how
-        many there were."""
-        dropped: list[tuple[bytes, bytes]] = []
-        num_dropped = 0
-        guard = self.guard()
-        try:
-            for chunk, name, path in cells:
-                guard.check(path)
-                with contextlib.suppress(FileNotFoundError):
-                    mode = os.lstat(path).st_mode
-                    if stat.S_ISREG(mode):
-                        os.unlink(path)
-                    else:
-                        take_away_foreign(path, mode)
-                    num_dropped += 1
-                dropped.append((chunk, name))
-        finally:
-            self.index.remove_cells(dropped)
-        return num_dropped
+    def delete(self, path: str, guard: SymlinkGuard, recycled_sizes: Collection[int] = ()) -> bool:
+        """Delete what has an object's name, or keep it to be written over if it is a file of one
+        of these sizes; False if nothing is there."""
+        with contextlib.suppress(FileNotFoundError):
+            guard.check(path)
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
+                take_away_foreign(path, status.st_mode)
+            elif self._is_local and status.st_size in recycled_sizes:
+                temp_path = self._own[-1].name_temp()
+                os.rename(path, temp_path)
+                self._recycled.add(temp_path, status.st_size)
+            else:
+                os.unlink(path)
+            return True
+        return False
 
     def _name(self, temp_path: str, path: str) -> bool:
         if self._renames_new:
@@ -483,34 +419,7 @@ class FileSpace:
         finally:
             os.close(fd)
 
-    def _take_away(
-        self, evicted: Iterable[IndexedCell], writer: WriterDirectory, wanted: Counter[int]
-    ) -> None:
-        """Delete the files of evicted cells, or keep them to be written over."""
-        guard = self.guard()
-        for _, namespace, name, charge_bytes in evicted:
-            path = self.path_of(namespace, name)
-            with contextlib.suppress(FileNotFoundError):
-                guard.check(path)
-                status = os.lstat(path)
-                if not stat.S_ISREG(status.st_mode):
-                    take_away_foreign(path, status.st_mode)
-                elif self._is_local and status.st_size in wanted:
-                    temp_path = writer.name_temp()
-                    os.rename(path, temp_path)
-                    self._recycled.add(temp_path, status.st_size, charge_bytes)
-                else:
-                    os.unlink(path)
-
     # What killed writers left
-
-    def _is_stored(self, cell: IndexedCell) -> bool:
-        return is_there(self.path_of(cell.namespace, cell.name))
-
-    def _delete(self, cell: IndexedCell) -> None:
-        path = self.path_of(cell.namespace, cell.name)
-        self.guard().check(path)
-        self.discard(path)
 
     def _reclaim(self) -> bool:
         """Take over what killed writers left; whether there were any."""
@@ -528,10 +437,10 @@ class FileSpace:
     def _reclaim_writer(self, name: str) -> None:
         """Delete what a writer was about to evict, and forget what it was about to write."""
         while (left := self.index.left_by(name)) is not None:
-            held, begun = left
-            for cell in held.evicted:
-                self._delete(cell)
-            self._end_round(held, (), begun)
+            guard = SymlinkGuard(self.root)
+            for cell in left.evicted:
+                self.delete(self.path_of(cell.namespace, cell.name), guard)
+            self._settle(left)
         self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, int]]:
@@ -586,7 +495,7 @@ class FileSpace:
                 directory,
             )
             shutil.rmtree(directory, ignore_errors=True)
-        found: list[tuple[CellRow, int]] = []
+        found: list[tuple[Cell, int]] = []
         num_found = 0
         for item in self._found():
             if self._closing.is_set():
@@ -604,7 +513,7 @@ class FileSpace:
         paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]
         return [path for path in paths if not os.path.islink(path) and os.path.isdir(path)]
 
-    def _found(self) -> Iterator[tuple[CellRow, int]]:
+    def _found(self) -> Iterator[tuple[Cell, int]]:
         """Every published file, and when it was written."""
         for namespace in directories(self.objects):
             for shard in directories(namespace.path):
@@ -617,8 +526,8 @@ class FileSpace:
                         footer = read_file_footer(entry.path)
                         chunk = _chunk_of(footer, namespace.name, name)
                         nbytes = self.charge_of(status.st_size)
-                        row = CellRow(chunk, namespace.name, name, nbytes)
-                        yield row, status.st_mtime_ns
+                        cell = new_cell(chunk, namespace.name, name, nbytes)
+                        yield cell, status.st_mtime_ns
 
 
 def object_name(key: str) -> str:
@@ -632,16 +541,16 @@ def name_digest(key: str) -> bytes:
     return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
 
 
-def row_of(key: str, chunk: ChunkRef, nbytes: int) -> CellRow:
-    """A key's row; its chunk follows from the key, whatever a caller calls it."""
+def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> Cell:
+    """A key's cell; its chunk follows from the key, whatever a caller calls it."""
     ref = ChunkRef(chunk_id_of_key(key), chunk.parent, chunk.position)
-    return CellRow(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
+    return new_cell(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 
 def read_file_footer(path: str) -> Footer | None:
     """What a file says it holds; None if it is gone or damaged."""
     try:
-        fd = os.open(path, _READ)
+        fd = os.open(path, READ_FLAGS)
     except OSError:
         return None
     try:

@@ -2,20 +2,28 @@
 
 Owns the names: `{objects}/{namespace}/{2 hex}/{38 hex}`, the digits being a digest of the whole
 key, so no key can leave the directory or meet another. What is in a file is format.py's,
-which chunks there are and what goes next index.py's, room and publishing space.py's, one call
-batch.py's, moving bytes io.py's.
+which chunks there are and what goes next index.py's, room and publishing space.py's, moving bytes
+io.py's.
 
 Any thread may call; there is no lock here. A file is written apart, gets its name whole and is
-never changed after. Nothing is synced: after a power
-loss a file may be short or hold zeros, which its footer and the cell's checksum find.
+never changed after. Nothing is synced: after a power loss a file may be short or hold zeros, which
+its footer and the cell's checksum find.
 """
 
 import contextlib
+import dataclasses
+import errno
 import logging
+import mmap
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
@@ -26,36 +34,55 @@ from vllm_kvpool.storage.base import (
     EvictionCandidate,
     GetOutcome,
     PutOutcome,
+    Store,
 )
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
-from vllm_kvpool.storage.file.batch import (
-    NO_ROOM,
-    ROUND_BYTES,
-    ROUND_CELLS,
-    Cell,
-    FileStoreContext,
-    ReadBatch,
-    Tails,
-    WriteBatch,
-    parts_of,
+from vllm_kvpool.storage.file.format import (
+    MAX_TAIL_BYTES,
+    PAGE_BYTES,
+    body_bytes,
+    is_of,
+    read_footer,
+    tail_bytes,
+    write_tail,
 )
-from vllm_kvpool.storage.file.index import IndexBusy
-from vllm_kvpool.storage.file.io_choice import choose_disk
+from vllm_kvpool.storage.file.index import Cell, IndexBusy, Reservation
+from vllm_kvpool.storage.file.io import DiskIO, Done, ThreadDisk, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
+    SymlinkGuard,
+    check_root,
     directories,
     entries,
+    is_foreign,
     is_there,
     make_directory,
 )
-from vllm_kvpool.storage.file.space import FileSpace, object_name, read_file_footer, row_of
+from vllm_kvpool.storage.file.space import (
+    FORMAT_DIR,
+    READ_FLAGS,
+    FileSpace,
+    cell_of,
+    object_name,
+    read_file_footer,
+)
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_CHUNK = ChunkRef("")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PARTS_PER_SIZE = 8  # a put larger than this part of the size is made in several parts
-HAND_DOWN_WATERMARK = 0.85  # of the size: what is handed down in time is not evicted
+DEMOTION_WATERMARK = 0.85  # of the size: what is demoted in time is not evicted
+TAILS_AT_A_TIME = 32
+ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
+ROUND_CELLS = 16  # and at most so many cells, as others wait for the index meanwhile
+MAX_REMOVED = 1 << 16  # of a store that cannot be written
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says
+# A directory or FIFO, opened for direct I/O; a file without permissions.
+MAYBE_NO_FILE = frozenset({errno.EINVAL, errno.EACCES})
 
 CAPABILITIES = Capabilities(
     name="file",
@@ -67,10 +94,39 @@ CAPABILITIES = Capabilities(
     sheds=True,
     free_exists=True,
 )
+READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, sheds=False)
+
+_told_lock = threading.Lock()
+_told: set[str] = set()  # directories of which this process has said that it saves nothing there
+
+
+def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy) -> Store:
+    """The store of a directory, for reading alone if this process may not write there."""
+    try:
+        return FileStore(path, size_bytes, io, policy)
+    except ConfigError as error:
+        cause = error.__cause__
+        is_refused = isinstance(cause, OSError) and cause.errno in NOT_WRITABLE
+        if not is_refused or not os.path.isdir(path):
+            raise
+        assert isinstance(cause, OSError)
+        with _told_lock:
+            is_news = path not in _told
+            _told.add(path)
+        if is_news:
+            logger.warning(
+                "file store %s cannot be written (%s: %s): what is there is read, and nothing is "
+                "saved there; to save, make it writable for uid %d and restart the engine",
+                path,
+                cause.strerror,
+                cause.filename or path,
+                os.geteuid(),
+            )
+        return ReadOnlyFileStore(path)
 
 
 def claim_root(path: str) -> None:
-    """Make the store's directory, or check that nobody else can have written in it."""
+    """Make the store's directory, or check that no other user can have written in it."""
     if not os.path.lexists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         make_directory(path)
@@ -94,7 +150,400 @@ def claim_root(path: str) -> None:
         )
 
 
-class FileStore:
+class Tails:
+    """Memory for tails, each `MAX_TAIL_BYTES` from a page on; any thread.
+
+    There are as many as transfers were ever in flight at a time, rounded up.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        try:
+            return self._free.pop()
+        except IndexError:
+            self._free += self._make()
+            return self._free.pop()
+
+    def give_back(self, tail: Buffer) -> None:
+        self._free.append(tail)
+
+    @staticmethod
+    def _make() -> list[Buffer]:
+        view = memoryview(mmap.mmap(-1, TAILS_AT_A_TIME * MAX_TAIL_BYTES))
+        address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+        starts = range(0, view.nbytes, MAX_TAIL_BYTES)
+        return [Buffer(address + start, view[start : start + MAX_TAIL_BYTES]) for start in starts]
+
+
+class _Item(NamedTuple):
+    """A key of a call with its buffer, and what follows from them."""
+
+    key: str
+    buffer: Buffer
+    chunk: ChunkRef
+    cell: Cell
+    path: str
+    body_bytes: int
+    tail_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return self.body_bytes + self.tail_bytes
+
+    def parts(self, tail: Buffer) -> tuple[Buffer, ...]:
+        """The file's memory: the body in the buffer, the tail in a page of ours."""
+        end = Buffer(tail.address, tail.view[: self.tail_bytes])
+        if self.body_bytes == 0:
+            return (end,)
+        return Buffer(self.buffer.address, self.buffer.view[: self.body_bytes]), end
+
+
+def parts_of(
+    items: Mapping[int, _Item], most_bytes: int, most_items: int
+) -> Iterator[dict[int, _Item]]:
+    """Items in order, in parts of so many and bytes of files at most, or of one item."""
+    part: dict[int, _Item] = {}
+    part_bytes = 0
+    for i, item in items.items():
+        if part and (part_bytes + item.file_bytes > most_bytes or len(part) == most_items):
+            yield part
+            part, part_bytes = {}, 0
+        part[i] = item
+        part_bytes += item.file_bytes
+    if part:
+        yield part
+
+
+class _Open(NamedTuple):
+    """A file in flight."""
+
+    fd: int
+    path: str
+    tail: Buffer
+    reservation: Reservation | None = None  # None while it is read
+
+
+class _Batch:
+    """One `get` or `put`, of one thread. `DiskIO` draws from `transfers`, which opens one file
+    after another, and each `Done` goes to `finish`, so there are never more files open than
+    transfers in flight. `close` releases what an exception left open.
+
+    With O_DIRECT the body goes straight between disk and the caller's buffer, if that starts on a
+    page; the tail always goes through a page of ours.
+    """
+
+    def __init__(self, reader: "_Reader", items: Mapping[int, _Item]) -> None:
+        self.in_use = False
+        """Whether buffers may still be touched, of items whose transfer was given up."""
+        self._reader = reader
+        self._items = items
+        self._guard = SymlinkGuard(reader.root)
+        self._open: dict[int, _Open] = {}
+
+    def transfers(self) -> Iterator[Transfer]:
+        raise NotImplementedError
+
+    def finish(self, done: Done) -> None:
+        file = self._open.pop(done.tag)
+        self.in_use |= done.in_use
+        try:
+            if done.error:
+                raise OSError(done.error, os.strerror(done.error), file.path)
+            self._moved(done.tag, file)
+        except OSError as error:
+            self._failed(done.tag, file, error)
+        finally:
+            if not done.in_use:  # else its number, too, is never to be used again
+                os.close(file.fd)
+                self._reader.tails.give_back(file.tail)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            if not self.in_use:
+                os.close(file.fd)
+
+    def _direct_flag(self, buffer: Buffer) -> int:
+        """O_DIRECT if the file system and the memory's address allow it."""
+        is_aligned = buffer.address % PAGE_BYTES == 0 or buffer.nbytes < PAGE_BYTES
+        return os.O_DIRECT if self._reader.direct and is_aligned else 0
+
+    def _moved(self, i: int, file: _Open) -> None:
+        raise NotImplementedError
+
+    def _failed(self, i: int, file: _Open, error: OSError) -> None:
+        raise NotImplementedError
+
+
+class _ReadBatch(_Batch):
+    """A `get`: `outcomes` are complete after the last `finish`."""
+
+    def __init__(self, reader: "_Reader", items: Mapping[int, _Item]) -> None:
+        super().__init__(reader, items)
+        self.outcomes = [GetOutcome.FAILED] * len(items)
+
+    def transfers(self) -> Iterator[Transfer]:
+        for i, item in self._items.items():
+            try:
+                self._guard.check(item.path)
+                fd = os.open(item.path, READ_FLAGS | self._direct_flag(item.buffer))
+            except FileNotFoundError:
+                self.outcomes[i] = GetOutcome.MISSING
+                continue
+            except OSError as error:
+                self._reader.warn(error)
+                number = error.errno
+                if number in NO_FILE or (number in MAYBE_NO_FILE and is_foreign(item.path)):
+                    self.outcomes[i] = GetOutcome.WRONG_SIZE
+                continue
+            status = os.fstat(fd)
+            if status.st_size != item.file_bytes or not stat.S_ISREG(status.st_mode):
+                os.close(fd)
+                self.outcomes[i] = GetOutcome.WRONG_SIZE
+                continue
+            os.set_blocking(fd, True)  # a ring may answer EAGAIN to what may not block
+            tail = self._reader.tails.take()
+            self._open[i] = _Open(fd, item.path, tail)
+            yield Transfer(i, fd, item.parts(tail), writes=False)
+
+    def _moved(self, i: int, file: _Open) -> None:
+        self.outcomes[i] = self._accept(file, self._items[i])
+
+    def _failed(self, i: int, file: _Open, error: OSError) -> None:
+        self._reader.warn(error)
+
+    def _accept(self, file: _Open, item: _Item) -> GetOutcome:
+        # An object that was evicted meanwhile may have been written over before it was read.
+        try:
+            if os.lstat(file.path).st_ino != os.fstat(file.fd).st_ino:
+                return GetOutcome.MISSING
+        except (FileNotFoundError, NotADirectoryError):
+            return GetOutcome.MISSING
+        last_page = file.tail.view[item.tail_bytes - PAGE_BYTES : item.tail_bytes]
+        # A damaged file has no size that could be the buffer's; the caller removes it as such.
+        if not is_of(read_footer(last_page), item.key, item.buffer.nbytes):
+            return GetOutcome.WRONG_SIZE
+        num_rest_bytes = item.buffer.nbytes - item.body_bytes
+        item.buffer.view[item.body_bytes :] = file.tail.view[:num_rest_bytes]
+        return GetOutcome.OK
+
+
+class _WriteBatch(_Batch):
+    """A `put`; fills in the outcomes of its items, by their numbers. They are FULL before.
+
+    Room is made for one round at a time, each with its reservation. `lost` are chunks for which
+    there was no room: what comes after them is worth nothing, and not written.
+    """
+
+    def __init__(
+        self,
+        store: "FileStore",
+        items: Mapping[int, _Item],
+        outcomes: list[PutOutcome],
+        lost: set[bytes],
+    ) -> None:
+        super().__init__(store, items)
+        self.timeout: IndexBusy | None = None
+        """Why some items were not begun with."""
+        self._space = store._space
+        self._outcomes = outcomes
+        self._lost = lost
+        self._reservations: list[Reservation] = []
+
+    def transfers(self) -> Iterator[Transfer]:
+        for items in parts_of(self._items, ROUND_BYTES, ROUND_CELLS):
+            for i in [i for i, item in items.items() if self._is_lost(item.cell)]:
+                del items[i]
+            try:
+                reservation = self._reserve(items) if items else None
+            except IndexBusy as error:
+                self.timeout = error  # what is being written can still end
+                return
+            if reservation is None:
+                self._lost.update(item.cell.chunk for item in items.values())
+                continue
+            accepted = frozenset(cell.name for cell in reservation.cells)
+            for i, item in items.items():
+                if item.cell.name in accepted:
+                    yield from self._begin(i, item, reservation)
+
+    def _is_lost(self, cell: Cell) -> bool:
+        if cell.parent in self._lost:
+            self._lost.add(cell.chunk)
+        return cell.chunk in self._lost
+
+    def _reserve(self, items: Mapping[int, _Item]) -> Reservation | None:
+        cells = [item.cell for item in items.values()]
+        try:
+            made = self._space.reserve(cells, [item.file_bytes for item in items.values()])
+        except OSError as error:
+            self._reader.warn(error)
+            for i in items:
+                self._fail(i, error)
+            return None
+        if made is not None:
+            self._reservations.append(made)
+        return made
+
+    def _begin(self, i: int, item: _Item, reservation: Reservation) -> Iterator[Transfer]:
+        try:
+            flag = self._direct_flag(item.buffer)
+            fd, path = self._space.open_temp(item.file_bytes, flag)
+        except OSError as error:
+            self._fail(i, error)
+            return
+        tail = self._reader.tails.take()
+        self._open[i] = _Open(fd, path, tail, reservation)
+        parts, chunk = item.parts(tail), item.chunk
+        write_tail(parts[-1].view, item.buffer.view, item.key, chunk.parent, chunk.position)
+        yield Transfer(i, fd, parts, writes=True)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as ends:
+            for reservation in self._reservations:
+                ends.callback(self._space.settle, reservation)
+            super().close()
+            for file in self._open.values():
+                self._space.discard(file.path)
+
+    def _moved(self, i: int, file: _Open) -> None:
+        item = self._items[i]
+        self._guard.check(item.path)
+        published = self._space.publish(file.path, item.path)
+        assert file.reservation is not None
+        file.reservation.stored.add(item.cell.name)
+        self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED
+
+    def _failed(self, i: int, file: _Open, error: OSError) -> None:
+        self._space.discard(file.path)
+        self._fail(i, error)
+
+    def _fail(self, i: int, error: OSError) -> None:
+        if error.errno in NO_ROOM:
+            self._outcomes[i] = PutOutcome.FULL
+        else:
+            self._reader.warn(error)
+            self._outcomes[i] = PutOutcome.FAILED
+
+
+class _Reader:
+    """What a store that can be written and one that cannot have in common."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.tails = Tails()
+        self.direct = False
+        self._objects = f"{root}/{FORMAT_DIR}/objects"
+        self._disk: DiskIO = ThreadDisk()
+        self._warned_errnos: set[int] = set()
+
+    def register(self, buffer: Buffer) -> None:
+        pass
+
+    def unregister(self, buffer: Buffer) -> None:
+        pass
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        found = [is_there(self._path(key)) for key in keys]
+        if not all(found):
+            check_root(self.root)
+        return found
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        assert len(keys) == len(buffers), (len(keys), len(buffers))
+        items = {
+            i: self._item(key, buffer, UNKNOWN_CHUNK)
+            for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True))
+        }
+        batch = _ReadBatch(self, items)
+        self._perform(batch)
+        if GetOutcome.MISSING in batch.outcomes:
+            check_root(self.root)
+        self._read([items[i].cell for i, o in enumerate(batch.outcomes) if o is GetOutcome.OK])
+        return batch.outcomes
+
+    def _read(self, cells: Sequence[Cell]) -> None:
+        """These cells were read."""
+
+    def warn(self, error: OSError) -> None:
+        """Log each kind of trouble once; a bad disk fails every call."""
+        number = error.errno or 0
+        if number not in self._warned_errnos:
+            self._warned_errnos.add(number)
+            logger.warning("file store %s: %s", self.root, error)
+
+    def _path(self, key: str) -> str:
+        return f"{self._objects}/{object_name(key)}"
+
+    def _item(self, key: str, buffer: Buffer, chunk: ChunkRef) -> _Item:
+        body, tail = body_bytes(buffer.nbytes), tail_bytes(buffer.nbytes, key)
+        cell = cell_of(key, chunk, self._charge_of(body + tail))
+        return _Item(key, buffer, chunk, cell, self._path(key), body, tail)
+
+    def _charge_of(self, nbytes: int) -> int:
+        return nbytes
+
+    def _perform(self, batch: _Batch) -> None:
+        with contextlib.closing(batch):
+            try:
+                with contextlib.closing(self._disk.run(batch.transfers())) as run:
+                    for done in run:
+                        batch.finish(done)
+            except BuffersInUse:
+                batch.in_use = True
+            finally:  # whatever else has failed says less
+                if batch.in_use:
+                    raise BuffersInUse(f"the disk of {self.root} does not answer")
+
+
+class ReadOnlyFileStore(_Reader):
+    """A directory that this process may not write: what is there is read, nothing is saved.
+
+    Implements `Store`; ConfigError as of `FileStore`. No index, lock, temporary file or writer's
+    directory is made, and no use is marked. A cell that is removed stays on the disk, and is not
+    found any more by this process. Bytes come through the page cache, as O_DIRECT cannot be tried.
+    """
+
+    capabilities = READ_ONLY
+
+    def __init__(self, path: str) -> None:
+        claim_root(path)  # it exists: its owner and mode are checked, and nothing is made
+        super().__init__(path)
+        self._lock = threading.Lock()  # guards what follows
+        self._removed: OrderedDict[str, None] = OrderedDict()
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        found = super().exists(keys)
+        return [each and key not in self._removed for each, key in zip(found, keys, strict=True)]
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
+        outcomes = super().get(keys, buffers)
+        for i, key in enumerate(keys):
+            if key in self._removed:
+                outcomes[i] = GetOutcome.MISSING
+        return outcomes
+
+    def put(
+        self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
+    ) -> list[PutOutcome]:
+        return [PutOutcome.FAILED] * len(keys)
+
+    def remove(self, keys: Sequence[str]) -> int:
+        with self._lock:
+            self._removed.update(dict.fromkeys(keys))
+            while len(self._removed) > MAX_REMOVED:
+                self._removed.popitem(last=False)
+        return 0
+
+    def remove_namespace(self, namespace: str) -> int:
+        raise StoreError(f"file store {self.root} cannot be written: nothing of it is removed")
+
+    def close(self) -> None:
+        self._disk.close()
+
+
+class FileStore(_Reader):
     """A directory of at most `size_bytes`, coldest first out; implements `Store` and `Shedding`.
 
     `io` is `auto`, `uring` or `threads`; ConfigError if it was `uring` and that does not work, or
@@ -126,33 +575,20 @@ class FileStore:
             self._space.close()
             raise ConfigError(f"file store {path}: {error}") from None
         logger.info("file store %s: %s", path, choice.reason)
-        self._disk = choice.disk
-        self._context = FileStoreContext(self._space, Tails(), choice.direct, self._warn)
-        self._hand_down = HeldLock(self._space.hand_down_lock)
-        self._warned_errnos: set[int] = set()
+        super().__init__(path)
+        self._disk, self.direct = choice.disk, choice.direct
+        self._demotion_lock = HeldLock(self._space.demotion_lock)
 
     @property
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
-
-    def register(self, buffer: Buffer) -> None:
-        pass
-
-    def unregister(self, buffer: Buffer) -> None:
-        pass
-
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        found = [is_there(self._path(key)) for key in keys]
-        if not all(found):
-            self._space.check_root()
-        return found
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
-        absent: dict[int, Cell] = {}
+        absent: dict[int, _Item] = {}
         first_of: dict[str, int] = {}
         twice: list[int] = []  # writes end in any order, but the first of a key's bytes stay
         for i, (key, buffer, chunk) in enumerate(zip(keys, buffers, chunks, strict=True)):
@@ -160,57 +596,59 @@ class FileStore:
                 twice.append(i)
             elif not is_there(self._path(key)):
                 first_of[key] = i
-                absent[i] = Cell.of(key, buffer, chunk, self._space)
+                absent[i] = self._item(key, buffer, chunk)
                 outcomes[i] = PutOutcome.FULL
         # What is charged but not published cannot be evicted: a small store takes it in parts.
         most_bytes = self._space.size_bytes // PARTS_PER_SIZE
         parts = list(parts_of(absent, most_bytes, len(absent)))
-        lost: set[str] = set()
+        lost: set[bytes] = set()
         try:
             with self._holding(list(absent.values()), len(parts)):
-                for cells in parts:
-                    batch = WriteBatch(self._context, cells, outcomes, lost)
+                for items in parts:
+                    batch = _WriteBatch(self, items, outcomes, lost)
                     self._perform(batch)
                     if batch.timeout is not None:
                         raise batch.timeout
         except IndexBusy as error:  # the others would wait as long again, each of them
             logger.warning("%s; the rest of the batch is not stored", error)
         if PutOutcome.FAILED in outcomes:
-            self._space.check_root()
+            check_root(self.root)
         for i in twice:
             first = outcomes[first_of[keys[i]]]
             outcomes[i] = PutOutcome.EXISTED if first is PutOutcome.STORED else first
         return outcomes
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
-        assert len(keys) == len(buffers), (len(keys), len(buffers))
-        cells = [
-            Cell.of(key, buffer, UNKNOWN_CHUNK, self._space)
-            for key, buffer in zip(keys, buffers, strict=True)
-        ]
-        batch = ReadBatch(self._context, cells)
-        self._perform(batch)
-        self._space.index.note_hits(
-            cell.row.chunk_name
-            for cell, outcome in zip(cells, batch.outcomes, strict=True)
-            if outcome is GetOutcome.OK
-        )
-        if GetOutcome.MISSING in batch.outcomes:
-            self._space.check_root()
-        return batch.outcomes
+    def _read(self, cells: Sequence[Cell]) -> None:
+        self._space.index.note_hits(cell.chunk for cell in cells)
+
+    def _charge_of(self, nbytes: int) -> int:
+        return self._space.charge_of(nbytes)
 
     def remove(self, keys: Sequence[str]) -> int:
-        rows = (row_of(key, UNKNOWN_CHUNK, 0) for key in keys)
-        return self._drop(
-            (row.chunk_name, row.name, self._space.path_of(row.namespace, row.name)) for row in rows
-        )
+        cells = [cell_of(key, UNKNOWN_CHUNK, 0) for key in keys]
+        removed: list[tuple[bytes, bytes]] = []
+        num_removed = 0
+        with self._telling("cannot remove"), contextlib.ExitStack() as ends:
+            ends.callback(self._space.index.remove_cells, removed)
+            guard = SymlinkGuard(self.root)
+            for cell in cells:
+                path = self._space.path_of(cell.namespace, cell.name)
+                num_removed += self._space.delete(path, guard)
+                removed.append((cell.name, cell.chunk))
+        return num_removed
 
     def remove_namespace(self, namespace: str) -> int:
         if namespace_of(f"{namespace}@") != namespace:
             return 0
-        directory = os.path.join(self._space.objects, namespace)
-        num_removed = self._drop((b"", b"", path) for path in self._below(directory))
-        with contextlib.suppress(OSError):  # not empty: somebody is putting into it right now
+        directory = os.path.join(self._objects, namespace)
+        num_removed = 0
+        with self._telling("cannot remove"):
+            guard = SymlinkGuard(self.root)
+            guard.check(f"{directory}/")
+            for shard in directories(directory):
+                for entry in entries(shard.path):
+                    num_removed += self._space.delete(entry.path, guard)
+        with contextlib.suppress(OSError):  # not empty: another process is putting into it
             for shard in directories(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
@@ -224,50 +662,35 @@ class FileStore:
         with self._telling("cannot be read"):
             found = self._surplus(max_keys)
         if not found:
-            self._hand_down.release()
+            self._demotion_lock.release()
         return found
 
     def _surplus(self, max_keys: int) -> list[EvictionCandidate]:
         index = self._space.index
         index.write_hits()
-        excess_bytes = index.used_bytes() - int(HAND_DOWN_WATERMARK * self._space.size_bytes)
-        if excess_bytes <= 0 or not self._hand_down.take():
+        excess_bytes = index.used_bytes() - int(DEMOTION_WATERMARK * self._space.size_bytes)
+        if excess_bytes <= 0 or not self._demotion_lock.take():
             return []
         found: list[EvictionCandidate] = []
         for cells in index.coldest(max_keys):  # what is left of a chunk would be worth nothing
-            for _, namespace, name, nbytes in cells:
-                path = self._space.path_of(namespace, name)
+            for cell in cells:
+                path = self._space.path_of(cell.namespace, cell.name)
                 footer = read_file_footer(path)
                 if footer is not None and footer.key is not None and self._path(footer.key) == path:
                     chunk = ChunkRef(chunk_id_of_key(footer.key), footer.parent, footer.position)
                     found.append(EvictionCandidate(footer.key, chunk, footer.object_bytes))
-                excess_bytes -= nbytes
+                excess_bytes -= cell.nbytes
             if excess_bytes <= 0:
                 break
         return found
 
     def surplus_done(self) -> None:
-        self._hand_down.release()
+        self._demotion_lock.release()
 
     def close(self) -> None:
-        self._hand_down.release()
+        self._demotion_lock.release()
         self._disk.close()
         self._space.close()
-
-    def _path(self, key: str) -> str:
-        return f"{self._space.objects}/{object_name(key)}"
-
-    def _below(self, directory: str) -> Iterator[str]:
-        """The paths of a namespace's objects; OSError if they may be outside of the store."""
-        self._space.guard().check(f"{directory}/")
-        for shard in directories(directory):
-            yield from (entry.path for entry in entries(shard.path))
-
-    def _drop(self, cells: Iterator[tuple[bytes, bytes, str]]) -> int:
-        num_dropped = 0
-        with self._telling("cannot remove"):
-            num_dropped = self._space.drop(cells)
-        return num_dropped
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
@@ -275,34 +698,15 @@ class FileStore:
         try:
             yield
         except FileNotFoundError:
-            self._space.check_root()
+            check_root(self.root)
         except OSError as error:
-            raise StoreError(f"file store {self._space.root} {what}: {error}") from error
+            raise StoreError(f"file store {self.root} {what}: {error}") from error
 
     def _holding(
-        self, cells: Sequence[Cell], num_parts: int
+        self, items: Sequence[_Item], num_parts: int
     ) -> contextlib.AbstractContextManager[None]:
         """A put in several parts must not evict for one what the next comes after."""
-        nbytes = sum(cell.file_bytes for cell in cells)
-        if num_parts < 2 and nbytes <= ROUND_BYTES and len(cells) <= ROUND_CELLS:
+        nbytes = sum(item.file_bytes for item in items)
+        if num_parts < 2 and nbytes <= ROUND_BYTES and len(items) <= ROUND_CELLS:
             return contextlib.nullcontext()
-        return self._space.holding(cell.row.parent_name for cell in cells)
-
-    def _perform(self, batch: ReadBatch | WriteBatch) -> None:
-        with contextlib.closing(batch):
-            try:
-                with contextlib.closing(self._disk.run(batch.transfers())) as run:
-                    for done in run:
-                        batch.finish(done)
-            except BuffersInUse:
-                batch.in_use = True
-            finally:  # whatever else has failed says less
-                if batch.in_use:
-                    raise BuffersInUse(f"the disk of {self._space.root} does not answer")
-
-    def _warn(self, error: OSError) -> None:
-        """Say each kind of trouble once; a bad disk fails every call."""
-        number = error.errno or 0
-        if number not in self._warned_errnos:
-            self._warned_errnos.add(number)
-            logger.warning("file store %s: %s", self._space.root, error)
+        return self._space.holding(item.cell.parent for item in items)

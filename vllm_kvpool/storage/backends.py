@@ -1,0 +1,79 @@
+"""From a `StoreSpec` (url.py) to an open store; only the backend that is asked for is imported.
+
+A store is opened by its user's thread; opening blocks (mooncake.py says for how long).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.storage.base import Capabilities, Store
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.mooncake import MooncakeOptions
+from vllm_kvpool.storage.url import FileOptions, MemoryOptions, S3Options, StoreSpec
+
+_wraps: list[Callable[[Store], Store]] = []
+
+
+def wrap_stores(wrap: Callable[[Store], Store]) -> Callable[[], None]:
+    """Pass every store opened from now on through `wrap`: for drills of failures, and tests.
+
+    Returns what undoes it.
+    """
+    _wraps.append(wrap)
+    return partial(_wraps.remove, wrap)
+
+
+def open_store(spec: StoreSpec, *, segment: bool) -> Store:
+    """Open a store; `segment` says whether to give memory to a pool that is made of its members'.
+
+    ConfigError if it can never work as configured, StoreUnreachable if it cannot be reached now.
+    """
+    store = _open(spec, segment=segment)
+    for wrap in _wraps:
+        store = wrap(store)
+    return store
+
+
+def capabilities_of(spec: StoreSpec) -> Capabilities:
+    """What the store will be able to do; known before it can be reached."""
+    match spec.options:
+        case MemoryOptions():
+            from vllm_kvpool.storage.memory import CAPABILITIES
+        case FileOptions():
+            from vllm_kvpool.storage.file.store import CAPABILITIES
+        case MooncakeOptions():
+            from vllm_kvpool.storage.mooncake import CAPABILITIES
+        case S3Options():
+            CAPABILITIES = _s3().CAPABILITIES
+    return CAPABILITIES
+
+
+def _s3() -> ModuleType:
+    try:
+        import vllm_kvpool.storage.s3 as module
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
+        ) from error
+    return module
+
+
+def _open(spec: StoreSpec, *, segment: bool) -> Store:
+    match spec.options:
+        case MemoryOptions(name, size_bytes):
+            from vllm_kvpool.storage.memory import MemoryStore
+
+            return MemoryStore(name, size_bytes)
+        case FileOptions(path, size_bytes, io, policy):
+            from vllm_kvpool.storage.file.store import open_file_store
+
+            return open_file_store(path, size_bytes, io, POLICIES[policy])
+        case MooncakeOptions() as options:
+            from vllm_kvpool.storage.mooncake import MooncakeStore
+
+            return MooncakeStore(options, segment=segment)
+        case S3Options() as options:
+            store: Store = _s3().S3Store(options)
+            return store
