@@ -264,10 +264,9 @@ class FileSpace:
         """What a file occupies: whole blocks of the file system, at least one."""
         return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
 
-    def path_of(self, namespace: str, name: bytes) -> str:
+    def path_of(self, cell: Cell) -> str:
         """Where a cell lies."""
-        digits = name.hex()
-        return f"{self.objects}/{namespace}/{digits[:2]}/{digits[2:]}"
+        return cell_path(self.objects, cell)
 
     # Writing: reserve for a round; per object open a temp, then publish or discard it; settle.
 
@@ -306,7 +305,7 @@ class FileSpace:
                 undo.callback(self.settle, reservation)
                 guard, wanted = SymlinkGuard(self.root), frozenset(sizes)
                 for cell in reservation.evicted:
-                    self.delete(self.path_of(cell.namespace, cell.name), guard, wanted)
+                    self.delete(self.path_of(cell), guard, wanted)
                 self._recycled.trim(reservation.room_bytes, sizes)
                 if reservation.room_bytes >= 0:
                     undo.pop_all()
@@ -374,7 +373,7 @@ class FileSpace:
 
     def _settle(self, ended: Reservation, recycled_bytes: int | None = None) -> None:
         """What another writer of a cell has stored meanwhile keeps its row, or goes."""
-        paths = {cell: self.path_of(cell.namespace, cell.name) for cell in ended.unstored()}
+        paths = {cell: self.path_of(cell) for cell in ended.unstored()}
         absent = [cell for cell, path in paths.items() if not is_there(path)]
         self.index.settle(ended, absent, recycled_bytes)
         for cell in absent:
@@ -439,7 +438,7 @@ class FileSpace:
         while (left := self.index.left_by(name)) is not None:
             guard = SymlinkGuard(self.root)
             for cell in left.evicted:
-                self.delete(self.path_of(cell.namespace, cell.name), guard)
+                self.delete(self.path_of(cell), guard)
             self._settle(left)
         self.index.remove_writer(name)
 
@@ -534,6 +533,12 @@ def object_name(key: str) -> str:
     """Where a key's object lies below the objects directory."""
     name = name_digest(key).hex()
     return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
+
+
+def cell_path(objects: str, cell: Cell) -> str:
+    """Where a cell lies."""
+    digits = cell.name.hex()
+    return f"{objects}/{cell.namespace}/{digits[:2]}/{digits[2:]}"
 
 
 def name_digest(key: str) -> bytes:

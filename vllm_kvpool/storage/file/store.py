@@ -63,6 +63,7 @@ from vllm_kvpool.storage.file.space import (
     READ_FLAGS,
     FileSpace,
     cell_of,
+    cell_path,
     object_name,
     read_file_footer,
 )
@@ -479,7 +480,7 @@ class _Reader:
     def _item(self, key: str, buffer: Buffer, chunk: ChunkRef) -> _Item:
         body, tail = body_bytes(buffer.nbytes), tail_bytes(buffer.nbytes, key)
         cell = cell_of(key, chunk, self._charge_of(body + tail))
-        return _Item(key, buffer, chunk, cell, self._path(key), body, tail)
+        return _Item(key, buffer, chunk, cell, cell_path(self._objects, cell), body, tail)
 
     def _charge_of(self, nbytes: int) -> int:
         return nbytes
@@ -632,7 +633,7 @@ class FileStore(_Reader):
             ends.callback(self._space.index.remove_cells, removed)
             guard = SymlinkGuard(self.root)
             for cell in cells:
-                path = self._space.path_of(cell.namespace, cell.name)
+                path = self._space.path_of(cell)
                 num_removed += self._space.delete(path, guard)
                 removed.append((cell.name, cell.chunk))
         return num_removed
@@ -674,7 +675,7 @@ class FileStore(_Reader):
         found: list[EvictionCandidate] = []
         for cells in index.coldest(max_keys):  # what is left of a chunk would be worth nothing
             for cell in cells:
-                path = self._space.path_of(cell.namespace, cell.name)
+                path = self._space.path_of(cell)
                 footer = read_file_footer(path)
                 if footer is not None and footer.key is not None and self._path(footer.key) == path:
                     chunk = ChunkRef(chunk_id_of_key(footer.key), footer.parent, footer.position)
