@@ -23,11 +23,12 @@ from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
-from vllm_kvpool.transfer.lane_thread import Perform
+from vllm_kvpool.transfer.lanes import Perform
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     JobId,
@@ -41,7 +42,6 @@ from vllm_kvpool.transfer.ops import (
     Work,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.tiers import Tier
 
 ROUNDS, QUICK_ROUNDS = 4000, 400
 WARM_UP = 100

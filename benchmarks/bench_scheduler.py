@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from benchmarks.common import Result, Row, Target, interleaved, run_script
-from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
-from vllm_kvpool.transfer.scheduler import Scheduler
+from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority, Scheduler
 
 VARIABLE = "FLEXKV_SRC"
 UNBOUNDED = 1 << 40

@@ -107,7 +107,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             *("embeds/faults.py", "embeds/dataplane/", "embeds/protocol/allowed_peers.py"),
             "embeds/protocol/transport_zmq.py",
         ),
-        *("transfer/demotion.py", "transfer/lane_thread.py", "transfer/replicas.py"),
+        *("transfer/demotion.py", "transfer/lanes.py", "transfer/replicas.py"),
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (

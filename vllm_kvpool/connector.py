@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_kvpool.assembly.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with_weights
-from vllm_kvpool.plugin import register
+from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.request import Step
@@ -73,6 +73,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         self._config = read_config(engine_config.extra_config(vllm_config))
         ascend.share_engine()
         # Ranks are told the namespace: only one process reads a sample of the weights.

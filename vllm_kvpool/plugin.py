@@ -6,13 +6,20 @@ from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
-def register() -> None:
-    """Called in every vLLM process; a second call does nothing."""
+def log_as_vllm() -> None:
+    """Send the pool's messages where vLLM's go, in its form and from its level on.
+
+    Called again as a connector starts: vLLM may configure its logging after plugins are loaded.
+    """
     ours, theirs = logging.getLogger("vllm_kvpool"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
-        # Our messages go where the engine's go, in its form and from its level on.
         ours.handlers, ours.propagate = theirs.handlers, False
         ours.setLevel(theirs.level)
+
+
+def register() -> None:
+    """Called in every vLLM process; a second call does nothing."""
+    log_as_vllm()
     if "KVPoolConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "KVPoolConnector", "vllm_kvpool.connector", "KVPoolConnector"

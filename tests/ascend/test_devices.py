@@ -18,7 +18,7 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.guarded import BoundedCalls, GuardedStore, Patience
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.transfer.lane_thread import LaneThread
+from vllm_kvpool.transfer.lanes import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
 
 LIMIT_S = 20.0

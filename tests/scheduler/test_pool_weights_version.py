@@ -62,7 +62,7 @@ def hold(
 
 def num_cells(bench: Bench, weights_version: str) -> int:
     start = f"{NAMES.with_weights(weights_version).namespace}@"
-    return sum(key.startswith(start) for key in bench.memory._shelf.list_keys())
+    return sum(key.startswith(start) for key in bench.memory._table.list_keys())
 
 
 def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:

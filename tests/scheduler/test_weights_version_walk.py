@@ -249,7 +249,7 @@ class Walk:
     def names_are_true(self) -> None:
         self.bench.scheduler.check()
         self.bench.pins.check()
-        stored = self.bench.memory._shelf.list_keys()
+        stored = self.bench.memory._table.list_keys()
         assert sorted(stored) == sorted(self.cells)
         waiting = [save.plan for save in self.saves if not save.is_gathered]
         waiting += self.bench.scheduler.saves._late

@@ -205,9 +205,9 @@ class Directory:
         return ParsedKey.parse(footer.key), cell
 
     def _check_content(self, path: Path, number: int, parsed: ParsedKey, cell: bytes) -> None:
-        assert isinstance(parsed.part, HeadShard), parsed
+        assert isinstance(parsed.shard, HeadShard), parsed
         _, chunk = self._places[parsed.chunk_hash]
-        layers, head = slice(parsed.span.start, parsed.span.stop), parsed.part.head
+        layers, head = slice(parsed.span.start, parsed.span.stop), parsed.shard.head
         assert layers.stop <= LAYERS, parsed
         assert head < HEADS, parsed
         expected = kv_lhtw(number)[layers, head, chunk * CHUNK : (chunk + 1) * CHUNK]

@@ -107,7 +107,7 @@ class Rank:
     """A worker's side and its pages."""
 
     def __init__(self, config: KVPoolConfig, model: ModelShape, rank: int) -> None:
-        topology = model.kinds[0].topology
+        topology = model.layer_groups[0].topology
         first = topology.first_head(rank)
         self._heads = slice(first, first + topology.heads_per_rank)
         self._block_size = block = model.groups[0].block_size

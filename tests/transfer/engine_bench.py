@@ -14,6 +14,7 @@ from vllm_kvpool.metrics import MetricsRegistry, sample_name
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
@@ -49,7 +50,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
     WorkStuck,
 )
-from vllm_kvpool.transfer.tiers import Tier
 
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
 CORRUPT, FULL, FAILED = CellOutcome.CORRUPT, CellOutcome.FULL, CellOutcome.FAILED

@@ -24,6 +24,7 @@ from tests.transfer.engine_bench import (
 from vllm_kvpool.staging.slots import Slot, SlotPool
 from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
 from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
@@ -48,7 +49,6 @@ from vllm_kvpool.transfer.ops import (
     WorkStuck,
 )
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
-from vllm_kvpool.transfer.tiers import Tier
 
 GATHER, SEAL, CHECK, SCATTER = OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER
 GET, PUT, REMOVE = OpKind.GET, OpKind.PUT, OpKind.REMOVE

@@ -24,6 +24,7 @@ from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor as executor_module
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import (
     CALL_TIMEOUT_S,
@@ -57,7 +58,6 @@ from vllm_kvpool.transfer.ops import (
     WorkId,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.tiers import Tier
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C row elements.
 LAYERS, BLOCKS, HEADS, BLOCK, ROW = 4, 13, 2, 16, 8

@@ -18,8 +18,8 @@ from tests.transfer.engine_bench import (
     Bench,
 )
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.transfer.context import MAX_TRIES, Tier, retry_pause_s
 from vllm_kvpool.transfer.ops import CellOutcome, WorkId
-from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
 
 LONG_S = 1.0  # after it every retry is due
 

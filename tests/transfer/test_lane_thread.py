@@ -22,8 +22,8 @@ from tests.transfer.test_executor_stuck import (
 )
 from vllm_kvpool.storage import breaker
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.transfer import executor, lane_thread
-from vllm_kvpool.transfer.lane_thread import LaneThread
+from vllm_kvpool.transfer import executor, lanes
+from vllm_kvpool.transfer.lanes import LaneThread
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, Work, WorkDone, WorkId
 
 
@@ -82,7 +82,7 @@ def test_a_work_that_has_only_just_been_taken_has_not_lasted_yet(
             looks.append(lane.busy_since())
             return 7.0
 
-    monkeypatch.setattr(lane_thread, "time", Clock())
+    monkeypatch.setattr(lanes, "time", Clock())
     inbox: SimpleQueue[Work | None] = SimpleQueue()
     outbox: SimpleQueue[object] = SimpleQueue()
     lane = LaneThread(GET, "kvpool-test", lambda work: (), inbox, outbox)

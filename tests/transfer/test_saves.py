@@ -16,10 +16,10 @@ from tests.transfer.engine_bench import (
     UNREACHABLE,
     Bench,
 )
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import CellOutcome, OpKind
 from vllm_kvpool.transfer.saves import SAVE_STALL_S, STALL_REST_S
-from vllm_kvpool.transfer.tiers import Tier
 
 
 def test_a_save_gathers_seals_and_puts() -> None:

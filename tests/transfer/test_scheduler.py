@@ -18,8 +18,8 @@ from vllm_kvpool.transfer.graph import (
     Op,
     OpState,
     Priority,
+    Scheduler,
 )
-from vllm_kvpool.transfer.scheduler import Scheduler
 
 LOAD, SAVE, PREFETCH, DEMOTE = Priority
 MANY = 1 << 20

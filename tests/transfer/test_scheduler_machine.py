@@ -16,8 +16,8 @@ from vllm_kvpool.transfer.graph import (
     Op,
     OpState,
     Priority,
+    Scheduler,
 )
-from vllm_kvpool.transfer.scheduler import Scheduler
 
 OVER = (OpState.DONE, OpState.FAILED, OpState.CANCELLED)
 LOST = (OpState.FAILED, OpState.CANCELLED)

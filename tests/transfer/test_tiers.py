@@ -1,6 +1,6 @@
 """Names of tiers, and pauses before another try."""
 
-from vllm_kvpool.transfer.tiers import RETRY_FIRST_S, RETRY_JITTER, retry_pause_s, tier_names
+from vllm_kvpool.transfer.context import RETRY_FIRST_S, RETRY_JITTER, retry_pause_s, tier_names
 
 
 def test_tiers_of_one_kind_are_told_apart_by_a_number() -> None:

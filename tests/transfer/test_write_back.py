@@ -11,8 +11,8 @@ from tests.transfer.engine_bench import (
     Bench,
 )
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
-from vllm_kvpool.transfer.tiers import Tier
 
 
 def back(*tiers: Tier, slots: int = 6, keep: int = 4, reserve: int = 1) -> Bench:

@@ -18,9 +18,9 @@ from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, GuardedStore, Patience
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
+from vllm_kvpool.transfer.context import tier_names
 from vllm_kvpool.transfer.engine import lane_names
 from vllm_kvpool.transfer.ops import REPLICA, LaneName, OpKind
-from vllm_kvpool.transfer.tiers import tier_names
 
 logger = logging.getLogger(__name__)
 

@@ -50,6 +50,7 @@ from vllm_kvpool.storage.guarded import GuardedStore, Patience
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, uses_device
+from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
@@ -60,7 +61,6 @@ from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.replicas import ReplicaExchange
-from vllm_kvpool.transfer.tiers import Tier
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
 from vllm_kvpool.worker.manifest_writer import ManifestWriter
 from vllm_kvpool.worker.pool_worker import PoolWorker

@@ -35,7 +35,7 @@ from vllm_kvpool.embeds.scheduler import (
 )
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.metrics import StatsFile
-from vllm_kvpool.plugin import register
+from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.vllm_adapt import ascend
 from vllm_kvpool.vllm_adapt import embeds as adapt
 from vllm_kvpool.vllm_adapt import weights_version as epochs
@@ -64,6 +64,7 @@ class KVPoolECConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
+        log_as_vllm()
         self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
         ascend.share_engine()
         AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start

@@ -16,7 +16,7 @@ it there is a pause, growing from call to call, in which writes fail at once.
 
 `patience_s` bounds calls that lend the store no memory (`exists`, `remove_namespace`): they run on
 a thread that can be left behind. Calls that read or write a caller's buffers cannot be cut short
-here: their caller watches over the memory (`transfer/hung_calls.py`).
+here: their caller watches over the memory (`transfer/engine.py`).
 
 Any thread may call. The guard's thread is a daemon and ends with `close`, or when what it waits for
 returns; threads left behind end with their call, and there are at most `MAX_LEFT_BEHIND`.

@@ -5,12 +5,12 @@ another's; they meet in the cells in host memory (`host_cache`) and in the sched
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.graph import Lane, Op
+from vllm_kvpool.transfer.graph import Lane, Op, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -22,8 +22,36 @@ from vllm_kvpool.transfer.ops import (
     OpKind,
     Report,
 )
-from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.tiers import MAX_TRIES, Tier, retry_pause_s
+
+MAX_TRIES = 3  # of an op on a remote tier
+RETRY_FIRST_S = 0.05
+RETRY_JITTER = 0.5  # part of the pause that is drawn by chance
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One store as the engine sees it, nearest first. `durable` and `remote` as in `Capabilities`."""
+
+    name: str  # label in metrics, unique
+    durable: bool
+    remote: bool
+
+
+def retry_pause_s(attempts: int, chance: float) -> float:
+    """How long to wait before try `attempts + 1`; `chance` is drawn from [0, 1)."""
+    pause = RETRY_FIRST_S * 2 ** (attempts - 1)
+    return float(pause * (1 - RETRY_JITTER * chance))
+
+
+def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Names of the tiers, by kind of store, told apart by a number where a kind comes again."""
+    seen: dict[str, int] = {}
+    names = []
+    for kind in kinds:
+        seen[kind] = seen.get(kind, 0) + 1
+        names.append(kind if seen[kind] == 1 else f"{kind}{seen[kind]}")
+    return tuple(names)
+
 
 PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 

@@ -1,6 +1,6 @@
 """The engine's decisions: `step(event, now) -> actions` (pure; owned by the engine thread).
 
-Jobs become graphs of ops over lanes (scheduler.py), which move cells between pages, host memory
+Jobs become graphs of ops over lanes (graph.py), which move cells between pages, host memory
 and tiers: loads.py and fetches.py bring them in, saves.py takes them out, host_cache.py knows what
 host memory holds. The engine gives ops their slots when they start, hands batches to lanes, takes
 outcomes back, watches deadlines and the health of tiers, and passes on reports.
@@ -11,16 +11,16 @@ holds no pin, but for calls that are stuck.
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
-from vllm_kvpool.staging.slots import SlotUse
+from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import PASSING, TransferContext
+from vllm_kvpool.transfer.context import PASSING, Tier, TransferContext
 from vllm_kvpool.transfer.demotion import Demotion, Demotions
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
-from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority
-from vllm_kvpool.transfer.host_cache import HostCache
-from vllm_kvpool.transfer.hung_calls import HungCalls
+from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority, Scheduler
+from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.loads import Load, Loads, Scatter
 from vllm_kvpool.transfer.loans import Borrowed, Kept, Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
@@ -54,8 +54,68 @@ from vllm_kvpool.transfer.ops import (
     WorkStuck,
 )
 from vllm_kvpool.transfer.saves import Copy, Put, SaveManager
-from vllm_kvpool.transfer.scheduler import Scheduler
-from vllm_kvpool.transfer.tiers import Tier
+
+
+@dataclass(slots=True)
+class _Lent:
+    """What one call has."""
+
+    slots: list[Slot] = field(default_factory=list)
+    entries: list[CacheEntry] = field(default_factory=list)
+
+
+class HungCalls:
+    """Store calls that do not return, and the memory that they may still read or write.
+
+    A work that hangs is over for its cells: they are asked elsewhere, or given up. The slots that
+    were lent to the call stay out of use until it returns, however late: a slot that a GET may
+    still write is quarantined, one that a PUT may still read stays with its cell, which is held.
+    """
+
+    def __init__(self, host_cache: HostCache) -> None:
+        self._host_cache = host_cache
+        self._lent: dict[WorkId, _Lent] = {}
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def __contains__(self, work_id: WorkId) -> bool:
+        return work_id in self._lent
+
+    def begin(self, work_id: WorkId, kind: OpKind, batch: Batch) -> None:
+        """The call is given up; its ops have still to be told."""
+        lent = self._lent[work_id] = _Lent()
+        for op in batch.ops:
+            entry = op.what.entry
+            if entry is None:
+                continue
+            if kind is OpKind.GET:
+                lent.slots.append(self._host_cache.part_with_slot(entry))
+            else:
+                self._host_cache.pin(entry)
+                lent.entries.append(entry)
+
+    def end(self, work_id: WorkId) -> None:
+        """The call has returned after all: nothing of its memory is touched any more."""
+        lent = self._lent.pop(work_id)
+        for slot in lent.slots:
+            self._host_cache.slots.give_back(slot)
+        for entry in lent.entries:
+            self._host_cache.unpin(entry)
+
+    @property
+    def slots_read(self) -> set[Slot | None]:
+        """Slots that stay with their cells while a call may read them."""
+        return {entry.slot for lent in self._lent.values() for entry in lent.entries}
+
+    @property
+    def num_slots_written(self) -> int:
+        return sum(len(lent.slots) for lent in self._lent.values())
+
+    def pins_of(self, entry: CacheEntry) -> int:
+        """How many calls that are stuck hold the entry."""
+        return sum(held is entry for lent in self._lent.values() for held in lent.entries)
+
 
 OWNERS_SHOWN = 4  # jobs named in a lane's work
 

@@ -12,8 +12,8 @@ A lane thread that dies is noticed, by its last word or by a look every `WATCH_S
 doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
 lane is given fails at once. One that hangs in a store for `call_timeout_s` is left behind: another
 takes its place while no more than `MAX_STUCK` of the lane hang, else what the lane is given fails
-at once until one of them comes back. Its memory waits for it (`hung_calls.py`); for ever where the
-store itself has given up a call that may still touch it (`BuffersInUse`).
+at once until one of them comes back. Its memory waits for it (`engine.py: HungCalls`); for ever
+where the store itself has given up a call that may still touch it (`BuffersInUse`).
 """
 
 import logging
@@ -28,9 +28,9 @@ from typing import Protocol
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.transfer.engine import Engine, Event
-from vllm_kvpool.transfer.gauges import Gauges
-from vllm_kvpool.transfer.lane_thread import LaneThread, Perform
+from vllm_kvpool.transfer.lanes import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
+    NO_STORE,
     CancelRequest,
     CellName,
     CellOutcome,
@@ -67,6 +67,52 @@ from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
+
+
+class Gauges:
+    """Levels, what the engine has counted since the last time, and tiers that go down or up."""
+
+    def __init__(self, engine: Engine, registry: MetricsRegistry, trace: Trace) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._trace = trace
+        self._up = [True] * len(engine.context.tiers)
+        self._num_untraced = 0
+
+    def update(self) -> None:
+        context, registry, trace = self._engine.context, self._registry, self._trace
+        slots = context.host_cache.slots
+        registry.set("kvpool_slots", slots.num_free, state="free")
+        read_by_stuck = len(self._engine.hung_calls.slots_read)
+        quarantined = slots.num_quarantined + read_by_stuck
+        registry.set("kvpool_slots", slots.num_held - read_by_stuck, state="held")
+        registry.set("kvpool_slots", quarantined, state="quarantined")
+        trace.counter("free slots", slots.num_free)
+        for lane in context.scheduler.lanes.values():
+            name = lane.key
+            assert isinstance(name, LaneName)
+            tier = NO_STORE.get(name.tier) or context.tiers[name.tier].name
+            registry.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
+            trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
+        context.fill(registry)
+        self._say_what_changed()
+        dropped = trace.dropped
+        if dropped > self._num_untraced:
+            registry.add("kvpool_trace_dropped", dropped - self._num_untraced)
+        self._num_untraced = dropped
+
+    def _say_what_changed(self) -> None:
+        now = time.monotonic()
+        for place, tier in enumerate(self._engine.context.tiers):
+            up = not self._engine.context.breakers[place].is_open(now)
+            if up != self._up[place]:
+                self._up[place] = up
+                self._trace.instant("tier up" if up else "tier down", tier=tier.name)
+                what = (
+                    "is asked again" if up else "fails; it is not asked until a later try succeeds"
+                )
+                logger.warning("kvpool: tier %s %s", tier.name, what)
+
 
 IDLE_TICK_S = 0.5
 WATCH_S = 0.25

@@ -1,14 +1,16 @@
-"""What the transfer engine runs: graphs of ops, and the lanes that ops wait for.
+"""Graphs of ops, the lanes that ops wait for, and which op may start next.
 
-Values with behaviour of their own only where it is about themselves; scheduler.py alone changes
-them. An op is one move of one cell between two places. An op without a lane is a marker: it is
-done the moment nothing stands before it.
+Pure; owned by the engine thread. An op is one move of one cell between two places; nothing here
+knows cells. An op without a lane is a marker: it is done the moment nothing stands before it.
+Only the `Scheduler` changes ops, graphs and lanes.
 """
 
+import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from types import MappingProxyType
 from typing import Any
 
 FAIR_EVERY = 8
@@ -160,3 +162,407 @@ class Lane:
 
 
 IN_ORDER = tuple(int(p) for p in Priority)
+
+
+_WAITING, _READY, _RUNNING = OpState.WAITING, OpState.READY, OpState.RUNNING
+_DELAYED, _DONE = OpState.DELAYED, OpState.DONE
+_FAILED, _CANCELLED = OpState.FAILED, OpState.CANCELLED
+_NOT_STARTED = frozenset({_WAITING, _READY, _DELAYED})
+NO_CONDITIONS: Mapping[Hashable, Callable[[Op], bool]] = MappingProxyType({})
+
+
+class Scheduler:
+    """Says what may start next, over all graphs.
+
+    An op waits for its predecessors, is ready, runs in a lane as part of a batch, and ends once:
+    done, failed or cancelled. Each op counts the predecessors it still waits for, so a completion
+    costs the number of its successors, however large the graph and however many graphs there are.
+
+    Ready ops of one lane and priority form one queue over all graphs, from which batches of
+    bounded size are cut. The lowest `Priority` goes first; a queue that was passed over
+    `FAIR_EVERY` times in a row goes next, so none starves. A failed or cancelled op cancels its
+    successors, except those added with `always`, for which it only counts as over.
+
+    A graph may have a deadline. The scheduler says when it has passed; the graph's owner decides.
+    What runs cannot be stopped: a cancelled graph ends with it.
+
+    Invariants (`check`): `open_ops` of a graph is the number of its ops that have not ended; a
+    waiting op has `pending` > 0; a lane never runs more batches or bytes than its limits, but for
+    one op that is larger than the byte budget alone.
+
+    The `admit` of a lane that has one is asked before an op starts, with the ops of its batch so
+    far already admitted; False leaves the op where it is, and the lane is looked at again in the
+    next `take`. This is where late binding happens: an op needs its memory only when it starts.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[Hashable, LaneLimits],
+        admit: Mapping[Hashable, Callable[[Op], bool]] = NO_CONDITIONS,
+    ) -> None:
+        self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
+        self._stirred: list[Lane] = []  # lanes in which something may start
+        self._delayed: list[tuple[float, int, Op]] = []
+        self._deadlines: list[tuple[float, int, Graph]] = []
+        self._serial = 0  # breaks ties in the heaps
+        self._reached: list[Op] = []  # markers
+        self._ended: list[Graph] = []
+        self._lost: list[tuple[Op, Op]] = []
+        self.now = 0.0
+
+    # Building
+
+    def add(
+        self,
+        graph: Graph,
+        lane: Lane | None,
+        what: Any = None,
+        nbytes: int = 0,
+        after: Iterable[Op] = (),
+        *,
+        always: bool = False,
+    ) -> Op:
+        """Add an op to a graph that has not ended; predecessors may be of any graph, and over.
+
+        After a failed or cancelled predecessor it is cancelled at once, unless `always`.
+        """
+        op = Op(graph, lane, what, nbytes, always)
+        graph.ops.append(op)
+        graph.open_ops += 1
+        cause = None
+        for before in after:
+            state = before.state
+            if state is _FAILED or state is _CANCELLED:
+                cause = before
+            elif state is not _DONE:
+                before.successors.append(op)
+                op.pending += 1
+        if cause is not None and not always:
+            self._lose([op], cause)
+        elif not op.pending:
+            self._make_ready(op)
+        return op
+
+    def close(self, graph: Graph) -> None:
+        """No op will be added any more: the graph ends with its last op."""
+        graph.closed = True
+        if not graph.open_ops:
+            self._ended.append(graph)
+        elif graph.deadline is not None:
+            self._serial += 1
+            heapq.heappush(self._deadlines, (graph.deadline, self._serial, graph))
+
+    # Running
+
+    def take(self, now: float) -> list[Batch]:
+        """Cut what may start now into batches; they count as running."""
+        self.now = now
+        if self._delayed:
+            self._wake(now)
+        batches: list[Batch] = []
+        if not self._stirred:
+            return batches
+        stirred, self._stirred = self._stirred, []
+        for lane in stirred:
+            lane.stirred = False
+            while lane.num_ready and lane.num_batches < lane.limits.batches:
+                ops = self._next_ops(lane)
+                if not ops:
+                    self._stir(lane)
+                    break
+                nbytes = 0
+                for op in ops:
+                    op.state = _RUNNING
+                    nbytes += op.nbytes
+                lane.num_ready -= len(ops)
+                lane.num_batches += 1
+                lane.running_bytes += nbytes
+                batches.append(Batch(lane, ops, nbytes))
+        return batches
+
+    def batch_ended(self, batch: Batch) -> None:
+        """The lane is done with the batch; its ops are yet to be finished, failed or retried."""
+        lane = batch.lane
+        lane.num_batches -= 1
+        lane.running_bytes -= batch.nbytes
+        if lane.num_ready and not lane.stirred:
+            lane.stirred = True
+            self._stirred.append(lane)
+
+    def finish(self, op: Op) -> None:
+        """The op is done. Costs the number of its successors."""
+        op.state = _DONE
+        graph = op.graph
+        graph.open_ops -= 1
+        if graph.closed and not graph.open_ops:
+            self._ended.append(graph)
+        for successor in op.successors:
+            if successor.state is _WAITING:
+                successor.pending -= 1
+                if not successor.pending:
+                    self._make_ready(successor)
+
+    def fail(self, op: Op) -> None:
+        """The op has failed for good, started or not: what was to come after it is cancelled."""
+        self._leave_queue(op)
+        op.graph.num_failed += 1
+        self._lose(self._close_off(op, _FAILED), op)
+
+    def retry(self, op: Op, at: float, lane: Lane | None = None) -> None:
+        """Run a running op again at the given time, in another lane if one is named."""
+        op.attempts += 1
+        if lane is not None:
+            op.lane = lane
+        if at <= self.now:
+            self._make_ready(op)
+            return
+        op.state = _DELAYED
+        op.ready_at = at
+        self._serial += 1
+        heapq.heappush(self._delayed, (at, self._serial, op))
+
+    def move(self, op: Op, lane: Lane) -> None:
+        """A running, ready or delayed op goes on in another lane; its successors wait for that."""
+        if op.lane is lane and op.state is _READY:
+            return
+        if op.lane is not None and op.state is _READY:
+            op.lane.queues[op.priority].remove(op)  # or its place is valid again when it comes back
+        self._leave_queue(op)
+        op.lane = lane
+        self._make_ready(op)
+
+    def cancel(self, op: Op) -> bool:
+        """Cancel an op that has not started, and its successors; False if it runs or is over."""
+        if op.state not in _NOT_STARTED:
+            return False
+        self._cancel(op)
+        return True
+
+    def cancel_graph(self, graph: Graph) -> None:
+        """Cancel what has not started; the graph ends when what runs has ended."""
+        for op in reversed(graph.ops):  # what comes after it first: an `always` op too is cancelled
+            if op.state in _NOT_STARTED:
+                self._cancel(op)
+
+    def raise_priority(self, op: Op, priority: Priority) -> None:
+        """Let an op go before others of its lane; one that runs, in the lanes it goes on to."""
+        if priority < op.priority and (op.state in _NOT_STARTED or op.state is _RUNNING):
+            if op.state is _READY and op.lane is not None:
+                queues = op.lane.queues
+                queues[op.priority].remove(op)  # else an idle lane would keep it
+                queues[priority].append(op)
+                self._stir(op.lane)
+            op.priority = priority
+
+    def waiting_in(self, lane: Lane) -> list[Op]:
+        """The ready ops of a lane, of the highest priority first, and the delayed ones."""
+        ready = [
+            op
+            for priority, queue in enumerate(lane.queues)
+            for op in queue
+            if op.state is _READY and op.priority == priority and op.lane is lane
+        ]
+        delayed = (op for _, _, op in self._delayed if op.state is _DELAYED and op.lane is lane)
+        return ready + list(dict.fromkeys(delayed))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a `take_…` other than `take_expired` may have something."""
+        return bool(self._lost or self._reached or self._ended or self._stirred)
+
+    @property
+    def has_consequences(self) -> bool:
+        """Whether `take_lost` or `take_reached` has something."""
+        return bool(self._lost or self._reached)
+
+    def take_reached(self) -> list[Op]:
+        """The markers reached since the last call, in order."""
+        reached, self._reached = self._reached, []
+        return reached
+
+    def take_ended(self) -> list[Graph]:
+        """The graphs that ended since the last call, in order."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_lost(self) -> list[tuple[Op, Op]]:
+        """The ops cancelled since the last call because of another, and that other one."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def take_expired(self, now: float) -> list[Graph]:
+        """The closed graphs whose deadline has passed since the last call; each comes once."""
+        expired: list[Graph] = []
+        if not self._deadlines:
+            return expired
+        while self._deadlines and self._deadlines[0][0] <= now:
+            graph = heapq.heappop(self._deadlines)[2]
+            if not graph.ended:
+                expired.append(graph)
+        return expired
+
+    def next_time(self) -> float | None:
+        """When a delayed op or a deadline is due."""
+        delayed, deadlines = self._delayed, self._deadlines
+        while delayed and not self._is_due(*delayed[0]):
+            heapq.heappop(delayed)
+        while deadlines and deadlines[0][2].ended:
+            heapq.heappop(deadlines)
+        if delayed and deadlines:
+            return min(delayed[0][0], deadlines[0][0])
+        first = delayed or deadlines
+        return first[0][0] if first else None
+
+    # Inside
+
+    @staticmethod
+    def _is_due(at: float, _: int, op: Op) -> bool:
+        return op.state is _DELAYED and op.ready_at == at
+
+    def _stir(self, lane: Lane) -> None:
+        if not lane.stirred:
+            lane.stirred = True
+            self._stirred.append(lane)
+
+    @staticmethod
+    def _leave_queue(op: Op) -> None:
+        """Before a ready op changes: it counts no more, and its place is stale."""
+        lane = op.lane
+        if lane is not None and op.state is _READY:
+            lane.num_ready -= 1
+            if not lane.num_ready:
+                lane.clear()  # what is left there is stale
+
+    def _wake(self, now: float) -> None:
+        delayed = self._delayed
+        while delayed and delayed[0][0] <= now:
+            at, _, op = heapq.heappop(delayed)
+            if op.state is _DELAYED and op.ready_at == at:
+                self._make_ready(op)
+
+    def _make_ready(self, op: Op) -> None:
+        lane = op.lane
+        if lane is not None:
+            op.state = _READY
+            op.ready_at = self.now
+            lane.num_ready += 1
+            lane.queues[op.priority].append(op)
+            if not lane.stirred:
+                lane.stirred = True
+                self._stirred.append(lane)
+            return
+        # Markers may follow each other: a loop, since chains may be longer than the call stack.
+        markers = [op]
+        while markers:
+            marker = markers.pop()
+            marker.state = _DONE
+            self._reached.append(marker)
+            graph = marker.graph
+            graph.open_ops -= 1
+            if graph.closed and not graph.open_ops:
+                self._ended.append(graph)
+            for successor in marker.successors:
+                if successor.state is _WAITING:
+                    successor.pending -= 1
+                    if not successor.pending:
+                        if successor.lane is None:
+                            markers.append(successor)
+                        else:
+                            self._make_ready(successor)
+
+    def _next_ops(self, lane: Lane) -> list[Op]:
+        """A batch of the first queue, in order of turn, from which an op may start."""
+        for priority in lane.turns() if lane.num_passed_over else IN_ORDER:
+            if not lane.queues[priority]:
+                continue
+            ops = self._cut(lane, lane.queues[priority], priority)
+            if ops:
+                if lane.num_ready > len(ops) or lane.num_passed_over:
+                    self._count_passed_over(lane, priority)
+                return ops
+            queue = lane.queues[priority]
+            room = lane.limits.budget_bytes - lane.running_bytes
+            if lane.num_batches and queue and queue[0].nbytes > room:
+                break  # it waits for room: what is behind it must not take that
+        return []
+
+    def _count_passed_over(self, lane: Lane, taken: int) -> None:
+        passed_over = lane.passed_over
+        passed_over[taken] = 0
+        for priority in range(taken + 1, len(passed_over)):
+            passed_over[priority] = passed_over[priority] + 1 if lane.queues[priority] else 0
+        lane.num_passed_over = sum(passed_over)
+
+    def _cut(self, lane: Lane, queue: deque[Op], priority: int) -> list[Op]:
+        limits, admit = lane.limits, lane.admit
+        room = limits.budget_bytes - lane.running_bytes
+        most_ops, most_bytes = limits.batch_ops, limits.batch_bytes
+        ops: list[Op] = []
+        nbytes = 0
+        while queue and len(ops) < most_ops and nbytes < most_bytes:
+            op = queue[0]
+            if op.state is not _READY or op.priority != priority or op.lane is not lane:
+                queue.popleft()  # cancelled, or moved to another queue
+                continue
+            if nbytes + op.nbytes > room and (ops or lane.num_batches):
+                break
+            if admit is not None and not admit(op):
+                break
+            queue.popleft()
+            ops.append(op)
+            nbytes += op.nbytes
+        return ops
+
+    def _cancel(self, op: Op) -> None:
+        self._leave_queue(op)
+        self._lose(self._close_off(op, _CANCELLED), op)
+
+    def _lose(self, ops: list[Op], cause: Op) -> None:
+        """Cancel ops, and all that comes after them; a loop, as chains may be long."""
+        while ops:
+            op = ops.pop()
+            if op.state in _NOT_STARTED:
+                self._lost.append((op, cause))
+                ops += self._close_off(op, _CANCELLED)
+
+    def _close_off(self, op: Op, state: OpState) -> list[Op]:
+        """End an op badly; what may not come after it."""
+        op.state = state
+        graph = op.graph
+        graph.open_ops -= 1
+        if graph.closed and not graph.open_ops:
+            self._ended.append(graph)
+        lost: list[Op] = []
+        for successor in op.successors:
+            if successor.state is not _WAITING:
+                continue
+            if successor.always:
+                successor.pending -= 1
+                if not successor.pending:
+                    self._make_ready(successor)
+            else:
+                lost.append(successor)
+        return lost
+
+    def check(self, graphs: Iterable[Graph]) -> None:
+        """The invariants of the module docstring, over all graphs that have not ended."""
+        ready = dict.fromkeys(self.lanes.values(), 0)
+        running = dict.fromkeys(self.lanes.values(), 0)
+        for graph in graphs:
+            ended = (_DONE, _FAILED, _CANCELLED)
+            assert graph.open_ops == sum(op.state not in ended for op in graph.ops)
+            for op in graph.ops:
+                assert (op.pending > 0) == (op.state is _WAITING) or op.state in (
+                    _FAILED,
+                    _CANCELLED,
+                )
+                if op.lane is not None and op.state is _READY:
+                    ready[op.lane] += 1
+                elif op.lane is not None and op.state is _RUNNING:
+                    running[op.lane] += op.nbytes
+        for lane in self.lanes.values():
+            assert lane.num_ready == ready[lane], (lane.key, lane.num_ready, ready[lane])
+            assert lane.running_bytes == running[lane]
+            assert 0 <= lane.num_batches <= lane.limits.batches
+            if lane.num_batches > 1:
+                assert lane.running_bytes <= lane.limits.budget_bytes

@@ -10,7 +10,7 @@ for the rest, and vLLM is told of blocks alone, since the request was never wait
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.identity.keys import layer_group_of
@@ -30,8 +30,56 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SavesDropped,
+    SpanLoaded,
 )
-from vllm_kvpool.worker.layerwise import LayerWaits
+
+
+class LayerWaits:
+    """Which layers of a step are in the pages, and which have asked (pure; the model's thread).
+
+    The model's layers ask for theirs as it comes to them. A layer that has been computed without
+    asking may have read pages that were not filled, so a step with such a layer counts as a load
+    that has failed. `spans`: each layer's name -> the first layer of its cells.
+    """
+
+    def __init__(self, spans: Mapping[str, int]) -> None:
+        self._spans = spans
+        self._done: dict[JobId, set[int]] = {}  # loads under way -> spans that are over
+        self._unasked: set[str] = set()
+
+    @property
+    def loading(self) -> bool:
+        """Whether a layered load is under way."""
+        return bool(self._done)
+
+    def begin(self, job: JobId) -> None:
+        """A load of this step."""
+        if not self._done:
+            self._unasked = set(self._spans)
+        self._done[job] = set()
+
+    def take(self, reports: Iterable[Report]) -> None:
+        """What the engine has reported."""
+        for report in reports:
+            if isinstance(report, SpanLoaded):
+                self._done[report.job_id].add(report.layer_start)
+            elif isinstance(report, LoadDone):
+                self._done.pop(report.job_id, None)
+
+    def asked(self, layer_name: str) -> None:
+        """The model has come to that layer."""
+        self._unasked.discard(layer_name)
+
+    def ready(self, layer_name: str) -> bool:
+        """Whether nothing is to come into the layer's pages; also of layers that have none."""
+        span = self._spans.get(layer_name)
+        return span is None or all(span in done for done in self._done.values())
+
+    @property
+    def unasked(self) -> frozenset[str]:
+        """Layers that have been computed without asking, if the step's forward pass is over."""
+        return frozenset(self._unasked)
+
 
 logger = logging.getLogger(__name__)
 
