@@ -30,7 +30,7 @@ RETRY_JITTER = 0.5  # part of the pause that is drawn by chance
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One store as the engine sees it, nearest first. `durable` and `remote` as in `Capabilities`."""
+    """One store as the engine sees it. `durable` and `remote` are those of its `Capabilities`."""
 
     name: str  # label in metrics, unique
     durable: bool
