@@ -9,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from vllm_kvpool.embeds.dataplane.row_bytes import (
     drain,
     item_digest,
 )
-from vllm_kvpool.embeds.dataplane.shared_memory import DIRECTORY, PREFIX
+from vllm_kvpool.embeds.dataplane.shared_memory import PREFIX
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane, open_landing
 from vllm_kvpool.embeds.protocol.messages import MooncakeWindow, SharedWindow
 from vllm_kvpool.embeds.protocol.rows import RowRun
@@ -786,8 +787,16 @@ def test_a_window_says_where_its_engine_is(
 # Shared memory
 
 
+@pytest.fixture
+def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A directory of windows for this test alone; engines of the host remove unlocked files."""
+    with tempfile.TemporaryDirectory(dir=shared_memory.DIRECTORY) as directory:
+        monkeypatch.setattr(shared_memory, "DIRECTORY", Path(directory))
+        yield
+
+
 def windows() -> set[Path]:
-    return set(DIRECTORY.glob(f"{PREFIX}*"))
+    return set(shared_memory.DIRECTORY.glob(f"{PREFIX}*"))
 
 
 def write_row(plane: WriterPlane, window: SharedWindow) -> tuple[int, ...]:
@@ -828,11 +837,12 @@ def test_windows_of_the_dead_are_removed_and_of_the_living_are_not() -> None:
     assert Path(living.path) not in windows()
 
 
+@pytest.mark.usefixtures("own_directory")
 def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
     names = [f"{PREFIX}notes", f"{PREFIX}1-{'0' * 31}", f"{PREFIX}1-{'0' * 32}.old"]
-    link = DIRECTORY / f"{PREFIX}1-{'0' * 32}"
-    pipe = DIRECTORY / f"{PREFIX}2-{'0' * 32}"
-    others = [DIRECTORY / name for name in names]
+    link = shared_memory.DIRECTORY / f"{PREFIX}1-{'0' * 32}"
+    pipe = shared_memory.DIRECTORY / f"{PREFIX}2-{'0' * 32}"
+    others = [shared_memory.DIRECTORY / name for name in names]
     try:
         for path in others:
             path.touch()
@@ -846,6 +856,7 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.usefixtures("own_directory")
 def test_a_window_that_does_not_fit_is_refused_with_the_numbers() -> None:
     before = windows()
     with pytest.raises(ConfigError, match=f"arena_bytes={1 << 60} .* bytes free; lower"):
@@ -853,6 +864,7 @@ def test_a_window_that_does_not_fit_is_refused_with_the_numbers() -> None:
     assert windows() == before
 
 
+@pytest.mark.usefixtures("own_directory")
 def test_a_window_that_finds_no_room_after_all_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -875,12 +887,13 @@ def test_a_window_of_another_host_is_refused() -> None:
         assert not landing.array.any()
 
 
+@pytest.mark.usefixtures("own_directory")
 def test_a_window_that_is_gone_or_replaced_is_not_written_to() -> None:
     with planes_of("local") as (landing, plane):
         window = shared_window(landing)
         write_row(plane, window)
         landing.array[:] = 0
-        moved = Path(window.path).rename(DIRECTORY / f"{PREFIX}kept")
+        moved = Path(window.path).rename(shared_memory.DIRECTORY / f"{PREFIX}kept")
         try:
             with pytest.raises(WriteError, match="gone") as caught:
                 write_row(plane, window)
@@ -897,21 +910,22 @@ def test_a_window_that_is_gone_or_replaced_is_not_written_to() -> None:
         assert landing.array.any()
 
 
+@pytest.mark.usefixtures("own_directory")
 def test_what_a_peer_calls_a_window_must_be_one(tmp_path: Path) -> None:
     """A path elsewhere, a link to elsewhere, a pipe, or fewer bytes than it says."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"\0" * 64)
     elsewhere = tmp_path / f"{PREFIX}1-{'a' * 32}"
     elsewhere.write_bytes(b"\0" * 64)
-    link = DIRECTORY / f"{PREFIX}1-{'b' * 32}"
-    pipe = DIRECTORY / f"{PREFIX}1-{'c' * 32}"
-    short = DIRECTORY / f"{PREFIX}1-{'d' * 32}"
+    link = shared_memory.DIRECTORY / f"{PREFIX}1-{'b' * 32}"
+    pipe = shared_memory.DIRECTORY / f"{PREFIX}1-{'c' * 32}"
+    short = shared_memory.DIRECTORY / f"{PREFIX}1-{'d' * 32}"
     link.symlink_to(victim)
     os.mkfifo(pipe)
     short.write_bytes(b"\0" * 63)
-    empty = DIRECTORY / f"{PREFIX}1-{'e' * 32}"
+    empty = shared_memory.DIRECTORY / f"{PREFIX}1-{'e' * 32}"
     empty.touch()
-    dots = f"{DIRECTORY}/../{victim}"
+    dots = f"{shared_memory.DIRECTORY}/../{victim}"
     plane = WriterPlane("local", 0, host=HOST)
     try:
         for path in (
@@ -922,7 +936,7 @@ def test_what_a_peer_calls_a_window_must_be_one(tmp_path: Path) -> None:
             short,
             empty,
             dots,
-            f"{DIRECTORY}/x",
+            f"{shared_memory.DIRECTORY}/x",
             "",
             "a\0b",
         ):
@@ -938,7 +952,7 @@ def test_what_a_peer_calls_a_window_must_be_one(tmp_path: Path) -> None:
 
 
 def mapped_windows() -> int:
-    return Path("/proc/self/maps").read_text().count(str(DIRECTORY / PREFIX))
+    return Path("/proc/self/maps").read_text().count(str(shared_memory.DIRECTORY / PREFIX))
 
 
 def test_a_producer_keeps_few_windows_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
