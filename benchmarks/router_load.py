@@ -60,7 +60,7 @@ def _length(chance: random.Random, low: int, high: int) -> int:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What has come of a load; times in seconds."""
+    """The outcomes of a load's requests; times in seconds."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """`completed`, `shed` (429, 503) or `failed`."""

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 WAIT_S = 10.0  # for another process's transaction, each of which takes milliseconds
 POLL_S = 0.0005
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_ROWS = 128  # cells, hits, holds or chunks without bytes, of one transaction
 MAX_EVICTED = 32  # chunks, in one transaction
 SWEEP_LEVELS = 4  # of chunks without bytes, each with its parent, that a transaction forgets
@@ -94,6 +94,9 @@ CREATE TRIGGER IF NOT EXISTS chunk_evicted AFTER UPDATE OF holders ON chunk
 WHEN NEW.holders = {LEAVING} BEGIN
     UPDATE store SET used_bytes = used_bytes - NEW.bytes;
     INSERT OR REPLACE INTO evicted (name, score) VALUES (NEW.name, NEW.score);
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunk WHEN NEW.parent IS NOT NULL BEGIN
+    UPDATE chunk SET children = children + 1 WHERE id = NEW.parent;
 END;
 CREATE TRIGGER IF NOT EXISTS chunk_moved AFTER UPDATE OF parent ON chunk BEGIN
     UPDATE chunk SET children = children + 1 WHERE id = NEW.parent;
@@ -230,24 +233,23 @@ class FileIndex:
         made = Reservation(writer, next(self._rounds))
         if sum(cell.nbytes for cell in cells) > size_bytes:
             return None
-        leaving: list[int] = []
+        num_leaving = me = 0
         with contextlib.suppress(_NoRoom), self._writing() as db:
             me = self._writer(db, writer, recycled_bytes)
             self._write_hits(db)
             chunks = self._hold(db, me, made.round, cells)
             accepted = tuple(cell for cell in cells if cell.chunk in chunks)
-            leaving, made.room_bytes = self._evict(db, me, made.round, size_bytes, accepted)
+            num_leaving, made.room_bytes = self._evict(db, me, made.round, size_bytes, accepted)
             if made.room_bytes >= 0:
                 self._charge(db, chunks, accepted)
                 made.cells = accepted
             made.opened = self._opened
         if made.opened is None:
             return None
-        if leaving:  # after the transaction, as no other writer changes what we have evicted
+        if num_leaving:  # after the transaction, as no other writer changes what we have evicted
             with self._reading() as db:
                 if self._opened == made.opened:
-                    cells_of = (_cells(db, "WHERE c.id = ?", chunk) for chunk in leaving)
-                    made.evicted = tuple(itertools.chain.from_iterable(cells_of))
+                    made.evicted = _cells_of_round(db, me, made.round, LEAVING)
         return made
 
     def hold(self, writer: str, chunks: Iterable[bytes], recycled_bytes: int) -> Reservation:
@@ -304,10 +306,8 @@ class FileIndex:
             ).fetchone()
             if found is None:
                 return None
-            of_round = "JOIN hold ON hold.chunk = c.id WHERE hold.writer = ? AND hold.round = ? "
             evicted, begun = (
-                tuple(_cells(db, f"{of_round} AND c.holders = ?", *found, holders))
-                for holders in (LEAVING, 1)
+                _cells_of_round(db, found[0], found[1], holders) for holders in (LEAVING, 1)
             )
             return Reservation(writer, found[1], self._opened, begun, evicted)
 
@@ -439,44 +439,65 @@ class FileIndex:
         self, db: sqlite3.Connection, writer: int, number: int, cells: Sequence[Cell]
     ) -> dict[bytes, int]:
         """Hold the chunks of cells in a round; their ids, without those that are being evicted."""
-        chunks: dict[bytes, int | None] = {}
+        rows: dict[bytes, _ChunkRow] = {}  # of these cells' chunks and of their parents
+        held: dict[bytes, int] = {}
         for cell in cells:
-            if cell.chunk not in chunks:
-                chunks[cell.chunk] = self._find(db, cell)
-        held = {name: chunk for name, chunk in chunks.items() if chunk is not None}
-        db.executemany(
-            "INSERT OR IGNORE INTO hold VALUES (?, ?, ?)",
-            [(writer, number, chunk) for chunk in held.values()],
-        )
+            if cell.chunk not in held:
+                chunk = self._find(db, cell, rows)
+                if chunk is not None:
+                    held[cell.chunk] = chunk
+        _insert_holds(db, writer, number, held.values())
         return held
 
     def _charge(
         self, db: sqlite3.Connection, chunks: Mapping[bytes, int], cells: Sequence[Cell]
     ) -> None:
         """Add the rows of new cells; a chunk that has no other gets its first score."""
-        for name, chunk in chunks.items():
-            if db.execute("SELECT bytes FROM chunk WHERE id = ?", (chunk,)).fetchone() == (0,):
-                score = self._first_score(db, name)
-                db.execute("UPDATE chunk SET score = ? WHERE id = ?", (score, chunk))
+        ids = _places(len(chunks))
+        new = db.execute(
+            f"SELECT id, name FROM chunk WHERE bytes = 0 AND id IN ({ids})", [*chunks.values()]
+        ).fetchall()
+        # Of these some may have been evicted lately.
+        query = f"DELETE FROM evicted WHERE name IN ({_places(len(new))}) RETURNING name, score"
+        known = dict(db.execute(query, [name for _, name in new]).fetchall())
+        now_ns = self._clock_ns()
+        put, hit = self._policy.on_put(now_ns), self._policy.on_hit
+        db.executemany(
+            "UPDATE chunk SET score = ? WHERE id = ?",
+            [(hit(known[name], now_ns) if name in known else put, i) for i, name in new],
+        )
         _insert(db, chunks, [cell for cell in cells if cell.chunk in chunks])
 
-    def _find(self, db: sqlite3.Connection, cell: Cell) -> int | None:
-        """The row of a cell's chunk, made if there is none, below its parent's.
+    def _find(
+        self, db: sqlite3.Connection, cell: Cell, rows: dict[bytes, "_ChunkRow"]
+    ) -> int | None:
+        """The id of a cell's chunk, whose row is made if there is none, below its parent's.
 
-        None if one of the two is being evicted.
+        None if one of the two is being evicted. `rows` are those of this transaction so far.
         """
         namespace = self._namespace(db, cell.namespace)
-        chunk, position, parent, holders = _chunk(db, cell.chunk, namespace, cell.position)
-        if holders == LEAVING:
+        chunk = rows.get(cell.chunk) or _chunk(db, cell.chunk)
+        if chunk is not None and chunk.holders == LEAVING:
             return None
-        if parent is None and cell.parent:
-            # A parent that is not stored, or not yet, has a row without bytes.
-            above, above_position, _, holders = _chunk(db, cell.parent, namespace, position - 1)
-            if holders == LEAVING:
+        parent: int | None = None
+        if cell.parent and (chunk is None or chunk.parent is None):
+            position = cell.position if chunk is None else chunk.position
+            above = rows.get(cell.parent) or _chunk(db, cell.parent)
+            if above is None:
+                # A parent that is not stored, or not yet, has a row without bytes.
+                above = _new_chunk(db, cell.parent, namespace, position - 1, None)
+            rows[cell.parent] = above
+            if above.holders == LEAVING:
                 return None
-            if above_position < position:
-                db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (above, chunk))
-        return chunk
+            if above.position < position:
+                parent = above.id
+        if chunk is None:
+            chunk = _new_chunk(db, cell.chunk, namespace, cell.position, parent)
+        elif parent is not None:
+            db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (parent, chunk.id))
+            chunk = chunk._replace(parent=parent)
+        rows[cell.chunk] = chunk
+        return chunk.id
 
     def _namespace(self, db: sqlite3.Connection, name: str) -> int:
         """A namespace's row; they are never deleted."""
@@ -488,12 +509,6 @@ class FileIndex:
                 self._namespaces[name] = known
         return known
 
-    def _first_score(self, db: sqlite3.Connection, name: bytes) -> int:
-        """The score of a chunk that comes, which may be one that was evicted lately."""
-        now_ns = self._clock_ns()
-        known = db.execute("DELETE FROM evicted WHERE name = ? RETURNING score", (name,)).fetchall()
-        return self._policy.on_hit(known[0][0], now_ns) if known else self._policy.on_put(now_ns)
-
     def _evict(
         self,
         db: sqlite3.Connection,
@@ -501,11 +516,11 @@ class FileIndex:
         number: int,
         size_bytes: int,
         cells: Sequence[Cell],
-    ) -> tuple[list[int], int]:
+    ) -> tuple[int, int]:
         """Take up to `MAX_EVICTED` leaves out of the tree, until there is room for cells.
 
-        Their ids and the room that is left then; _NoRoom if there are not enough. Their rows stay
-        for `settle`. Their scores are remembered, of as many chunks as the policy asks for.
+        Their number and the room that is left then; _NoRoom if there are not enough. Their rows
+        stay for `settle`. Their scores are remembered, of as many chunks as the policy asks for.
         """
         [(used_bytes, found_bytes, is_complete)] = db.execute(
             "SELECT used_bytes, found_bytes, is_complete FROM store"
@@ -526,8 +541,8 @@ class FileIndex:
                 raise _NoRoom
             leaving.append(rows[0][0])
             room_bytes += rows[0][1]
-            db.execute("INSERT INTO hold VALUES (?, ?, ?)", (writer, number, rows[0][0]))
         if leaving:
+            _insert_holds(db, writer, number, leaving)
             freed_bytes = room_bytes - free_bytes
             # As many as fit if all are as large as these.
             remembered = self._policy.remembered * (used_bytes * len(leaving) // freed_bytes)
@@ -540,7 +555,7 @@ class FileIndex:
                 db.execute(
                     "UPDATE writer SET recycled = recycled + ? WHERE id = ?", (freed_bytes, writer)
                 )
-        return leaving, room_bytes
+        return len(leaving), room_bytes
 
     def _repair_scores(self, db: sqlite3.Connection) -> None:
         """Bring leaves down to now whose score no clock can have given."""
@@ -718,24 +733,52 @@ def _boot() -> str:
     return "unknown"
 
 
-def _chunk(
-    db: sqlite3.Connection, name: bytes, namespace: int, position: int
-) -> tuple[int, int, int | None, int]:
-    """A chunk's id, position, parent and holders; it is made if there is none."""
+class _ChunkRow(NamedTuple):
+    id: int
+    position: int
+    parent: int | None
+    holders: int
+
+
+def _chunk(db: sqlite3.Connection, name: bytes) -> _ChunkRow | None:
     row = db.execute(
         "SELECT id, position, parent, holders FROM chunk WHERE name = ?", (name,)
     ).fetchone()
-    if row is not None:
-        return row  # type: ignore[no-any-return]
+    return None if row is None else _ChunkRow(*row)
+
+
+def _new_chunk(
+    db: sqlite3.Connection, name: bytes, namespace: int, position: int, parent: int | None
+) -> _ChunkRow:
     new = db.execute(
-        "INSERT INTO chunk (name, namespace, position) VALUES (?, ?, ?)",
-        (name, namespace, position),
+        "INSERT INTO chunk (name, namespace, position, parent) VALUES (?, ?, ?, ?)",
+        (name, namespace, position, parent),
     )
-    return int(new.lastrowid or 0), position, None, 0
+    return _ChunkRow(int(new.lastrowid or 0), position, parent, 0)
+
+
+def _insert_holds(db: sqlite3.Connection, writer: int, number: int, chunks: Iterable[int]) -> None:
+    db.executemany(
+        "INSERT OR IGNORE INTO hold VALUES (?, ?, ?)",
+        [(writer, number, chunk) for chunk in chunks],
+    )
+
+
+def _places(count: int) -> str:
+    """So many places for values in a query."""
+    return ", ".join("?" * count)
 
 
 def _cells(db: sqlite3.Connection, which: str, *values: int) -> list[Cell]:
     return [Cell(*row) for row in db.execute(_CELLS + which, values).fetchall()]
+
+
+def _cells_of_round(
+    db: sqlite3.Connection, writer: int, number: int, holders: int
+) -> tuple[Cell, ...]:
+    """The cells of the chunks that a round holds and that have so many holders."""
+    of_round = "JOIN hold ON hold.chunk = c.id WHERE hold.writer = ? AND hold.round = ? "
+    return tuple(_cells(db, f"{of_round} AND c.holders = ?", writer, number, holders))
 
 
 def _insert(db: sqlite3.Connection, chunks: Mapping[bytes, int], cells: Sequence[Cell]) -> None:

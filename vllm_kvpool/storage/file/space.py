@@ -531,14 +531,17 @@ class FileSpace:
 
 def object_name(key: str) -> str:
     """Where a key's object lies below the objects directory."""
-    name = name_digest(key).hex()
-    return f"{namespace_of(key) or FOREIGN}/{name[:2]}/{name[2:]}"
+    return _object_name(namespace_of(key) or FOREIGN, name_digest(key))
 
 
 def cell_path(objects: str, cell: Cell) -> str:
     """Where a cell lies."""
-    digits = cell.name.hex()
-    return f"{objects}/{cell.namespace}/{digits[:2]}/{digits[2:]}"
+    return f"{objects}/{_object_name(cell.namespace, cell.name)}"
+
+
+def _object_name(namespace: str, name: bytes) -> str:
+    digits = name.hex()
+    return f"{namespace}/{digits[:2]}/{digits[2:]}"
 
 
 def name_digest(key: str) -> bytes:

@@ -595,9 +595,11 @@ class FileStore(_Reader):
         for i, (key, buffer, chunk) in enumerate(zip(keys, buffers, chunks, strict=True)):
             if key in first_of:
                 twice.append(i)
-            elif not is_there(self._path(key)):
+                continue
+            item = self._item(key, buffer, chunk)
+            if not is_there(item.path):
                 first_of[key] = i
-                absent[i] = self._item(key, buffer, chunk)
+                absent[i] = item
                 outcomes[i] = PutOutcome.FULL
         # What is charged but not published cannot be evicted: a small store takes it in parts.
         most_bytes = self._space.size_bytes // PARTS_PER_SIZE
