@@ -246,6 +246,9 @@ def test_engines_have_time_to_end_their_requests(workload: Document) -> None:
     shutdown_s = int(argument(workload, "shutdown-timeout"))
     assert 0 < shutdown_s <= pod(workload)["terminationGracePeriodSeconds"] - EXIT_MARGIN_S
     router = named("Deployment")["kvpool-router"]
+    text = named("ConfigMap")["kvpool-router"]["data"]["router.toml"]
+    config = router_config.read_config(tomllib.loads(text))
+    assert config.front.shutdown_timeout_s == shutdown_s
     assert shutdown_s <= pod(router)["terminationGracePeriodSeconds"] - EXIT_MARGIN_S
 
 

@@ -58,6 +58,10 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         '[[replicas]]\nurl = "http://a:0"\nrole = "decode"\n',
         ("http://host:port",),
     ),
+    "url of the API below the engine": (
+        '[[replicas]]\nurl = "http://a:1/v1/"\nrole = "decode"\n',
+        ("number 1", "without /v1"),
+    ),
     "url with a large port": (
         '[[replicas]]\nurl = "http://a:70000"\nrole = "decode"\n',
         ("http://host:port",),

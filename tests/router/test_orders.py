@@ -62,6 +62,7 @@ ADD = {"url": "http://new:1", "role": "prefill"}
         (ADD | {"url": "new:1"}, 400, "url is 'new:1'; write http://host:port"),
         (ADD | {"url": "ftp://new:1"}, 400, "write http://host:port"),
         (ADD | {"url": "http://new:1?x"}, 400, "write http://host:port"),
+        (ADD | {"url": "http://new:1/v1"}, 400, "without /v1"),
         (ADD | {"url": "http://new:0"}, 400, "write http://host:port"),
         (ADD | {"url": "http://new:65536"}, 400, "write http://host:port"),
         (ADD | {"id": "a b"}, 400, "id is 'a b'"),

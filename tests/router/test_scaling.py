@@ -61,7 +61,8 @@ def test_an_engine_is_started_at_a_free_port() -> None:
     steps.controller.check()
     assert list(steps.states()) == ["h-8000", "h-8001"]
     steps.remove("h-8000")
-    assert steps.step(Spawn(P)) == [Load("h-8000", P, "disk")]
+    assert steps.step(Spawn(P, why="of the test")) == [Load("h-8000", P, "disk")]
+    assert steps.controller.desk.fleet.transitions[-1].why == "of the test"
 
 
 def test_an_engine_is_started_on_the_host_that_is_named() -> None:

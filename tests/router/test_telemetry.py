@@ -108,9 +108,17 @@ def test_requests_are_counted_by_how_they_have_ended(scene: Scene, telemetry: Te
     assert ended["shed"] > 0
     assert of(values, "arrivals_total") == 104
     assert sum(ended.values()) + of(values, "in_flight_requests") == 104
-    refused = [value for (name, _), value in values.items() if name == "refusals_total"]
+    refused = [of(values, "refusals_total", status=status) for status in ("429", "502", "503")]
     assert sum(refused) == ended["shed"]
     assert of(values, "queue_tokens") == 16_000 * of(values, "queue_requests") > 0
+
+
+def test_refusals_are_0_before_the_first() -> None:
+    scene = Scene()
+    values = scrape(Telemetry(scene.controller, clock=scene.clock))
+    assert [of(values, "refusals_total", status=status) for status in ("429", "502", "503")] == [
+        0
+    ] * 3
 
 
 def test_the_plan_and_the_mode(scene: Scene, telemetry: Telemetry) -> None:

@@ -34,7 +34,7 @@ from vllm_kvpool.router.shown import (
     bereft,
     serves,
 )
-from vllm_kvpool.router.states import Cause, ReplicaId, Role, State
+from vllm_kvpool.router.states import LOADING, Cause, ReplicaId, Role, State
 from vllm_kvpool.router.view import (
     NO_PLAN,
     SHOWN_TRANSITIONS,
@@ -139,6 +139,17 @@ def test_a_failed_replica_says_when_it_is_tried_again() -> None:
     assert d2.state is State.QUARANTINED
     assert d2.retry_in_s == pytest.approx(5.0, abs=0.1)
     assert replica(scene, "d1").retry_in_s is None
+
+
+def test_a_failed_replica_is_down_until_it_answers() -> None:
+    scene = busy_scene()
+    assert not replica(scene, "d1").is_down
+    assert replica(scene, "d2").is_down
+    scene.tick(6.0)
+    assert replica(scene, "d2").state in LOADING, "it is asked again"
+    assert replica(scene, "d2").is_down
+    scene.step(Loaded(ReplicaId("d2")))
+    assert not replica(scene, "d2").is_down
 
 
 def test_metrics_that_are_too_old_are_marked() -> None:

@@ -337,10 +337,14 @@ def _check_numbers(section: _Section, where: str) -> None:
             raise ConfigError(f"{where} {name} is {value}; it is a share, at most 1")
 
 
-def is_url(text: str) -> bool:
-    """Whether an engine can be reached there."""
-    match = _URL.fullmatch(text)
-    return match is not None and 0 < int((match[2] or ":1")[1:]) <= MAX_PORT
+def url_error(url: str) -> str:
+    """What is wrong with an engine's address; "" if it can be one."""
+    match = _URL.fullmatch(url)
+    if match is None or not 0 < int((match[2] or ":1")[1:]) <= MAX_PORT:
+        return f"url is {url!r}; write http://host:port"
+    if (match[3] or "").rstrip("/").endswith("/v1"):
+        return f"url is {url!r}; write it without /v1, which the router adds"
+    return ""
 
 
 def _check_replicas(config: RouterConfig, where: str) -> None:
@@ -355,8 +359,8 @@ def _check_replicas(config: RouterConfig, where: str) -> None:
     ):
         place = f"{where}: [[replicas]] number {number}"
         url = replica.url.rstrip("/").lower()
-        if not is_url(replica.url):
-            raise ConfigError(f"{place}: url is {replica.url!r}; write http://host:port")
+        if error := url_error(replica.url):
+            raise ConfigError(f"{place}: {error}")
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{place}: id is {name!r}; choose letters, digits, '.', '_' and '-'")
         if name in ids or url in urls:

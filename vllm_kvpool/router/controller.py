@@ -10,6 +10,7 @@ from vllm_kvpool.router.breaker import BreakerLimits
 from vllm_kvpool.router.desk import Desk, Settings
 from vllm_kvpool.router.dispatch import Dispatch
 from vllm_kvpool.router.events import (
+    ASKED_BY_ADMIN,
     Action,
     Added,
     Arrived,
@@ -41,7 +42,6 @@ from vllm_kvpool.router.shedding import Shedder, ShedLimits
 MAX_SLEEP_S = 1.0
 """Locks are looked at, and old measurements noticed, at least so often."""
 LOCK_EVERY_S = 0.05
-ASKED_BY_ADMIN = "asked for by the administrator"
 
 
 class Controller:
@@ -117,8 +117,8 @@ class Controller:
                 self.flow.decode_ended(event)
             case Added():
                 self.lifecycle.added(event)
-            case Spawn(role, host):
-                self.scaling.spawn(role, host, ASKED_BY_ADMIN)
+            case Spawn(role, host, why):
+                self.scaling.spawn(role, host, why)
             case SetMode(mode):
                 self.scaling.set_mode(mode)
             case Tick():

@@ -45,7 +45,6 @@ class Settings:
     """Metrics older than that say nothing of the pool or the load."""
     drain_timeout_s: float = 120.0
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
-    """Prompts of token ids as long as that are computed in two parts; 0: none."""
     takes_over: bool = True
     """Whether replicas that are loading are given requests already."""
     spills: bool = False

@@ -166,6 +166,9 @@ class SetRole:
     role: Role
 
 
+ASKED_BY_ADMIN = "asked for by the administrator"
+
+
 @dataclass(frozen=True, slots=True)
 class Spawn:
     """Start an engine, on the host that is best for it or on the one named.
@@ -175,6 +178,7 @@ class Spawn:
 
     role: Role
     host: str = ""
+    why: str = ASKED_BY_ADMIN
 
 
 class Mode(Enum):
@@ -233,6 +237,10 @@ class Decode:
     request_id: RequestId
     replica: ReplicaId
     expect_tokens: int
+
+
+REFUSALS = (429, 502, 503)
+"""HTTP statuses of requests that are refused."""
 
 
 @dataclass(frozen=True, slots=True)

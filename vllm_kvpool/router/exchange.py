@@ -333,7 +333,7 @@ class Exchange:
     async def _answer_whole(self, directive: Decode) -> bool:
         url = self._wiring.url_of(directive.replica) + self._request.kind.value
         body = self._whole_body(directive, track=False)
-        # Nobody knows when its first token comes: it counts as decoding, and nothing is learned.
+        # The time of its first token is unknown: it counts as decoding, and nothing is learned.
         self._wiring.post(DecodeBegan(self.request_id, is_seen=False))
         answer = await self._wiring.engines.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
@@ -372,10 +372,11 @@ class Exchange:
                     await self._end(out, headers)
                     await finish(engine)
                     return True
-                # Comments are for proxies, which close what is silent for too long.
-                said = b"".join(map(frame, out)) or events.take_comment()
-                if said and self._whole is None:
-                    await self._client.write(said, headers)
+                if self._whole is None:
+                    # Comments are for proxies, which close what is silent for too long.
+                    said = b"".join(map(frame, out)) or events.take_comment()
+                    if said:
+                        await self._client.write(said, headers)
                 if lost is not None:
                     raise lost
         raise EngineLost("its stream has no end")

@@ -7,6 +7,7 @@ happens to requests is told here; `Dispatch` gives them out.
 
 from vllm_kvpool.router.desk import Desk
 from vllm_kvpool.router.events import (
+    REFUSALS,
     Abort,
     DecodeEnded,
     Outcome,
@@ -269,6 +270,7 @@ class Flow:
         return False
 
     def _refuse(self, request: Request, status: int, retry_after_s: int, why: str) -> None:
+        assert status in REFUSALS, status
         self._desk.refusals[status] += 1
         self._desk.actions.append(Refuse(request.ask.request_id, status, retry_after_s, why))
         self._end(request, Turn.REFUSE)

@@ -15,7 +15,7 @@ from vllm_kvpool.router.states import ReplicaId
 
 class _Entry(NamedTuple):
     request: Request
-    source: ReplicaId | None  # None: nobody has computed it before
+    source: ReplicaId | None  # None: not computed yet
 
 
 class MigrationQueue:
@@ -66,7 +66,7 @@ class MigrationQueue:
                 yield request
 
     def num_from(self, source: ReplicaId | None) -> int:
-        """Entries that a replica has computed, or (None) nobody."""
+        """Entries that this replica has computed; with None those not computed yet."""
         return self._sources[source]
 
     def check(self) -> None:

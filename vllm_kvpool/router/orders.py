@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from vllm_kvpool.router.config import MAX_REPLICAS, is_url
+from vllm_kvpool.router.config import MAX_REPLICAS, url_error
 from vllm_kvpool.router.events import (
     Added,
     Drain,
@@ -248,8 +248,8 @@ def _either(kind: type[Role] | type[Mode]) -> str:
 
 def _added(view: RouterView, url: str, role: Role, replica_id: str, host: str) -> Added:
     url = url.rstrip("/")
-    if not is_url(url):
-        raise OrderError(400, f"url is {url!r}; write http://host:port")
+    if error := url_error(url):
+        raise OrderError(400, error)
     name = replica_id or _address(url)
     if _ID.fullmatch(name) is None:
         raise OrderError(400, f"id is {name!r}; choose up to 128 characters without spaces")

@@ -24,7 +24,7 @@ from vllm_kvpool.router.events import (
 )
 from vllm_kvpool.router.fleet import Fleet
 from vllm_kvpool.router.launcher import Launcher
-from vllm_kvpool.router.launches import Exited, LauncherEvent, StopFailed
+from vllm_kvpool.router.launches import Exited, LauncherEvent, Started, StopFailed
 from vllm_kvpool.router.ledger import Ledger
 from vllm_kvpool.router.settings import launch_hosts, launch_spec
 from vllm_kvpool.router.states import ReplicaId, Role
@@ -85,7 +85,7 @@ class Replicas:
             # Roles may have changed since: who serves the other one is not started once more.
             for _ in range(min(count, room)):
                 room -= 1
-                self._post(Spawn(role))
+                self._post(Spawn(role, why="asked for by the configuration"))
 
     def perform(self, action: Load | Warm | Probe | Rest) -> None:
         """Never waits; does nothing any more once all stop."""
@@ -163,8 +163,8 @@ class Replicas:
 
     def _hear(self, event: LauncherEvent) -> None:
         match event:
-            case Exited() if self._is_stopping:
-                log.info("%s", event)
+            case Exited(replica_id=replica_id, why=why) if self._is_stopping:
+                log.info("%s has been stopped: %s", replica_id, why)
             case Exited(replica_id=replica_id, why=why, log_lines=lines):
                 log.warning("%s has ended: %s", replica_id, why)
                 for line in lines:
@@ -172,8 +172,8 @@ class Replicas:
                 self._post(Failed(ReplicaId(replica_id), f"its process has ended: {why}"))
             case StopFailed(replica_id=replica_id, why=why):
                 log.error("%s cannot be stopped: %s", replica_id, why)
-            case _:
-                log.info("%s", event)
+            case Started(replica_id=replica_id, pid=pid):
+                log.info("%s has been started, as process %d", replica_id, pid)
 
     def _run(self, what: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(what)

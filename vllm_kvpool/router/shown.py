@@ -30,6 +30,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: Role | None
     """The role it takes once it has been drained."""
     is_leaving: bool
+    is_down: bool
+    """It has failed and has not answered since, whether it waits or is asked again now."""
     retry_in_s: float | None
     """Until it is tried again after a failure."""
     locked: bool

@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 from vllm_kvpool.metrics import SECONDS, Kind
 from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.events import Mode
+from vllm_kvpool.router.events import REFUSALS, Mode
 from vllm_kvpool.router.shown import OUTCOMES, RatesView, ReplicaView, RouterView
 from vllm_kvpool.router.states import State
 from vllm_kvpool.router.view import Edge, state_of, transition_counts
@@ -68,6 +68,7 @@ ROUTER_METRICS = {
             ("replica", "kind"),
             "Prompt tokens and generated tokens of the engine.",
         ),
+        Row("replica_down", _G, ("replica",), "1 from its failure until it answers again."),
         Row("replica_stale", _G, ("replica",), "1 while its metrics are missing or too old."),
         Row("pool_up", _G, (), "0 while all engines say that the pool is down."),
         Row("collapsed", _G, (), "1 while prompts are computed where they are decoded."),
@@ -226,7 +227,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
     return {
         **{name: [((), float(value))] for name, value in single.items()},
         "requests": [((name,), counts[name]) for name in OUTCOMES],
-        "refusals": [((str(status),), count) for status, count in view.refusals.items()],
+        "refusals": [((str(status),), view.refusals.get(status, 0)) for status in REFUSALS],
         "replicas": [((state.value,), states[state]) for state in State],
         "rate": list(_rates(view.rates)),
         "planner_mode": [((mode.value,), mode is plan.mode) for mode in Mode],
@@ -255,6 +256,7 @@ def _of_replicas(replicas: Iterable[ReplicaView]) -> dict[str, list[_Labelled]]:
 
 _PER_REPLICA: dict[str, Callable[[ReplicaView], list[_Labelled]]] = {
     "locked": lambda each: [((), each.locked)],
+    "replica_down": lambda each: [((), each.is_down)],
     "blocks": lambda each: [
         (("used",), each.used_blocks),
         (("committed",), each.committed_blocks),

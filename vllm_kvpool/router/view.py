@@ -100,6 +100,7 @@ def _replica(desk: Desk, replica: Replica, now: float) -> ReplicaView:
         role=replica.role,
         waits_for=replica.waits_for,
         is_leaving=replica.is_leaving,
+        is_down=is_broken or replica.is_retried,
         retry_in_s=max(0.0, replica.retry_at - now) if is_broken else None,
         locked=replica.replica_id in desk.locked,
         lock_why=lock.value if lock is not None else "",

@@ -17,7 +17,7 @@ from vllm_kvpool.router.bodies import ClientRequest, Kind
 from vllm_kvpool.router.chunks import DONE
 
 STREAM_INTERVAL = 16
-"""Tokens of a chunk after the first one: nobody reads along, and each chunk costs CPU."""
+"""Tokens of a chunk after the first one: the client gets no chunk, and each costs CPU."""
 OK, SERVER_ERROR = 200, 500
 
 _ONLY_WHOLE = {

@@ -94,9 +94,10 @@ class Row {
     this.state = make("span", "state");
     this.name = make("span", "state-name");
     this.lock = make("span", "badge lock", "locked");
+    this.down = make("span", "badge warn", "down");
     this.stale = make("span", "badge warn", "no metrics");
     this.since = make("small");
-    this.state.append(make("span", "dot"), this.name, this.lock, this.stale);
+    this.state.append(make("span", "dot"), this.name, this.down, this.lock, this.stale);
     state.append(this.state, this.since);
 
     const load = make("td", "load sampled");
@@ -125,6 +126,7 @@ class Row {
     say(this.name, stateName(replica.state));
     this.lock.hidden = !replica.locked;
     this.lock.title = replica.lock_why;
+    this.down.hidden = !replica.is_down;
     this.stale.hidden = !replica.is_stale;
     say(this.since, this.notes(replica, now));
     this.tellLoad(replica);
