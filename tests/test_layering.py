@@ -42,18 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "prefetch": {"config", "errors", "identity", "storage"},
     "vllm_adapt": {
-        *(
-            "assembly",
-            "config",
-            "errors",
-            "identity",
-            "layout",
-            "metrics",
-            "scheduler",
-            "staging",
-            "storage",
-        ),
-        *("transfer", "worker"),
+        *("assembly", "config", "errors", "identity", "layout", "metrics", "scheduler", "staging"),
+        *("storage", "transfer", "worker"),
     },
     "embeds": {
         "config",

@@ -183,5 +183,5 @@ def test_a_bug_that_every_turn_meets_ends_the_thread_rather_than_nothing() -> No
         engine.awaits(view)
         fault.is_armed = True
         wait_for(lambda: engine.may_go(view))
-        assert engine.workers[0]._control.is_over
+        wait_for(lambda: engine.workers[0]._control.is_over)
         assert fault.raised > 1

@@ -173,7 +173,7 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
             step(world)
         world.pass_time(1.0)
     else:
-        raise AssertionError(f"it does not come to an end: {consumer.machine.story('i')}")
+        raise AssertionError(f"it does not come to an end: {consumer.machine.describe('i')}")
     if "i" in consumer.ready:
         consumer.machine.taken("i", world.now)
     for _ in range(PATIENCE_S):
@@ -183,7 +183,7 @@ def comes_to_its_end(world: World, is_asked: bool) -> None:
         if not (transfers or consumer.machine.items or list(consumer.machine.window)):
             return
         world.pass_time(1.0)
-    raise AssertionError(f"something is left: {consumer.machine.story('i')}")
+    raise AssertionError(f"something is left: {consumer.machine.describe('i')}")
 
 
 def walk(first: World, budget: Budget) -> tuple[int, int]:

@@ -277,7 +277,7 @@ class LoopedShape(LlamaShape):
             yield f"model.gate_projections.{layer}.bias", (self.heads,)
 
     def config(self) -> dict[str, Any]:
-        # The model's own type comes with code of its own; Llama's has all that vLLM reads.
+        # The model's own type needs remote code; Llama's has every field that vLLM reads.
         return super().config() | {
             "architectures": ["IQuestLoopCoderForCausalLM"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

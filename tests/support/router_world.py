@@ -327,7 +327,7 @@ class Calls:
 
 
 def _known(ask: Ask, hashes: set[int]) -> int:
-    """Tokens of a prompt that somebody has."""
+    """Tokens of a prompt that a replica or the pool has."""
     number = max((n for n, each in enumerate(ask.prefix, 1) if each in hashes), default=0)
     return number * ask.prefix_tokens
 

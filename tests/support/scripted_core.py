@@ -81,7 +81,7 @@ class _Text:
             self._sample(name, {**self._base, **labels}, value)
 
     def info(self, name: str, told: str, labels: Mapping[str, str]) -> None:
-        """A gauge of 1 with labels of its own."""
+        """A gauge of 1 whose labels are the information."""
         self._head(name, "gauge", told)
         self._sample(name, labels, 1)
 

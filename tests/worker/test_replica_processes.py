@@ -68,6 +68,7 @@ def serve(pipe: Connection, rank: int, store: str, options: dict[str, object]) -
         what, *about = pipe.recv()
         if what == "hang at":
             hang_at(*about)
+            pipe.send("will hang")
         elif what == "start load":
             one.start_load(*about)
         elif what == "has loaded":
@@ -173,7 +174,7 @@ def test_a_load_asks_the_store_once_for_each_cell(start: Start) -> None:
 def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> None:
     """The others fetch that part themselves, each once, and at once."""
     lender, *others = start()
-    lender.tell("hang at", moment)
+    assert lender.ask("hang at", moment) == "will hang"
     if moment == "before":
         lender.signal(signal.SIGKILL)
     for rank in others:
@@ -190,7 +191,7 @@ def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> No
 def test_a_lender_that_hangs_is_waited_for_a_while(start: Start, moment: str) -> None:
     """Less than a load may take, so that there is time for the tiers."""
     lender, *others = start()
-    lender.tell("hang at", moment)
+    assert lender.ask("hang at", moment) == "will hang"
     if moment == "stopped":
         lender.signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -208,7 +209,7 @@ def test_a_borrower_that_is_killed_holds_nothing(start: Start) -> None:
     """The end of its connection says so, long before its loan runs out."""
     lender, other, victim = start(load_timeout_s=4 * LIMIT_S, call_timeout_s=4 * LIMIT_S)
     free = lender.ask("free slots")
-    victim.tell("hang at", "copying")
+    assert victim.ask("hang at", "copying") == "will hang"
     for rank in (lender, other, victim):
         rank.tell("start load", 1)
     assert [rank.ask("has loaded", 1) for rank in (lender, other)] == [True] * 2
@@ -223,7 +224,7 @@ def test_a_borrower_that_is_killed_holds_nothing(start: Start) -> None:
 def test_a_borrower_that_hangs_holds_nothing_for_ever(start: Start) -> None:
     lender, other, victim = start()
     free = lender.ask("free slots")
-    victim.tell("hang at", "copying")
+    assert victim.ask("hang at", "copying") == "will hang"
     for rank in (lender, other, victim):
         rank.tell("start load", 1)
     assert [rank.ask("has loaded", 1) for rank in (lender, other)] == [True] * 2

@@ -6,7 +6,7 @@
 `h` is the global KV head and `a-b` the half-open global layer range. Where `per_head_storage` is
 off, a rank's heads are one cell and the key says `@rank:{r}of{n}` instead of `@head:{h}`. Layers of
 a model with several layer groups are counted within their group, whose name stands behind them as
-`@layer_group:{name}`.
+`@kind:{name}`.
 What a namespace stands for is kept beside its cells as `{namespace}@manifest` (`manifest.py`).
 Keys hold only the characters of `_SAFE` and `@:`, so that every store can take them as they are.
 """
@@ -148,7 +148,7 @@ def around_hash(namespace: Namespace, layer_group: str = "") -> tuple[str, str]:
 
 def layer_group_of(chunk_id: str) -> str:
     """The name of the layer group of those cells."""
-    return "".join(chunk_id.split("-", 2)[2:])
+    return chunk_id.partition("-")[2].partition("-")[2]
 
 
 def hash_of_chunk_id(chunk_id: str) -> str:
@@ -182,11 +182,9 @@ class KeyMaker:
 
     def with_weights(self, weights_version: str) -> "KeyMaker":
         """The same cells' keys where the weights are others."""
-        return (
-            KeyMaker(with_weights(self.namespace, weights_version), self.context)
-            if weights_version
-            else self
-        )
+        if not weights_version:
+            return self
+        return KeyMaker(with_weights(self.namespace, weights_version), self.context)
 
     def key_prefix(self, shard: HeadShard | RankShard, span: LayerSpan) -> str:
         """What the keys of a head (or rank) and a span have in common: all but the chunk's hash."""

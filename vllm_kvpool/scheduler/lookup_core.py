@@ -597,7 +597,7 @@ class LookupCore:
             self._settle(opened, now)
 
     def _settle(self, opened: _Open, now: float) -> None:
-        """Answer if the search has come to its end, or ask again later if more is expected."""
+        """Answer if the search has ended, or ask again later if more is expected."""
         lookup, search = opened.lookup, opened.search
         expected = min(lookup.expect_chunks, len(opened.chain))
         if search.done and (search.found >= expected or now >= lookup.expect_until):
@@ -611,13 +611,13 @@ class LookupCore:
             opened.poll_s = min(POLL_MAX_S, opened.poll_s * 2)
 
     def _outcome(self, search: TieredSearch) -> LookupOutcome:
-        """How a search that has come to its end has ended."""
+        """The outcome of a search that has ended."""
         if search.found or search.num_tiers or (self._host.num_ranks and not self._tiers):
             return LookupOutcome.ANSWERED
         return self._rest(search) if self._tiers else LookupOutcome.STORE_ERROR
 
     def _rest(self, search: TieredSearch) -> LookupOutcome:
-        """Why a search that has come to its end has found no more."""
+        """Why a search that has ended found no more chunks."""
         if search.has_failed:
             return LookupOutcome.STORE_ERROR
         # A tier that is slow is left alone: lookups do not wait for it.

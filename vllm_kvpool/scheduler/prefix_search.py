@@ -239,11 +239,9 @@ class CellNames:
 
     def with_weights(self, weights_version: str) -> "CellNames":
         """The same cells where the weights are others."""
-        return (
-            CellNames(with_weights(self.namespace, weights_version), self.layer_groups)
-            if weights_version
-            else self
-        )
+        if not weights_version:
+            return self
+        return CellNames(with_weights(self.namespace, weights_version), self.layer_groups)
 
     def chunk_id(self, chunk_hash: bytes, layer_group: int = 0) -> str:
         """The id of a chunk: of its cells of one layer group together."""

@@ -160,7 +160,7 @@ class KVEvents:
         self._ended.append(request_id)
 
     def planned(self, plan: StepPlan, weights_version: str) -> None:
-        """What the workers are told in this step, under that version of the weights."""
+        """Take a step's plan; its saves are of that version of the weights."""
         if weights_version != self._weights_version:
             self.reset()
             self._weights_version = weights_version

@@ -67,7 +67,7 @@ class LayerWaits:
                 self._done.pop(report.job_id, None)
 
     def asked(self, layer_name: str) -> None:
-        """The model has come to that layer."""
+        """The model is about to compute this layer."""
         self._unasked.discard(layer_name)
 
     def ready(self, layer_name: str) -> bool:
