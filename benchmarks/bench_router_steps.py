@@ -21,11 +21,11 @@ from benchmarks.common import Result, Row, Target, percentile, run_script
 from tests.support.router_burst import Way, burst
 from tests.support.router_engines import Kind
 from tests.support.router_world import World
-from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.events import Action, Event, Mode
-from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.scaling import ScalingSettings
-from vllm_kvpool.router.states import Role
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.events import Action, Event, Mode
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.scaling import ScalingSettings
+from vllm_kvpool.router.control.states import Role
 
 PREFILL, DECODE = 24, 40
 KIND = Kind(total_blocks=16_000)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
-from vllm_kvpool.router.bodies import Kind, parse_request
-from vllm_kvpool.router.recovery import joined_ids, resume_body
-from vllm_kvpool.router.splice import Splice
-from vllm_kvpool.router.sse import Events, frame
-from vllm_kvpool.router.steps import Resume
+from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
+from vllm_kvpool.router.dataplane.recovery import joined_ids, resume_body
+from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.sse import Events, frame
+from vllm_kvpool.router.dataplane.steps import Resume
 
 CHUNKS = 1000
 CHARS_PER_TOKEN = 4

@@ -20,11 +20,11 @@ from vllm_kvpool.config import (
     read_embeds_config,
 )
 from vllm_kvpool.metrics import METRICS
-from vllm_kvpool.router.admin import ROUTES
 from vllm_kvpool.router.config import SECTIONS
 from vllm_kvpool.router.config import load_config as load_router_config
-from vllm_kvpool.router.settings import controller_of, launch_hosts
-from vllm_kvpool.router.telemetry import PREFIX, ROUTER_METRICS
+from vllm_kvpool.router.ops.admin import ROUTES
+from vllm_kvpool.router.ops.settings import controller_of, launch_hosts
+from vllm_kvpool.router.ops.telemetry import PREFIX, ROUTER_METRICS
 from vllm_kvpool.storage.tiers import parse_tiers
 
 ROOT = Path(__file__).parent.parent

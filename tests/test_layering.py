@@ -102,13 +102,38 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "asyncio": (
         "storage/s3.py",
-        *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
-        *("router/launcher.py", "router/admin.py", "router/exchange.py", "router/load.py"),
-        *("router/clients.py", "router/spelling.py", "router/prefetches.py", "router/replicas.py"),
+        *(
+            "router/run.py",
+            "router/dataplane/front.py",
+            "router/dataplane/engines.py",
+            "router/ops/watch.py",
+        ),
+        *(
+            "router/ops/launcher.py",
+            "router/ops/admin.py",
+            "router/dataplane/exchange.py",
+            "router/load.py",
+        ),
+        *(
+            "router/dataplane/clients.py",
+            "router/dataplane/spelling.py",
+            "router/ops/prefetches.py",
+            "router/ops/replicas.py",
+        ),
     ),
     "aiohttp": (
-        *("router/run.py", "router/front.py", "router/engines.py", "router/watch.py"),
-        *("router/admin.py", "router/exchange.py", "router/load.py", "router/clients.py"),
+        *(
+            "router/run.py",
+            "router/dataplane/front.py",
+            "router/dataplane/engines.py",
+            "router/ops/watch.py",
+        ),
+        *(
+            "router/ops/admin.py",
+            "router/dataplane/exchange.py",
+            "router/load.py",
+            "router/dataplane/clients.py",
+        ),
     ),
     "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.config import read_config
-from vllm_kvpool.router.commands import ENGINE_PLACEHOLDERS, HOST_PLACEHOLDERS, read_template
 from vllm_kvpool.router.config import RouterConfig, load_config
+from vllm_kvpool.router.ops.commands import ENGINE_PLACEHOLDERS, HOST_PLACEHOLDERS, read_template
 from vllm_kvpool.storage.tiers import parse_tiers
 
 FOLDER = Path(__file__).parent.parent / "examples" / "06_mooncake_hosts"

@@ -30,8 +30,8 @@ def router(path: Path, check: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     from vllm_kvpool.router.config import load_config
+    from vllm_kvpool.router.ops.settings import controller_of, launch_hosts, prefetch_commands
     from vllm_kvpool.router.run import admin_token, serve
-    from vllm_kvpool.router.settings import controller_of, launch_hosts, prefetch_commands
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     try:

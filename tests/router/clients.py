@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from vllm_kvpool.router.splice import Splice
-from vllm_kvpool.router.sse import Events, frame
-from vllm_kvpool.router.steps import Detokenize, EngineLost, Finish, Refusal, Step
+from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.sse import Events, frame
+from vllm_kvpool.router.dataplane.steps import Detokenize, EngineLost, Finish, Refusal, Step
 
 Stream = Callable[[str, bytes], list[bytes]]
 """What an engine streams for a path and a body."""

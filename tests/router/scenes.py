@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.events import (
     Action,
     Added,
     Arrived,
@@ -22,10 +22,10 @@ from vllm_kvpool.router.events import (
     Sample,
     Tick,
 )
-from vllm_kvpool.router.overload import OverloadLimits
-from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
-from vllm_kvpool.router.states import ReplicaId, Role
+from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
+from vllm_kvpool.router.control.states import ReplicaId, Role
 
 BLOCKS = 1000
 BLOCK_SIZE = 16

@@ -11,8 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
 from tests.router.scenes import HOST, Scene, busy_scene
-from vllm_kvpool.router.admin import HEADERS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.events import (
     Added,
     DecodeBegan,
     DecodeEnded,
@@ -24,9 +23,10 @@ from vllm_kvpool.router.events import (
     SetRole,
     Spawn,
 )
-from vllm_kvpool.router.requests import RequestId
-from vllm_kvpool.router.states import ReplicaId, Role
-from vllm_kvpool.router.telemetry import Telemetry
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.ops.admin import HEADERS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
+from vllm_kvpool.router.ops.telemetry import Telemetry
 
 TOKEN = "s3cret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -335,7 +335,7 @@ def test_a_body_that_is_too_large_is_not_read() -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_kvpool.router.admin.READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_kvpool.router.ops.admin.READ_TIMEOUT_S", 0.05)
 
     async def use(client: TestClient) -> None:
         reader, writer = await asyncio.open_connection(client.host, client.port)
@@ -353,7 +353,7 @@ def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture
     async def use(client: TestClient) -> None:
         await ask(client, "POST", "/replicas/d1/drain")
 
-    with caplog.at_level("INFO", logger="vllm_kvpool.router.admin"):
+    with caplog.at_level("INFO", logger="vllm_kvpool.router.ops.admin"):
         with_client(busy_scene(), use)
     assert "an administrator asks: Drain(replica='d1')" in caplog.text
     assert TOKEN not in caplog.text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.router.answer import Answer, Mark, Overlap
+from vllm_kvpool.router.dataplane.answer import Answer, Mark, Overlap
 
 
 def told(answer: Answer, *chunks: tuple[int, str]) -> Answer:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.bodies import (
+from vllm_kvpool.router.dataplane.bodies import (
     MAX_PREFIX_SPANS,
     MEDIA_TOKENS,
     PREFIX_SPAN_BYTES,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.breaker import TABLE, Breaker, BreakerLimits, Event, Trust
+from vllm_kvpool.router.control.breaker import TABLE, Breaker, BreakerLimits, Event, Trust
 
 LIMITS = BreakerLimits(
     failures=3,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.capacity import (
+from vllm_kvpool.router.control.capacity import (
     MANY,
     Band,
     Counts,
@@ -16,8 +16,8 @@ from vllm_kvpool.router.capacity import (
     Utilisation,
     equations,
 )
-from vllm_kvpool.router.rates import Rates
-from vllm_kvpool.router.states import Role
+from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.states import Role
 
 TARGET_S = 2.0
 NOTHING = PlanInputs(

@@ -9,7 +9,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from tests.support.router_rig import run
-from vllm_kvpool.router.clients import CLIENT_CLOSED_REQUEST, Client, ClientGone
+from vllm_kvpool.router.dataplane.clients import CLIENT_CLOSED_REQUEST, Client, ClientGone
 
 Handle = Callable[[Client, web.BaseRequest], Awaitable[None]]
 HEADERS = CIMultiDict({"Content-Type": "text/event-stream", "X-Mine": "1"})

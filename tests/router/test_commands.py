@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.commands import (
+from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
     ENGINE_PLACEHOLDERS,
     HOST_PLACEHOLDERS,

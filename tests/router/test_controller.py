@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.controller import MAX_SLEEP_S, Controller
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.controller import MAX_SLEEP_S, Controller
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import (
     Added,
     Load,
     Outcome,
@@ -17,11 +17,11 @@ from vllm_kvpool.router.events import (
     Spawn,
     Tick,
 )
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.requests import Phase, RequestId
-from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.states import Role
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.requests import Phase, RequestId
+from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import Role
 
 P, D = Role.PREFILL, Role.DECODE
 NEW = "n-1"

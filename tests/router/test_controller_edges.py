@@ -6,17 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import (
     Added,
     Outcome,
     Spawn,
 )
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.requests import PHASES, Phase, Request, Turn
-from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.states import EDGES, Cause, Role, State
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.requests import PHASES, Phase, Request, Turn
+from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 NEW = "n-1"

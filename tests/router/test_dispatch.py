@@ -5,15 +5,15 @@ from collections import deque
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.dispatch import LOOK_AHEAD, MAX_PASSED_S
-from vllm_kvpool.router.events import Decode, Outcome, Prefill, Refuse, Spawn
-from vllm_kvpool.router.overload import OverloadLimits
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.requests import Phase
-from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.states import Role, State
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.dispatch import LOOK_AHEAD, MAX_PASSED_S
+from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, Refuse, Spawn
+from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.requests import Phase
+from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import Role, State
 
 HOSTS = ScalingSettings(hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),))
 ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)

@@ -10,7 +10,8 @@ import pytest
 from tests.support.router_rig import FAST, run
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
-from vllm_kvpool.router.engines import (
+from vllm_kvpool.router.control.events import Sample
+from vllm_kvpool.router.dataplane.engines import (
     EngineBroke,
     EngineLost,
     Engines,
@@ -18,7 +19,6 @@ from vllm_kvpool.router.engines import (
     finish,
     read_sample,
 )
-from vllm_kvpool.router.events import Sample
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

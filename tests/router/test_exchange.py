@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
-from vllm_kvpool.router.requests import Phase
-from vllm_kvpool.router.states import State
+from vllm_kvpool.router.control.requests import Phase
+from vllm_kvpool.router.control.states import State
 
 LONG = "hello world " * 400  # over a thousand tokens: worth a prefill of its own
 SHORT = "hello world"

@@ -14,10 +14,7 @@ from multidict import CIMultiDict
 
 from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
-from vllm_kvpool.router.bodies import Kind, parse_request
-from vllm_kvpool.router.clients import Client
-from vllm_kvpool.router.engines import Engines
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.events import (
     Cancelled,
     Decode,
     DecodeEnded,
@@ -26,9 +23,12 @@ from vllm_kvpool.router.events import (
     Prefill,
     PrefillEnded,
 )
-from vllm_kvpool.router.exchange import Exchange, Wiring
-from vllm_kvpool.router.requests import RequestId
-from vllm_kvpool.router.states import ReplicaId, State
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId, State
+from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
+from vllm_kvpool.router.dataplane.clients import Client
+from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.dataplane.exchange import Exchange, Wiring
 
 pytestmark = pytest.mark.alone
 

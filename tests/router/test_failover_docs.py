@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router import whole_answer
-from vllm_kvpool.router.bodies import Kind, parse_request
-from vllm_kvpool.router.recovery import Manner
-from vllm_kvpool.router.splice import Splice
-from vllm_kvpool.router.steps import Detokenize, Refusal, Resume
+from vllm_kvpool.router.dataplane import whole_answer
+from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
+from vllm_kvpool.router.dataplane.recovery import Manner
+from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.steps import Detokenize, Refusal, Resume
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "router_failover.md"
 KINDS = {"completion": [Kind.COMPLETION], "chat": [Kind.CHAT], "both": list(Kind)}
@@ -63,7 +63,7 @@ def test_the_table(kind: Kind, fields: str, greedy: str, sampled: str) -> None:
 
 
 def test_named_bounds_exist() -> None:
-    import vllm_kvpool.router.splice as splice
+    import vllm_kvpool.router.dataplane.splice as splice
 
     for name in re.findall(r"`(MAX_[A-Z_]+)`", DOCUMENT.read_text()):
         assert name in vars(splice)

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.router_steps import ask, spec
-from vllm_kvpool.router.events import Sample
-from vllm_kvpool.router.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Stay, Transition
-from vllm_kvpool.router.requests import Request, RequestId
-from vllm_kvpool.router.states import (
+from vllm_kvpool.router.control.events import Sample
+from vllm_kvpool.router.control.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Stay, Transition
+from vllm_kvpool.router.control.requests import Request, RequestId
+from vllm_kvpool.router.control.states import (
     EDGES,
     HAS_BOUND,
     TAKES_DECODE,

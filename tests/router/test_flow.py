@@ -3,13 +3,13 @@
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
-from vllm_kvpool.router.flow import HANDED_GRACE_S
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.requests import Phase, RequestId
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.states import ReplicaId
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
+from vllm_kvpool.router.control.flow import HANDED_GRACE_S
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.requests import Phase, RequestId
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import ReplicaId
 
 FAILED = Outcome.FAILED
 UNHURRIED = ShedLimits(ttft_target_s=1000.0)

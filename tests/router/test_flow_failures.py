@@ -3,10 +3,10 @@
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Abort, Decode, Outcome, Prefill, Probe, Refuse
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.requests import Phase
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import Abort, Decode, Outcome, Prefill, Probe, Refuse
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.requests import Phase
 
 FAILED = Outcome.FAILED
 

@@ -3,7 +3,7 @@
 import pytest
 from multidict import CIMultiDict
 
-from vllm_kvpool.router.headers import answer_headers, request_headers, with_request_id
+from vllm_kvpool.router.dataplane.headers import answer_headers, request_headers, with_request_id
 
 KEPT = [
     ("Authorization", "Bearer x"),

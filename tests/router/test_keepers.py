@@ -2,9 +2,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from vllm_kvpool.router.keepers import LOG_BYTES, end_keeper, keeper_lives, log_text
-from vllm_kvpool.router.ledger import EngineRecord
-from vllm_kvpool.router.processes import BOOT_ID_PATH, Process, parse_stat
+from vllm_kvpool.router.ops.keepers import LOG_BYTES, end_keeper, keeper_lives, log_text
+from vllm_kvpool.router.ops.ledger import EngineRecord
+from vllm_kvpool.router.ops.processes import BOOT_ID_PATH, Process, parse_stat
 
 
 def record(pid: int | None, log_path: str = "none.log") -> EngineRecord:

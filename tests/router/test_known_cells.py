@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
-from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
-from vllm_kvpool.router.known_cells import MAX_LAYOUTS, KnownCells
+from vllm_kvpool.router.control.known_cells import MAX_LAYOUTS, KnownCells
+from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
 
 STEMS = (KeyPrefix("a@", 100), KeyPrefix("b@", 100))
 SPAN = PREFIX_SPAN_BYTES

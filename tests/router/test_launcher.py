@@ -16,18 +16,18 @@ import msgspec
 import pytest
 
 from tests.support.server_process import free_port
-from vllm_kvpool.router import launcher as launcher_module
-from vllm_kvpool.router.commands import (
+from vllm_kvpool.router.ops import launcher as launcher_module
+from vllm_kvpool.router.ops.commands import (
     HOST_PLACEHOLDERS,
     CommandTemplate,
     LaunchHost,
     LaunchSpec,
     read_template,
 )
-from vllm_kvpool.router.launcher import Launcher
-from vllm_kvpool.router.launches import Adopted, End, Exited, LauncherEvent, Started, StopFailed
-from vllm_kvpool.router.ledger import EngineRecord, Ledger
-from vllm_kvpool.router.processes import Process
+from vllm_kvpool.router.ops.launcher import Launcher
+from vllm_kvpool.router.ops.launches import Adopted, End, Exited, LauncherEvent, Started, StopFailed
+from vllm_kvpool.router.ops.ledger import EngineRecord, Ledger
+from vllm_kvpool.router.ops.processes import Process
 
 BOUND_S = 20.0
 HERE = LaunchHost(name="here")

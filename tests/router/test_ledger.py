@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.ledger import EngineRecord, Ledger
-from vllm_kvpool.router.processes import Process
+from vllm_kvpool.router.ops.ledger import EngineRecord, Ledger
+from vllm_kvpool.router.ops.processes import Process
 
 
 def record(replica_id: str, **changes: object) -> EngineRecord:

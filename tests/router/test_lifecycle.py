@@ -4,9 +4,18 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Abort, Added, Decode, Load, Outcome, Prefill, Rest, Warm
-from vllm_kvpool.router.states import Cause, Role, State
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import (
+    Abort,
+    Added,
+    Decode,
+    Load,
+    Outcome,
+    Prefill,
+    Rest,
+    Warm,
+)
+from vllm_kvpool.router.control.states import Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.events import Added, Load, Outcome, Rest
-from vllm_kvpool.router.states import Role, State
+from vllm_kvpool.router.control.events import Added, Load, Outcome, Rest
+from vllm_kvpool.router.control.states import Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 

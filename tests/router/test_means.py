@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.means import Means, Step, choose_means, expired_standby, spared
-from vllm_kvpool.router.planner import Plan, Wanted
-from vllm_kvpool.router.standings import (
+from vllm_kvpool.router.control.means import Means, Step, choose_means, expired_standby, spared
+from vllm_kvpool.router.control.planner import Plan, Wanted
+from vllm_kvpool.router.control.standings import (
     MAX_HOSTS,
     SERVING,
     Host,
@@ -16,7 +16,7 @@ from vllm_kvpool.router.standings import (
     WarmHosts,
     WeightSource,
 )
-from vllm_kvpool.router.states import ReplicaId, Role
+from vllm_kvpool.router.control.states import ReplicaId, Role
 
 NOW = 1000.0
 P, D = Role.PREFILL, Role.DECODE

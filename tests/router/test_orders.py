@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.router.scenes import Scene, busy_scene
-from vllm_kvpool.router import orders
 from vllm_kvpool.router.config import MAX_REPLICAS
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.events import (
     Added,
     Drain,
     Mode,
@@ -19,10 +18,11 @@ from vllm_kvpool.router.events import (
     SetRole,
     Spawn,
 )
-from vllm_kvpool.router.orders import OrderError
-from vllm_kvpool.router.shown import RouterView
-from vllm_kvpool.router.states import ReplicaId, Role
-from vllm_kvpool.router.view import state_of
+from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.ops import orders
+from vllm_kvpool.router.ops.orders import OrderError
+from vllm_kvpool.router.ops.shown import RouterView
+from vllm_kvpool.router.ops.view import state_of
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.overload import Load, Locked, Overload, OverloadLimits, Released, Why
-from vllm_kvpool.router.states import ReplicaId
+from vllm_kvpool.router.control.overload import (
+    Load,
+    Locked,
+    Overload,
+    OverloadLimits,
+    Released,
+    Why,
+)
+from vllm_kvpool.router.control.states import ReplicaId
 
 CAPACITY = 1000
 LIMITS = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)

@@ -8,12 +8,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from hatchling.builders.wheel import WheelBuilder
 
 from tests.router.scenes import Scene
-from vllm_kvpool.router.admin import PAGE, Admin
-from vllm_kvpool.router.states import State
-from vllm_kvpool.router.telemetry import Telemetry
+from vllm_kvpool.router.control.states import State
+from vllm_kvpool.router.ops.admin import PAGE, Admin
+from vllm_kvpool.router.ops.telemetry import Telemetry
 
 ROOT = Path(__file__).parents[2]
-FILES = ROOT / "vllm_kvpool" / "router" / "page"
+FILES = ROOT / "vllm_kvpool" / "router" / "ops" / "page"
 
 
 def test_the_files_of_the_page_are_served_with_their_types() -> None:
@@ -50,7 +50,7 @@ def test_the_page_asks_for_nothing_that_is_not_served() -> None:
 
 def test_the_files_of_the_page_are_in_the_wheel() -> None:
     packed = {each.distribution_path for each in WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {f"vllm_kvpool/router/page/{name}" for name, _ in PAGE.values()} <= packed
+    assert {f"vllm_kvpool/router/ops/page/{name}" for name, _ in PAGE.values()} <= packed
 
 
 def test_the_page_knows_every_state() -> None:

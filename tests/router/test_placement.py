@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.router_steps import ask, spec
-from vllm_kvpool.router.events import Sample
-from vllm_kvpool.router.fleet import Replica, Stay
-from vllm_kvpool.router.placement import (
+from vllm_kvpool.router.control.events import Sample
+from vllm_kvpool.router.control.fleet import Replica, Stay
+from vllm_kvpool.router.control.placement import (
     Budgets,
     blocks_for,
     choose_decode,
@@ -17,8 +17,8 @@ from vllm_kvpool.router.placement import (
     open_gates,
     uncached_tokens,
 )
-from vllm_kvpool.router.requests import Request, RequestId
-from vllm_kvpool.router.states import ReplicaId, State
+from vllm_kvpool.router.control.requests import Request, RequestId
+from vllm_kvpool.router.control.states import ReplicaId, State
 
 NONE: frozenset[ReplicaId] = frozenset()
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from tests.router.toy_fleet import RATES, ToyFleet
-from vllm_kvpool.router.planner import PlanLimits
-from vllm_kvpool.router.states import Role
+from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.states import Role
 
 HOUR_S = 3600.0
 LIMITS = PlanLimits()

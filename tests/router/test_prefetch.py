@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
-from vllm_kvpool.router import prefetch
-from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
-from vllm_kvpool.router.events import ReplicaSpec
-from vllm_kvpool.router.fleet import Fleet
-from vllm_kvpool.router.known_cells import KnownCells
-from vllm_kvpool.router.prefetch import MAX_HOSTS, Begin, Bring, End, PrefetchPlan, Wish
-from vllm_kvpool.router.requests import Ask, Request, RequestId
-from vllm_kvpool.router.states import Cause, ReplicaId
+from vllm_kvpool.router.control import prefetch
+from vllm_kvpool.router.control.events import ReplicaSpec
+from vllm_kvpool.router.control.fleet import Fleet
+from vllm_kvpool.router.control.known_cells import KnownCells
+from vllm_kvpool.router.control.prefetch import MAX_HOSTS, Begin, Bring, End, PrefetchPlan, Wish
+from vllm_kvpool.router.control.requests import Ask, Request, RequestId
+from vllm_kvpool.router.control.states import Cause, ReplicaId
+from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
 
 STEMS = (KeyPrefix("a@", 100),)
 LONG, OTHER, UNKNOWN = (1, 2), (1, 3), (9,)

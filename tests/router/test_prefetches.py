@@ -11,13 +11,13 @@ import pytest
 
 from tests.support.router_rig import run
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
-from vllm_kvpool.router import prefetches as module
-from vllm_kvpool.router.bodies import PREFIX_SPAN_BYTES
-from vllm_kvpool.router.events import ReplicaSpec
-from vllm_kvpool.router.fleet import Fleet
-from vllm_kvpool.router.prefetches import Prefetches
-from vllm_kvpool.router.requests import Ask, Request, RequestId
-from vllm_kvpool.router.states import Cause, ReplicaId, State
+from vllm_kvpool.router.control.events import ReplicaSpec
+from vllm_kvpool.router.control.fleet import Fleet
+from vllm_kvpool.router.control.requests import Ask, Request, RequestId
+from vllm_kvpool.router.control.states import Cause, ReplicaId, State
+from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
+from vllm_kvpool.router.ops import prefetches as module
+from vllm_kvpool.router.ops.prefetches import Prefetches
 
 LIMIT_S = 20.0
 NAMES = ChunkNames((KeyPrefix("a@", 100),), ("x", "y"))

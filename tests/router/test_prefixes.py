@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.prefixes import PrefixMemory
+from vllm_kvpool.router.control.prefixes import PrefixMemory
 
 
 def chain(root: int, length: int) -> tuple[int, ...]:

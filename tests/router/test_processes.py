@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpool.router.commands import LaunchHost
-from vllm_kvpool.router.processes import (
+from vllm_kvpool.router.ops.commands import LaunchHost
+from vllm_kvpool.router.ops.processes import (
     BOOT_ID_PATH,
     MARK,
     Marks,

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.router_steps import ask
-from vllm_kvpool.router.queue import SLACK, PromptQueue
-from vllm_kvpool.router.requests import Request
+from vllm_kvpool.router.control.queue import SLACK, PromptQueue
+from vllm_kvpool.router.control.requests import Request
 
 
 class Queue(RuleBasedStateMachine):

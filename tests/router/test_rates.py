@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.rates import (
+from vllm_kvpool.router.control.rates import (
     COLD_SAMPLES,
     HALF_LIFE_S,
     MAX_READINGS,
@@ -20,7 +20,7 @@ from vllm_kvpool.router.rates import (
     Rates,
     Stage,
 )
-from vllm_kvpool.router.states import ReplicaId
+from vllm_kvpool.router.control.states import ReplicaId
 
 ONE, TWO = ReplicaId("one"), ReplicaId("two")
 PRIOR = Rates()

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.events import Added, Load, ReplicaSpec, Rest, Warm
+from vllm_kvpool.router.control.events import Added, Load, ReplicaSpec, Rest, Warm
+from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.run import Router
-from vllm_kvpool.router.states import ReplicaId, Role
 
 if TYPE_CHECKING:
-    from vllm_kvpool.router.watch import Watch
+    from vllm_kvpool.router.ops.watch import Watch
 
 FIRST, SECOND, THIRD = (ReplicaId(name) for name in ("first", "second", "third"))
 ACTIONS: dict[str, Load | Warm | Rest] = {

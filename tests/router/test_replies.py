@@ -3,8 +3,8 @@
 import pytest
 
 from vllm_kvpool.identity.cell_names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, ChunkNames, KeyPrefix
-from vllm_kvpool.router.events import Outcome
-from vllm_kvpool.router.replies import NoReply, Said, outcome_of, read_reply, read_spelled
+from vllm_kvpool.router.control.events import Outcome
+from vllm_kvpool.router.dataplane.replies import NoReply, Said, outcome_of, read_reply, read_spelled
 
 STEM = KeyPrefix("a@", 7)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.router_steps import ask
-from vllm_kvpool.router.requests import ENDS, PHASES, IllegalTurn, Phase, Request, Turn
+from vllm_kvpool.router.control.requests import ENDS, PHASES, IllegalTurn, Phase, Request, Turn
 
 
 @pytest.mark.parametrize("phase", Phase)

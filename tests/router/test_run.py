@@ -18,8 +18,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.engines import Engines
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.events import (
     Added,
     Drain,
     Event,
@@ -30,8 +29,9 @@ from vllm_kvpool.router.events import (
     Spawn,
     Tick,
 )
+from vllm_kvpool.router.control.states import ReplicaId, Role, State
+from vllm_kvpool.router.dataplane.engines import Engines
 from vllm_kvpool.router.run import Router, _serve
-from vllm_kvpool.router.states import ReplicaId, Role, State
 
 pytestmark = pytest.mark.alone
 
@@ -418,7 +418,7 @@ def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[None]:
 
 
 def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFixture) -> None:
-    from vllm_kvpool.router.events import Arrived, DecodeBegan, DecodeEnded, PrefillEnded
+    from vllm_kvpool.router.control.events import Arrived, DecodeBegan, DecodeEnded, PrefillEnded
 
     async def main() -> None:
         async with RouterRig(1, 1) as rig:

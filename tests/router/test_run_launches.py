@@ -16,8 +16,8 @@ import pytest
 from tests.support.router_rig import QUICK, run
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.control.states import State
 from vllm_kvpool.router.run import Router
-from vllm_kvpool.router.states import State
 
 COMMAND = [sys.executable, "-m", "tests.support.scripted_engine", "--port", "{port}"]
 ASK = {"model": "scripted", "prompt": "hello " * 300, "max_tokens": 3, "temperature": 0}

@@ -15,9 +15,9 @@ from tests.support.scripted_spec import STEMS
 from tests.support.server_process import free_ports
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.events import Spawn
+from vllm_kvpool.router.control.events import Spawn
+from vllm_kvpool.router.control.states import Role
 from vllm_kvpool.router.run import Router
-from vllm_kvpool.router.states import Role
 
 SLOW = ("--prefill-tokens-per-s", "1500", "--eos-probability", "0")
 PREFIX = "the same words come first " * 160

@@ -6,15 +6,15 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Added, Load, Rest, Spawn
-from vllm_kvpool.router.means import Means
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.planner import PlanLimits
-from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.standings import WeightSource
-from vllm_kvpool.router.states import Cause, Role, State
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import Added, Load, Rest, Spawn
+from vllm_kvpool.router.control.means import Means
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.standings import WeightSource
+from vllm_kvpool.router.control.states import Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)

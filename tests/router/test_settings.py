@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.commands import WeightSource
 from vllm_kvpool.router.config import RouterConfig, read_config
-from vllm_kvpool.router.settings import (
+from vllm_kvpool.router.ops.commands import WeightSource
+from vllm_kvpool.router.ops.settings import (
     controller_of,
     launch_hosts,
     launch_spec,

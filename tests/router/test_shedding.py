@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.router.toy_queue import ToyQueue, ToySpeeds
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.rates import Rates
-from vllm_kvpool.router.shedding import (
+from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.shedding import (
     Accept,
     Ask,
     Pressure,

@@ -15,16 +15,16 @@ from tests.support.router_chaos import HOUR_S, Chaos
 from tests.support.router_engines import Kind
 from tests.support.router_world import Habits, World
 from tests.support.seeds import seeds
-from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.placement import Budgets
-from vllm_kvpool.router.planner import PlanLimits
-from vllm_kvpool.router.rates import Rates
-from vllm_kvpool.router.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.standings import WeightSource
-from vllm_kvpool.router.states import DRAINING, EDGES, LOADING, Cause, Role, State
-from vllm_kvpool.router.takeover import FIRST_LIMIT, limit
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.standings import WeightSource
+from vllm_kvpool.router.control.states import DRAINING, EDGES, LOADING, Cause, Role, State
+from vllm_kvpool.router.control.takeover import FIRST_LIMIT, limit
 
 HOURS = 5
 STORM_S = 200.0

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.router.clients import Router, chunk_ends, transcript
 from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
-from vllm_kvpool.router.bodies import Kind, parse_request
-from vllm_kvpool.router.recovery import Manner
-from vllm_kvpool.router.splice import MAX_HELD_CHUNKS, MAX_RESUMES, Splice
-from vllm_kvpool.router.steps import (
+from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
+from vllm_kvpool.router.dataplane.recovery import Manner
+from vllm_kvpool.router.dataplane.splice import MAX_HELD_CHUNKS, MAX_RESUMES, Splice
+from vllm_kvpool.router.dataplane.steps import (
     CannotResume,
     Detokenize,
     EngineLost,

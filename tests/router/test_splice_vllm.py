@@ -13,10 +13,10 @@ import pytest
 
 from tests.router.clients import Router, Transcript, chunk_ends, transcript
 from tests.support.seeds import seeds
-from vllm_kvpool.router.answer import Answer
-from vllm_kvpool.router.bodies import ClientRequest, Kind, parse_request
-from vllm_kvpool.router.splice import Splice
-from vllm_kvpool.router.steps import Refusal, Resume
+from vllm_kvpool.router.dataplane.answer import Answer
+from vllm_kvpool.router.dataplane.bodies import ClientRequest, Kind, parse_request
+from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.steps import Refusal, Resume
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

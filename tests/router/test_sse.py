@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.sse import Events, EventTooLong, frame
+from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
 
 payload = st.binary(max_size=40).filter(lambda data: b"\n" not in data and b"\r" not in data)
 noise = st.sampled_from(

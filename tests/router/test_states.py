@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.router.states import (
+from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
     EDGES,

@@ -5,11 +5,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.scenes import Scene, busy_scene
 from vllm_kvpool.metrics import Kind
-from vllm_kvpool.router.events import Cancelled, Mode, Remove, SetMode
-from vllm_kvpool.router.requests import RequestId
-from vllm_kvpool.router.shown import OUTCOMES
-from vllm_kvpool.router.states import ReplicaId, Role, State
-from vllm_kvpool.router.telemetry import PREFIX, ROUTER_METRICS, Telemetry
+from vllm_kvpool.router.control.events import Cancelled, Mode, Remove, SetMode
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId, Role, State
+from vllm_kvpool.router.ops.shown import OUTCOMES
+from vllm_kvpool.router.ops.telemetry import PREFIX, ROUTER_METRICS, Telemetry
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.scenes import BLOCKS, HOST, Scene, busy_scene
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.events import (
     Added,
     Cancelled,
     DecodeBegan,
@@ -24,7 +24,8 @@ from vllm_kvpool.router.events import (
     SetRole,
     Spawn,
 )
-from vllm_kvpool.router.shown import (
+from vllm_kvpool.router.control.states import LOADING, Cause, ReplicaId, Role, State
+from vllm_kvpool.router.ops.shown import (
     COUNTS,
     OUTCOMES,
     FirstTokenView,
@@ -34,8 +35,7 @@ from vllm_kvpool.router.shown import (
     bereft,
     serves,
 )
-from vllm_kvpool.router.states import LOADING, Cause, ReplicaId, Role, State
-from vllm_kvpool.router.view import (
+from vllm_kvpool.router.ops.view import (
     NO_PLAN,
     SHOWN_TRANSITIONS,
     Edge,

@@ -11,10 +11,10 @@ from tests.support.router_rig import COMPLETIONS, FAST, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import HealthConfig
-from vllm_kvpool.router.engines import Engines
-from vllm_kvpool.router.events import Event, Failed, Loaded, Measured, Warmed
-from vllm_kvpool.router.states import ReplicaId
-from vllm_kvpool.router.watch import Watch
+from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.ops.watch import Watch
 
 ONE = ReplicaId("one")
 QUICK = HealthConfig(metrics_every_s=0.02, health_every_s=0.02, timeout_s=0.15, failures=2)

@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.bodies import ClientRequest, Kind, parse_request
-from vllm_kvpool.router.whole_answer import NotAssembled, WholeAnswer, streamed, why_unstreamed
+from vllm_kvpool.router.dataplane.bodies import ClientRequest, Kind, parse_request
+from vllm_kvpool.router.dataplane.whole_answer import (
+    NotAssembled,
+    WholeAnswer,
+    streamed,
+    why_unstreamed,
+)
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
 CHAT: dict[str, Any] = {"model": "m", "messages": []}

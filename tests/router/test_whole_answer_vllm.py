@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.bodies import Kind, parse_request
-from vllm_kvpool.router.splice import Splice
-from vllm_kvpool.router.whole_answer import WholeAnswer, streamed, why_unstreamed
+from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
+from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.whole_answer import WholeAnswer, streamed, why_unstreamed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from vllm_kvpool.router.capacity import Counts, PlanInputs
-from vllm_kvpool.router.planner import Plan, PlanLimits, PlanMemory, plan
-from vllm_kvpool.router.rates import Rates
-from vllm_kvpool.router.states import Role
+from vllm_kvpool.router.control.capacity import Counts, PlanInputs
+from vllm_kvpool.router.control.planner import Plan, PlanLimits, PlanMemory, plan
+from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.states import Role
 
 TICK_S = 1.0
 LOAD_S, FLIP_S, RESIDENCE_S = 20.0, 3.0, 6.0

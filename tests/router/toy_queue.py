@@ -8,8 +8,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.rates import Rates
-from vllm_kvpool.router.shedding import Accept, Ask, Pressure, Refuse, Shedder
+from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.shedding import Accept, Ask, Pressure, Refuse, Shedder
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.9

@@ -37,7 +37,7 @@ MAY_IMPORT_SOCKET = (
     "embeds/protocol/allowed_peers.py",
 )
 # Engines, and what brings cells near for them: by commands of the configuration.
-MAY_START = ("router/launcher.py", "router/prefetches.py")
+MAY_START = ("router/ops/launcher.py", "router/ops/prefetches.py")
 MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 MAY_LISTEN = (MAY_USE_ZMQ, "transfer/replicas.py")

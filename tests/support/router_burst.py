@@ -13,13 +13,13 @@ from itertools import count
 
 from tests.support.router_engines import Kind
 from tests.support.router_world import Habits, World
-from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import Spawn
-from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.scaling import HostSpec, ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.states import Role
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import Spawn
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import Role
 
 KIND = Kind(prefill_tokens_per_s=8_000.0, token_s_per_request=0.0005, total_blocks=20_000)
 PROMPT_TOKENS, OUTPUT_TOKENS = (1000, 5000), (50, 400)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from tests.support.router_engines import Engine
 from tests.support.router_world import World
-from vllm_kvpool.router.events import Drain, Remove, SetRole, Spawn
-from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.states import ReplicaId, Role, State
+from vllm_kvpool.router.control.events import Drain, Remove, SetRole, Spawn
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 CHUNK_TOKENS = 256
 ROOTS = 6  # prompts that differ from their beginning on

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.events import Outcome, ReplicaSpec, Sample
-from vllm_kvpool.router.requests import Ask
+from vllm_kvpool.router.control.events import Outcome, ReplicaSpec, Sample
+from vllm_kvpool.router.control.requests import Ask
 
 STEP_S = 0.001  # no two things of an engine happen nearer to each other
 

@@ -25,9 +25,9 @@ from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.control.states import ReplicaId, State
+from vllm_kvpool.router.dataplane.sse import Events
 from vllm_kvpool.router.run import Router
-from vllm_kvpool.router.sse import Events
-from vllm_kvpool.router.states import ReplicaId, State
 
 T = TypeVar("T")
 

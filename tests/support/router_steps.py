@@ -6,9 +6,9 @@ After every step all that always holds is checked.
 from dataclasses import replace
 from typing import Any
 
-from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.desk import Settings
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import (
     Action,
     Added,
     Arrived,
@@ -29,12 +29,12 @@ from vllm_kvpool.router.events import (
     Tick,
     Warmed,
 )
-from vllm_kvpool.router.fleet import Replica
-from vllm_kvpool.router.overload import OverloadLimits
-from vllm_kvpool.router.requests import Ask, Phase, RequestId
-from vllm_kvpool.router.scaling import ScalingSettings
-from vllm_kvpool.router.shedding import ShedLimits
-from vllm_kvpool.router.states import ReplicaId, Role, State
+from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
+from vllm_kvpool.router.control.scaling import ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 BLOCK_SIZE = 16
 

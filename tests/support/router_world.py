@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from tests.support.router_engines import Call, Engine, Kind
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.controller import Controller
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.events import (
     Abort,
     Action,
     Added,
@@ -41,8 +41,8 @@ from vllm_kvpool.router.events import (
     Warm,
     Warmed,
 )
-from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.states import LOADING, ReplicaId, Role
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.router.commands import DEFAULT_ENGINE_COMMAND, DEFAULT_PREFETCH_COMMAND
+from vllm_kvpool.router.ops.commands import DEFAULT_ENGINE_COMMAND, DEFAULT_PREFETCH_COMMAND
 
 MAX_REPLICAS = 1024
 MAX_TIME_S = 86_400.0

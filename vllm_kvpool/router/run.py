@@ -22,12 +22,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.admin import Admin
-from vllm_kvpool.router.bodies import ClientRequest
-from vllm_kvpool.router.clients import Client
 from vllm_kvpool.router.config import RouterConfig
-from vllm_kvpool.router.engines import Answer, EngineLost, Engines
-from vllm_kvpool.router.events import (
+from vllm_kvpool.router.control.events import (
     Abort,
     Action,
     Arrived,
@@ -45,20 +41,24 @@ from vllm_kvpool.router.events import (
     Tick,
     Warm,
 )
-from vllm_kvpool.router.exchange import Exchange, Wiring
-from vllm_kvpool.router.file_limit import allow_connections
-from vllm_kvpool.router.front import Front
-from vllm_kvpool.router.headers import REQUEST_ID
-from vllm_kvpool.router.prefetches import Prefetches
-from vllm_kvpool.router.replicas import Replicas
-from vllm_kvpool.router.requests import Ask, RequestId
-from vllm_kvpool.router.settings import (
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import UP, ReplicaId
+from vllm_kvpool.router.dataplane.bodies import ClientRequest
+from vllm_kvpool.router.dataplane.clients import Client
+from vllm_kvpool.router.dataplane.engines import Answer, EngineLost, Engines
+from vllm_kvpool.router.dataplane.exchange import Exchange, Wiring
+from vllm_kvpool.router.dataplane.front import Front
+from vllm_kvpool.router.dataplane.headers import REQUEST_ID
+from vllm_kvpool.router.ops.admin import Admin
+from vllm_kvpool.router.ops.file_limit import allow_connections
+from vllm_kvpool.router.ops.prefetches import Prefetches
+from vllm_kvpool.router.ops.replicas import Replicas
+from vllm_kvpool.router.ops.settings import (
     controller_of,
     launch_hosts,
     prefetch_commands,
 )
-from vllm_kvpool.router.states import UP, ReplicaId
-from vllm_kvpool.router.telemetry import Telemetry
+from vllm_kvpool.router.ops.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 

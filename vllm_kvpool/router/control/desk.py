@@ -1,0 +1,208 @@
+"""What the parts of the controller share: its state, its settings and what it wants done (pure)."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_kvpool.router.control.deadlines import Deadlines
+from vllm_kvpool.router.control.events import Action
+from vllm_kvpool.router.control.fleet import Fleet, Replica
+from vllm_kvpool.router.control.migration import MigrationQueue
+from vllm_kvpool.router.control.overload import Load, Overload
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.prefixes import PrefixMemory
+from vllm_kvpool.router.control.queue import PromptQueue
+from vllm_kvpool.router.control.rates import Flow as Rate
+from vllm_kvpool.router.control.rates import Measured, Rates
+from vllm_kvpool.router.control.requests import Ask, Request, RequestId
+from vllm_kvpool.router.control.shedding import Pressure, Shedder
+from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
+
+MAX_POOL_HASHES = 500_000
+MAX_WAITS = 1024
+SPILL_SHARE = 0.5
+"""Of a decoder's time that prompts of the queue may be counted on to get, while it decodes."""
+RATE_WINDOW_S = 60.0
+"""Of arrivals: in a shorter one a few long prompts look like another load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the controller is told at its start."""
+
+    budgets: Budgets = field(default_factory=Budgets)
+    max_attempts: int = 4
+    """Replicas that may fail one request before it is given up."""
+    max_lost: int = 2
+    """Replicas that may be lost with a request that has no token yet: it may be what ends them."""
+    busy_pause_s: float = 1.0
+    """How long a replica that has refused work is left alone."""
+    retry_pause_s: float = 1.0
+    """How long a replica that has failed is left alone before it is tried again."""
+    resume_within_s: float = 60.0
+    """An answer that has stopped is given up when no replica can go on with it for so long."""
+    stale_after_s: float = 10.0
+    """Metrics older than that say nothing of the pool or the load."""
+    drain_timeout_s: float = 120.0
+    """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
+    takes_over: bool = True
+    """Whether replicas that are loading are given requests already."""
+    spills: bool = False
+    """Whether decoders compute prompts while prefill replicas are behind."""
+    hands_over: bool = True
+    """Whether prompts are computed on prefill replicas at all."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """Owned by the controller; `now` is the time of the event in hand."""
+
+    settings: Settings
+    rates: Measured
+    overload: Overload
+    shedder: Shedder
+    fleet: Fleet = field(default_factory=Fleet)
+    queue: PromptQueue = field(default_factory=PromptQueue)
+    migration: MigrationQueue = field(default_factory=MigrationQueue)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    """Of requests that wait, wherever that is."""
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    pool: PrefixMemory = field(default_factory=lambda: PrefixMemory(MAX_POOL_HASHES))
+    """Beginnings of prompts that the pool should have."""
+    locked: frozenset[ReplicaId] = frozenset()
+    """Decoders that get nothing new until they have less to do."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What has happened to requests, for the metrics."""
+    refusals: Counter[int] = field(default_factory=Counter)
+    """Requests refused, by HTTP status."""
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
+    """Seconds from arrival to first token, of the requests that began last."""
+    asked_tokens: float = 0.0
+    """Prompt tokens to be computed apart, of all that have arrived, those refused too."""
+    handed_tokens: float = 0.0
+    """Prompt tokens of all that have been computed apart."""
+    asked: Rate = field(default_factory=lambda: Rate(RATE_WINDOW_S))
+    handed: Rate = field(default_factory=lambda: Rate(RATE_WINDOW_S))
+    now: float = 0.0
+    actions: list[Action] = field(default_factory=list)
+    pool_is_up: bool = True
+    _snapshot: Rates | None = None
+    _usual_output: int = 1
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        self.now, self.actions = now, []
+
+    def watch_pool(self) -> None:
+        """Somebody has said something of it, or time has passed."""
+        was_up, self.pool_is_up = self.pool_is_up, self._says_pool_is_up()
+        if was_up and not self.pool_is_up:
+            self.pool.clear()  # it may come back empty
+
+    def _says_pool_is_up(self) -> bool:
+        """False only where all that have said something lately say that it is down."""
+        says_down = False
+        for each in self.fleet:
+            if not self.is_stale(each):
+                if each.sample.pool_is_up:
+                    return True
+                says_down = True
+        return not says_down
+
+    def learned(self) -> None:
+        """The rates may have changed."""
+        self._snapshot = None
+
+    def snapshot(self) -> Rates:
+        """The rates as measured up to now."""
+        if self._snapshot is None:
+            self._snapshot = self.rates.snapshot(self.now)
+            self._usual_output = round(self._snapshot.output_tokens_per_request) or 1
+        return self._snapshot
+
+    def usual_output_tokens(self) -> int:
+        """Of an answer, as measured up to now; at least 1."""
+        self.snapshot()
+        return self._usual_output
+
+    def is_collapsed(self) -> bool:
+        """Whether prompts are computed where they are decoded, as there is no other way."""
+        return not (
+            self.settings.hands_over
+            and self.pool_is_up
+            and self.fleet.prefillers()
+            and self.fleet.decoders()
+        )
+
+    def servers(self) -> Sequence[Replica]:
+        """Who may be given a request whole, or to decode."""
+        prefillers, decoders = self.fleet.prefillers(), self.fleet.decoders()
+        return decoders if decoders and not self.is_collapsed() else (*decoders, *prefillers)
+
+    def unknown_tokens(self, ask: Ask) -> int:
+        """Prompt tokens that the pool is not known to have."""
+        known = self.pool.match(ask.prefix) if self.pool_is_up else 0
+        return max(0, ask.prompt_tokens - known * ask.prefix_tokens)
+
+    def loads(self) -> dict[ReplicaId, Load]:
+        """Of the decoders that have said how large they are."""
+        return {
+            each.replica_id: Load(
+                None if self.is_stale(each) else each.sample.used_blocks,
+                each.committed_blocks,
+                each.sample.total_blocks,
+            )
+            for each in self.fleet.decoders()
+            if each.sample.total_blocks > 0
+        }
+
+    def pressure(self) -> Pressure:
+        """What a request finds before it."""
+        fleet, snapshot = self.fleet, self.snapshot()
+        prefillers = () if self.is_collapsed() else fleet.prefillers()
+        decoders = self.servers()
+        bound = [request for each in fleet.in_states(HAS_BOUND) for request in each.bound]
+        waiting = self.queue.tokens + sum(each.ask.prompt_tokens for each in bound)
+        computing = sum(each.prefill_tokens for each in fleet)
+        num_waiting = len(self.queue) + len(bound) + len(self.migration)
+        mean_tokens = snapshot.output_tokens_per_request
+        size = max((each.sample.block_size for each in decoders), default=0) or 16
+        to_come = waiting + self.migration.tokens + num_waiting * mean_tokens
+        return Pressure(
+            queued_requests=num_waiting,
+            queued_tokens=waiting + computing,
+            prefill_replicas=len(prefillers),
+            decode_replicas=len(decoders),
+            queued_blocks=to_come / size,
+            room_blocks=sum(
+                self._room(each) for each in decoders if each.replica_id not in self.locked
+            ),
+            committed_blocks=sum(each.committed_blocks for each in decoders),
+            committed_requests=sum(len(each.stays) for each in decoders),
+            is_saturated=self.overload.is_saturated,
+            spill_share=SPILL_SHARE if self.settings.spills and not self.locked else 0.0,
+            rates=snapshot,
+            is_gated=bool(self.migration.ready(1)),
+        )
+
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that no replica computes yet: the prompt that each is at does not wait."""
+        bound = (each for replica in self.fleet.in_states(HAS_BOUND) for each in replica.bound)
+        behind = (
+            each.prefill_tokens - next(iter(each.prefills.values()))
+            for each in self.fleet
+            if each.prefills
+        )
+        return self.queue.tokens + sum(each.ask.prompt_tokens for each in bound) + sum(behind)
+
+    def _room(self, replica: Replica) -> float:
+        """Blocks that may still be committed; of an engine that has not said: any number."""
+        total = replica.sample.total_blocks
+        if total == 0:
+            return float("inf")
+        return max(0.0, total * self.settings.budgets.headroom - replica.used_blocks)
+
+    def is_stale(self, replica: Replica) -> bool:
+        """Whether its metrics are too old to say anything, or have never come."""
+        at = replica.sampled_at
+        return at is None or self.now - at > self.settings.stale_after_s

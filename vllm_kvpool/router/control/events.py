@@ -1,0 +1,295 @@
+"""What the controller is told, and what it wants done (values only).
+
+`Controller.step(event) -> actions`: the router's loop performs actions and posts what comes of them
+as events. Every `Prefill` and `Decode` is answered by exactly one `PrefillEnded` or `DecodeEnded`,
+also when it was cancelled or its replica is gone; every `Load` by `Loaded` or `Failed`, unless
+another `Load` or a `Rest` of that replica comes before. Actions of a replica may come while it is
+dead. Two `Failed` for one end of an engine do no harm.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import ReplicaId, Role
+
+
+class Outcome(Enum):
+    """How a call to an engine has ended."""
+
+    OK = "ok"
+    BUSY = "busy"  # it refuses work now (429, 503)
+    REJECTED = "rejected"  # it does not want this request (another 4xx)
+    FAILED = "failed"  # an answer that is not one of an engine, or of one that has failed
+    UNREACHED = "unreached"  # there is no connection to it
+    LOST = "lost"  # it had the request, and then said nothing more
+    CANCELLED = "cancelled"  # because the client has gone
+    HOPELESS = "hopeless"  # failed, and no other engine can go on with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """An engine that the router may use."""
+
+    replica_id: ReplicaId
+    url: str
+    host: str = ""
+    is_ours: bool = False
+    """Whether the router starts and stops its process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What an engine's metrics say. Counts since its start only grow, until it restarts."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 0
+    prompt_tokens: float = 0.0
+    generated_tokens: float = 0.0
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+    pool_is_up: bool = True
+
+
+# Of requests
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client has gone."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillEnded:
+    request_id: RequestId
+    replica: ReplicaId
+    outcome: Outcome
+    prompt_tokens: int = 0
+    saved_tokens: int = 0
+    """What the engine says that it is saving."""
+    cached_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBegan:
+    """The first token has come; or, not `is_seen`, an answer in one piece has been asked for."""
+
+    request_id: RequestId
+    is_seen: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeEnded:
+    request_id: RequestId
+    replica: ReplicaId
+    outcome: Outcome
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Of this call; those of calls before it not again."""
+
+
+# Of replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """A replica is there to be used; with a role it is loaded for it at once.
+
+    ConfigError where there is one of that id or address already.
+    """
+
+    spec: ReplicaSpec
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """It is healthy and has answered a request."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It does not answer, has exited, or could not be loaded."""
+
+    replica: ReplicaId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    replica: ReplicaId
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A standby has answered the request that `Warm` has asked for."""
+
+    replica: ReplicaId
+
+
+# Of people
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Let it end up without work, and leave it alone until it is given a role."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Drain it, then forget it."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Whatever it does now. Without effect on one that is being removed."""
+
+    replica: ReplicaId
+    role: Role
+
+
+ASKED_BY_ADMIN = "asked for by the administrator"
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start an engine, on the host that is best for it or on the one named.
+
+    ConfigError where there is no room.
+    """
+
+    role: Role
+    host: str = ""
+    why: str = ASKED_BY_ADMIN
+
+
+class Mode(Enum):
+    """Whether plans are carried out."""
+
+    MANUAL = "manual"
+    DRY_RUN = "dry_run"
+    AUTOMATIC = "automatic"
+
+
+@dataclass(frozen=True, slots=True)
+class SetMode:
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; see `Controller.next_due`."""
+
+
+Event = (
+    Arrived
+    | Cancelled
+    | PrefillEnded
+    | DecodeBegan
+    | DecodeEnded
+    | Added
+    | Loaded
+    | Failed
+    | Measured
+    | Warmed
+    | Drain
+    | Remove
+    | SetRole
+    | Spawn
+    | SetMode
+    | Tick
+)
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the prompt at a replica."""
+
+    request_id: RequestId
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Have a replica answer, or go on answering; it finds `expect_tokens` of it in the pool."""
+
+    request_id: RequestId
+    replica: ReplicaId
+    expect_tokens: int
+
+
+REFUSALS = (429, 502, 503)
+"""HTTP statuses of requests that are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the client that the request will not be served."""
+
+    request_id: RequestId
+    status: int
+    retry_after_s: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop what a replica does for a request; it is not wanted any more."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Start, wake or just await an engine, until it answers."""
+
+    replica: ReplicaId
+    role: Role
+    weights: str = ""
+    """Where an engine that is started reads its weights; empty when it is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Send a standby a request of one token, so that it is known to answer."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A call to it has failed: see at once whether it is alive."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A standby has expired, or is not wanted: put it to sleep, or end its process."""
+
+    replica: ReplicaId
+    forget: bool = False
+
+
+Action = Prefill | Decode | Refuse | Abort | Load | Warm | Probe | Rest

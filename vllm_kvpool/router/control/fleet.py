@@ -1,0 +1,263 @@
+"""The replicas as the controller knows them (pure).
+
+`Fleet.move` is the only place where a replica changes its state; each transition is kept with its
+cause and the reason, and counted.
+"""
+
+import logging
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from vllm_kvpool.router.control.events import ReplicaSpec, Sample
+from vllm_kvpool.router.control.meters import Meters
+from vllm_kvpool.router.control.prefixes import PrefixMemory
+from vllm_kvpool.router.control.requests import Request, RequestId
+from vllm_kvpool.router.control.states import (
+    BROKEN,
+    DRAINING,
+    LOADING,
+    ROLE_OF,
+    TAKES_DECODE,
+    TAKES_PREFILL,
+    Cause,
+    ReplicaId,
+    Role,
+    State,
+    follow,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_TRANSITIONS = 1000
+MAX_REPLICA_HASHES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A replica has changed its state."""
+
+    at: float
+    replica: ReplicaId
+    before: State
+    cause: Cause
+    after: State
+    why: str
+
+
+@dataclass(slots=True)
+class Stay:
+    """A request at the replica that decodes it."""
+
+    blocks: int
+    """Committed for it."""
+    is_handed: bool
+    """Whether another replica has computed its prompt."""
+    is_flowing: bool = False
+    """Whether it has brought a token."""
+    is_sent_away: bool = False
+    """Whether it has been told to go on elsewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine process. Owned by the controller."""
+
+    spec: ReplicaSpec
+    state: State = State.INACTIVE
+    since: float = 0.0
+    role: Role = Role.PREFILL
+    """What it was last wanted for."""
+    sample: Sample = field(default_factory=Sample)
+    sampled_at: float | None = None
+    meters: Meters = field(default_factory=Meters)
+    prefills: dict[RequestId, int] = field(default_factory=dict)
+    """Prompts it is computing, with the tokens that are likely not cached there."""
+    stays: dict[RequestId, Stay] = field(default_factory=dict)
+    """Requests it has been given whole or to decode."""
+    prefill_tokens: int = 0
+    """Tokens it has been asked to compute and has not yet."""
+    committed_blocks: int = 0
+    num_starting: int = 0
+    """Of `stays`, those that have not brought a token yet."""
+    num_computing: int = 0
+    """Of those, the ones whose prompts it computes itself."""
+    bound: list[Request] = field(default_factory=list)
+    """Requests that wait for it to be loaded, in their order."""
+    busy_until: float = 0.0
+    """It has refused work; none before."""
+    is_doubted: bool = False
+    """A call to it has broken off; none before it is known whether it lives."""
+    last_work: float = 0.0
+    is_leaving: bool = False
+    """To be forgotten once it has no work."""
+    is_parked: bool = False
+    """Not wanted: to be drained once it has become a decoder, or not tried again if it failed."""
+    is_held: bool = False
+    """Drained by a person: plans leave it alone until it is given a role."""
+    is_retried: bool = False
+    """It has failed and is asked whether it is back; it may never be."""
+    waits_for: Role | None = None
+    """The role it is to take once it has been drained."""
+    retry_at: float = float("inf")
+    """When to try again after a failure."""
+    prefixes: PrefixMemory = field(default_factory=lambda: PrefixMemory(MAX_REPLICA_HASHES))
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        return self.spec.replica_id
+
+    @property
+    def used_blocks(self) -> int:
+        """What the engine says, or the router has committed: its metrics may be of a while ago."""
+        return max(self.sample.used_blocks, self.committed_blocks)
+
+    def is_open(self, now: float) -> bool:
+        """Whether it may be given work, as far as it has answered the last."""
+        return now >= self.busy_until and not self.is_doubted
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.prefills or self.stays or self.bound)
+
+    def assign(self, request: Request) -> None:
+        """It is to compute a request's prompt, once it is loaded."""
+        insort(self.bound, request, key=lambda each: each.order)
+
+    def begin_prefill(self, request_id: RequestId, uncached_tokens: int) -> None:
+        self.prefills[request_id] = uncached_tokens
+        self.prefill_tokens += uncached_tokens
+
+    def end_prefill(self, request_id: RequestId) -> int:
+        """The tokens it was given with."""
+        tokens = self.prefills.pop(request_id)
+        self.prefill_tokens -= tokens
+        return tokens
+
+    def begin_stay(self, request_id: RequestId, stay: Stay) -> None:
+        self.stays[request_id] = stay
+        self.committed_blocks += stay.blocks
+        self.num_starting += 1
+        self.num_computing += not stay.is_handed
+
+    def flows(self, request_id: RequestId) -> None:
+        """A request has brought its first token here."""
+        stay = self.stays[request_id]
+        self._started(stay)
+        stay.is_flowing = True
+
+    def end_stay(self, request_id: RequestId) -> Stay:
+        stay = self.stays.pop(request_id)
+        self.committed_blocks -= stay.blocks
+        self._started(stay)
+        return stay
+
+    def _started(self, stay: Stay) -> None:
+        self.num_starting -= not stay.is_flowing
+        self.num_computing -= not (stay.is_flowing or stay.is_handed)
+
+    def forget_engine(self) -> None:
+        """Its engine has ended: nothing that was known of it holds for the next one."""
+        self.prefixes.clear()
+        self.sampled_at = None
+        self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
+
+    def check(self) -> None:
+        """The counts are those of what it has; what its state promises of its work holds."""
+        stays = self.stays.values()
+        assert self.prefill_tokens == sum(self.prefills.values()), self
+        assert self.committed_blocks == sum(each.blocks for each in stays), self
+        starting = [each for each in stays if not each.is_flowing]
+        assert self.num_starting == len(starting), self
+        assert self.num_computing == sum(not each.is_handed for each in starting), self
+        if self.state is State.INACTIVE or self.state is State.SHUTTING_NULL:
+            assert not self.has_work, self
+        if self.bound:
+            assert self.state in (State.NEW_PREFILL, State.REFRACTORY_PREFILL), self
+        if self.state in LOADING:
+            assert len(self.prefills) + len(stays) == 0, self
+        if self.waits_for is not None:
+            assert self.state in DRAINING, self
+        if self.is_parked:
+            assert self.state in (State.MUTATING_TO_DECODE, *BROKEN), self
+        if self.is_leaving:
+            assert self.state in DRAINING | BROKEN, self
+
+
+class Fleet:
+    """All replicas, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[ReplicaId, Replica] = {}
+        # Asked for many times an event, changed rarely.
+        self._in_states: dict[frozenset[State], Sequence[Replica]] = {}
+        self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
+        self.counts: Counter[tuple[State, Cause]] = Counter()
+        self.num_moves = 0
+        self._checked_moves = 0
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def __contains__(self, replica_id: ReplicaId) -> bool:
+        return replica_id in self._replicas
+
+    def __getitem__(self, replica_id: ReplicaId) -> Replica:
+        return self._replicas[replica_id]
+
+    def get(self, replica_id: ReplicaId) -> Replica | None:
+        return self._replicas.get(replica_id)
+
+    def add(self, spec: ReplicaSpec, now: float) -> Replica:
+        assert spec.replica_id not in self._replicas
+        replica = self._replicas[spec.replica_id] = Replica(spec, since=now, last_work=now)
+        self._in_states.clear()
+        return replica
+
+    def forget(self, replica_id: ReplicaId) -> None:
+        assert not self._replicas[replica_id].has_work
+        del self._replicas[replica_id]
+        self._in_states.clear()
+
+    def move(self, replica: Replica, cause: Cause, why: str, now: float) -> None:
+        """Follow an edge; IllegalEdge where there is none, and nothing is changed."""
+        after = follow(replica.state, cause)
+        record = Transition(now, replica.replica_id, replica.state, cause, after, why)
+        log.info(
+            "%s: %s -> %s (%s): %s",
+            *(replica.replica_id, replica.state.value, after.value, cause.value, why),
+        )
+        self.transitions.append(record)
+        self.counts[replica.state, cause] += 1
+        self.num_moves += 1
+        replica.state, replica.since = after, now
+        replica.role = ROLE_OF[after] or replica.role
+        self._in_states.clear()
+
+    def in_states(self, states: frozenset[State]) -> Sequence[Replica]:
+        """As they are now; what is moved meanwhile stays in the answer."""
+        found = self._in_states.get(states)
+        if found is None:
+            found = self._in_states[states] = tuple(each for each in self if each.state in states)
+        return found
+
+    def prefillers(self) -> Sequence[Replica]:
+        """Those that may be given prompts."""
+        return self.in_states(TAKES_PREFILL)
+
+    def decoders(self) -> Sequence[Replica]:
+        """Those that may be handed requests."""
+        return self.in_states(TAKES_DECODE)
+
+    def check(self) -> None:
+        """See `Replica.check`; what is kept of states holds."""
+        for each in self:
+            each.check()
+        if self._checked_moves != self.num_moves:
+            self._checked_moves = self.num_moves
+            for states, found in self._in_states.items():
+                assert found == tuple(each for each in self if each.state in states)

@@ -1,0 +1,294 @@
+"""The way of a replica: loading, serving, flipping, draining, failing, coming back (pure).
+
+What the engine, a person or the plan wants of a replica becomes a cause here; `Fleet.move` follows
+the edge. Draining ends by itself: whenever a replica's last work ends, it takes the next edge.
+"""
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.control import takeover
+from vllm_kvpool.router.control.breaker import Breaker, BreakerLimits, Trust
+from vllm_kvpool.router.control.desk import Desk
+from vllm_kvpool.router.control.dispatch import Dispatch
+from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Rest, Warm
+from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.flow import Flow
+from vllm_kvpool.router.control.states import (
+    BROKEN,
+    DRAINING,
+    LOADING,
+    TAKES_PREFILL,
+    UP,
+    Cause,
+    ReplicaId,
+    Role,
+    State,
+)
+
+LOAD_CAUSE = {Role.PREFILL: Cause.LOAD_PREFILL, Role.DECODE: Cause.LOAD_DECODE}
+USE_CAUSE = {Role.PREFILL: Cause.USE_PREFILL, Role.DECODE: Cause.USE_DECODE}
+
+_PASSING = DRAINING | BROKEN | {State.REFRACTORY_PREFILL}
+"""States that are left without anybody's asking."""
+_LEAVING = DRAINING | BROKEN | {State.SHUTTING_NULL, State.INACTIVE}
+_UNWANTED = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.SHUTTING_NULL})
+
+
+class Lifecycle:
+    """Owned by the controller."""
+
+    def __init__(self, desk: Desk, flow: Flow, dispatch: Dispatch, limits: BreakerLimits) -> None:
+        self._desk = desk
+        self._flow = flow
+        self._dispatch = dispatch
+        self._limits = limits
+        self._breakers: dict[ReplicaId, Breaker] = {}
+
+    # What engines do
+
+    def added(self, event: Added) -> None:
+        """ConfigError where there is one of that name or address already."""
+        for each in self._desk.fleet:
+            if event.spec.replica_id == each.replica_id or event.spec.url == each.spec.url:
+                leaves = ", and is being removed" if each.is_leaving else ""
+                raise ConfigError(f"{each.replica_id} at {each.spec.url} is there already{leaves}")
+        replica = self._desk.fleet.add(event.spec, self._desk.now)
+        if event.role is not None:
+            self.load(replica, event.role, "added")
+
+    def loaded(self, replica: Replica) -> None:
+        """It is healthy and has answered."""
+        if replica.state not in LOADING:
+            return  # it was given up meanwhile
+        replica.busy_until, replica.is_doubted = 0.0, False
+        replica.is_retried = False
+        self._move(replica, Cause.LOADED, "healthy, and has answered a request")
+        self._ready(replica, "it has answered a request while it was loaded")
+
+    def warmed(self, replica: Replica) -> None:
+        if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
+            self._ready(replica, "has answered a request")
+
+    def failed(self, event: Failed) -> None:
+        """It is gone, or does not answer."""
+        desk, replica = self._desk, self._desk.fleet[event.replica]
+        if replica.state in BROKEN or replica.state is State.INACTIVE:
+            return  # one end of an engine is told by more than one
+        self._flow.abandon(replica)
+        if replica.waits_for is not None:
+            replica.role, replica.waits_for = replica.waits_for, None
+        elif replica.state in _UNWANTED:
+            replica.is_parked = True
+        self._move(replica, Cause.FAIL, event.why)
+        replica.forget_engine()
+        desk.rates.restarted(replica.replica_id)
+        replica.retry_at = desk.now + desk.settings.retry_pause_s
+        breaker = self._breaker(replica)
+        if breaker.failed(desk.now) is Trust.QUARANTINED:
+            replica.retry_at = max(replica.retry_at, breaker.until)
+            why = f"fails too often; left alone for {breaker.until - desk.now:.0f} s"
+            self._move(replica, Cause.QUARANTINE, why)
+
+    def _breaker(self, replica: Replica) -> Breaker:
+        return self._breakers.setdefault(replica.replica_id, Breaker(self._limits))
+
+    def measured(self, event: Measured) -> None:
+        replica = self._desk.fleet[event.replica]
+        replica.sample, replica.sampled_at = event.sample, self._desk.now
+        replica.meters.read(self._desk.now, event.sample)
+        replica.is_doubted = False
+        if replica.state in UP:
+            self._breaker(replica).succeeded(self._desk.now)
+
+    # What people and plans want
+
+    def load(
+        self, replica: Replica, role: Role, why: str, *, live: bool = False, weights: str = ""
+    ) -> None:
+        """Start, wake or await an engine; `live`: give it requests already while it loads."""
+        desk = self._desk
+        live = live and role is Role.PREFILL and desk.settings.takes_over
+        replica.is_retried = False
+        self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
+        desk.actions.append(Load(replica.replica_id, role, weights))
+
+    def give(self, replica: Replica, role: Role, why: str) -> None:
+        """See to it that a replica gets a role, whatever it does now; it may be drained first.
+
+        Nothing is done if it is being removed.
+        """
+        if replica.is_leaving:
+            return
+        state = replica.state
+        replica.waits_for, replica.is_parked = None, False
+        if state is State.INACTIVE:
+            self.load(replica, role, why)
+        elif state is State.SHUTTING_NULL:
+            self._use(replica, role, why)
+        elif state in DRAINING:
+            self._give_draining(replica, role, why)
+        elif state in TAKES_PREFILL and role is Role.DECODE:
+            self._unpair(replica, why)
+            self._move(replica, Cause.MUTATE, why)
+        elif state is State.DECODE and role is Role.PREFILL:
+            self._move(replica, Cause.DEACTIVATE, why)
+            replica.waits_for = role
+        elif state in LOADING and replica.role is not role:
+            self._flow.unbind(replica)
+            self._move(replica, Cause.GIVE_UP, why)
+            self.load(replica, role, why)
+        elif state is State.REFRACTORY_PREFILL and role is Role.DECODE:
+            self._flow.unbind(replica)
+            self._move(replica, Cause.RELAYED, why)
+            self._move(replica, Cause.MUTATE, why)
+        elif state in (State.AUS_PREFILL, State.AUS_DECODE) and replica.role is not role:
+            self._ready(replica, why)
+            self.give(replica, role, why)
+        replica.role = role
+
+    def _give_draining(self, replica: Replica, role: Role, why: str) -> None:
+        if replica.state is State.SHUTTING_PREFILL and role is Role.PREFILL:
+            self._move(replica, Cause.REVIVE, why)
+        elif replica.state is State.SHUTTING_DECODE and role is Role.DECODE:
+            self._move(replica, Cause.REVIVE, why)
+            self._ready(replica, "it has never stopped answering")
+        elif replica.state is not State.MUTATING_TO_DECODE or role is Role.PREFILL:
+            replica.waits_for = role
+
+    def drain(self, replica: Replica, why: str) -> None:
+        """See to it that a replica ends up without work; requests it has are not lost."""
+        replica.waits_for = None
+        if replica.state in TAKES_PREFILL:
+            self._unpair(replica, why)
+            self._move(replica, Cause.DEACTIVATE, why)
+        elif replica.state is State.DECODE:
+            self._move(replica, Cause.DEACTIVATE, why)
+        elif replica.state in LOADING:
+            self._flow.unbind(replica)
+            self._move(replica, Cause.GIVE_UP, why)
+            self._rest(replica)
+        elif replica.state is State.REFRACTORY_PREFILL:
+            self._flow.unbind(replica)
+            self._move(replica, Cause.RELAYED, why)
+            self._move(replica, Cause.DEACTIVATE, why)
+        elif replica.state is State.AUS_PREFILL or replica.state is State.AUS_DECODE:
+            self._ready(replica, why)
+            self._move(replica, Cause.DEACTIVATE, why)
+        elif replica.state is State.MUTATING_TO_DECODE or replica.state in BROKEN:
+            replica.is_parked = True
+
+    def remove(self, replica: Replica, why: str) -> None:
+        """Drain it, then forget it."""
+        replica.is_leaving = True
+        self.drain(replica, why)
+
+    def expire(self, replica: Replica, why: str) -> None:
+        """A standby is not needed any more."""
+        self._move(replica, Cause.EXPIRE, why)
+        self._rest(replica)
+
+    def _rest(self, replica: Replica) -> None:
+        """Its engine is not needed; one of ours frees its place by ending."""
+        if replica.spec.is_ours:
+            replica.is_leaving = True
+        if not replica.is_leaving:
+            self._desk.actions.append(Rest(replica.replica_id))
+
+    def idle(self, replica: Replica, why: str) -> None:
+        """A decoder without work becomes a standby at once."""
+        assert not replica.has_work
+        self._move(replica, Cause.IDLE, why)
+
+    # What follows by itself
+
+    def settle(self) -> None:
+        """Take the edges that are due: work has ended, a pause is over, a partner has gone."""
+        fleet = self._desk.fleet
+        for replica in fleet.in_states(_PASSING):
+            if replica.state is State.MUTATING_TO_DECODE and not replica.prefills:
+                self._flushed(replica)
+            elif replica.state is State.SHUTTING_PREFILL or replica.state is State.SHUTTING_DECODE:
+                self._drain_on(replica)
+            elif replica.state is State.REFRACTORY_PREFILL and not replica.bound:
+                self._move(replica, Cause.RELAYED, "its own queue is empty")
+            elif replica.state in BROKEN:
+                self._try_again(replica)
+        for replica in fleet.in_states(_LEAVING):
+            if replica.is_leaving:
+                self._leave(replica)
+        takeover.pair(fleet, self._desk.now)
+
+    def next_due(self) -> float:
+        """When a pause of a failed replica is over, or a drain has taken too long."""
+        desk = self._desk
+        dues = (
+            each.retry_at if each.state in BROKEN else each.since + desk.settings.drain_timeout_s
+            for each in desk.fleet.in_states(_PASSING)
+        )
+        return min((due for due in dues if due > desk.now), default=float("inf"))
+
+    def _flushed(self, replica: Replica) -> None:
+        self._move(replica, Cause.FLUSHED, "no prompt is left to compute")
+        role, replica.waits_for = replica.waits_for, None
+        if replica.is_parked or role is Role.PREFILL:
+            replica.is_parked = False
+            self._move(replica, Cause.DEACTIVATE, "not wanted as a decoder any more")
+            replica.waits_for = role
+        else:
+            self._dispatch.flush(replica)
+
+    def _drain_on(self, replica: Replica) -> None:
+        """Let a replica go once it has no work, and others have what it has computed."""
+        desk = self._desk
+        is_late = desk.now - replica.since >= desk.settings.drain_timeout_s
+        waits = 0 if is_late else desk.migration.num_from(replica.replica_id)
+        if not replica.has_work and not waits:
+            self._drained(replica)
+        elif is_late and desk.servers():
+            # Each goes on elsewhere where it stopped; so no drain takes for ever.
+            for request_id, stay in replica.stays.items():
+                if not stay.is_sent_away:
+                    stay.is_sent_away = True
+                    desk.actions.append(Abort(request_id))
+
+    def _drained(self, replica: Replica) -> None:
+        self._move(replica, Cause.DRAINED, "without work")
+        role, replica.waits_for = replica.waits_for, None
+        if role is not None:
+            self._use(replica, role, "drained for it")
+
+    def _try_again(self, replica: Replica) -> None:
+        """A failed replica is asked whether it is back; ours is started again."""
+        desk = self._desk
+        if replica.has_work or replica.is_leaving or desk.now < replica.retry_at:
+            return
+        self._move(replica, Cause.RESET, "its pause is over")
+        if replica.is_parked:
+            replica.is_parked = False
+            self._rest(replica)
+        else:
+            self.load(replica, replica.role, "trying again")
+            replica.is_retried = True
+
+    def _leave(self, replica: Replica) -> None:
+        if replica.state is State.SHUTTING_NULL:
+            self._move(replica, Cause.EXPIRE, "to be removed")
+        if replica.state in (State.INACTIVE, *BROKEN) and not replica.has_work:
+            self._desk.actions.append(Rest(replica.replica_id, forget=True))
+            self._desk.fleet.forget(replica.replica_id)
+            self._desk.rates.forget(replica.replica_id)
+            self._breakers.pop(replica.replica_id, None)
+
+    def _use(self, replica: Replica, role: Role, why: str) -> None:
+        self._move(replica, USE_CAUSE[role], why)
+        self._desk.actions.append(Warm(replica.replica_id))
+
+    def _ready(self, replica: Replica, why: str) -> None:
+        if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
+            self._move(replica, Cause.READY, why)
+
+    def _unpair(self, replica: Replica, why: str) -> None:
+        if replica.state is State.OLD_PREFILL:
+            self._move(replica, Cause.UNPAIR, why)
+
+    def _move(self, replica: Replica, cause: Cause, why: str) -> None:
+        self._desk.fleet.move(replica, cause, why, self._desk.now)

@@ -1,0 +1,350 @@
+"""How many replicas of each role there should be (pure: inputs and memory in, plan and memory out).
+
+Up is fast: as soon as the demand exceeds the band, by as many as it takes, `up_cooldown_s` apart.
+Down is slow: one replica at a time, after the wish has held for `down_hold_s` without a break and
+`down_cooldown_s` after the last change of that role. Where one role wants more and the other can
+spare one (its middle utilisation would still hold), the plan is a flip, one at a time; a flip back
+is not planned for `flip_cooldown_s`. A role that is given back soon what was taken from it keeps
+it twice as long the next time, so that a load that comes in bursts does not make plans flap.
+
+Without trustworthy measurements the plan is to stay. A role below its floor is an emergency: it is
+filled without measurements, and from a role that cannot spare one. Executing a plan is for others,
+a dry run is not doing so; the memory counts plans, not their success.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.control.capacity import (
+    Counts,
+    Equation,
+    PlanInputs,
+    Utilisation,
+    equations,
+)
+from vllm_kvpool.router.control.states import Role
+
+LONG_AGO = float("-inf")
+SOON = 10.0  # times the hold, and `longest_hold_s` at least: undone within it, a step was wrong
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """What earlier plans left behind, for one role."""
+
+    up_at: float = LONG_AGO
+    down_at: float = LONG_AGO
+    too_many_since: float | None = None
+    patience: int = 0  # how often hold and flip cooldown are doubled
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """What a plan may be. Counts are of replicas that serve or are on the way to it.
+
+    With room for one alone it is a decode replica, which then computes its prompts itself.
+    """
+
+    min_prefill: int = 1
+    max_prefill: int = 8
+    min_decode: int = 1
+    max_decode: int = 8
+    max_total: int = 16
+    bands: Utilisation = field(default_factory=Utilisation)
+    queue_target_s: float = 2.0  # what waits now is to be worked off within it
+    up_cooldown_s: float = 5.0
+    down_cooldown_s: float = 60.0
+    down_hold_s: float = 30.0
+    flip_cooldown_s: float = 30.0
+    longest_hold_s: float = 1800.0  # of hold and flip cooldown, where they grow
+    max_metrics_age_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for role in Role:
+            least, most = self._given(role)
+            if not 0 <= least <= most:
+                raise ConfigError(f"min_{role.value} is {least}, max_{role.value} is {most}")
+        if self.max_total < 1 or self.min_prefill + self.min_decode > self.max_total:
+            raise ConfigError(
+                f"max_total is {self.max_total}, less than min_prefill and min_decode ask for"
+            )
+        if self.queue_target_s <= 0:
+            raise ConfigError(f"queue_target_s is {self.queue_target_s}, must be positive")
+
+    def hold_s(self, memory: RoleMemory) -> float:
+        return min(self.down_hold_s * 2.0**memory.patience, self.longest_hold_s)
+
+    def flip_back_s(self, giver: RoleMemory) -> float:
+        return min(self.flip_cooldown_s * 2.0**giver.patience, self.longest_hold_s)
+
+    def floor(self, role: Role) -> int:
+        """One at least, as far as `max_total` and the role's own most allow."""
+        least, most = self._given(role)
+        room = self.max_total - (self.floor(Role.DECODE) if role is Role.PREFILL else 0)
+        return min(max(1, least), most, room)
+
+    def cap(self, role: Role) -> int:
+        return self._given(role)[1]
+
+    def _given(self, role: Role) -> tuple[int, int]:
+        if role is Role.PREFILL:
+            return self.min_prefill, self.max_prefill
+        return self.min_decode, self.max_decode
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMemory:
+    """What earlier plans left behind."""
+
+    prefill: RoleMemory = RoleMemory()
+    decode: RoleMemory = RoleMemory()
+    flipped_to: Role | None = None
+    flipped_at: float = LONG_AGO
+
+    def of(self, role: Role) -> RoleMemory:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def changed(self, role: Role, memory: RoleMemory) -> "PlanMemory":
+        if role is Role.PREFILL:
+            return replace(self, prefill=memory)
+        return replace(self, decode=memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One role's replicas, as they are and as they should be."""
+
+    have: int
+    wanted: int
+
+    @property
+    def delta(self) -> int:
+        return self.wanted - self.have
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What should be, and why."""
+
+    prefill: Wanted
+    decode: Wanted
+    flip_to: Role | None  # one of each delta is meant as a flip to this role
+    room: int  # replicas that may be added until `max_total`
+    held: str  # why nothing may change; empty if it may
+    equations: tuple[Equation, ...]
+    why: str  # for people: a line for each equation and each role
+
+    def of(self, role: Role) -> Wanted:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What one role would like, within its own bounds."""
+
+    role: Role
+    counts: Counts
+    floor: int
+    least: int
+    target: int
+    most: int
+
+    @property
+    def up(self) -> int:
+        return self.target - self.counts.all if self.counts.all < self.least else 0
+
+    @property
+    def is_too_many(self) -> bool:
+        return self.counts.all > self.most
+
+    @property
+    def is_urgent(self) -> bool:
+        return self.counts.all < self.floor
+
+    def can_give(self, urgently: bool) -> bool:
+        """Whether one that serves could go. While others come, what they do is to be seen first."""
+        if urgently:
+            return self.counts.serving > self.floor
+        return self.counts.is_settled and not self.up and self.counts.all > self.target
+
+    def note(self, delta: int, now: float, too_many_since: float | None) -> str:
+        if self.up > max(0, delta):
+            return f", {self.up - max(0, delta)} more when room and cooldown allow"
+        if too_many_since is not None:
+            return f", too many for {now - too_many_since:.0f} s"
+        return ""
+
+
+def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
+    """The next plan and what to remember of it."""
+    held = _not_trusted(inputs, limits)
+    terms = () if held else equations(inputs, limits.bands, limits.queue_target_s)
+    if held:
+        wishes = {role: _blind_wish(role, inputs, limits) for role in Role}
+    else:
+        wishes = {role: _wish(role, inputs, limits, terms) for role in Role}
+        _thin_out(wishes, limits)
+    before = _watched(memory, wishes, inputs.now)
+    return _Round(inputs, limits, before, wishes, terms, held).decide()
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One call of `plan`."""
+
+    inputs: PlanInputs
+    limits: PlanLimits
+    memory: PlanMemory
+    wishes: dict[Role, _Wish]
+    terms: tuple[Equation, ...]
+    held: str
+
+    def decide(self) -> tuple[Plan, PlanMemory]:
+        flip_to = self._flip()
+        deltas = self._ups(flip_to)
+        if flip_to is not None:
+            deltas[flip_to.other] -= 1
+        elif (down := self._down(deltas)) is not None:
+            deltas[down] -= 1
+        return self._plan(deltas, flip_to), self._remembered(deltas, flip_to)
+
+    @property
+    def room(self) -> int:
+        have = sum(wish.counts.all for wish in self.wishes.values())
+        return max(0, self.limits.max_total - have)
+
+    def _may_go_up(self, role: Role) -> bool:
+        since_s = self.inputs.now - self.memory.of(role).up_at
+        return self.wishes[role].up > 0 and since_s >= self.limits.up_cooldown_s
+
+    def _flip(self) -> Role | None:
+        since_s = self.inputs.now - self.memory.flipped_at
+        for role in (Role.DECODE, Role.PREFILL):
+            urgent = self.wishes[role].is_urgent
+            is_back = self.memory.flipped_to is role.other
+            back_s = self.limits.flip_back_s(self.memory.of(role.other))
+            if is_back and since_s < back_s and not urgent:
+                continue
+            if self._may_go_up(role) and self.wishes[role.other].can_give(urgent):
+                return role
+        return None
+
+    def _ups(self, flip_to: Role | None) -> dict[Role, int]:
+        """Additions, decode first: what prefill computes, decode must be able to take."""
+        deltas, room = dict.fromkeys(Role, 0), self.room
+        for role in (Role.DECODE, Role.PREFILL):
+            if self._may_go_up(role):
+                flipped = 1 if flip_to is role else 0
+                added = min(self.wishes[role].up - flipped, room)
+                room -= added
+                deltas[role] = flipped + added
+        return deltas
+
+    def _down(self, deltas: dict[Role, int]) -> Role | None:
+        """The role that has had too many for longest, if any may go down now."""
+        ready: list[tuple[float, Role]] = []
+        for role, wish in self.wishes.items():
+            mine, now = self.memory.of(role), self.inputs.now
+            since, last = mine.too_many_since, max(mine.up_at, mine.down_at)
+            if since is None or deltas[role] or not wish.counts.is_settled:
+                continue
+            if (
+                now - since >= self.limits.hold_s(mine)
+                and now - last >= self.limits.down_cooldown_s
+            ):
+                ready.append((since, role))
+        return min(ready, key=lambda pair: pair[0])[1] if ready else None
+
+    def _remembered(self, deltas: dict[Role, int], flip_to: Role | None) -> PlanMemory:
+        memory, now = self.memory, self.inputs.now
+        for role, delta in deltas.items():
+            mine = memory.of(role)
+            if delta > 0:
+                patience = self._patience(mine)
+                memory = memory.changed(role, replace(mine, up_at=now, patience=patience))
+            elif delta < 0:
+                memory = memory.changed(role, replace(mine, down_at=now, too_many_since=None))
+        if flip_to is not None:
+            memory = replace(memory, flipped_to=flip_to, flipped_at=now)
+        return memory
+
+    def _patience(self, mine: RoleMemory) -> int:
+        """After this step up."""
+        if mine.down_at <= mine.up_at:
+            return mine.patience  # nothing was taken away since
+        hold_s = self.limits.hold_s(mine)
+        soon_s = max(SOON * hold_s, self.limits.longest_hold_s)
+        if self.inputs.now - mine.down_at >= soon_s:
+            return max(0, mine.patience - 1)
+        return mine.patience + (hold_s < self.limits.longest_hold_s)
+
+    def _plan(self, deltas: dict[Role, int], flip_to: Role | None) -> Plan:
+        lines = [self.held] if self.held else [term.why for term in self.terms]
+        wanted: dict[Role, Wanted] = {}
+        for role, wish in self.wishes.items():
+            have, delta = wish.counts.all, deltas[role]
+            wanted[role] = Wanted(have, have + delta)
+            flip = ", one by a flip" if flip_to is not None else ""
+            note = wish.note(delta, self.inputs.now, self.memory.of(role).too_many_since)
+            lines.append(f"{role.value}: {have} replicas, wanted {have + delta}{flip}{note}")
+        return Plan(
+            wanted[Role.PREFILL],
+            wanted[Role.DECODE],
+            flip_to=flip_to,
+            room=self.room,
+            held=self.held,
+            equations=self.terms,
+            why="\n".join(lines),
+        )
+
+
+def _not_trusted(inputs: PlanInputs, limits: PlanLimits) -> str:
+    if missing := inputs.missing():
+        return f"hold: no {', '.join(missing)} known"
+    if inputs.metrics_age_s is None:
+        return "hold: measurements are missing"
+    if inputs.metrics_age_s > limits.max_metrics_age_s:
+        age, most = inputs.metrics_age_s, limits.max_metrics_age_s
+        return f"hold: measurements are {age:.1f} s old, {most:g} s at most count"
+    return ""
+
+
+def _wish(role: Role, inputs: PlanInputs, limits: PlanLimits, terms: tuple[Equation, ...]) -> _Wish:
+    floor, cap = limits.floor(role), limits.cap(role)
+    own = [term for term in terms if term.role is role]
+
+    def within(numbers: list[int]) -> int:
+        return min(max(floor, *numbers), cap)
+
+    return _Wish(
+        role,
+        inputs.of(role),
+        floor,
+        least=within([term.least for term in own]),
+        target=within([term.target for term in own]),
+        most=within([term.most for term in own]),
+    )
+
+
+def _blind_wish(role: Role, inputs: PlanInputs, limits: PlanLimits) -> _Wish:
+    """Nothing but the floor: no demand is known."""
+    counts, floor = inputs.of(role), limits.floor(role)
+    return _Wish(role, counts, floor, floor, max(floor, counts.all), max(floor, counts.all))
+
+
+def _thin_out(wishes: dict[Role, _Wish], limits: PlanLimits) -> None:
+    """Above `max_total`, the role with more to spare has too many."""
+    if sum(wish.counts.all for wish in wishes.values()) > limits.max_total:
+        above_floor = [wish for wish in wishes.values() if wish.counts.all > wish.floor]
+        spare = max(above_floor, key=lambda wish: wish.counts.all - wish.target)
+        wishes[spare.role] = replace(spare, most=spare.counts.all - 1)
+
+
+def _watched(memory: PlanMemory, wishes: dict[Role, _Wish], now: float) -> PlanMemory:
+    """Since when each role has had too many."""
+    for role, wish in wishes.items():
+        mine = memory.of(role)
+        since = mine.too_many_since
+        since = (now if since is None else since) if wish.is_too_many else None
+        memory = memory.changed(role, replace(mine, too_many_since=since))
+    return memory

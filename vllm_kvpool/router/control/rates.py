@@ -1,0 +1,327 @@
+"""What the deployment's rates are, learned while it serves (pure; time comes in as `now`).
+
+Every rate is a sum of amounts over a sum of what they took, both fading with a half-life, and
+never a mean of single rates. Time without work is in neither sum, so an idle night does not pull
+a rate down, and many small pieces of work count no more than the time they took. Until
+`MIN_SAMPLES` samples came, a prior from the configuration is blended in.
+
+What a hand-over takes is learned only where one is done: without samples it ages towards the prior,
+so that what was slow once is tried again.
+
+The first samples after an engine's start say how long compiling and warming up takes, not how
+fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thread.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_kvpool.router.control.states import ReplicaId
+
+HALF_LIFE_S = 60.0
+AGEING_HALF_LIFE_S = 120.0  # of what is learned of hand-overs, without any
+MIN_SAMPLES = 8  # from here on the prior counts nothing
+COLD_SAMPLES = 2
+OUTLIER_FACTOR = 10.0  # a sample further off than this counts as this far off
+MIN_SPREAD = 0.1  # of the mean: below it, hand-offs are too alike in length to tell a slope
+MAX_REPLICAS = 4096  # remembered at once; the one remembered longest is forgotten first
+LEAST_SPAN_S = 1.0  # of a flow: two readings at almost one moment are not a flood
+MAX_READINGS = 128  # of a flow; beyond it the oldest two become one
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """All rates at one moment. As a value of the configuration: what to assume at the start."""
+
+    prefill_tokens_per_s: float = 10_000.0  # of one prefill replica: prompt tokens computed
+    decode_tokens_per_s: float = 1_000.0  # of one decode replica: tokens generated
+    transfer_tokens_per_s: float = 50_000.0  # of one decode replica: prompt tokens taken over
+    handoff_overhead_s: float = 0.02  # of one hand-off, however short the prompt
+    handoff_s_per_token: float = 0.00002  # of one hand-off, beyond that
+    local_prefill_s_per_token: float = 0.0001  # of a prompt that its decode replica computes
+    local_overhead_s: float = 0.0  # the same as a line: until the first token, however short it is
+    local_s_per_token: float = 0.0001  # beyond that
+    output_tokens_per_request: float = 256.0
+    tokens_per_byte: float = 0.25  # prompt tokens by bytes of the request's body
+
+    def handoff_s(self, tokens: float) -> float:
+        """Seconds from the end of a prefill to the first decoded token."""
+        return self.handoff_overhead_s + self.handoff_s_per_token * tokens
+
+    def stolen_s(self, tokens: float) -> float:
+        """Seconds that so many prompt tokens take from a decode replica that computes them.
+
+        What a hand-over takes too, however short the prompt, is nothing that they take.
+        """
+        local_s = self.local_overhead_s + self.local_s_per_token * tokens
+        return local_s - min(self.local_overhead_s, self.handoff_overhead_s)
+
+
+@dataclass(slots=True)
+class Rate:
+    """Amount by what it took (tokens by seconds, say), over the recent past."""
+
+    prior: float
+    outlier_factor: float = OUTLIER_FACTOR
+    half_life_s: float = HALF_LIFE_S
+    samples: int = 0
+    _ratio: float = 0.0  # kept beside the weight: both sums fade to nothing in a long pause
+    _weight: float = 0.0  # what was taken, faded
+    _at: float = 0.0
+
+    def add(self, now: float, amount: float, took: float) -> None:
+        """One sample; `took` is positive. Samples may be told a little out of order."""
+        if self.samples >= MIN_SAMPLES:
+            # What was too slow took less, what was too fast was less: neither gains weight.
+            took = min(took, _quotient(amount * self.outlier_factor, self._ratio))
+            amount = min(amount, self._ratio * self.outlier_factor * took)
+        weight = self._weight * 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
+        if took > 0.0:
+            self._ratio = (self._ratio * weight + amount) / (weight + took)
+            self._weight, self._at = weight + took, max(now, self._at)
+            self.samples += 1
+
+    @property
+    def value(self) -> float:
+        share = min(1.0, self.samples / MIN_SAMPLES)
+        return self.prior + share * (self._ratio - self.prior)
+
+
+def _quotient(amount: float, ratio: float) -> float:
+    return amount / ratio if ratio > 0.0 else float("inf")
+
+
+@dataclass(slots=True)
+class Line:
+    """Seconds of a hand-off by its tokens: an overhead and a slope, by least squares."""
+
+    prior_overhead_s: float
+    prior_s_per_token: float
+    half_life_s: float = HALF_LIFE_S
+    samples: int = 0
+    _weight: float = 0.0
+    _at: float = 0.0
+    _tokens: float = 0.0  # means, variance and covariance, faded
+    _seconds: float = 0.0
+    _variance: float = 0.0
+    _covariance: float = 0.0
+
+    def add(self, now: float, tokens: float, seconds: float) -> None:
+        if self.samples >= MIN_SAMPLES:
+            overhead_s, s_per_token = self.value
+            expected_s = overhead_s + s_per_token * tokens
+            seconds = min(max(seconds, expected_s / OUTLIER_FACTOR), expected_s * OUTLIER_FACTOR)
+        faded = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
+        self._weight = self._weight * faded + 1.0
+        self._at = max(now, self._at)
+        share = 1.0 / self._weight
+        d_tokens, d_seconds = tokens - self._tokens, seconds - self._seconds
+        self._tokens += share * d_tokens
+        self._seconds += share * d_seconds
+        self._variance = (1 - share) * (self._variance + share * d_tokens * d_tokens)
+        self._covariance = (1 - share) * (self._covariance + share * d_tokens * d_seconds)
+        self.samples += 1
+
+    def aged(self, now: float) -> tuple[float, float]:
+        """`value`, the nearer to the prior the longer nothing was added."""
+        share = 0.5 ** (max(0.0, now - self._at) / AGEING_HALF_LIFE_S)
+        overhead_s, s_per_token = self.value
+        return (
+            self.prior_overhead_s + share * (overhead_s - self.prior_overhead_s),
+            self.prior_s_per_token + share * (s_per_token - self.prior_s_per_token),
+        )
+
+    @property
+    def value(self) -> tuple[float, float]:
+        """Overhead in seconds, and seconds by token; neither is negative."""
+        share = min(1.0, self.samples / MIN_SAMPLES)
+        if not share:
+            return self.prior_overhead_s, self.prior_s_per_token
+        if self._variance > (MIN_SPREAD * self._tokens) ** 2:
+            slope = max(0.0, self._covariance / self._variance)
+        else:
+            slope = self.prior_s_per_token
+        slope = min(slope, _quotient(self._seconds, self._tokens))
+        overhead_s = max(0.0, self._seconds - slope * self._tokens)
+        return (
+            self.prior_overhead_s + share * (overhead_s - self.prior_overhead_s),
+            self.prior_s_per_token + share * (slope - self.prior_s_per_token),
+        )
+
+
+@dataclass(slots=True)
+class Flow:
+    """Units by second over the last `window_s`, from a counter that starts anew now and then."""
+
+    window_s: float = 10.0
+    _began_at: float | None = None
+    _read_at: float = 0.0
+    _counter: float = 0.0
+    _gains: deque[tuple[float, float, float]] = field(default_factory=deque)  # from, to, units
+
+    def read(self, now: float, counter: float) -> None:
+        """The counter's value now. One lower than before says that it began again at zero."""
+        if self._began_at is None:
+            self._began_at, self._read_at, self._counter = now, now, counter
+            return
+        if now <= self._read_at:
+            return  # the next reading carries what has come since the last one
+        gain = counter - self._counter if counter >= self._counter else counter
+        self._gains.append((self._read_at, now, gain))
+        self._read_at, self._counter = now, counter
+        if len(self._gains) > MAX_READINGS:
+            (begin, _, first), (_, end, second) = self._gains.popleft(), self._gains.popleft()
+            self._gains.appendleft((begin, end, first + second))
+
+    def per_second(self, now: float) -> float:
+        """Over the window that ends with the last reading; zero once that is as long ago."""
+        if self._began_at is None or now - self._read_at >= self.window_s:
+            return 0.0
+        begin = max(self._began_at, self._read_at - self.window_s)
+        while self._gains and self._gains[0][1] <= begin:
+            self._gains.popleft()
+        units = sum(
+            gain * (end - max(start, begin)) / (end - start) for start, end, gain in self._gains
+        )
+        return units / max(self._read_at - begin, LEAST_SPAN_S)
+
+
+@dataclass(slots=True)
+class Busy:
+    """One replica's seconds with at least one piece of work of a kind under way."""
+
+    under_way: int = 0
+    _since: float = 0.0
+
+    def began(self, now: float) -> None:
+        if not self.under_way:
+            self._since = now
+        self.under_way += 1
+
+    def take(self, now: float) -> float:
+        """The busy seconds since the last call."""
+        if not self.under_way:
+            return 0.0
+        busy_s, self._since = now - self._since, now
+        return busy_s
+
+    def ended(self) -> None:
+        """What was not taken when the last one ends is lost: it led to nothing."""
+        self.under_way = max(0, self.under_way - 1)
+
+
+class Stage(Enum):
+    """What a replica can be busy with."""
+
+    PREFILL = "prefill"
+    TRANSFER = "transfer"  # from the end of a prefill to the first decoded token
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One replica: what it is busy with, and how many samples of a kind were left out."""
+
+    busy: dict[Stage, Busy] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+class Measured:
+    """The rates of all replicas together.
+
+    Work is told by `began`, `did` (as often as there is something to tell) and `ended` (once for
+    each `began`, failed or not).
+    """
+
+    def __init__(self, prior: Rates, half_life_s: float = HALF_LIFE_S) -> None:
+        def mean(value: float) -> Rate:
+            # Lengths of answers and prompts differ by more than any factor, and rightly.
+            return Rate(value, float("inf"), half_life_s)
+
+        self._stages = {
+            Stage.PREFILL: Rate(prior.prefill_tokens_per_s, half_life_s=half_life_s),
+            Stage.TRANSFER: Rate(prior.transfer_tokens_per_s, half_life_s=half_life_s),
+            Stage.DECODE: Rate(prior.decode_tokens_per_s, half_life_s=half_life_s),
+        }
+        self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
+        self._local = Rate(prior.local_prefill_s_per_token, half_life_s=half_life_s)
+        self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
+        self._output = mean(prior.output_tokens_per_request)
+        self._prompt = mean(prior.tokens_per_byte)
+        self._seen: dict[ReplicaId, _Seen] = {}
+
+    def restarted(self, replica: ReplicaId) -> None:
+        """Its first samples are left out again. A replica never seen is new in any case."""
+        self._of(replica).left_out.clear()
+
+    def forget(self, replica: ReplicaId) -> None:
+        """It has left."""
+        self._seen.pop(replica, None)
+
+    def began(self, stage: Stage, replica: ReplicaId, now: float) -> None:
+        self._of(replica).busy.setdefault(stage, Busy()).began(now)
+
+    def did(self, stage: Stage, replica: ReplicaId, now: float, tokens: int) -> None:
+        """So many tokens more are done."""
+        busy = self._of(replica).busy.get(stage)
+        if busy is None or tokens <= 0:
+            return  # without tokens the busy seconds wait for the next ones
+        busy_s = busy.take(now)
+        if busy_s > 0.0 and self._is_warm(stage.value, replica):
+            self._stages[stage].add(now, tokens, busy_s)
+
+    def ended(self, stage: Stage, replica: ReplicaId) -> None:
+        if busy := self._of(replica).busy.get(stage):
+            busy.ended()
+
+    def handed_over(self, replica: ReplicaId, now: float, tokens: int, seconds: float) -> None:
+        """A prompt of so many tokens took this long from its prefill's end to the next token."""
+        if tokens > 0 and seconds > 0.0 and self._is_warm("handoff", replica):
+            self._handoff.add(now, tokens, seconds)
+
+    def prefilled_locally(
+        self, replica: ReplicaId, now: float, tokens: int, seconds: float
+    ) -> None:
+        """A decode replica computed so many prompt tokens itself."""
+        if tokens > 0 and seconds > 0.0 and self._is_warm("local", replica):
+            self._local.add(now, seconds, tokens)
+            self._local_line.add(now, tokens, seconds)
+
+    def answered(self, now: float, output_tokens: int) -> None:
+        """A request is over, with so many tokens generated."""
+        self._output.add(now, output_tokens, 1.0)
+
+    def counted(self, now: float, prompt_tokens: int, body_bytes: int) -> None:
+        """An engine said how many tokens a body of so many bytes held."""
+        if prompt_tokens > 0 and body_bytes > 0:
+            self._prompt.add(now, prompt_tokens, body_bytes)
+
+    def snapshot(self, now: float) -> Rates:
+        """What is known at `now`."""
+        overhead_s, s_per_token = self._handoff.aged(now)
+        local_overhead_s, local_s_per_token = self._local_line.value
+        return Rates(
+            prefill_tokens_per_s=self._stages[Stage.PREFILL].value,
+            decode_tokens_per_s=self._stages[Stage.DECODE].value,
+            transfer_tokens_per_s=self._stages[Stage.TRANSFER].value,
+            handoff_overhead_s=overhead_s,
+            handoff_s_per_token=s_per_token,
+            local_prefill_s_per_token=self._local.value,
+            local_overhead_s=local_overhead_s,
+            local_s_per_token=local_s_per_token,
+            output_tokens_per_request=self._output.value,
+            tokens_per_byte=self._prompt.value,
+        )
+
+    def _of(self, replica: ReplicaId) -> _Seen:
+        if replica not in self._seen:
+            if len(self._seen) >= MAX_REPLICAS:
+                del self._seen[next(iter(self._seen))]
+            self._seen[replica] = _Seen()
+        return self._seen[replica]
+
+    def _is_warm(self, kind: str, replica: ReplicaId) -> bool:
+        left_out = self._of(replica).left_out
+        count = left_out.get(kind, 0)
+        left_out[kind] = min(count + 1, COLD_SAMPLES)
+        return count >= COLD_SAMPLES

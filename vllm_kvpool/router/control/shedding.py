@@ -1,0 +1,221 @@
+"""Which requests are let in (pure): few enough that those let in are answered in time.
+
+A request waits for the prompts before it to be computed, and for decode replicas to free the
+blocks it needs; the two go on side by side, so the longer one counts:
+
+    prefill wait  queued tokens / (prefill replicas * prefill rate)
+    decode wait   (queued blocks + its own - room) / blocks freed by second
+                  blocks freed = decode replicas * decode rate / tokens of an answer
+                                 * blocks of a request
+
+What `ttft_target_s` leaves beside the hand-off is how long that may be. Up to half of it all are
+let in, at all of it none, in between a share that falls evenly: each request adds that share to a
+credit and is let in when one is full. So a steady overload sheds steadily, every second request
+at twice the load, and never all or none by turns.
+
+Where more was let in than can be served, as rates were not known yet or have fallen, those that
+still wait at twice the target are refused after all: none gets its first token much later.
+
+Requests below normal priority are refused earlier; those above it may use a reserve and are all let
+in as long as any others are. As in vLLM the lower number comes first. All belongs to one thread.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.control.rates import Rates
+
+ALL_UNTIL = 0.5  # of the wait that is allowed
+LEAST_BUDGET = 0.25  # of the target, however long the hand-off takes
+OVERDUE = 2.0  # times the target: who still waits then was let in by mistake
+TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503  # HTTP
+TINY = 1e-9  # requests by second
+ROUNDING = 1e-9  # of a credit: ten tenths are one
+
+
+@dataclass(frozen=True, slots=True)
+class ShedLimits:
+    """How long a request may wait, and how many may."""
+
+    ttft_target_s: float = 5.0  # from arrival to the first token, the prompt's own time aside
+    max_queued_requests: int = 1024
+    reserve: float = 0.2  # of both, kept from normal requests; twice that from those below
+    max_retry_after_s: int = 60
+
+    def __post_init__(self) -> None:
+        if self.ttft_target_s <= 0 or self.max_queued_requests < 1 or self.max_retry_after_s < 1:
+            raise ConfigError("ttft_target_s, max_queued_requests, max_retry_after_s: positive")
+        if not 0 <= self.reserve < 0.5:
+            raise ConfigError(f"reserve is {self.reserve}, must be 0 or more and below 0.5")
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What a request finds before it."""
+
+    queued_requests: int
+    queued_tokens: float  # to be computed before it: in the router's queue and on replicas
+    prefill_replicas: int  # serving; without any, decode replicas compute prompts
+    decode_replicas: int  # serving, locked ones too
+    queued_blocks: float  # reserved for requests let in that no decode replica has yet
+    room_blocks: float  # of open decode replicas, up to their watermark
+    committed_blocks: float  # of requests on decode replicas
+    committed_requests: int
+    is_saturated: bool  # every decode replica is full
+    rates: Rates
+    spill_share: float = 0.0  # of decode replicas' time: prompts that they compute meanwhile
+    is_gated: bool = False  # some of the queued wait as no decode replica takes them now
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    prompt_tokens: float  # all of it: what is handed over
+    uncached_tokens: float  # to be computed
+    blocks: float  # it will need on its decode replica
+    priority: int = 0
+    deadline_s: float | None = None  # from now to the first token
+
+
+class Reason(Enum):
+    """Why a request is refused."""
+
+    QUEUE_FULL = "too many requests wait"
+    PREFILL_WAIT = "prompts would wait too long to be computed"
+    DECODE_WAIT = "decode replicas are full"
+    DEADLINE = "its deadline cannot be met"
+    NO_REPLICA = "no decode replica serves"
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """It is let in, and should wait about this long before its prompt is computed."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It is not: an HTTP status, and when to come again."""
+
+    status: int  # 429: ask less often; 503: nothing can take it
+    retry_after_s: int  # 1 or more
+    reason: Reason
+    numbers: str = ""  # what was estimated, and which limit it passes
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason.value}: {self.numbers}" if self.numbers else self.reason.value
+
+
+class Shedder:
+    """Lets requests in or not. The pressure must count every request as soon as it is let in."""
+
+    def __init__(self, limits: ShedLimits | None = None) -> None:
+        self._limits = limits or ShedLimits()
+        self._credit: dict[float, float] = {}  # by allowance, of which there are three
+        self._refused = 0
+
+    @property
+    def overdue_s(self) -> float:
+        """How long a request may wait for others before it."""
+        return OVERDUE * self._limits.ttft_target_s
+
+    def decide(self, pressure: Pressure, ask: Ask) -> Accept | Refuse:
+        limits, rates = self._limits, pressure.rates
+        if not pressure.decode_replicas:
+            return self._refuse(UNAVAILABLE, limits.max_retry_after_s, Reason.NO_REPLICA)
+        prefill_s, decode_s = prefill_wait_s(pressure), decode_wait_s(pressure, ask)
+        wait_s = max(prefill_s, decode_s)
+        allowance, all_until = self._allowance(ask.priority)
+        handoff_s = rates.handoff_s(ask.prompt_tokens)
+        budget_s = max(limits.ttft_target_s - handoff_s, LEAST_BUDGET * limits.ttft_target_s)
+        most_s, all_s = allowance * budget_s, all_until * budget_s
+        later_s = wait_s - all_s  # then all would be let in again
+        if pressure.queued_requests >= allowance * limits.max_queued_requests:
+            most = f"{allowance * limits.max_queued_requests:.0f} of overload.max_queue may"
+            numbers = f"{pressure.queued_requests} requests wait, {most}"
+            later_s = max(later_s, prefill_s / 2)
+            return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.QUEUE_FULL, numbers)
+        if ask.deadline_s is not None:
+            own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
+            numbers = (
+                f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
+                f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
+            )
+            if own_s > ask.deadline_s:
+                return self._refuse(UNAVAILABLE, 1.0, Reason.DEADLINE, numbers)
+            if wait_s + own_s > ask.deadline_s:
+                later_s = wait_s + own_s - ask.deadline_s
+                return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.DEADLINE, numbers)
+        if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
+            return Accept(wait_s)
+        numbers = (
+            f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
+            f"of overload.ttft_target_s={limits.ttft_target_s:g}"
+        )
+        if decode_s > prefill_s or pressure.is_saturated:
+            return self._refuse(UNAVAILABLE, later_s, Reason.DECODE_WAIT, numbers)
+        return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.PREFILL_WAIT, numbers)
+
+    def _allowance(self, priority: int) -> tuple[float, float]:
+        """Shares of the budget: up to which any are let in, and up to which all are."""
+        reserve = self._limits.reserve
+        if priority < 0 and reserve:
+            return 1.0, 1.0 - reserve  # all, as long as any of the rest are
+        kept_back = (priority >= 0) + (priority > 0)
+        most = 1.0 - kept_back * reserve
+        return most, ALL_UNTIL * most
+
+    def _let_in(self, allowance: float, share: float) -> bool:
+        if share >= 1.0:
+            return True
+        credit = self._credit.get(allowance, 0.0) + max(0.0, share)
+        is_in = credit >= 1.0 - ROUNDING
+        self._credit[allowance] = credit - 1.0 if is_in else credit
+        return is_in
+
+    def _refuse(self, status: int, later_s: float, reason: Reason, numbers: str = "") -> Refuse:
+        """Those refused together are sent away for one to two times as long, not to meet again."""
+        self._refused += 1
+        most_s = self._limits.max_retry_after_s
+        least_s = math.ceil(min(max(later_s, 1.0), most_s))
+        retry_after_s = min(least_s + self._refused % (least_s + 1), most_s)
+        return Refuse(status, retry_after_s, reason, numbers)
+
+
+def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
+    """Prompt tokens by second, of all replicas or of so many."""
+    rates = pressure.rates
+    if pressure.prefill_replicas:
+        if replicas is not None:
+            return replicas * rates.prefill_tokens_per_s
+        spilled = pressure.decode_replicas * pressure.spill_share / rates.local_prefill_s_per_token
+        return pressure.prefill_replicas * rates.prefill_tokens_per_s + spilled
+    return (replicas or pressure.decode_replicas) / rates.local_prefill_s_per_token
+
+
+def prefill_wait_s(pressure: Pressure) -> float:
+    """Seconds until what is queued is computed."""
+    return pressure.queued_tokens / prefill_speed(pressure)
+
+
+def decode_wait_s(pressure: Pressure, ask: Ask) -> float:
+    """Seconds until decode replicas can take the request; infinite if nothing will be freed."""
+    rates = pressure.rates
+    tokens_per_s = pressure.decode_replicas * rates.decode_tokens_per_s
+    requests_per_s = tokens_per_s / max(1.0, rates.output_tokens_per_request)
+    # Whatever they wait for, blocks or not, it goes on as fast as others end.
+    is_gated = pressure.is_gated
+    turn_s = pressure.queued_requests / max(requests_per_s, TINY) if is_gated else 0.0
+    short = pressure.queued_blocks + ask.blocks - pressure.room_blocks
+    if short <= 0:
+        return turn_s
+    if not pressure.committed_requests:
+        # Nothing will be freed; but who has nothing takes whatever is next, however large.
+        return math.inf if pressure.queued_requests else turn_s
+    blocks_per_s = requests_per_s * pressure.committed_blocks / pressure.committed_requests
+    return max(turn_s, short / blocks_per_s if blocks_per_s > 0 else math.inf)

@@ -1,0 +1,173 @@
+"""What is known of one answer: its tokens, its text, and where a token ends that a text ends with.
+
+Characters are counted over all text that has been delivered, in order. A *mark* is a number of
+tokens after which the detokenizer of the engine had given out all text but what it withholds for
+stop strings, so that another engine which is given these tokens as prompt goes on exactly there:
+
+- A chunk of one token that brings text ends at one. (A detokenizer that waits for the rest of a
+  character gives out nothing, and then all at once.)
+- So does any chunk whose next text begins with an ASCII character, if nothing is withheld: a
+  character that was waited for has several bytes.
+
+With stop strings vLLM withholds as many characters as the longest has, less one. A mark then stands
+that much further in the text than what has been delivered when it is made. Text of another kind (a
+chat's reasoning, then its content) has a marker between that is not part of it: marks do not go
+across.
+
+A stop string that has not ended in what an engine has generated begins after all that it has given
+out, so an engine that goes on from a mark in the delivered text sees all of it. Where nothing is
+withheld (`include_stop_str_in_output`) it might have begun before: `open_chars` says where.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_kvpool.router.dataplane.chunks import Piece
+
+MAX_MARKS = 512
+
+
+class Mark(NamedTuple):
+    """See the module docstring."""
+
+    num_tokens: int
+    num_chars: int
+
+
+BEGINNING = Mark(0, 0)
+
+
+class Answer:
+    """One client's answer so far. Owned by its `Splice`."""
+
+    def __init__(self, stops: Sequence[str], withholds: bool) -> None:
+        self.prompt_ids = b""
+        """The JSON of the prompt's, as the first engine has sent them: they are never decoded."""
+        self.ids = array("i")
+        """All that engines have sent and nothing has contradicted; the last may be undelivered."""
+        self.ends = array("q")
+        """Where the text of each token ends as `text_offset` counts, where that is known."""
+        self.num_told = 0
+        """Tokens whose chunk has been delivered."""
+        self.num_chars = 0
+        self.num_echoed = 0
+        """Characters at the beginning that are of the prompt."""
+        self.has_ids = True
+        """Whether all tokens so far are in `ids`."""
+        self.has_tool_calls = False
+        self.num_reasoning_tokens = 0
+        """Tokens of chunks that had reasoning."""
+        self.is_parsed = False
+        """Whether its engine has looked for more in it than text."""
+        self._runs: list[tuple[str, list[str]]] = []
+        self._stops = stops
+        longest = max(map(len, stops), default=1)
+        self.withheld_chars = longest - 1 if withholds else 0
+        self._marks: deque[Mark] = deque(maxlen=MAX_MARKS)
+        self._likely: Mark | None = None  # the end of a chunk of several tokens
+
+    @property
+    def kind(self) -> str | None:
+        """The field of the last text."""
+        return self._runs[-1][0] if self._runs else None
+
+    def add_text(self, pieces: Sequence[Piece], tokens_of_chunk: int, num_tokens: int) -> None:
+        """A chunk's text has been delivered; it had `tokens_of_chunk`, with `num_tokens` so far."""
+        for kind, text in pieces:
+            if kind != self.kind:
+                self._runs.append((kind, []))
+                self._marks.clear()
+                self._likely = None
+            if text[0] < "\x80":
+                self._keep(self._likely)
+            self._likely = None
+            self._runs[-1][1].append(text)
+            self.num_chars += len(text)
+        if self.has_ids and not num_tokens:
+            self.num_echoed = self.num_chars
+        if len(pieces) != 1 or not tokens_of_chunk:
+            return
+        mark = Mark(num_tokens, self.num_chars + self.withheld_chars)
+        if tokens_of_chunk == 1:
+            self._keep(mark)
+        elif not self.withheld_chars:
+            self._likely = mark
+
+    def _keep(self, mark: Mark | None) -> None:
+        if mark is not None and (not self._marks or self._marks[-1] < mark):
+            self._marks.append(mark)
+
+    def last_mark(self, max_chars: int) -> Mark | None:
+        """The last one in so much of the text."""
+        return next((mark for mark in reversed(self._marks) if mark.num_chars <= max_chars), None)
+
+    def exact_mark(self) -> Mark | None:
+        """The one at the end of the delivered text, if there is one."""
+        mark = self.last_mark(self.num_chars)
+        return mark if mark is not None and mark.num_chars == self.num_chars else None
+
+    def replace_after(self, num_tokens: int, ids: Sequence[int], ends: Sequence[int]) -> None:
+        """Another engine has generated other tokens for the same text."""
+        if self.ids[num_tokens:] != array("i", ids):
+            kept = [mark for mark in self._marks if mark.num_tokens <= num_tokens]
+            self._marks = deque(kept, MAX_MARKS)
+            self._likely = None
+        del self.ids[num_tokens:], self.ends[num_tokens:]
+        self.ids.extend(ids)
+        self.ends.extend(ends)
+
+    def text_after(self, num_chars: int) -> list[Piece]:
+        """What has been delivered from there on, as runs of one kind each."""
+        found: list[Piece] = []
+        for kind, texts in self._runs:
+            text = "".join(texts)
+            if num_chars < len(text):
+                found.append((kind, text[num_chars:]))
+            num_chars = max(0, num_chars - len(text))
+        return found
+
+    def tail(self, num_chars: int) -> str:
+        """The last characters of the same kind, at most so many."""
+        found = ""
+        for text in reversed(self._runs[-1][1]) if self._runs else ():
+            found = text + found
+            if len(found) >= num_chars:
+                break
+        return found[max(0, len(found) - num_chars) :]
+
+    def open_chars(self, more: str = "") -> int:
+        """How much of the end of the text, with `more` after it, may begin a stop string."""
+        longest = max(map(len, self._stops), default=1)
+        text = self.tail(longest - 1) + more
+        for length in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops if len(stop) > length):
+                return length
+        return 0
+
+
+class Overlap:
+    """What a client has already of what an engine is going to say."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._left = deque(pieces)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def cut(self, pieces: Sequence[Piece]) -> list[Piece] | None:
+        """What is new of them; None if they are not what the client has been told."""
+        new: list[Piece] = []
+        for kind, text in pieces:
+            while text and self._left:
+                known_kind, known = self._left.popleft()
+                common = min(len(known), len(text))
+                if kind != known_kind or known[:common] != text[:common]:
+                    return None
+                if common < len(known):
+                    self._left.appendleft((kind, known[common:]))
+                text = text[common:]
+            if text:
+                new.append((kind, text))
+        return new

@@ -1,0 +1,465 @@
+"""One request of a client: performs what the controller wants of it, and reports how it went.
+
+Lives in the task of the client's connection. The controller says who computes the prompt and who
+answers; here the calls are made, the answer is handed on as it comes, and where the engine is lost
+in mid-stream it is spliced with that of the next one. A client that wants its answer in one piece
+gets one that is assembled from a stream, so that it, too, is failed over and timed token by token.
+Whatever happens, each call is reported exactly once, and the controller knows when the request is
+over.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from vllm_kvpool.identity.cell_names import ChunkNames
+from vllm_kvpool.router.control.events import (
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    Event,
+    Outcome,
+    Prefill,
+    Refuse,
+)
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.bodies import ClientRequest
+from vllm_kvpool.router.dataplane.chunks import DONE
+from vllm_kvpool.router.dataplane.clients import (
+    EVENT_STREAM,
+    JSON,
+    SERVER,
+    STREAM_HEADERS,
+    Client,
+    ClientGone,
+)
+from vllm_kvpool.router.dataplane.engines import (
+    Answer,
+    EngineBroke,
+    EngineLost,
+    Engines,
+    finish,
+    read,
+)
+from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_request_id
+from vllm_kvpool.router.dataplane.recovery import Manner
+from vllm_kvpool.router.dataplane.replies import (
+    FAILED_FROM,
+    OK,
+    NoReply,
+    Said,
+    error_event,
+    outcome_of,
+    read_reply,
+)
+from vllm_kvpool.router.dataplane.reports import ended, outcome_of_error
+from vllm_kvpool.router.dataplane.spelling import spell
+from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
+from vllm_kvpool.router.dataplane.steps import Detokenize, Finish, Refusal, Resume
+from vllm_kvpool.router.dataplane.steps import EngineLost as StreamLost
+from vllm_kvpool.router.dataplane.whole_answer import (
+    NotAssembled,
+    WholeAnswer,
+    streamed,
+    why_unstreamed,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+Directive = Prefill | Decode | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What exchanges need of the router."""
+
+    engines: Engines
+    post: Callable[[Event], None]
+    url_of: Callable[[ReplicaId], str]
+    learn: Callable[[int, int], None]
+    """Takes prompt tokens, and the bytes they were in."""
+    others: Callable[[ReplicaId], list[str]]
+    """URLs of engines that answer, that one's last."""
+    expect_timeout_ms: int
+    prefill_timeout_s: float
+    named: Callable[[ClientRequest, ChunkNames], None] | None = None
+    """Takes what the cells of a prompt are called; None: nobody wants to know."""
+
+
+class Exchange:
+    """Owned by its task; `give`, `abort` and `fail` are called in the same loop."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        request: ClientRequest,
+        headers: CIMultiDict[str],
+        client: Client,
+        wiring: Wiring,
+    ) -> None:
+        self.request_id = request_id
+        self._client_request = self._request = request
+        """As it came, and as engines are asked."""
+        self._headers = headers
+        self._client = client
+        self._wiring = wiring
+        self._directives: deque[Directive] = deque()
+        self._wake = asyncio.Event()
+        self._call: Prefill | Decode | None = None
+        self._leash: asyncio.Timeout | None = None
+        self._is_aborted = False
+        self._is_over = False
+        """Whether the controller knows that it is."""
+        self._has_failed = False
+        self._whole: WholeAnswer | None = None
+        """What is assembled for a client that has asked for no stream."""
+        if not request.stream and why_unstreamed(request) is None:
+            self._whole = WholeAnswer(request.kind)
+            self._request = streamed(request)
+        self._splice = self._new_splice()
+        self._resume: Resume | None = None
+        self._num_payloads = self._num_told = 0
+        """Of streams: events so far, and tokens before the present call."""
+        self._failure: Answer | None = None
+        """What an engine has said of its own failure."""
+
+    def _new_splice(self) -> Splice | None:
+        request = self._request
+        return Splice(request, tracked=request.trackable) if request.stream else None
+
+    # Called by the router
+
+    def give(self, directive: Directive) -> None:
+        """The controller's next wish."""
+        self._is_aborted = False
+        self._directives.append(directive)
+        self._wake.set()
+
+    def abort(self) -> None:
+        """The call in hand, or given and not begun, is not wanted any more; it ends as lost."""
+        if self._leash is not None and not self._is_aborted:
+            self._leash.reschedule(0.0)
+        self._is_aborted = True
+
+    def fail(self) -> None:
+        """The router has a bug; the client is told so, if it waits."""
+        self._has_failed = True
+        self.abort()
+        self._wake.set()
+
+    # The task
+
+    async def run(self) -> web.StreamResponse:
+        """Serve the client; the request has been announced to the controller."""
+        try:
+            await self._serve()
+        except ClientGone as error:
+            log.info("%s: its client %s", self.request_id, error)
+        except Exception:
+            # The top of the request's lane: a bug costs this request, and no other.
+            log.exception("%s has failed", self.request_id)
+            await self._say_failed()
+        finally:
+            self._end_all()
+        return self._client.response
+
+    async def _serve(self) -> None:
+        is_answered = False
+        while not is_answered:
+            directive = await self._next()
+            match directive:
+                case Prefill():
+                    await self._prefill(directive)
+                case Decode():
+                    is_answered = await self._decode(directive)
+                case Refuse():
+                    self._is_over = is_answered = True
+                    await self._refuse(directive)
+
+    async def _next(self) -> Directive:
+        while not self._directives:
+            if self._has_failed:
+                raise RuntimeError("the controller has failed with it")
+            self._wake.clear()
+            await self._wake.wait()
+        return self._directives.popleft()
+
+    async def _say_failed(self) -> None:
+        try:
+            await self._client.tell(SERVER_ERROR, "The router has failed.", "InternalServerError")
+        except (ClientGone, RuntimeError) as error:
+            log.info("%s: its client cannot be told: %s", self.request_id, error)
+
+    def _end_all(self) -> None:
+        """Report what was begun, or was to be, and is not done; and that it is over."""
+        self._client.leave()
+        if not self._is_over or self._has_failed:
+            self._wiring.post(Cancelled(self.request_id))
+        if self._call is not None:
+            self._report(Outcome.CANCELLED)
+        while self._directives:
+            call = self._directives.popleft()
+            if not isinstance(call, Refuse):
+                self._call = call
+                self._report(Outcome.CANCELLED)
+
+    def _report(self, outcome: Outcome, said: Said | None = None, seconds: float = 0.0) -> None:
+        """The call in hand has ended."""
+        call, self._call = self._call, None
+        assert call is not None
+        if isinstance(call, Decode):
+            self._is_over |= outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
+        self._wiring.post(ended(call, outcome, said or Said(), seconds))
+
+    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call that can be aborted; EngineBroke if it is."""
+        why = "given up by the router"
+        if self._is_aborted:
+            raise EngineBroke(why)
+        try:
+            async with asyncio.timeout(None) as self._leash:
+                return await call()
+        except TimeoutError:
+            raise EngineBroke(why) from None
+        finally:
+            self._leash = None
+
+    # Prefill
+
+    async def _prefill(self, directive: Prefill) -> None:
+        self._call = directive
+        began = asyncio.get_running_loop().time()
+        said = Said()
+        try:
+            answer = await self._attempt(partial(self._ask_prefill, directive))
+            outcome = outcome_of(answer.status)
+            if outcome is Outcome.OK:
+                said = read_reply(answer.body)
+        except (EngineLost, NoReply) as error:
+            log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
+            outcome = outcome_of_error(error)
+        if outcome is Outcome.OK:
+            self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
+            if self._wiring.named is not None and said.cells is not None:
+                self._wiring.named(self._request, said.cells)
+        self._report(outcome, said, asyncio.get_running_loop().time() - began)
+
+    async def _ask_prefill(self, directive: Prefill) -> Answer:
+        return await self._wiring.engines.post(
+            self._wiring.url_of(directive.replica) + self._request.kind.value,
+            self._request.prefill_body(name_cells=self._wiring.named is not None),
+            with_request_id(self._headers, "prefill"),
+            self._wiring.prefill_timeout_s,
+        )
+
+    # Decode
+
+    async def _decode(self, directive: Decode) -> bool:
+        """Whether the client has been answered; if not, another engine is to go on."""
+        self._call = directive
+        splice = self._splice
+        try:
+            if splice is None:
+                return await self._attempt(partial(self._answer_whole, directive))
+            return await self._attempt(partial(self._answer_stream, directive, splice))
+        except NotAssembled as error:
+            log.info("%s: asked again without a stream: %s", self.request_id, error)
+            self._whole = self._splice = self._resume = None
+            self._request = self._client_request
+            return await self._decode(directive)
+        except (EngineLost, StreamLost, NoReply, EventTooLong) as error:
+            log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
+            return await self._lost(directive, outcome_of_error(error))
+
+    async def _lost(self, directive: Decode, outcome: Outcome, *, rejected: bool = False) -> bool:
+        """The engine is gone: another one goes on, or the client is told that none can.
+
+        `rejected`: it is there, and does not take what the stream would go on from.
+        """
+        said = self._said_by_stream()
+        after = self._splice.lost(rejected=rejected) if self._splice is not None else None
+        if isinstance(after, Detokenize):
+            assert self._splice is not None
+            wiring = self._wiring
+            urls = wiring.others(directive.replica)
+            after = await spell(self._splice, after, wiring.engines, urls, self._headers)
+        if isinstance(after, Finish | Refusal) and self._begin_anew(after):
+            self._report(outcome, said)
+            return False
+        if isinstance(after, Finish):
+            self._report(Outcome.OK, said)
+            await self._end(after.payloads)
+            return True
+        if isinstance(after, Refusal):
+            self._report(Outcome.HOPELESS, said)
+            log.warning("%s cannot go on: %s", self.request_id, after.why)
+            if self._client.has_status:
+                await self._client.end_with(*after.payloads)
+            else:
+                headers = CIMultiDict({"Content-Type": JSON, "Server": SERVER})
+                await self._client.send(SERVER_ERROR, headers, after.body)
+            return True
+        self._resume = after
+        self._report(outcome, said)
+        return False
+
+    def _begin_anew(self, after: Finish | Refusal) -> bool:
+        """Forget an answer that cannot be completed, if the client has nothing of it yet."""
+        if self._whole is None:
+            return False
+        if isinstance(after, Finish):
+            for payload in after.payloads:
+                self._whole.add(payload)
+            if self._whole.is_complete:
+                return False
+        self._whole = WholeAnswer(self._request.kind)
+        self._splice, self._resume = self._new_splice(), None
+        return True
+
+    def _whole_body(self, directive: Decode, *, track: bool) -> bytes:
+        return self._request.whole_body(
+            directive.expect_tokens,
+            self._wiring.expect_timeout_ms if directive.expect_tokens else None,
+            track=track,
+        )
+
+    async def _answer_whole(self, directive: Decode) -> bool:
+        url = self._wiring.url_of(directive.replica) + self._request.kind.value
+        body = self._whole_body(directive, track=False)
+        # The time of its first token is unknown: it counts as decoding, and nothing is learned.
+        self._wiring.post(DecodeBegan(self.request_id, is_seen=False))
+        answer = await self._wiring.engines.post(url, body, self._headers)
+        if outcome_of(answer.status) is not Outcome.OK:
+            return await self._answer_error(directive, answer)
+        said = read_reply(answer.body)
+        self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
+        self._report(Outcome.OK, said)
+        await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
+        return True
+
+    async def _answer_stream(self, directive: Decode, splice: Splice) -> bool:
+        resume = self._resume
+        if resume is None or resume.manner is Manner.REPEAT:
+            path = self._request.kind.value
+            body = self._whole_body(directive, track=self._request.trackable)
+        else:
+            path, body = resume.path, resume.body
+        url = self._wiring.url_of(directive.replica) + path
+        self._num_payloads, self._num_told = 0, splice.answer.num_told
+        async with self._wiring.engines.open(url, body, self._headers) as engine:
+            if engine.status != OK:
+                return await self._answer_error(directive, await read(engine))
+            if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
+                raise EngineLost("answers what is no stream of events")
+            headers = answer_headers(engine.headers)
+            events = Events()
+            async for data in engine.content.iter_any():
+                out, lost = self._feed(splice, events.feed(data))
+                if self._whole is not None:
+                    for payload in out:
+                        self._whole.add(payload)
+                if splice.ended:
+                    if self._whole is not None and not self._whole.is_complete:
+                        raise NotAssembled("the stream has no usage")
+                    self._end_stream(splice)
+                    await self._end(out, headers)
+                    await finish(engine)
+                    return True
+                if self._whole is None:
+                    # Comments are for proxies, which close what is silent for too long.
+                    said = b"".join(map(frame, out)) or events.take_comment()
+                    if said:
+                        await self._client.write(said, headers)
+                if lost is not None:
+                    raise lost
+        raise EngineLost("its stream has no end")
+
+    async def _end(self, payloads: Sequence[bytes], headers: Headers = STREAM_HEADERS) -> None:
+        """The last payloads, of which `_whole` has its part already."""
+        if self._whole is None:
+            await self._client.end(b"".join(map(frame, payloads)), headers)
+            return
+        status, body = self._whole.answer()
+        headers = CIMultiDict(headers)
+        headers["Content-Type"] = JSON
+        await self._client.send(status, headers, body)
+
+    def _feed(self, splice: Splice, payloads: list[bytes]) -> tuple[list[bytes], StreamLost | None]:
+        """What the client is sent, which it must be also if the engine is lost after that."""
+        out: list[bytes] = []
+        for payload in payloads:
+            try:
+                out += splice.feed(payload)
+            except StreamLost as error:
+                return out, error
+            if self._num_payloads == 0:
+                self._wiring.post(DecodeBegan(self.request_id))
+            self._num_payloads += 1
+            if splice.ended:
+                break  # what an engine says after its end is for nobody
+        return out, None
+
+    def _end_stream(self, splice: Splice) -> None:
+        if splice.prompt_tokens:
+            self._wiring.learn(splice.prompt_tokens, self._request.prompt_bytes)
+        self._report(Outcome.OK, self._said_by_stream())
+
+    def _said_by_stream(self) -> Said:
+        """What the present call's stream has brought."""
+        if self._splice is None:
+            return Said()
+        prompt_tokens = self._splice.prompt_tokens or 0
+        if not self._request.trackable:
+            # Without a usage: mostly one token each; the last one is the end.
+            counted = self._splice.output_tokens
+            tokens = max(0, self._num_payloads - 1) if counted is None else counted
+            return Said(prompt_tokens, tokens)
+        return Said(prompt_tokens, self._splice.answer.num_told - self._num_told)
+
+    async def _answer_error(self, directive: Decode, answer: Answer) -> bool:
+        """An engine has refused the request, or has failed with it, and says so."""
+        outcome = outcome_of(answer.status)
+        has_tokens = self._splice is not None and self._splice.has_begun
+        if outcome is Outcome.REJECTED and has_tokens:
+            log.info("%s: %s does not go on: %s", self.request_id, directive.replica, answer.status)
+            return await self._lost(directive, Outcome.FAILED, rejected=True)
+        if outcome is not Outcome.REJECTED:
+            if answer.status >= FAILED_FROM and outcome is Outcome.FAILED:
+                self._failure = answer
+            self._report(outcome)
+            return False
+        self._report(outcome)
+        if self._client.has_status:  # of a stream that has brought comments alone
+            await self._client.end_with(error_event(answer.status, answer.body), DONE)
+        else:
+            await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
+        return True
+
+    async def _refuse(self, directive: Refuse) -> None:
+        failure = self._failure
+        if failure is not None and not self._client.has_status and _is_json(failure):
+            # All that were asked have failed; what they say of it says more.
+            headers = answer_headers(failure.headers)
+            await self._client.send(failure.status, headers, failure.body)
+            return
+        is_rate = directive.status == TOO_MANY_REQUESTS
+        kind = "RateLimitError" if is_rate else "ServiceUnavailable"
+        wait_s = directive.retry_after_s
+        more = {"Retry-After": str(wait_s)} if wait_s else {}
+        await self._client.tell(directive.status, directive.why, kind, more)
+
+
+def _is_json(answer: Answer) -> bool:
+    return answer.headers.get("Content-Type", "").startswith(JSON)

@@ -1,0 +1,122 @@
+"""What engines' answers mean, as far as the router reads them (pure)."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_kvpool.identity.cell_names import ChunkNames
+from vllm_kvpool.router.control.events import Outcome
+from vllm_kvpool.router.dataplane.bodies import error_body
+
+OK = 200
+BUSY_STATUSES = (429, 503)
+REJECTED_FROM, FAILED_FROM = 400, 500
+MAX_WHY_BYTES = 1024
+
+
+class NoReply(Exception):
+    """It is not the JSON that an engine answers."""
+
+
+def outcome_of(status: int) -> Outcome:
+    """What an engine's status means to the request. One that is no engine's is a failure."""
+    if status == OK:
+        return Outcome.OK
+    if status in BUSY_STATUSES:
+        return Outcome.BUSY
+    return Outcome.REJECTED if REJECTED_FROM <= status < FAILED_FROM else Outcome.FAILED
+
+
+def error_event(status: int, body: bytes) -> bytes:
+    """What a stream says of an engine's answer that is an error: its own words, on one line."""
+    try:
+        said = msgspec.json.decode(body, type=_Error)
+        return msgspec.json.encode({"error": msgspec.json.decode(said.error)})
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        why = body[:MAX_WHY_BYTES].decode(errors="replace")
+        return error_body(f"The engine refuses: {why}", kind="BadRequestError", code=status)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an answer says of its tokens."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    saved_tokens: int = 0
+    cells: ChunkNames | None = None
+    """What those are called, where that was asked for."""
+
+
+class _Error(msgspec.Struct):
+    error: msgspec.Raw
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Saved(msgspec.Struct):
+    tokens: int = 0
+    cells: msgspec.Raw = msgspec.Raw()
+
+
+class _Transfer(msgspec.Struct):
+    kvpool: _Saved | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[msgspec.Raw]
+    usage: _Usage | None = None
+    kv_transfer_params: _Transfer | None = None
+
+
+class _Spelled(msgspec.Struct):
+    prompt: str
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_names = msgspec.json.Decoder(ChunkNames).decode
+_decode_spelled = msgspec.json.Decoder(_Spelled).decode
+_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def read_reply(body: bytes) -> Said:
+    """The counts of an answer in one piece; raises NoReply."""
+    try:
+        reply = _decode(body)
+    except _ERRORS as error:
+        raise NoReply(f"answers what is not its JSON: {error}") from None
+    usage, transfer = reply.usage or _Usage(), reply.kv_transfer_params
+    details = usage.prompt_tokens_details
+    saved = (transfer.kvpool if transfer else None) or _Saved()
+    return Said(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens or 0,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        saved_tokens=saved.tokens,
+        cells=_names(saved.cells),
+    )
+
+
+def _names(raw: msgspec.Raw) -> ChunkNames | None:
+    """None where there are none, or none that can be read: nothing depends on them."""
+    try:
+        return _decode_names(raw) if len(raw) else None
+    except _ERRORS:
+        return None
+
+
+def read_spelled(body: bytes) -> str:
+    """The text of an answer of `/detokenize`; raises NoReply."""
+    try:
+        return _decode_spelled(body).prompt
+    except _ERRORS as error:
+        raise NoReply(f"answers what is not its JSON: {error}") from None

@@ -1,0 +1,374 @@
+"""One client's stream out of the streams of one engine after another (pure).
+
+`feed` takes the payloads of the present engine's stream and gives those for the client: byte for
+byte as vLLM would have sent them, less what only the router has asked for. It raises `EngineLost`
+when the stream cannot go on. The owner then calls `lost`, as it does when the connection breaks or
+ends before `[DONE]`, and does what comes back: ask another engine and feed its stream (`Resume`),
+ask one what text some tokens are and call `spelled` (`Detokenize`), or send the client the last
+payloads (`Finish`, `Refusal`).
+
+What has tokens and no text is held back until text comes: after a failure it is generated again.
+Nothing else waits. No token reaches the client twice, none is left out, and what is generated again
+is compared with what the client has before it is dropped.
+
+Owned by one task. It neither waits nor knows the time.
+"""
+
+from vllm_kvpool.router.dataplane.answer import Answer, Overlap
+from vllm_kvpool.router.dataplane.bodies import ClientRequest, Kind, count_ids, error_body
+from vllm_kvpool.router.dataplane.chunks import (
+    DONE,
+    Choice,
+    Chunk,
+    Failure,
+    Patch,
+    Piece,
+    Rubbish,
+    Usage,
+    end_chunk,
+    head_of,
+    is_only_for_ids,
+    is_something,
+    patched,
+    pieces_of,
+    prompt_ids_of,
+    read,
+    text_ends,
+    usage_chunk,
+    with_head,
+    without_ids,
+    without_prompt_ids,
+)
+from vllm_kvpool.router.dataplane.recovery import (
+    Manner,
+    joined_ids,
+    resume_body,
+    same_ids,
+    stop_strings,
+)
+from vllm_kvpool.router.dataplane.restart import Hopeless, Point, Restart, Way
+from vllm_kvpool.router.dataplane.steps import (
+    CannotResume,
+    Detokenize,
+    EngineLost,
+    Finish,
+    Refusal,
+    Resume,
+    Step,
+)
+from vllm_kvpool.router.dataplane.streams import Stream, Told, terms_of
+
+MAX_RESUMES = 8
+MAX_HELD_CHUNKS = 1024
+_SERVER_ERROR = 500
+_ABORTED = "abort"
+
+
+class Splice:
+    """See the module docstring.
+
+    `tracked`: the first engine is asked with `track`. `default_max_tokens`: of the model's
+    generation config, for chats that do not say how many they want.
+    """
+
+    def __init__(
+        self, request: ClientRequest, *, tracked: bool, default_max_tokens: int | None = None
+    ) -> None:
+        withholds = not request.value("include_stop_str_in_output")
+        self.answer = Answer(stop_strings(request), withholds)
+        self.answer.has_ids = tracked
+        self.num_resumes = 0
+        self.ended = False
+        """Whether the client has been given all of it, `[DONE]` included."""
+        self._request = request
+        self._terms = terms_of(request, tracked, default_max_tokens)
+        self._restart = Restart(request, self.answer)
+        self._stream = Stream()
+        self._head = b""
+        self._held: list[bytes] = []
+        self._told = Told()
+        self._usage: Usage | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has been sent anything."""
+        return self._told.anything
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Known from the first chunk on, where token ids are; else from the stream's usage."""
+        ids = self.answer.prompt_ids
+        if ids:
+            return count_ids(ids)
+        return self._usage.prompt_tokens if self._usage is not None else None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Of all choices together, as the stream's usage says; None before it came."""
+        return self._usage.completion_tokens if self._usage is not None else None
+
+    def feed(self, payload: bytes) -> list[bytes]:
+        """What the client is sent for one payload of the engine; raises EngineLost."""
+        assert not self.ended
+        if payload == DONE:
+            return self._done()
+        try:
+            chunk = read(payload)
+        except Rubbish as error:
+            raise EngineLost(str(error)) from None
+        if chunk.error is not None:
+            return self._error(payload, chunk.error)
+        if not self._stream.head:
+            self._stream.head = head_of(payload)
+            if not self._told.anything:
+                self._head = self._stream.head
+        self._usage = chunk.usage if chunk.usage and not chunk.choices else self._usage
+        for choice in chunk.choices:
+            if choice.finish_reason == _ABORTED:
+                # Nobody but an operator or the router aborts: the engine is being stopped.
+                raise EngineLost("the engine has aborted the request")
+        if self._terms.num_choices > 1:
+            self._told.num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
+            return self._tell(payload)
+        if not self.answer.prompt_ids or self._stream.sent_ids:
+            self._see_prompt(chunk)
+        if chunk.choices:
+            return self._choice(payload, chunk, chunk.choices[0])
+        self._told.usage = True
+        return self._tell(self._outgoing(payload, chunk))
+
+    def lost(self, *, rejected: bool = False) -> Step:
+        """The present engine's stream has ended, broken, or `feed` has raised: what to do.
+
+        `rejected`: the engine has refused what `Resume` says (a 4xx but 429), so others will too.
+        """
+        assert not self.ended
+        if rejected and self._stream.manner is Manner.RESUME:
+            self._restart.unable()
+        self._held.clear()
+        if self._told.error or self._told.num_finished == self._terms.num_choices:
+            return self._finish()
+        self.num_resumes += 1
+        if self.num_resumes > MAX_RESUMES:
+            return self._refuse(f"it has lost its engine {self.num_resumes} times")
+        if self._terms.num_choices > 1 and self._told.anything:
+            return self._refuse("several choices or prompts at once cannot be continued")
+        return self._go(self._restart.begin())
+
+    def spelled(self, text: str | None) -> Step:
+        """The answer to `Detokenize`; None if no engine gives one."""
+        return self._go(self._restart.spelled(text))
+
+    def _done(self) -> list[bytes]:
+        if not self._told.error and self._told.num_finished < self._terms.num_choices:
+            raise EngineLost("the engine has ended its stream before the answer has ended")
+        self.ended = True
+        return [DONE]
+
+    def _error(self, payload: bytes, failure: Failure) -> list[bytes]:
+        if (failure.code or _SERVER_ERROR) >= _SERVER_ERROR:
+            raise EngineLost(f"the engine has failed: {failure.message}")
+        if self._stream.manner is Manner.RESUME:
+            # The request was good enough for the first engine.
+            self._restart.unable()
+            raise EngineLost(f"the engine does not go on: {failure.message}")
+        self._told.error = True
+        return self._tell(payload)
+
+    def _see_prompt(self, chunk: Chunk) -> None:
+        raw = prompt_ids_of(chunk)
+        if raw is None:
+            return
+        if not self.answer.prompt_ids:
+            self.answer.prompt_ids = bytes(raw)
+        sent, self._stream.sent_ids = self._stream.sent_ids, b""
+        if sent and not same_ids(bytes(raw), sent):
+            self._restart.unable()
+            raise CannotResume("the engine has not taken the tokens that it was to go on from")
+
+    def _choice(self, payload: bytes, chunk: Chunk, choice: Choice) -> list[bytes]:
+        stream, delta = self._stream, choice.delta
+        is_end = choice.finish_reason is not None
+        pieces = pieces_of(choice)
+        if delta is not None and delta.role and not pieces and not is_end:
+            if self._told.role:
+                return []
+            self._told.role = True
+            return self._tell(self._outgoing(payload, chunk))
+        self._told.role |= delta is not None and bool(delta.role)
+        if stream.sent_ids:
+            self._restart.unable()
+            raise CannotResume("the engine does not say which tokens it goes on from")
+        new = self._new_text(pieces, is_end)
+        skipped = self._take_ids(choice, pieces)
+        self._catch_up()
+        if is_end and stream.is_behind:
+            raise self._diverged("ends before what the client has")
+        has_calls = delta is not None and is_something(delta.tool_calls)
+        self.answer.has_tool_calls |= has_calls
+        says = bool(new) or is_end or has_calls
+        if not says and self._is_nothing(payload, choice, pieces):
+            return []
+        out = self._outgoing(payload, chunk, None if new == pieces else new, skipped)
+        if not says and isinstance(choice.token_ids, list):
+            self._held.append(out)
+            return self._tell() if len(self._held) > MAX_HELD_CHUNKS else []
+        self.answer.add_text(new, len(choice.token_ids or ()), stream.num_tokens)
+        self._told.num_finished += is_end
+        return self._tell(out)
+
+    def _new_text(self, pieces: list[Piece], is_end: bool) -> list[Piece]:
+        """What the client does not have of it, after what it is owed."""
+        stream = self._stream
+        if not pieces and not (is_end and stream.owed):
+            return []
+        kind, text = pieces[0] if pieces else (stream.kind or self._terms.text_kind, "")
+        if stream.kind not in (None, kind):
+            # It does not see where in the answer it is; another would not either.
+            self._restart.unable()
+            raise CannotResume(f"the engine says as {kind} what was {stream.kind}")
+        new = stream.overlap.cut([(kind, stream.owed + text), *pieces[1:]])
+        if new is None:
+            raise self._diverged("says something else than the client has")
+        stream.owed, stream.kind = "", None
+        return new
+
+    def _take_ids(self, choice: Choice, pieces: list[Piece]) -> int:
+        """Note the tokens; returns how many of them the client has been told already."""
+        answer, stream, ids = self.answer, self._stream, choice.token_ids
+        if not isinstance(ids, list):
+            # What a chat echoes has none at all; what is generated has, or they are not known.
+            answer.has_ids &= ids is not None
+            return 0
+        begin, skipped = stream.num_tokens, 0
+        if self._terms.tells_tokens and begin < answer.num_told:
+            skipped = min(len(ids), answer.num_told - begin)
+            if answer.ids[begin : begin + skipped].tolist() != ids[:skipped]:
+                raise self._diverged("generates other tokens than the client has")
+        stream.num_tokens += len(ids)
+        (stream.ids if stream.is_behind else answer.ids).extend(ids)
+        if self._terms.counts_chars:
+            ends = [stream.earlier_chars + each for each in text_ends(choice)]
+            (stream.ends if stream.is_behind else answer.ends).extend(ends)
+            answer.has_ids &= len(ends) == len(ids)
+        if pieces and pieces[0][0] != self._terms.text_kind:
+            answer.is_parsed = True
+            answer.num_reasoning_tokens += len(ids)
+        return skipped
+
+    def _catch_up(self) -> None:
+        """Once the engine has said all that the client has, its tokens are the answer's."""
+        stream, answer = self._stream, self.answer
+        if not stream.is_behind or stream.overlap:
+            return
+        if self._terms.tells_tokens and stream.num_tokens < answer.num_told:
+            return
+        answer.replace_after(stream.start.num_tokens, stream.ids, stream.ends)
+        stream.is_behind = False
+
+    def _is_nothing(self, payload: bytes, choice: Choice, pieces: list[Piece]) -> bool:
+        """Whether a chunk without new text has nothing for the client."""
+        stream, terms = self._stream, self._terms
+        if terms.hides_ids and is_only_for_ids(choice, payload):
+            self.answer.is_parsed = True
+            return True
+        if isinstance(choice.token_ids, list) and stream.num_tokens > self.answer.num_told:
+            return False
+        return stream.goes_on and (bool(pieces) or stream.is_behind or stream.num_tokens > 0)
+
+    def _tell(self, *payloads: bytes) -> list[bytes]:
+        told = [*self._held, *payloads]
+        self._held.clear()
+        self._told.anything = True
+        self.answer.num_told = max(self.answer.num_told, self._stream.num_tokens)
+        return told
+
+    def _outgoing(
+        self,
+        payload: bytes,
+        chunk: Chunk,
+        pieces: list[Piece] | None = None,
+        skipped: int = 0,
+    ) -> bytes:
+        """A chunk as the first engine would have sent it; `pieces`: all text that is left of it."""
+        stream, terms = self._stream, self._terms
+        num_earlier = stream.start.num_tokens
+        counts_on = bool(num_earlier) and (chunk.usage is not None or terms.counts_chars)
+        if pieces is not None or skipped or counts_on:
+            patch = Patch(
+                head=self._head,
+                pieces=pieces,
+                skipped_tokens=skipped,
+                earlier_tokens=num_earlier,
+                earlier_reasoning_tokens=stream.earlier_reasoning_tokens,
+                earlier_chars=stream.earlier_chars,
+                prompt_tokens=self.prompt_tokens or 0,
+            )
+            payload = patched(payload, patch)
+        elif stream.head != self._head:
+            payload = with_head(payload, stream.head, self._head)
+        if terms.hides_ids:
+            payload = without_ids(payload)
+        if terms.hides_ids or stream.goes_on:
+            payload = without_prompt_ids(payload)
+        return payload
+
+    def _diverged(self, how: str) -> CannotResume:
+        self._restart.failed(self._stream.manner)
+        return CannotResume(f"the engine {how}")
+
+    def _go(self, way: Way) -> Step:
+        match way:
+            case Detokenize():
+                return way
+            case Hopeless(why=why):
+                return self._refuse(why)
+            case Point():
+                return self._resume(way)
+
+    def _resume(self, point: Point) -> Step:
+        answer, request, terms = self.answer, self._request, self._terms
+        num_tokens, num_chars = point.mark
+        overlap = Overlap(answer.text_after(num_chars))
+        resumes = point.manner is Manner.RESUME
+        self._stream = Stream(
+            manner=point.manner,
+            goes_on=self._told.anything,
+            start=point.mark,
+            overlap=overlap,
+            kind=answer.kind if resumes and not overlap else None,
+            owed=point.owed,
+            is_behind=True,
+            num_tokens=num_tokens,
+            earlier_chars=answer.ends[num_tokens - 1] if resumes and terms.counts_chars else 0,
+            earlier_reasoning_tokens=answer.num_reasoning_tokens if resumes else 0,
+        )
+        if not resumes:
+            answer.num_reasoning_tokens = 0
+            body = request.whole_body(track=terms.tracked)
+            return Resume(point.manner, request.kind.value, body)
+        if terms.max_tokens is not None and num_tokens >= terms.max_tokens:
+            return self._finish(point.owed)
+        ids = self._stream.sent_ids = joined_ids(self.answer.prompt_ids, answer.ids[:num_tokens])
+        body = resume_body(request, ids, num_tokens, self.num_resumes, terms.max_tokens)
+        return Resume(point.manner, request.kind.value, body, num_tokens)
+
+    def _finish(self, owed: str | None = None) -> Finish:
+        """End the stream without an engine; `owed` is the last text where there was no end yet."""
+        request, answer = self._request, self.answer
+        payloads: list[bytes] = []
+        if owed is not None:
+            ids: list[int] | None = [] if request.asks_token_ids else None
+            payloads.append(end_chunk(self._head, request.kind is Kind.CHAT, owed, ids))
+        options = request.value("stream_options") or {}
+        has_usage = self._told.usage or self._told.error or not options.get("include_usage")
+        if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
+            payloads.append(usage_chunk(self._head, prompt_tokens, self._stream.num_tokens))
+        self.ended = True
+        return Finish((*payloads, DONE))
+
+    def _refuse(self, why: str) -> Refusal:
+        self.ended = True
+        message = f"The engine that answered has failed, and no other can go on: {why}."
+        body = error_body(message, kind="InternalServerError", code=_SERVER_ERROR)
+        return Refusal(why, body, (body, DONE))

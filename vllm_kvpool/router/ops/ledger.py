@@ -1,0 +1,126 @@
+"""The file in which a router keeps which engines it has started, for the router after it.
+
+Owns the file and a lock on it, so that no two routers manage the same engines. It is replaced as a
+whole at each change; a reader finds the old or the new one. What cannot be read is put aside and
+said: engines it named are not found again.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.ops.processes import Process
+
+log = logging.getLogger(__name__)
+
+LEDGER_VERSION = 1
+MAX_LEDGER_BYTES = 4 << 20
+
+
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that has been started, and by which process to know it again."""
+
+    replica_id: str
+    host: str
+    port: int
+    role: str
+    launch_id: str
+    log_path: str
+    stop_timeout_s: float
+    kill_timeout_s: float
+    keeper: Process | None = None
+    """On the router's machine; None until it has said who it is."""
+    engine: Process | None = None
+    """On the engine's machine; likewise."""
+
+
+class _Content(msgspec.Struct, frozen=True):
+    version: int
+    engines: tuple[EngineRecord, ...]
+
+
+class Ledger:
+    """The records of engines, in memory and in the file. Used by one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the file for this router; ConfigError if another one has it, or it cannot be had."""
+        self._path = path
+        self._lock = _lock(path.with_name(f"{path.name}.lock"))
+        try:
+            records = _read(path)
+        except BaseException:
+            self.close()
+            raise
+        self._records: dict[str, EngineRecord] = {record.replica_id: record for record in records}
+
+    @property
+    def records(self) -> Mapping[str, EngineRecord]:
+        """By replica id."""
+        return self._records
+
+    def put(self, record: EngineRecord) -> None:
+        """Add or change a record. A file that cannot be written is logged: the router goes on."""
+        self._records[record.replica_id] = record
+        self._write()
+
+    def remove(self, replica_id: str) -> None:
+        """The engine has ended."""
+        del self._records[replica_id]
+        self._write()
+
+    def close(self) -> None:
+        """Leave the file to the next router."""
+        self._lock.close()
+
+    def _write(self) -> None:
+        content = _Content(LEDGER_VERSION, tuple(self._records.values()))
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            new.unlink(missing_ok=True)
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(content)))
+            new.replace(self._path)
+        except OSError as error:
+            log.error("%s is not up to date, a new router may not find all engines: %s", new, error)
+
+
+def _lock(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "rb+")  # noqa: SIM115 - held for life
+    except OSError as error:
+        raise ConfigError(f"the router's state cannot be kept in {path.parent}: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"{path} is held by another router; each needs a state of its own"
+        ) from None
+    return file
+
+
+def _read(path: Path) -> tuple[EngineRecord, ...]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_LEDGER_BYTES + 1)
+        content = msgspec.json.decode(text, type=_Content)
+        if content.version == LEDGER_VERSION and len(text) <= MAX_LEDGER_BYTES:
+            return content.engines
+        why = f"version {content.version}, {len(text)} bytes"
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except msgspec.DecodeError as error:
+        why = str(error)
+    aside = path.with_name(f"{path.name}.unreadable")
+    path.replace(aside)
+    log.error("engines of a former router are not known: %s (%s)", aside, why)
+    return ()

@@ -1,0 +1,181 @@
+"""Performs what is decided of replicas: watches each, starts and stops those that are ours.
+
+Owned by the router's loop. What watches see and what becomes of processes is posted as events.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpool.router.config import RouterConfig, replica_ids
+from vllm_kvpool.router.control.events import (
+    Added,
+    Event,
+    Failed,
+    Load,
+    Probe,
+    ReplicaSpec,
+    Rest,
+    Spawn,
+    Warm,
+)
+from vllm_kvpool.router.control.fleet import Fleet
+from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.ops.launcher import Launcher
+from vllm_kvpool.router.ops.launches import Exited, LauncherEvent, Started, StopFailed
+from vllm_kvpool.router.ops.ledger import Ledger
+from vllm_kvpool.router.ops.settings import launch_hosts, launch_spec
+from vllm_kvpool.router.ops.watch import Watch
+
+log = logging.getLogger(__name__)
+
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
+
+
+class Replicas:
+    """`find`, then `perform` what the controller wants, then `stop`."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, engines: Engines, post: Callable[[Event], None]
+    ) -> None:
+        self.watches: dict[ReplicaId, Watch] = {}
+        self._config = config
+        self._fleet = fleet
+        self._engines = engines
+        self._post = post
+        self._hosts = launch_hosts(config)
+        self._launcher: Launcher | None = None
+        self._is_stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def lists(self, model: str) -> bool:
+        """Whether an engine has said that it serves the model; all serve the one without a name."""
+        return not model or any(model in each.models for each in self.watches.values())
+
+    async def find(self) -> None:
+        """Engines of the configuration, those of a former router, and what is missing of ours.
+
+        ConfigError where what a former router has left cannot be read.
+        """
+        for replica_id, given in zip(replica_ids(self._config), self._config.replicas, strict=True):
+            spec = ReplicaSpec(
+                replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"), host=given.host
+            )
+            self._post(Added(spec=spec, role=ROLES[given.role]))
+        if not self._hosts:
+            return
+        launch = self._config.launch
+        ledger = Ledger(Path(launch.state_file))
+        self._launcher = Launcher(self._hosts, ledger, self._hear)
+        missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
+        room = launch.prefill + launch.decode
+        for found in await self._launcher.adopt():
+            role = ROLES[found.role]
+            missing[role] -= 1
+            room -= 1
+            url = f"http://{self._address_of(found.host)}:{found.port}"
+            spec = ReplicaSpec(
+                replica_id=ReplicaId(found.replica_id), url=url, host=found.host, is_ours=True
+            )
+            self._post(Added(spec=spec, role=role))
+        for role, count in missing.items():
+            # Roles may have changed since: who serves the other one is not started once more.
+            for _ in range(min(count, room)):
+                room -= 1
+                self._post(Spawn(role, why="asked for by the configuration"))
+
+    def perform(self, action: Load | Warm | Probe | Rest) -> None:
+        """Never waits; does nothing any more once all stop."""
+        if self._is_stopping:
+            return  # what a watch has seen meanwhile: what it begins, nobody would end
+        match action:
+            case Load():
+                self._load(action)
+            case Warm(replica):
+                self.watches[replica].warm()
+            case Probe(replica):
+                if replica in self.watches:
+                    self.watches[replica].ask()
+            case Rest(replica, forget):
+                self._rest(replica, forget=forget)
+
+    async def stop(self) -> None:
+        """Watch no longer; engines of ours end, too, unless they are to be kept."""
+        self._is_stopping = True
+        await asyncio.gather(*(watch.stop() for watch in self.watches.values()))
+        if self._launcher is not None:
+            if not self._config.launch.keep_on_exit:
+                await self._launcher.stop_all()
+            await self._launcher.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _address_of(self, host: str) -> str:
+        return next(each.address for each in self._config.hosts if each.name == host)
+
+    def _load(self, action: Load) -> None:
+        replica_id = action.replica
+        spec = self._fleet[replica_id].spec
+        watch = self.watches.get(replica_id)
+        if watch is None:
+            watch = Watch(replica_id, spec.url, self._engines, self._config.health, self._post)
+            self.watches[replica_id] = watch
+            watch.start()
+        if spec.is_ours:
+            self._launch(action, spec, is_hung=watch.has_failed)
+        watch.load(self._config.launch.load_timeout_s, wakes=not spec.is_ours)
+
+    def _launch(self, action: Load, spec: ReplicaSpec, *, is_hung: bool) -> None:
+        assert self._launcher is not None
+        replica_id = spec.replica_id
+        if replica_id not in self._launcher.replica_ids:
+            self._launcher.start(
+                launch_spec(
+                    self._config,
+                    self._hosts[spec.host],
+                    replica_id=replica_id,
+                    port=int(spec.url.rpartition(":")[2]),
+                    role=action.role.value,
+                    weights=action.weights,
+                )
+            )
+            return
+        self._launcher.set_role(replica_id, action.role.value)
+        if is_hung:
+            # A process that served and does not answer never will. Its end is a failure, after
+            # which it is started anew.
+            self._launcher.stop(replica_id, 0.0)
+
+    def _rest(self, replica_id: ReplicaId, *, forget: bool) -> None:
+        watch = self.watches.get(replica_id)
+        is_ours = self._launcher is not None and replica_id in self._launcher.replica_ids
+        if is_ours:
+            assert self._launcher is not None
+            self._launcher.stop(replica_id)
+        if watch is None:
+            return  # it was added, and never wanted
+        watch.rest(sleeps=not is_ours and not forget)
+        if forget:
+            del self.watches[replica_id]
+            self._run(watch.stop())
+
+    def _hear(self, event: LauncherEvent) -> None:
+        match event:
+            case Exited(replica_id=replica_id, why=why) if self._is_stopping:
+                log.info("%s has been stopped: %s", replica_id, why)
+            case Exited(replica_id=replica_id, why=why, log_lines=lines):
+                log.warning("%s has ended: %s", replica_id, why)
+                for line in lines:
+                    log.info("%s: %s", replica_id, line)
+                self._post(Failed(ReplicaId(replica_id), f"its process has ended: {why}"))
+            case StopFailed(replica_id=replica_id, why=why):
+                log.error("%s cannot be stopped: %s", replica_id, why)
+            case Started(replica_id=replica_id, pid=pid):
+                log.info("%s has been started, as process %d", replica_id, pid)
+
+    def _run(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,294 @@
+"""The router's metrics for Prometheus: one table of names, and what fills it.
+
+Counts and levels are read off the controller whenever somebody asks; only the histograms are told
+while the router serves. All belongs to the router's loop.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from vllm_kvpool.metrics import SECONDS, Kind
+from vllm_kvpool.metrics import Metric as Row
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.events import REFUSALS, Mode
+from vllm_kvpool.router.control.states import State
+from vllm_kvpool.router.ops.shown import OUTCOMES, RatesView, ReplicaView, RouterView
+from vllm_kvpool.router.ops.view import Edge, state_of, transition_counts
+
+PREFIX = "kvpool_router_"
+LONG_SECONDS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+ROUTER_METRICS = {
+    row.name: row
+    for row in (
+        Row("arrivals", _C, (), "Requests that have arrived."),
+        Row("requests", _C, ("outcome",), "Requests that have ended, by how."),
+        Row("refusals", _C, ("status",), "Requests refused, by HTTP status."),
+        Row("resumes", _C, (), "Requests that went on at another replica after a failure."),
+        Row("steals", _C, (), "Requests taken over from a replica that was loading."),
+        Row("spills", _C, (), "Prompts given to decoders as prefill replicas were behind."),
+        Row("locks", _C, (), "Decoders locked as overloaded."),
+        Row("releases", _C, (), "Locks that have ended."),
+        Row("transitions", _C, ("from", "cause", "to"), "Transitions of replicas."),
+        Row("in_flight_requests", _G, (), "Requests that have arrived and not ended."),
+        Row("queue_requests", _G, (), "Requests that wait for a replica to compute the prompt."),
+        Row("queue_tokens", _G, (), "Their prompt tokens."),
+        Row("migration_requests", _G, (), "Requests that wait for a replica to decode them."),
+        Row("migration_tokens", _G, (), "Their prompt tokens."),
+        Row("replicas", _G, ("state",), "Replicas by state."),
+        Row("locked_replicas", _G, (), "Decoders that are locked now."),
+        Row("locked", _G, ("replica",), "1 while the decoder is locked."),
+        Row("blocks", _G, ("replica", "kind"), "Blocks used, committed and in total."),
+        Row(
+            "replica_requests",
+            _G,
+            ("replica", "kind"),
+            "Requests given to it (prefill, decode, bound), and as it says (running, waiting).",
+        ),
+        Row("replica_queued_tokens", _G, ("replica",), "Prompt tokens it has yet to compute."),
+        Row(
+            "flow_bytes_per_second",
+            _G,
+            ("replica", "direction"),
+            "Bytes from the pool (in) and to it (out).",
+        ),
+        Row(
+            "flow_tokens_per_second",
+            _G,
+            ("replica", "kind"),
+            "Prompt tokens and generated tokens of the engine.",
+        ),
+        Row("replica_down", _G, ("replica",), "1 from its failure until it answers again."),
+        Row("replica_stale", _G, ("replica",), "1 while its metrics are missing or too old."),
+        Row("pool_up", _G, (), "0 while all engines say that the pool is down."),
+        Row("collapsed", _G, (), "1 while prompts are computed where they are decoded."),
+        Row("rate", _G, ("name",), "What has been learned of the deployment; units in the name."),
+        Row("planner_mode", _G, ("mode",), "1 for the mode that the planner is in."),
+        Row("plan_replicas", _G, ("role",), "Replicas that the last plan has counted."),
+        Row("plan_wanted", _G, ("role",), "Replicas that the last plan wants."),
+        Row("plan_steps", _G, (), "Steps that the last plan takes, or would take."),
+        Row("plan_held", _G, (), "1 while measurements are missing that a plan needs."),
+        Row(
+            "prefetches",
+            _C,
+            ("outcome",),
+            "Processes that bring cells to where an engine loads: begun, and those that failed.",
+        ),
+        Row("prefetch_cells", _C, ("outcome",), "Cells they were told of, by what became of them."),
+        Row("prefetch_bytes", _C, (), "Bytes they have brought over the network."),
+        Row(
+            "first_token_seconds",
+            _H,
+            (),
+            "Time from a request's arrival to its first token.",
+            LONG_SECONDS,
+        ),
+        Row(
+            "added_seconds",
+            _H,
+            (),
+            "Time that the router itself has added to a request, waiting in queues aside.",
+            SECONDS,
+        ),
+        Row("request_seconds", _H, (), "Time from a request's arrival to its end.", LONG_SECONDS),
+    )
+}
+
+
+_Labelled = tuple[tuple[str, ...], float]
+"""A sample: its labels' values, and its own."""
+
+
+class Exposition(NamedTuple):
+    content_type: str
+    body: bytes
+
+
+class Telemetry:
+    """Metrics of one router, in a registry of its own."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        prefetched: Mapping[str, int] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prefetched`: the counts of `Prefetches`; `clock`: that of the controller's events."""
+        self._registry = CollectorRegistry()
+        self._histograms = {
+            row.name: Histogram(PREFIX + row.name, row.help, registry=None, buckets=row.bounds)
+            for row in ROUTER_METRICS.values()
+            if row.kind is Kind.HISTOGRAM
+        }
+        self._registry.register(
+            _Reader(
+                controller,
+                Counter() if prefetched is None else prefetched,
+                clock,
+                self._histograms.values(),
+            )
+        )
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token has been passed on, so long after its arrival."""
+        self._histograms["first_token_seconds"].observe(seconds)
+
+    def added(self, seconds: float) -> None:
+        """So much of a request's time was the router's own."""
+        self._histograms["added_seconds"].observe(seconds)
+
+    def request(self, seconds: float) -> None:
+        """A request has ended, so long after its arrival."""
+        self._histograms["request_seconds"].observe(seconds)
+
+    def expose(self) -> Exposition:
+        """All metrics, in the text form that every reader knows."""
+        return Exposition(CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry))
+
+
+class _Reader(Collector):
+    """Asked by the registry."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        prefetched: Mapping[str, int],
+        clock: Callable[[], float],
+        histograms: Iterable[Histogram],
+    ) -> None:
+        self._controller = controller
+        self._prefetched = prefetched
+        self._clock = clock
+        self._histograms = tuple(histograms)
+
+    def describe(self) -> Iterator[Metric]:
+        """Names only, so that nothing is read when the registry is made."""
+        yield from (_family(row) for row in ROUTER_METRICS.values())
+
+    def collect(self) -> Iterator[Metric]:
+        view = state_of(self._controller, self._clock())
+        values = _values(view) | {"transitions": list(_edges(transition_counts(self._controller)))}
+        values |= _of_prefetches(self._prefetched)
+        for name, samples in values.items():
+            family = _family(ROUTER_METRICS[name])
+            for labels, value in samples:
+                family.add_metric(labels, value)
+            yield family
+        for histogram in self._histograms:
+            for metric in histogram.collect():
+                # When counting began is a series more for each, and nobody's question.
+                metric.samples = [each for each in metric.samples if not _is_date(each)]
+                yield metric
+
+
+def _is_date(sample: Sample) -> bool:
+    return sample.name.endswith("_created")
+
+
+def _family(row: Row) -> CounterMetricFamily | GaugeMetricFamily:
+    made = CounterMetricFamily if row.kind is Kind.COUNTER else GaugeMetricFamily
+    return made(PREFIX + row.name, row.help, labels=row.labels)
+
+
+def _values(view: RouterView) -> dict[str, list[_Labelled]]:
+    """All but transitions and histograms."""
+    counts, plan = view.counts, view.plan
+    states = Counter(each.state for each in view.replicas)
+    wanted = {"prefill": plan.prefill, "decode": plan.decode}
+    single = {
+        "arrivals": counts["arrived"],
+        "resumes": counts["resumed"],
+        "steals": counts["stolen"],
+        "spills": counts["spilled"],
+        "locks": counts["locks"],
+        "releases": counts["releases"],
+        "in_flight_requests": view.in_flight,
+        "queue_requests": view.queue.requests,
+        "queue_tokens": view.queue.tokens,
+        "migration_requests": view.migration.requests,
+        "migration_tokens": view.migration.tokens,
+        "locked_replicas": sum(each.locked for each in view.replicas),
+        "pool_up": view.pool_is_up,
+        "collapsed": view.is_collapsed,
+        "plan_steps": len(plan.steps),
+        "plan_held": bool(plan.held),
+    }
+    return {
+        **{name: [((), float(value))] for name, value in single.items()},
+        "requests": [((name,), counts[name]) for name in OUTCOMES],
+        "refusals": [((str(status),), view.refusals.get(status, 0)) for status in REFUSALS],
+        "replicas": [((state.value,), states[state]) for state in State],
+        "rate": list(_rates(view.rates)),
+        "planner_mode": [((mode.value,), mode is plan.mode) for mode in Mode],
+        "plan_replicas": [((role,), each.have) for role, each in wanted.items()],
+        "plan_wanted": [((role,), each.wanted) for role, each in wanted.items()],
+        **_of_replicas(view.replicas),
+    }
+
+
+def _of_prefetches(counts: Mapping[str, int]) -> dict[str, list[_Labelled]]:
+    outcomes = ("brought", "near", "missing", "bad", "unkept")
+    return {
+        "prefetches": [((name,), counts.get(name, 0)) for name in ("begun", "failed")],
+        "prefetch_cells": [((name,), counts.get(name, 0)) for name in outcomes],
+        "prefetch_bytes": [((), counts.get("nbytes", 0))],
+    }
+
+
+def _of_replicas(replicas: Iterable[ReplicaView]) -> dict[str, list[_Labelled]]:
+    rows: dict[str, list[_Labelled]] = {name: [] for name in _PER_REPLICA}
+    for each in replicas:
+        for name, values in _PER_REPLICA.items():
+            rows[name] += [((each.id, *labels), value) for labels, value in values(each)]
+    return rows
+
+
+_PER_REPLICA: dict[str, Callable[[ReplicaView], list[_Labelled]]] = {
+    "locked": lambda each: [((), each.locked)],
+    "replica_down": lambda each: [((), each.is_down)],
+    "blocks": lambda each: [
+        (("used",), each.used_blocks),
+        (("committed",), each.committed_blocks),
+        (("total",), each.total_blocks),
+    ],
+    "replica_requests": lambda each: [
+        (("prefill",), each.prefills),
+        (("decode",), each.decodes),
+        (("bound",), each.bound),
+        (("running",), each.running),
+        (("waiting",), each.waiting),
+    ],
+    "replica_queued_tokens": lambda each: [((), each.tokens_in)],
+    "flow_bytes_per_second": lambda each: [
+        (("in",), each.bytes_in_per_s),
+        (("out",), each.bytes_out_per_s),
+    ],
+    "flow_tokens_per_second": lambda each: [
+        (("prompt",), each.prompt_tokens_per_s),
+        (("generated",), each.generated_tokens_per_s),
+    ],
+    "replica_stale": lambda each: [((), each.is_stale)],
+}
+
+
+def _rates(rates: RatesView) -> Iterator[_Labelled]:
+    for name, value in asdict(rates.learned).items():
+        yield (name,), value
+    yield ("asked_tokens_per_s",), rates.asked_tokens_per_s
+    yield ("handed_tokens_per_s",), rates.handed_tokens_per_s
+
+
+def _edges(counts: Mapping[Edge, int]) -> Iterator[_Labelled]:
+    for (before, cause, after), count in counts.items():
+        yield (before.value, cause.value, after.value), count

@@ -1,0 +1,212 @@
+"""What the controller holds, read off it for those who want to see it (pure).
+
+The only file that knows where the controller keeps what: the status page, the admin routes and the
+metrics all read the values made here.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from vllm_kvpool.router.control.capacity import Equation
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.desk import Desk
+from vllm_kvpool.router.control.events import Mode
+from vllm_kvpool.router.control.fleet import Replica, Transition
+from vllm_kvpool.router.control.means import Means, Step
+from vllm_kvpool.router.control.planner import Plan, Wanted
+from vllm_kvpool.router.control.states import EDGES, Cause, State
+from vllm_kvpool.router.ops.shown import (
+    COUNTS,
+    EquationView,
+    FirstTokenView,
+    PlanView,
+    RatesView,
+    ReplicaView,
+    RouterView,
+    StepView,
+    TransitionView,
+    WaitingView,
+    WantedView,
+)
+
+SHOWN_TRANSITIONS = 50
+NO_PLAN = "no plan has been made yet"
+
+
+class Edge(NamedTuple):
+    before: State
+    cause: Cause
+    after: State
+
+
+def state_of(controller: Controller, now: float) -> RouterView:
+    """Everything that is shown."""
+    desk = controller.desk
+    return RouterView(
+        now=now,
+        replicas=tuple(_replica(desk, each, now) for each in desk.fleet),
+        in_flight=len(desk.requests),
+        queue=WaitingView(len(desk.queue), desk.queue.tokens),
+        migration=WaitingView(len(desk.migration), desk.migration.tokens),
+        rates=RatesView(
+            learned=desk.rates.snapshot(desk.now),
+            asked_tokens_per_s=desk.asked.per_second(now),
+            handed_tokens_per_s=desk.handed.per_second(now),
+        ),
+        plan=plan_of(controller),
+        counts=dict.fromkeys(COUNTS, 0) | desk.counts,
+        refusals=dict(desk.refusals),
+        transitions=tuple(
+            _transition(each) for each in list(desk.fleet.transitions)[-SHOWN_TRANSITIONS:]
+        ),
+        ttft=_first_token(desk.waits),
+        pool_is_up=desk.pool_is_up,
+        is_collapsed=controller.desk.is_collapsed(),
+    )
+
+
+def plan_of(controller: Controller) -> PlanView:
+    """The last plan that has been made."""
+    scaling = controller.scaling
+    return _plan(scaling.settings.mode, scaling.plan, scaling.steps, scaling.planned_at)
+
+
+def plan_now(controller: Controller) -> PlanView:
+    """What the plan would be now; nothing follows of it."""
+    made, steps = controller.scaling.preview()
+    return _plan(controller.scaling.settings.mode, made, steps, controller.desk.now)
+
+
+def transition_counts(controller: Controller) -> Mapping[Edge, int]:
+    """How often each edge has been followed, those never followed left out."""
+    return {
+        Edge(before, cause, EDGES[before, cause]): count
+        for (before, cause), count in controller.desk.fleet.counts.items()
+    }
+
+
+def _replica(desk: Desk, replica: Replica, now: float) -> ReplicaView:
+    sample, moved = replica.sample, replica.meters.per_second(now)
+    lock = desk.overload.why(replica.replica_id)
+    is_broken = replica.state in (State.FAILED, State.QUARANTINED)
+    return ReplicaView(
+        id=replica.replica_id,
+        url=replica.spec.url,
+        host=replica.spec.host,
+        is_ours=replica.spec.is_ours,
+        state=replica.state,
+        since=replica.since,
+        role=replica.role,
+        waits_for=replica.waits_for,
+        is_leaving=replica.is_leaving,
+        is_down=is_broken or replica.is_retried,
+        retry_in_s=max(0.0, replica.retry_at - now) if is_broken else None,
+        locked=replica.replica_id in desk.locked,
+        lock_why=lock.value if lock is not None else "",
+        running=sample.running,
+        waiting=sample.waiting,
+        used_blocks=sample.used_blocks,
+        committed_blocks=replica.committed_blocks,
+        total_blocks=sample.total_blocks,
+        prefills=len(replica.prefills),
+        tokens_in=replica.prefill_tokens,
+        decodes=len(replica.stays),
+        starting=replica.num_starting,
+        bound=len(replica.bound),
+        bytes_in_per_s=moved.bytes_in,
+        bytes_out_per_s=moved.bytes_out,
+        prompt_tokens_per_s=moved.prompt_tokens,
+        generated_tokens_per_s=moved.generated_tokens,
+        sampled_at=replica.sampled_at,
+        is_stale=desk.is_stale(replica),
+    )
+
+
+def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None) -> PlanView:
+    if plan is None:
+        return PlanView(
+            mode=mode,
+            at=None,
+            prefill=WantedView(0, 0),
+            decode=WantedView(0, 0),
+            flip_to=None,
+            held=NO_PLAN,
+            why=NO_PLAN,
+            equations=(),
+            steps=(),
+        )
+    return PlanView(
+        mode=mode,
+        at=at,
+        prefill=_wanted(plan.prefill),
+        decode=_wanted(plan.decode),
+        flip_to=plan.flip_to,
+        held=plan.held,
+        why=plan.why,
+        equations=tuple(_equation(each) for each in plan.equations),
+        steps=tuple(_step(each) for each in steps),
+    )
+
+
+def _wanted(wanted: Wanted) -> WantedView:
+    return WantedView(wanted.have, wanted.wanted)
+
+
+def _equation(equation: Equation) -> EquationView:
+    return EquationView(
+        name=equation.name,
+        role=equation.role,
+        terms=equation.terms,
+        demand=equation.demand,
+        low=equation.band.low,
+        high=equation.band.high,
+        least=equation.least,
+        target=equation.target,
+        most=equation.most,
+    )
+
+
+def _step(step: Step) -> StepView:
+    role = step.role.value if step.role is not None else ""
+    what = {
+        Means.REVIVE: f"take the shutting of {step.replica} back, for {role}",
+        Means.USE_STANDBY: f"use the standby {step.replica} for {role}",
+        Means.FLIP: f"flip {step.replica} to {role}",
+        Means.WAKE: f"wake {step.replica} for {role}",
+        Means.SPAWN: f"start an engine for {role} on {step.host}",
+        Means.RETIRE: f"let the standby {step.replica} sleep or stop",
+        Means.DRAIN: f"drain {step.replica}",
+    }[step.means]
+    weights = step.weights.name.lower() if step.weights is not None else None
+    return StepView(
+        means=step.means,
+        what=f"{what}, weights from {weights}" if weights else what,
+        replica=step.replica,
+        role=step.role,
+        host=step.host,
+        weights=weights,
+    )
+
+
+def _transition(transition: Transition) -> TransitionView:
+    return TransitionView(
+        at=transition.at,
+        replica=transition.replica,
+        before=transition.before,
+        cause=transition.cause,
+        after=transition.after,
+        why=transition.why,
+    )
+
+
+def _first_token(waits: Iterable[float]) -> FirstTokenView | None:
+    ordered = sorted(waits)
+    if not ordered:
+        return None
+    return FirstTokenView(_quantile(ordered, 0.5), _quantile(ordered, 0.99), len(ordered))
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """The least of the values that at least such a share of all do not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1]

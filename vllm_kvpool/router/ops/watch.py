@@ -1,0 +1,235 @@
+"""One loop per replica: loads it, asks for its health and its metrics, and reports what changes.
+
+Event-driven: it sleeps until the next question is due, or somebody wants an answer at once. An
+engine that is at rest is not asked.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from vllm_kvpool.router.config import HealthConfig
+from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.engines import EngineLost, Engines, EngineUnreached
+
+log = logging.getLogger(__name__)
+
+FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # of an engine that is not healthy yet
+WARM_TIMEOUT_S = 60.0
+SLEEP_TIMEOUT_S = 60.0
+MAX_MODELS = 1024
+OK = 200
+BUSY_STATUSES = (429, 503)
+
+
+class Watch:
+    """Watches one replica. Owned by the router's loop; `post` takes its events."""
+
+    def __init__(
+        self,
+        replica: ReplicaId,
+        url: str,
+        engines: Engines,
+        config: HealthConfig,
+        post: Callable[[Event], None],
+    ) -> None:
+        self.replica = replica
+        self.url = url
+        self.models: dict[str, dict[str, Any]] = {}
+        """What its /v1/models lists, by name."""
+        self.has_failed = False
+        """It has answered once since `load`, and then did not any more."""
+        self._engines = engines
+        self._config = config
+        self._post = post
+        self._asked = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading: asyncio.Task[None] | None = None
+        self._sleeping: asyncio.Task[None] | None = None
+        self._is_loaded = False
+        self._is_resting = False
+        self._missed = 0
+
+    def start(self) -> None:
+        self._run(self._look())
+
+    def ask(self) -> None:
+        """See at once whether it is alive."""
+        self._asked.set()
+
+    def load(self, timeout_s: float, *, wakes: bool) -> None:
+        """Wait until it is healthy and has answered a request; reports `Loaded` or `Failed`.
+
+        `wakes`: end its sleep, if it sleeps.
+        """
+        self._stop_loading()
+        self._is_resting = self._is_loaded = self.has_failed = False
+        self._missed = 0
+        self._loading = self._run(self._load(timeout_s, wakes))
+        self.ask()
+
+    def rest(self, *, sleeps: bool) -> None:
+        """Nothing is wanted of it; `sleeps`: if it can sleep, it is to give its memory back."""
+        self._stop_loading()
+        self._is_resting = True
+        if sleeps:
+            self._sleeping = self._run(self._sleep())
+
+    def warm(self) -> None:
+        """Send a request of one token; reports `Warmed` or `Failed`."""
+        self._run(self._warm())
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _stop_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+            self._loading = None
+
+    def _run(self, what: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s is not watched any more", self.replica, exc_info=error)
+
+    # While it serves
+
+    async def _look(self) -> None:
+        """Health and metrics, until stopped."""
+        loop = asyncio.get_running_loop()
+        health_due = models_due = loop.time()
+        while True:
+            self._asked.clear()
+            now = loop.time()
+            if not self._is_resting:
+                try:
+                    if now >= health_due:
+                        await self._check_health()
+                        health_due = now + self._config.health_every_s
+                    sample = await self._engines.sample(self.url, self._config.timeout_s)
+                    self._post(Measured(self.replica, sample))
+                    self._missed = 0
+                    if self._is_loaded and now >= models_due:
+                        models_due = now + self._config.models_every_s
+                        await self._learn_models()
+                except EngineLost as error:
+                    self._misses(error)
+            try:
+                async with asyncio.timeout(self._config.metrics_every_s):
+                    await self._asked.wait()
+                    health_due = loop.time()
+            except TimeoutError:
+                pass
+
+    def _misses(self, error: EngineLost) -> None:
+        if self._is_resting or not self._is_loaded:
+            return  # that it does not answer yet is nothing new
+        self._missed += 1
+        is_gone = isinstance(error, EngineUnreached) and error.is_refused
+        if is_gone or self._missed >= self._config.failures:
+            self._fail(str(error))
+
+    def _fail(self, why: str) -> None:
+        self.has_failed = self._is_loaded
+        self._is_loaded = False
+        self._post(Failed(self.replica, why))
+
+    async def _check_health(self) -> None:
+        answer = await self._engines.get(f"{self.url}/health", self._config.timeout_s)
+        if answer.status != OK:
+            raise EngineLost(f"/health answers {answer.status}")
+
+    async def _warm(self) -> None:
+        try:
+            await self._one_token()
+        except EngineLost as error:
+            self._fail(f"does not answer: {error}")
+        else:
+            self._post(Warmed(self.replica))
+
+    # Until it serves
+
+    async def _load(self, timeout_s: float, wakes: bool) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._sleeping is not None:
+                    await asyncio.wait({self._sleeping})
+                await self._become_healthy(wakes)
+                await self._learn_models()
+                await self._one_token()
+        except TimeoutError:
+            self._fail(f"not loaded within {timeout_s:.0f} s")
+        except EngineLost as error:
+            self._fail(f"healthy, but does not answer: {error}")
+        else:
+            self._is_loaded = True
+            self._post(Loaded(self.replica))
+
+    async def _become_healthy(self, wakes: bool) -> None:
+        pause_s = FIRST_POLL_S
+        while True:
+            try:
+                await self._check_health()
+                if wakes:
+                    await self._wake()
+                return
+            except EngineLost:
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, MAX_POLL_S)
+
+    async def _sleep(self) -> None:
+        """An engine that knows sleep (VLLM_SERVER_DEV_MODE) gives its memory back."""
+        try:
+            await self._engines.post(f"{self.url}/sleep?level=1", b"", timeout_s=SLEEP_TIMEOUT_S)
+        except EngineLost as error:
+            log.warning("%s does not go to sleep: %s", self.replica, error)
+
+    async def _wake(self) -> None:
+        """End the sleep of an engine that can sleep, and does."""
+        answer = await self._engines.get(f"{self.url}/is_sleeping", self._config.timeout_s)
+        if answer.status == OK and b"true" in answer.body:
+            await self._engines.post(f"{self.url}/wake_up", b"", timeout_s=SLEEP_TIMEOUT_S)
+
+    async def _learn_models(self) -> None:
+        answer = await self._engines.get(f"{self.url}/v1/models", self._config.timeout_s)
+        if answer.status != OK:
+            raise EngineLost(f"/v1/models answers {answer.status}")
+        try:
+            found = msgspec.json.decode(answer.body, type=_Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineLost(f"/v1/models cannot be read: {error}") from None
+        named = [(each.get("id"), each) for each in found[:MAX_MODELS]]
+        self.models = {name: each for name, each in named if isinstance(name, str)}
+
+    async def _one_token(self) -> None:
+        if not self.models:
+            raise EngineLost("serves no model")
+        # Computed here and nowhere else: it shows that this engine works.
+        own = {"kvpool": {"save": False, "load": False}}
+        body = {
+            **{"model": next(iter(self.models)), "prompt": "hello", "max_tokens": 1},
+            "kv_transfer_params": own,
+        }
+        answer = await self._engines.post(
+            f"{self.url}/v1/completions", msgspec.json.encode(body), timeout_s=WARM_TIMEOUT_S
+        )
+        # One that others have filled up answers, too.
+        if answer.status != OK and answer.status not in BUSY_STATUSES:
+            raise EngineLost(f"a request of one token is answered {answer.status}")
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
