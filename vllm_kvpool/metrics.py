@@ -77,6 +77,12 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 METRICS = {
     m.name: m
     for m in (
+        Metric(
+            "kvpool_info",
+            _G,
+            ("namespace", "chunk_tokens"),
+            "1 for what cells are called now; engines share cells if both labels are equal.",
+        ),
         Metric("kvpool_hit_tokens", _C, (), "Prompt tokens taken from the pool."),
         Metric("kvpool_miss_tokens", _C, ("reason",), "Prompt tokens not taken from the pool."),
         Metric("kvpool_lookups", _C, ("outcome",), "Lookups of a request's prefix."),

@@ -261,6 +261,9 @@ vllm:kvpool_bytes_total{direction="load",store="s"} 9.0
 vllm:kvpool_bytes_total{direction="sideways",store="s"} 1.0
 vllm:kvpool_tier_up{tier="host"} 0.0
 vllm:kvpool_tier_up{tier="remote"} 1.0
+# HELP vllm:kvpool_hit_tokens_total Prompt tokens taken from the pool.
+vllm:kvpool_info{chunk_tokens="256",engine="0",model_name="m",namespace="before"} 0.0
+vllm:kvpool_info{chunk_tokens="256",engine="0",model_name="m",namespace="now"} 1.0
 python_gc_objects_collected_total{generation="0"} 1.0
 """
 
@@ -270,6 +273,9 @@ def test_what_metrics_say() -> None:
         **{"running": 7, "waiting": 2, "used_blocks": 100, "total_blocks": 200, "block_size": 16},
         **{"prompt_tokens": 1e6, "generated_tokens": 5.0, "bytes_in": 9.0, "bytes_out": 7.0},
         pool_is_up=True,
+        has_connector=True,
+        namespace="now",
+        chunk_tokens=256,
     )
 
 
@@ -307,8 +313,8 @@ def test_metrics_that_cannot_be_read(text: str) -> None:
 
 
 def test_metrics_of_something_else_say_nothing() -> None:
-    assert read_sample("python_info 1.0\n") == Sample()
-    assert read_sample("") == Sample()
+    assert read_sample("python_info 1.0\n") == Sample(has_connector=False)
+    assert read_sample("") == Sample(has_connector=False)
 
 
 def test_metrics_of_a_scripted_engine() -> None:

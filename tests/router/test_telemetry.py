@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.scenes import Scene, busy_scene
 from vllm_kvpool.metrics import Kind
-from vllm_kvpool.router.control.events import Cancelled, Mode, Remove, SetMode
+from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove, Sample, SetMode
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 from vllm_kvpool.router.ops.shown import OUTCOMES
@@ -44,6 +44,7 @@ def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help
 ) -> None:
     for number in range(100):
         scene.arrived(f"m{number}", 16_000)
+    scene.step(Measured(ReplicaId("d1"), Sample(has_connector=False)))
     found = {
         family.name.removeprefix(PREFIX): family
         for family in text_string_to_metric_families(telemetry.expose().body.decode())

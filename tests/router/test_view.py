@@ -16,10 +16,12 @@ from vllm_kvpool.router.control.events import (
     Drain,
     Failed,
     Loaded,
+    Measured,
     Mode,
     Outcome,
     Remove,
     ReplicaSpec,
+    Sample,
     SetMode,
     SetRole,
     Spawn,
@@ -29,6 +31,7 @@ from vllm_kvpool.router.ops.shown import (
     COUNTS,
     OUTCOMES,
     FirstTokenView,
+    HealthView,
     ReplicaView,
     RouterView,
     WaitingView,
@@ -39,6 +42,7 @@ from vllm_kvpool.router.ops.view import (
     NO_PLAN,
     SHOWN_TRANSITIONS,
     Edge,
+    health_of,
     plan_now,
     plan_of,
     state_of,
@@ -146,10 +150,38 @@ def test_a_failed_replica_is_down_until_it_answers() -> None:
     assert not replica(scene, "d1").is_down
     assert replica(scene, "d2").is_down
     scene.tick(6.0)
-    assert replica(scene, "d2").state in LOADING, "it is asked again"
+    fleet = scene.controller.desk.fleet
+    assert fleet[ReplicaId("d2")].state in LOADING, "it is asked again"
+    assert replica(scene, "d2").state is State.FAILED
+    assert health_of(fleet).down == ("d2",)
+    assert health_of(fleet).loading == ()
     assert replica(scene, "d2").is_down
     scene.step(Loaded(ReplicaId("d2")))
     assert not replica(scene, "d2").is_down
+
+
+def test_health_says_who_serves_and_who_does_not() -> None:
+    scene = Scene()
+    fleet = scene.controller.desk.fleet
+    assert health_of(fleet).status == "unavailable"
+    scene.serving("p0", Role.PREFILL)
+    scene.serving("d0", Role.DECODE)
+    assert health_of(fleet) == HealthView(
+        status="ok",
+        serving={Role.PREFILL: 1, Role.DECODE: 1},
+        down=(),
+        loading=(),
+        mismatches={},
+    )
+    scene.step(Added(spec=ReplicaSpec(replica_id=ReplicaId("d1"), url="u"), role=Role.DECODE))
+    assert (health_of(fleet).status, health_of(fleet).loading) == ("ok", ("d1",))
+    scene.step(Measured(ReplicaId("d0"), Sample(has_connector=False)))
+    health = health_of(fleet)
+    assert (health.status, health.mismatches) == ("degraded", {"d0": "no_connector"})
+    assert "KVPoolConnector" in replica(scene, "d0").problem
+    scene.step(Failed(ReplicaId("d0"), "gone"))
+    health = health_of(fleet)
+    assert (health.status, health.down, health.mismatches) == ("degraded", ("d0",), {})
 
 
 def test_metrics_that_are_too_old_are_marked() -> None:

@@ -21,7 +21,9 @@ from tests.scheduler.test_pool_scheduler import (
 from tests.support.faults import Fault
 from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
+from vllm_kvpool.identity.keys import with_weights
 from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.metrics import sample_name
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
@@ -606,5 +608,11 @@ def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version
     for weights_version in (NEW, NEWER, NEW):
         side.weights_changed(weights_version)
         heard.append(side.scheduler._weights_version)
+        counted = side.registry.snapshot()
+        shown = [name for name in counted if name.startswith("kvpool_info{") and counted[name]]
+        own = with_weights(NAMES.namespace, side.scheduler._weights_version)
+        assert shown == [
+            sample_name("kvpool_info", {"namespace": own, "chunk_tokens": str(config.chunk_tokens)})
+        ]
     side.close()
     assert heard == ([FIRST, NEWER, FIRST] if first_weights_version else [NEW, NEWER, NEW])

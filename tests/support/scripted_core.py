@@ -123,7 +123,8 @@ def metrics_text(
     _add_caches(text, batch)
     _add_tokens(text, batch, stats)
     text.info("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", _config(spec))
-    _add_pool(text, spec, batch, stats)
+    if spec.has_connector:
+        _add_pool(text, spec, batch, stats)
     _add_rejections(text, model, stats)
     return ("\n".join(text.lines) + "\n").encode()
 
@@ -227,6 +228,13 @@ def _add_tokens(text: _Text, batch: Batch, stats: EngineStats) -> None:
 
 
 def _add_pool(text: _Text, spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> None:
+    text.gauge(
+        "vllm:kvpool_info",
+        "1 for what cells are called now; engines share cells if both labels are equal.",
+        1,
+        namespace=spec.namespace,
+        chunk_tokens=str(spec.chunk_tokens),
+    )
     loaded_bytes = batch.counts.pool_hit_tokens * spec.kv_bytes_per_token
     text.counters(
         "vllm:kvpool_bytes",

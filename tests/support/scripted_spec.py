@@ -50,6 +50,8 @@ class ScriptedSpec:
     kv_bytes_per_token: int = 65_536
 
     chunk_tokens: int = 256
+    namespace: str = "scripted@fmt:000000000000"
+    has_connector: bool = True
     put_s: float = 0.02
     """From the step that computes a chunk until the pool has it."""
     load_tokens_per_s: float = 200_000.0

@@ -22,7 +22,7 @@ from vllm_kvpool.assembly.open_tiers import (
     open_tiers,
 )
 from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
-from vllm_kvpool.identity.keys import KeyMaker, Namespace
+from vllm_kvpool.identity.keys import KeyMaker, Namespace, with_weights
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import (
     Context,
@@ -183,6 +183,9 @@ class SchedulerSide:
         )
         self._stats = stats_file(config, "scheduler", rank, self.registry)
         self.first_weights_version = first_weights_version
+        self._first_namespace = self._namespace = model.namespace
+        self._chunk_tokens = config.chunk_tokens
+        self._count_namespace(1)
 
     def check(self, check: PresenceCheck) -> None:
         """Look after what is stored, on the lookup service's threads."""
@@ -190,9 +193,15 @@ class SchedulerSide:
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; `first_weights_version` is a return to the first."""
-        self.scheduler.weights_changed(
-            "" if weights_version == self.first_weights_version else weights_version
-        )
+        version = "" if weights_version == self.first_weights_version else weights_version
+        self.scheduler.weights_changed(version)
+        self._count_namespace(0)
+        self._namespace = with_weights(self._first_namespace, version)
+        self._count_namespace(1)
+
+    def _count_namespace(self, value: int) -> None:
+        labels = {"namespace": self._namespace, "chunk_tokens": str(self._chunk_tokens)}
+        self.registry.set("kvpool_info", value, **labels)
 
     def close(self) -> None:
         """End the lookup service and close the stores."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -59,6 +60,7 @@ from vllm_kvpool.router.ops.settings import (
     prefetch_commands,
 )
 from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.view import health_of
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class Router:
             config.front,
             self._serve,
             models=self._list_models,
-            is_ready=self._is_ready,
+            health=self._health,
             metrics=self.telemetry.expose,
         )
         self.front_port = 0
@@ -327,9 +329,9 @@ class Router:
             found = {**self.replicas.watches[each.replica_id].models, **found}
         return list(found.values())
 
-    def _is_ready(self) -> bool:
-        fleet = self.controller.desk.fleet
-        return bool(fleet.decoders() or fleet.prefillers())
+    def _health(self) -> tuple[int, bytes]:
+        health = health_of(self.controller.desk.fleet)
+        return 503 if health.status == "unavailable" else OK, msgspec.json.encode(health)
 
 
 def admin_token(config: RouterConfig) -> str:

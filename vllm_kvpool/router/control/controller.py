@@ -22,6 +22,7 @@ from vllm_kvpool.router.control.events import (
     Failed,
     Loaded,
     Measured,
+    ModelsListed,
     PrefillEnded,
     Remove,
     SetMode,
@@ -127,7 +128,8 @@ class Controller:
                 self._of_replica(event)
 
     def _of_replica(
-        self, event: Loaded | Failed | Measured | Warmed | Drain | Remove | SetRole
+        self,
+        event: Loaded | Failed | Measured | ModelsListed | Warmed | Drain | Remove | SetRole,
     ) -> None:
         replica = self.desk.fleet.get(event.replica)
         if replica is None:
@@ -140,6 +142,8 @@ class Controller:
                 self.lifecycle.failed(event)
             case Measured():
                 self.lifecycle.measured(event)
+            case ModelsListed(models=models):
+                replica.models = models
             case Warmed():
                 self.lifecycle.warmed(replica)
             case Drain():

@@ -52,6 +52,11 @@ class Sample:
     bytes_in: float = 0.0
     bytes_out: float = 0.0
     pool_is_up: bool = True
+    has_connector: bool = True
+    """Whether KVPoolConnector runs in it."""
+    namespace: str = ""
+    """What its cells are called, and below how long a chunk is; empty until it has said so."""
+    chunk_tokens: int = 0
 
 
 # Of requests
@@ -135,6 +140,14 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelsListed:
+    """The names that an engine serves, adapters among them, have changed."""
+
+    replica: ReplicaId
+    models: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Warmed:
     """A standby has answered the request that `Warm` has asked for."""
 
@@ -209,6 +222,7 @@ Event = (
     | Loaded
     | Failed
     | Measured
+    | ModelsListed
     | Warmed
     | Drain
     | Remove

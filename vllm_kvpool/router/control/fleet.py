@@ -71,6 +71,8 @@ class Replica:
     """What it was last wanted for."""
     sample: Sample = field(default_factory=Sample)
     sampled_at: float | None = None
+    models: frozenset[str] = frozenset()
+    """What it serves, as it has listed last."""
     meters: Meters = field(default_factory=Meters)
     prefills: dict[RequestId, int] = field(default_factory=dict)
     """Prompts it is computing, with the tokens that are likely not cached there."""

@@ -222,7 +222,11 @@ _SUMS = {
 }
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _DIRECTIONS = {"load": "bytes_in", "save": "bytes_out", "get": "bytes_in", "put": "bytes_out"}
-_WANTED = (*_SUMS, *_USAGE, "vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up")
+_INFO, _OF_CONNECTOR = "vllm:kvpool_info", "vllm:kvpool_hit_tokens"
+_WANTED = (
+    *(*_SUMS, *_USAGE, _INFO),
+    *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up"),
+)
 
 
 def read_sample(text: str) -> Sample:
@@ -230,16 +234,18 @@ def read_sample(text: str) -> Sample:
     # vLLM has thousands of lines, most of them of histograms, and the parser is slow.
     lines = [line for line in text.split("\n") if line.startswith(_WANTED)]
     try:
-        return _sum_up("\n".join(lines) + "\n" if lines else text)
+        # vLLM exports a connector's metrics, if only their names, from its start.
+        return _sum_up("\n".join(lines) + "\n" if lines else text, _OF_CONNECTOR in text)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise EngineLost(f"/metrics cannot be read: {error}") from None
 
 
-def _sum_up(text: str) -> Sample:
+def _sum_up(text: str, has_connector: bool) -> Sample:
     sums = dict.fromkeys((*_SUMS.values(), "bytes_in", "bytes_out"), 0.0)
     usage: list[float] = []
     tiers: list[float] = []
-    blocks = block_size = 0
+    blocks = block_size = chunk_tokens = 0
+    namespace = ""
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             if name in _SUMS:
@@ -255,6 +261,9 @@ def _sum_up(text: str) -> Sample:
                     sums[field] += value
             elif name == "vllm:kvpool_tier_up" and labels.get("tier") != OWN_TIER:
                 tiers.append(value)
+            elif name == _INFO and value:
+                namespace = labels.get("namespace", "")
+                chunk_tokens = _whole(labels.get("chunk_tokens", ""))
     if not all(map(isfinite, sums.values())):
         raise ValueError("a count is no number")
     share = sum(usage) / len(usage) if usage else 0.0
@@ -270,6 +279,9 @@ def _sum_up(text: str) -> Sample:
         bytes_out=sums["bytes_out"],
         # One tier that engines can share is enough; without any, nothing is known against it.
         pool_is_up=not tiers or any(tiers),
+        has_connector=has_connector,
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
     )
 
 

@@ -164,13 +164,13 @@ class Front:
         serve: Serve,
         *,
         models: ListModels,
-        is_ready: Callable[[], bool],
+        health: Callable[[], tuple[int, bytes]],
         metrics: Callable[[], tuple[str, bytes]],
     ) -> None:
         self._config = config
         self._serve = serve
         self._models = models
-        self._is_ready = is_ready
+        self._health = health
         self._metrics = metrics
         self._runner: web.ServerRunner | None = None
         self.held_bytes = 0
@@ -230,7 +230,7 @@ class Front:
         if path == "/v1/models":
             return await self._list_models(http)
         if path == "/health":
-            return _answer(200 if self._is_ready() else 503, b"")
+            return _answer(*self._health())
         content_type, body = self._metrics()
         return _answer(200, body, content_type)
 

@@ -22,8 +22,9 @@ from vllm_kvpool.router.control.events import (
     Warm,
 )
 from vllm_kvpool.router.control.fleet import Fleet
-from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.control.states import UP, ReplicaId, Role
 from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.launcher import Launcher
 from vllm_kvpool.router.ops.launches import Exited, LauncherEvent, Started, StopFailed
 from vllm_kvpool.router.ops.ledger import Ledger
@@ -32,6 +33,7 @@ from vllm_kvpool.router.ops.watch import Watch
 
 log = logging.getLogger(__name__)
 
+COMPATIBILITY_EVERY_S = 1.0
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
 
 
@@ -49,6 +51,7 @@ class Replicas:
         self._hosts = launch_hosts(config)
         self._launcher: Launcher | None = None
         self._is_stopping = False
+        self._compatibility: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def lists(self, model: str) -> bool:
@@ -60,6 +63,7 @@ class Replicas:
 
         ConfigError where what a former router has left cannot be read.
         """
+        self._compatibility = asyncio.create_task(self._watch_compatibility())
         for replica_id, given in zip(replica_ids(self._config), self._config.replicas, strict=True):
             spec = ReplicaSpec(
                 replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"), host=given.host
@@ -105,12 +109,28 @@ class Replicas:
     async def stop(self) -> None:
         """Watch no longer; engines of ours end, too, unless they are to be kept."""
         self._is_stopping = True
+        if self._compatibility is not None:
+            self._compatibility.cancel()
         await asyncio.gather(*(watch.stop() for watch in self.watches.values()))
         if self._launcher is not None:
             if not self._config.launch.keep_on_exit:
                 await self._launcher.stop_all()
             await self._launcher.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch_compatibility(self) -> None:
+        """Log engines that have begun, or ceased, to differ from the others; until cancelled."""
+        before: dict[ReplicaId, Problem] = {}
+        while True:
+            found = problems(self._fleet)
+            for replica_id, problem in found.items():
+                if before.get(replica_id) != problem:
+                    log.warning("engine %s %s", replica_id, problem.why)
+            for replica_id in before.keys() - found.keys():
+                if replica_id in self._fleet and self._fleet[replica_id].state in UP:
+                    log.info("engine %s no longer differs from the others", replica_id)
+            before = found
+            await asyncio.sleep(COMPATIBILITY_EVERY_S)
 
     def _address_of(self, host: str) -> str:
         return next(each.address for each in self._config.hosts if each.name == host)

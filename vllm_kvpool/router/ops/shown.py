@@ -4,6 +4,7 @@ Times are on the controller's clock, in seconds: only their differences to `now`
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     is_ours: bool
     state: State
+    """`failed` also while it is asked whether it is back."""
     since: float
     role: Role
     waits_for: Role | None
@@ -32,6 +34,10 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool
     is_down: bool
     """It has failed and has not answered since, whether it waits or is asked again now."""
+    problem: str
+    """Why it cannot share KV or models with the others, and what to set; empty if it can."""
+    mismatch: str
+    """In what it differs then: a value of `compatibility.Mismatch`."""
     retry_in_s: float | None
     """Until it is tried again after a failure."""
     locked: bool
@@ -140,6 +146,17 @@ class RatesView(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that arrive, those refused too."""
     handed_tokens_per_s: float
     """Prompt tokens that are computed on one replica and decoded on another."""
+
+
+class HealthView(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `/health`: ids only, since clients may read it."""
+
+    status: Literal["ok", "degraded", "unavailable"]
+    serving: dict[Role, int]
+    """Replicas that may be given work."""
+    down: tuple[str, ...]
+    loading: tuple[str, ...]
+    mismatches: dict[str, str]
 
 
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):

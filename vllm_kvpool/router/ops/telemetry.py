@@ -69,6 +69,12 @@ ROUTER_METRICS = {
             "Prompt tokens and generated tokens of the engine.",
         ),
         Row("replica_down", _G, ("replica",), "1 from its failure until it answers again."),
+        Row(
+            "replica_mismatch",
+            _G,
+            ("replica", "mismatch"),
+            "1 while the engine cannot share KV or models with the others, by why.",
+        ),
         Row("replica_stale", _G, ("replica",), "1 while its metrics are missing or too old."),
         Row("pool_up", _G, (), "0 while all engines say that the pool is down."),
         Row("collapsed", _G, (), "1 while prompts are computed where they are decoded."),
@@ -278,6 +284,7 @@ _PER_REPLICA: dict[str, Callable[[ReplicaView], list[_Labelled]]] = {
         (("prompt",), each.prompt_tokens_per_s),
         (("generated",), each.generated_tokens_per_s),
     ],
+    "replica_mismatch": lambda each: [((each.mismatch,), 1)] if each.mismatch else [],
     "replica_stale": lambda each: [((), each.is_stale)],
 }
 

@@ -12,14 +12,16 @@ from vllm_kvpool.router.control.capacity import Equation
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.desk import Desk
 from vllm_kvpool.router.control.events import Mode
-from vllm_kvpool.router.control.fleet import Replica, Transition
+from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
 from vllm_kvpool.router.control.means import Means, Step
 from vllm_kvpool.router.control.planner import Plan, Wanted
-from vllm_kvpool.router.control.states import EDGES, Cause, State
+from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Cause, Role, State
+from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.shown import (
     COUNTS,
     EquationView,
     FirstTokenView,
+    HealthView,
     PlanView,
     RatesView,
     ReplicaView,
@@ -43,9 +45,12 @@ class Edge(NamedTuple):
 def state_of(controller: Controller, now: float) -> RouterView:
     """Everything that is shown."""
     desk = controller.desk
+    found = problems(desk.fleet)
     return RouterView(
         now=now,
-        replicas=tuple(_replica(desk, each, now) for each in desk.fleet),
+        replicas=tuple(
+            _replica(desk, each, now, found.get(each.replica_id)) for each in desk.fleet
+        ),
         in_flight=len(desk.requests),
         queue=WaitingView(len(desk.queue), desk.queue.tokens),
         migration=WaitingView(len(desk.migration), desk.migration.tokens),
@@ -63,6 +68,24 @@ def state_of(controller: Controller, now: float) -> RouterView:
         ttft=_first_token(desk.waits),
         pool_is_up=desk.pool_is_up,
         is_collapsed=controller.desk.is_collapsed(),
+    )
+
+
+def health_of(fleet: Fleet) -> HealthView:
+    """Whether requests can be served, and by whom not."""
+    serving = {Role.PREFILL: len(fleet.prefillers()), Role.DECODE: len(fleet.decoders())}
+    down = tuple(each.replica_id for each in fleet if _is_down(each))
+    loading = tuple(
+        each.replica_id for each in fleet if each.state in LOADING and not _is_down(each)
+    )
+    mismatches = {name: each.mismatch.value for name, each in problems(fleet).items()}
+    is_whole = not down and not mismatches
+    return HealthView(
+        status="unavailable" if not any(serving.values()) else "ok" if is_whole else "degraded",
+        serving=serving,
+        down=down,
+        loading=loading,
+        mismatches={str(name): mismatch for name, mismatch in mismatches.items()},
     )
 
 
@@ -86,21 +109,24 @@ def transition_counts(controller: Controller) -> Mapping[Edge, int]:
     }
 
 
-def _replica(desk: Desk, replica: Replica, now: float) -> ReplicaView:
+def _replica(desk: Desk, replica: Replica, now: float, problem: Problem | None) -> ReplicaView:
     sample, moved = replica.sample, replica.meters.per_second(now)
     lock = desk.overload.why(replica.replica_id)
-    is_broken = replica.state in (State.FAILED, State.QUARANTINED)
+    is_broken, is_loading = replica.state in BROKEN, replica.state in LOADING
     return ReplicaView(
         id=replica.replica_id,
         url=replica.spec.url,
         host=replica.spec.host,
         is_ours=replica.spec.is_ours,
-        state=replica.state,
+        # One that has failed is asked again and again whether it is back: that is no loading.
+        state=State.FAILED if replica.is_retried and is_loading else replica.state,
         since=replica.since,
         role=replica.role,
         waits_for=replica.waits_for,
         is_leaving=replica.is_leaving,
-        is_down=is_broken or replica.is_retried,
+        is_down=_is_down(replica),
+        problem=problem.why if problem else "",
+        mismatch=problem.mismatch.value if problem else "",
         retry_in_s=max(0.0, replica.retry_at - now) if is_broken else None,
         locked=replica.replica_id in desk.locked,
         lock_why=lock.value if lock is not None else "",
@@ -121,6 +147,10 @@ def _replica(desk: Desk, replica: Replica, now: float) -> ReplicaView:
         sampled_at=replica.sampled_at,
         is_stale=desk.is_stale(replica),
     )
+
+
+def _is_down(replica: Replica) -> bool:
+    return replica.state in BROKEN or replica.is_retried
 
 
 def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None) -> PlanView:

@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 
 from vllm_kvpool.router.config import HealthConfig
-from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
+from vllm_kvpool.router.control.events import (
+    Event,
+    Failed,
+    Loaded,
+    Measured,
+    ModelsListed,
+    Warmed,
+)
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engines import EngineLost, Engines, EngineUnreached
 
@@ -212,7 +219,10 @@ class Watch:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineLost(f"/v1/models cannot be read: {error}") from None
         named = [(each.get("id"), each) for each in found[:MAX_MODELS]]
+        before = self.models.keys()
         self.models = {name: each for name, each in named if isinstance(name, str)}
+        if self.models.keys() != before:
+            self._post(ModelsListed(self.replica, frozenset(self.models)))
 
     async def _one_token(self) -> None:
         if not self.models:

@@ -94,10 +94,10 @@ class Row {
     this.state = make("span", "state");
     this.name = make("span", "state-name");
     this.lock = make("span", "badge lock", "locked");
-    this.down = make("span", "badge warn", "down");
     this.stale = make("span", "badge warn", "no metrics");
+    this.mismatch = make("span", "badge warn", "mismatch");
     this.since = make("small");
-    this.state.append(make("span", "dot"), this.name, this.down, this.lock, this.stale);
+    this.state.append(make("span", "dot"), this.name, this.lock, this.stale, this.mismatch);
     state.append(this.state, this.since);
 
     const load = make("td", "load sampled");
@@ -126,8 +126,8 @@ class Row {
     say(this.name, stateName(replica.state));
     this.lock.hidden = !replica.locked;
     this.lock.title = replica.lock_why;
-    this.down.hidden = !replica.is_down;
     this.stale.hidden = !replica.is_stale;
+    this.mismatch.hidden = !replica.mismatch;
     say(this.since, this.notes(replica, now));
     this.tellLoad(replica);
     const given = [[replica.prefills, "prompt"], [replica.decodes, "answer"]].map(([number, what]) => several(number, what));
@@ -146,6 +146,7 @@ class Row {
     if (replica.is_leaving) notes.push("to be removed");
     if (replica.retry_in_s !== null) notes.push(`tried again in ${seconds(replica.retry_in_s)}`);
     if (replica.locked) notes.push(replica.lock_why);
+    if (replica.problem) notes.push(replica.problem);
     return notes.join(", ");
   }
 

@@ -1,0 +1,97 @@
+"""Which engines differ from the others, and what is said of it."""
+
+import logging
+import time
+
+import pytest
+
+from tests.router.scenes import Scene
+from tests.support.router_rig import RouterRig, run
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_spec import ScriptedSpec
+from vllm_kvpool.router.control.events import (
+    Added,
+    Failed,
+    Measured,
+    ModelsListed,
+    ReplicaSpec,
+    Sample,
+)
+from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.ops.compatibility import Mismatch, problems
+from vllm_kvpool.router.ops.view import state_of
+
+USUAL = Sample(namespace="m@fmt:0", chunk_tokens=256)
+PLAIN = Sample(has_connector=False)
+FINER = Sample(namespace="m@fmt:1", chunk_tokens=64)
+OTHER = Sample(namespace="m@fmt:2", chunk_tokens=256)
+SILENT = Sample()
+"""Of a release that does not say its namespace, or before the first request."""
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ([(USUAL, "m"), (USUAL, "m")], {}),
+        ([(USUAL, "m")], {}),
+        ([], {}),
+        ([(USUAL, "m"), (PLAIN, "m")], {1: Mismatch.NO_CONNECTOR}),
+        ([(USUAL, "m"), (USUAL, "m"), (FINER, "m")], {2: Mismatch.CHUNK_TOKENS}),
+        ([(OTHER, "m"), (USUAL, "m"), (USUAL, "m")], {0: Mismatch.NAMESPACE}),
+        ([(USUAL, "m"), (OTHER, "m")], {1: Mismatch.NAMESPACE}),
+        ([(USUAL, "m"), (SILENT, "m")], {}),
+        ([(USUAL, "m"), (USUAL, "m"), (OTHER, "n")], {2: Mismatch.MODEL}),
+        ([(USUAL, "m"), (USUAL, "m"), (OTHER, "n"), (OTHER, "n")], {}),
+        ([(USUAL, "m lora"), (USUAL, "m")], {}),
+        ([(USUAL, "m"), (USUAL, "")], {}),
+    ],
+)
+def test_an_engine_that_differs(
+    engines: list[tuple[Sample, str]], expected: dict[int, Mismatch]
+) -> None:
+    scene = Scene()
+    for number, (sample, models) in enumerate(engines):
+        replica = scene.serving(str(number), Role.DECODE)
+        scene.step(ModelsListed(replica, frozenset(models.split())))
+        scene.step(Measured(replica, sample))
+    found = problems(scene.controller.desk.fleet)
+    assert {int(name): problem.mismatch for name, problem in found.items()} == expected
+    for name in found:
+        scene.step(Failed(ReplicaId(name), "gone"))
+    assert not problems(scene.controller.desk.fleet).keys() & found.keys(), "down, not different"
+
+
+@pytest.mark.parametrize(
+    ("spec", "mismatch", "advice"),
+    [
+        (ScriptedSpec(has_connector=False), "no_connector", "start it with --kv-transfer-config"),
+        (ScriptedSpec(namespace="n", chunk_tokens=64), "chunk_tokens", "set chunk_tokens to 256"),
+        (ScriptedSpec(namespace="n"), "namespace", "namespace and weights_id"),
+        (ScriptedSpec(model="n"), "model", "--served-model-name"),
+    ],
+)
+def test_log_health_metric_and_page_say_which_engine_differs(
+    spec: ScriptedSpec, mismatch: str, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            rig.engines.append(ScriptedEngine(spec, rig.pool))
+            url = await rig.engines[-1].start()
+            odd_spec = ReplicaSpec(replica_id=ReplicaId("odd"), url=url)
+            rig.router.post(Added(spec=odd_spec, role=Role.DECODE))
+            await rig.until(lambda: advice in caplog.text, "the log says what to set")
+            async with rig.session.get(f"{rig.url}/health") as answer:
+                assert answer.status == 200
+                health = await answer.json()
+            assert health["status"] == "degraded"
+            assert health["mismatches"] == {"odd": mismatch}
+            async with rig.session.get(f"{rig.url}/metrics") as answer:
+                metrics = await answer.text()
+            line = f'replica_mismatch{{mismatch="{mismatch}",replica="odd"}} 1'
+            assert line in metrics
+            view = state_of(rig.router.controller, time.monotonic())
+            assert view.replicas[-1].mismatch == mismatch
+            assert advice in view.replicas[-1].problem
+
+    with caplog.at_level(logging.WARNING):
+        run(main)

@@ -1,0 +1,99 @@
+"""Which engines cannot share KV or models with the others, and what to set (pure).
+
+Read off what each engine says of itself in `/metrics` and `/v1/models`. Such an engine serves all
+the same: its answers are right, but no request can be handed to it, or from it, through the pool.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from vllm_kvpool.identity.keys import Namespace, manifest_key
+from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.states import UP, ReplicaId
+
+MAX_NAMED = 3
+ENABLE = """--kv-transfer-config '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'"""
+
+
+class Mismatch(Enum):
+    """In what an engine differs."""
+
+    NO_CONNECTOR = "no_connector"
+    NAMESPACE = "namespace"
+    CHUNK_TOKENS = "chunk_tokens"
+    MODEL = "model"
+
+
+class Problem(NamedTuple):
+    mismatch: Mismatch
+    why: str
+    """What differs from what, and what to set."""
+
+
+def problems(replicas: Iterable[Replica]) -> dict[ReplicaId, Problem]:
+    """Of engines that are loaded and have told their metrics, one problem each at most."""
+    known = [each for each in replicas if each.state in UP and each.sampled_at is not None]
+    found = {
+        each.replica_id: Problem(
+            Mismatch.NO_CONNECTOR,
+            f"runs without KVPoolConnector, so it shares no KV; start it with {ENABLE}",
+        )
+        for each in known
+        if not each.sample.has_connector
+    }
+    by_model: dict[str, list[Replica]] = {}
+    for each in known:
+        for model in each.models:
+            by_model.setdefault(model, []).append(each)
+    for model, served_by in by_model.items():
+        for replica_id, problem in _of_model(model, served_by):
+            found.setdefault(replica_id, problem)
+    for each in known:
+        others = sorted(by_model.keys() - each.models)
+        if others and each.models and all(len(by_model[model]) == 1 for model in each.models):
+            why = (
+                f"is the only engine that serves {_names(each.models)}, others serve "
+                f"{_names(others)}: no other can go on with its requests; if that is not meant, "
+                "check its --model and --served-model-name"
+            )
+            found.setdefault(each.replica_id, Problem(Mismatch.MODEL, why))
+    return found
+
+
+def _names(models: Iterable[str]) -> str:
+    return ", ".join(sorted(models)[:MAX_NAMED])
+
+
+def _of_model(model: str, served_by: list[Replica]) -> Iterator[tuple[ReplicaId, Problem]]:
+    """Those that are not as most engines of the model are; of equally many, as the first are."""
+    told = [each for each in served_by if each.sample.namespace]
+    if not told:
+        return
+    usual = Counter((each.sample.namespace, each.sample.chunk_tokens) for each in told)
+    (namespace, chunk_tokens), _ = usual.most_common(1)[0]
+    for each in told:
+        own = each.sample
+        if own.chunk_tokens != chunk_tokens:
+            yield (
+                each.replica_id,
+                Problem(
+                    Mismatch.CHUNK_TOKENS,
+                    f"has chunk_tokens {own.chunk_tokens}, most engines of {model} have "
+                    f"{chunk_tokens}, so they share no KV; set chunk_tokens to {chunk_tokens} in "
+                    "its kv_connector_extra_config",
+                ),
+            )
+        elif own.namespace != namespace:
+            yield (
+                each.replica_id,
+                Problem(
+                    Mismatch.NAMESPACE,
+                    f"has the KV namespace {own.namespace}, most engines of {model} have "
+                    f"{namespace}, so they share no KV; start it with the same model, dtype, "
+                    "namespace and weights_id (what differs: the objects "
+                    f"{manifest_key(Namespace(own.namespace))} and "
+                    f"{manifest_key(Namespace(namespace))} of the store)",
+                ),
+            )
