@@ -21,8 +21,8 @@ from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.dataplane.row_bytes import item_digest
 from vllm_kvpool.embeds.dataplane.tensors import as_bytes
 from vllm_kvpool.embeds.protocol.messages import Expect, ItemNews, PeerRole, Push
-from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
+from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
 HOST = "127.0.0.1"
 UP_TIMEOUT_S = 30.0

@@ -141,14 +141,14 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 # The folders of a unit, and what of it they may import beside themselves.
 FOLDERS: dict[str, set[str]] = {
-    "embeds/protocol": {"embeds.faults", "embeds.transitions"},
-    "embeds/machines": {"embeds.protocol.messages", "embeds.protocol.rows", "embeds.transitions"},
+    "embeds/protocol": {"embeds.faults"},
+    "embeds/machines": {"embeds.protocol.messages", "embeds.protocol.rows"},
     "embeds/dataplane": {
         *("embeds.protocol.messages", "embeds.protocol.rows"),
         *("embeds.faults", "embeds.machines.effects"),
     },
 }
-PURE = ("embeds/machines/", "embeds/protocol/rows.py", "embeds/protocol/session.py")
+PURE = ("embeds/machines/", "embeds/protocol/messages.py", "embeds/protocol/rows.py")
 """What neither performs input or output nor asks the clock."""
 IMPURE = ("asyncio", "logging", "os", "queue", "select", "socket", "threading", "time", "zmq")
 

@@ -8,13 +8,13 @@ import torch
 
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
+from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
-from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
 from vllm_kvpool.embeds.scheduler import WORKERS_LOST_S, EmbedsRequest, EmbedsScheduler, Feature
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
+from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
 PATIENCE_S = 20.0
 

@@ -50,11 +50,11 @@ class FakeWorkerChannel:
 
     def ready(self, mm_hash: str, *ranks: int, digest: str = "d", epoch: int = 0) -> None:
         """An item is there."""
-        self.say(ItemNews(mm_hash, digest, 4, epoch=epoch), *ranks)
+        self.say(ItemNews(mm_hash, digest, epoch=epoch), *ranks)
 
     def coming(self, mm_hash: str, *ranks: int, digest: str) -> None:
         """An item is on its way to these ranks, in this encoding."""
-        self.say(ItemNews(mm_hash, digest, 4, offered=True), *ranks)
+        self.say(ItemNews(mm_hash, digest, offered=True), *ranks)
 
     def failed(self, mm_hash: str, *ranks: int, code: Code = Code.GONE, epoch: int = 0) -> None:
         """An item cannot be had."""

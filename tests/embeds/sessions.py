@@ -2,22 +2,25 @@
 
 import msgspec
 
-from vllm_kvpool.embeds.protocol.messages import (
-    OLDEST_VERSION,
-    VERSION,
-    Code,
-    Hello,
-    HelloReject,
-    Message,
-    PeerRole,
-)
-from vllm_kvpool.embeds.protocol.session import (
+from vllm_kvpool.embeds.machines.session import (
     HeartbeatPolicy,
     PeerLost,
     PeerUp,
     SendMessage,
     Session,
     SessionState,
+)
+from vllm_kvpool.embeds.protocol.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Code,
+    Envelope,
+    Hello,
+    HelloReject,
+    Message,
+    PeerRole,
+    encode,
+    encode_body,
 )
 
 HEARTBEAT_S = 1.0
@@ -59,3 +62,8 @@ def said(session: Session) -> list[Message]:
 def news(session: Session) -> list[PeerUp | PeerLost]:
     """What it has found out since the last look."""
     return [each for each in session.take_actions() if not isinstance(each, SendMessage)]
+
+
+def frame(source: str, *bodies: Message, target: str = "") -> bytes:
+    """A frame of an incarnation."""
+    return encode(Envelope(source, target, tuple(map(encode_body, bodies))))

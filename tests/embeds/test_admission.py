@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_kvpool.embeds.machines import admission, consumer_state, window
+from vllm_kvpool.embeds.machines import admission, consumer, window
 from vllm_kvpool.embeds.machines.admission import AdmissionQueue, LandingBudget
-from vllm_kvpool.embeds.machines.consumer_state import RecentRows
+from vllm_kvpool.embeds.machines.consumer import RecentRows
 from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
 
 producers = st.sampled_from(["p0", "p1", "p2", "p3"])
@@ -185,10 +185,10 @@ def test_a_first_grant_is_as_long_as_recent_items(rows: list[int], most: int) ->
     for each in rows:
         recent.add(each)
     first = recent.first_grant(most)
-    if len(rows) < consumer_state.FEWEST_RECENT:
+    if len(rows) < consumer.FEWEST_RECENT:
         assert first == most
     else:
-        assert first == min(most, max(rows[-consumer_state.RECENT_ITEMS :]))
+        assert first == min(most, max(rows[-consumer.RECENT_ITEMS :]))
 
 
 @pytest.mark.parametrize("later", [0, 3])

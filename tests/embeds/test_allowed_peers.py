@@ -9,6 +9,7 @@ import torch
 import zmq
 
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.embeds.sessions import frame
 from vllm_kvpool.embeds.protocol import allowed_peers
 from vllm_kvpool.embeds.protocol.allowed_peers import (
     Allowed,
@@ -22,14 +23,13 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
 )
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
-    Envelope,
     Expect,
     Hello,
     HelloReject,
     MooncakeWindow,
     PeerRole,
     decode,
-    encode,
+    decode_body,
 )
 from vllm_kvpool.errors import ConfigError
 
@@ -225,11 +225,11 @@ def test_a_stranger_at_the_port_is_not_answered_but_by_a_refusal(
         window = MooncakeWindow("10.6.6.6:12345", 0x1000, 1 << 20)
         own = engine.workers[0]._control._peers.hello
         hello = msgspec.structs.replace(own, incarnation="s", role=PeerRole.CONSUMER, window=window)
-        for number in range(100):
-            other.send(encode(Envelope("s", "", number, hello)))
-            other.send(encode(Envelope("s", own.incarnation, number, Expect("image", 0))))
+        for _ in range(100):
+            other.send(frame("s", hello))
+            other.send(frame("s", Expect("image", 0), target=own.incarnation))
         assert other.poll(10_000)
-        body = decode(other.recv()).body
+        body = decode_body(decode(other.recv()).bodies[0])
         assert isinstance(body, HelloReject)
         assert body.code is Code.INCOMPATIBLE
         assert "allowed_peers" in body.text
@@ -257,9 +257,9 @@ def test_rows_are_written_to_no_host_that_is_not_listed(caplog: pytest.LogCaptur
             told = msgspec.structs.replace(
                 own, incarnation=host, role=PeerRole.CONSUMER, window=window, endpoints=()
             )
-            peer.send(encode(Envelope(host, "", 1, told)))
+            peer.send(frame(host, told))
             assert peer.poll(10_000)
-            answer = decode(peer.recv()).body
+            answer = decode_body(decode(peer.recv()).bodies[0])
             assert isinstance(answer, HelloReject if refused else Hello), host
         known = producer.workers[0]._producer.peers  # type: ignore[union-attr]
         wait_for(lambda: set(known) == {"127.0.0.1"})

@@ -39,7 +39,7 @@ PATIENCE_S = 30.0  # of a busy machine; what is waited for ends within about two
 MESSAGES: list[tuple[type, str]] = [
     *((Consumer, name) for name in ("expect", "forget", "offer", "want_ack", "wrote", "drained")),
     *((Consumer, name) for name in ("taken", "peer_up", "peer_lost", "tick", "take_effects")),
-    *((Producer, name) for name in ("want", "push", "offer_ack", "grant", "rows_ack", "complete")),
+    *((Producer, name) for name in ("want", "push", "offer_ack", "grant", "complete")),
     *((Producer, name) for name in ("prepared", "written", "peer_up", "tick", "take_effects")),
 ]
 PHASES: list[tuple[Any, str]] = [

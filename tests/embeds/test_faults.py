@@ -18,18 +18,17 @@ import zmq.auth
 
 from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of
 from tests.embeds.engines import Engine, embeddings, wait_for
+from tests.embeds.sessions import frame
 from tests.support.relay import Relay
 from tests.support.server_process import free_ports
 from vllm_kvpool.embeds.dataplane.shared_memory import DIRECTORY, PREFIX
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_FRAME_BYTES,
-    Envelope,
     Forget,
     Goodbye,
     Grant,
     Offer,
     PeerRole,
-    encode,
 )
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.embeds.scheduler import EmbedsRequest
@@ -295,13 +294,13 @@ def test_strangers_at_the_port_disturb_nothing() -> None:
         grant = Grant(1, 1, 0, 1, (Extent(0, 1 << 40),))
         own = producer.workers[0]._control._peers.hello.incarnation
         foreign = [
-            encode(Envelope(source, target, 1, body))
+            frame(source, body, target=target)
             for source in ("stranger", own)
             for target in ("", "nobody", control._peers.hello.incarnation)
             for body in (offer, grant, Goodbye(), Forget("film"))
         ]
-        for frame in (b"", b"\0" * 100, os.urandom(100), b"\x91" * 1000, *foreign):
-            stranger.send(frame)
+        for data in (b"", b"\0" * 100, os.urandom(100), b"\x91" * 1000, *foreign):
+            stranger.send(data)
         stranger.send_multipart([b"two", b"parts"])
         wait_for(lambda: noted(engine, "strays") >= len(foreign), lambda: str(dict(control.counts)))
         assert noted(engine, "bad_messages") >= 4

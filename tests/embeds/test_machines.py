@@ -4,7 +4,7 @@ import pytest
 
 from tests.embeds.world import World, content, limits, shape_of
 from tests.support.seeds import seeds
-from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.machines.producer import ProducerLimits
 from vllm_kvpool.embeds.protocol.messages import Code
 
 

@@ -8,28 +8,24 @@ from vllm_kvpool.embeds.protocol.messages import (
     FULL_FRAME_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
+    CancelAck,
+    Code,
     Complete,
     HeldBytes,
     Message,
-    NeedGrant,
-    Offer,
+    Withdraw,
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.protocol.outbox import LATEST_S, Outbox
-from vllm_kvpool.embeds.protocol.rows import ItemShape
-from vllm_kvpool.embeds.protocol.transport_zmq import Link
+from vllm_kvpool.embeds.protocol.transport_zmq import LATEST_S, Link, Outbox
 
 A, B = Link("tcp://a:1"), Link(identity=b"b")
 
 
-def frames_of(
-    outbox: Outbox, now: float, most: int = MAX_MESSAGES
-) -> dict[Link, list[tuple[str, list[Message]]]]:
+def frames_of(outbox: Outbox, now: float) -> dict[Link, list[tuple[str, list[Message]]]]:
     """The frames of each link: to whom, and what is in it."""
     return {
-        link: [unpacked(frame) for frame in outbox.frames(said, most)]
-        for link, said in outbox.take(now)
+        link: [unpacked(frame) for frame in outbox.frames(said)] for link, said in outbox.take(now)
     }
 
 
@@ -37,7 +33,7 @@ def unpacked(frame: bytes) -> tuple[str, list[Message]]:
     assert len(frame) <= MAX_FRAME_BYTES
     envelope = decode(frame)
     assert envelope.source == "own"
-    return envelope.target, [envelope.body, *map(decode_body, envelope.more)]
+    return envelope.target, [*map(decode_body, envelope.bodies)]
 
 
 def filled(link: Link, bodies: Iterable[Message], target: str = "peer") -> Outbox:
@@ -48,11 +44,11 @@ def filled(link: Link, bodies: Iterable[Message], target: str = "peer") -> Outbo
 
 
 def test_a_turns_messages_to_a_peer_are_one_frame_in_order() -> None:
-    outbox = filled(A, map(NeedGrant, range(5)))
-    outbox.add(B, "other", NeedGrant(9), 0.0)
+    outbox = filled(A, map(CancelAck, range(5)))
+    outbox.add(B, "other", CancelAck(9), 0.0)
     assert frames_of(outbox, 0.0) == {
-        A: [("peer", [NeedGrant(tid) for tid in range(5)])],
-        B: [("other", [NeedGrant(9)])],
+        A: [("peer", [CancelAck(tid) for tid in range(5)])],
+        B: [("other", [CancelAck(9)])],
     }
     assert not frames_of(outbox, 0.0), "nothing is said twice"
 
@@ -60,28 +56,22 @@ def test_a_turns_messages_to_a_peer_are_one_frame_in_order() -> None:
 def test_a_frame_is_for_one_incarnation() -> None:
     outbox = Outbox("own")
     for tid, target in enumerate(("", "old", "old", "new", "old")):
-        outbox.add(A, target, NeedGrant(tid), 0.0)
+        outbox.add(A, target, CancelAck(tid), 0.0)
     assert frames_of(outbox, 0.0)[A] == [
-        ("", [NeedGrant(0)]),
-        ("old", [NeedGrant(1), NeedGrant(2)]),
-        ("new", [NeedGrant(3)]),
-        ("old", [NeedGrant(4)]),
+        ("", [CancelAck(0)]),
+        ("old", [CancelAck(1), CancelAck(2)]),
+        ("new", [CancelAck(3)]),
+        ("old", [CancelAck(4)]),
     ]
 
 
-def test_who_knows_no_frames_of_several_gets_single_ones() -> None:
-    outbox = filled(A, map(NeedGrant, range(3)))
-    assert frames_of(outbox, 0.0, most=1)[A] == [("peer", [NeedGrant(tid)]) for tid in range(3)]
-
-
 def test_frames_are_bounded() -> None:
-    outbox = filled(A, map(NeedGrant, range(2 * MAX_MESSAGES + 1)))
+    outbox = filled(A, map(CancelAck, range(2 * MAX_MESSAGES + 1)))
     sizes = [len(bodies) for _, bodies in frames_of(outbox, 0.0)[A]]
     assert sizes == [MAX_MESSAGES, MAX_MESSAGES, 1]
-    shape = ItemShape(1, ())
-    offers = [Offer(tid, "i", shape, "d", bytes(FULL_FRAME_BYTES // 2 - 200)) for tid in range(6)]
-    frames = frames_of(filled(A, offers), 0.0)[A]
-    assert [body for _, bodies in frames for body in bodies] == offers
+    long = [Withdraw(tid, Code.GONE, "x" * (FULL_FRAME_BYTES // 3 - 100)) for tid in range(6)]
+    frames = frames_of(filled(A, long), 0.0)[A]
+    assert [body for _, bodies in frames for body in bodies] == long
     assert [len(bodies) for _, bodies in frames] == [3, 3]
 
 
@@ -89,10 +79,10 @@ def test_frames_are_bounded() -> None:
 def test_what_nobody_waits_for_goes_with_what_somebody_does(body: Message) -> None:
     outbox = filled(A, [body])
     assert not frames_of(outbox, LATEST_S / 2)
-    outbox.add(B, "other", NeedGrant(1), LATEST_S / 2)
+    outbox.add(B, "other", CancelAck(1), LATEST_S / 2)
     assert A not in frames_of(outbox, LATEST_S / 2), "another link's frame is no reason"
-    outbox.add(A, "peer", NeedGrant(2), LATEST_S / 2)
-    assert frames_of(outbox, LATEST_S / 2) == {A: [("peer", [body, NeedGrant(2)])]}
+    outbox.add(A, "peer", CancelAck(2), LATEST_S / 2)
+    assert frames_of(outbox, LATEST_S / 2) == {A: [("peer", [body, CancelAck(2)])]}
     assert outbox.next_at() == float("inf")
 
 
@@ -105,7 +95,7 @@ def test_what_nobody_waits_for_goes_all_the_same() -> None:
 
 
 def test_what_was_for_who_is_gone_is_not_for_who_comes() -> None:
-    outbox = filled(A, [Complete(1), NeedGrant(1)])
+    outbox = filled(A, [Complete(1), CancelAck(1)])
     outbox.drop(A)
     assert not frames_of(outbox, 1.0)
     assert outbox.next_at() == float("inf")

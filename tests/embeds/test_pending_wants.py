@@ -1,6 +1,6 @@
 """Wishes for items that are not here: who is told, who is forgotten."""
 
-from vllm_kvpool.embeds.machines.producer_state import PendingWants
+from vllm_kvpool.embeds.machines.producer import PendingWants
 
 
 def filled(most: int = 8) -> PendingWants:

@@ -102,7 +102,7 @@ def test_a_request_with_neither_parameters_nor_media_is_given_up() -> None:
     assert not rig.ensure(request("empty", "a", delivery=NOWHERE))
     assert rig.scheduler.take_unavailable() == {"empty"}
     assert rig.channel.expected() == []
-    rig.channel.say(ItemNews("b", rows=ROWS, offered=True))
+    rig.channel.say(ItemNews("b", offered=True))
     assert not rig.ensure(request("offered", "b", delivery=NOWHERE))
     assert rig.scheduler.take_unavailable() == set()
 
@@ -111,7 +111,7 @@ def test_a_request_without_parameters_asks_configured_peers_and_those_who_offere
     view = request("plain", "a", delivery=NOWHERE, media=True)
     assert not Rig(has_peers=True).ensure(view)
     rig = Rig()
-    rig.channel.say(ItemNews("a", rows=ROWS, offered=True))
+    rig.channel.say(ItemNews("a", offered=True))
     assert not rig.ensure(view)
     assert rig.channel.expected() == ["a"]
 
@@ -608,7 +608,7 @@ def test_words_that_mean_nothing_here_change_nothing() -> None:
     rig.channel.say(Heartbeat())
     rig.channel.ready("unknown")
     rig.channel.failed("unknown")
-    rig.channel.say(ItemNews("a", rows=4, offered=True))
+    rig.channel.say(ItemNews("a", offered=True))
     assert not rig.ensure(view)
     assert rig.channel.expected() == ["a"]
 

@@ -5,6 +5,15 @@ from itertools import pairwise
 import pytest
 
 from tests.embeds.sessions import HEARTBEAT_S, RHYTHM, hello, news, said, session_with
+from vllm_kvpool.embeds.machines.session import (
+    FIRST_GREETING_S,
+    HEARTBEATS,
+    LONGEST_GREETING_S,
+    PeerLost,
+    PeerUp,
+    Session,
+    SessionState,
+)
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -13,15 +22,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     Hello,
     HelloReject,
     PeerRole,
-)
-from vllm_kvpool.embeds.protocol.session import (
-    FIRST_GREETING_S,
-    HEARTBEATS,
-    LONGEST_GREETING_S,
-    PeerLost,
-    PeerUp,
-    Session,
-    SessionState,
 )
 
 CONNECTING, UP = SessionState.CONNECTING, SessionState.UP

@@ -19,12 +19,11 @@ import pytest
 
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue, LandingBudget
-from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.consumer_state import ConsumerLimits, OfferTable, RecentRows
-from vllm_kvpool.embeds.machines.producer import Producer
-from vllm_kvpool.embeds.machines.producer_state import (
+from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits, OfferTable, RecentRows
+from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
     PendingWants,
+    Producer,
     ProducerLimits,
 )
 from vllm_kvpool.embeds.machines.window import ExtentAllocator, WindowLedger

@@ -13,7 +13,8 @@ import pytest
 
 from tests.embeds.sessions import hello, session_with
 from tests.embeds.world import ProducerNode, World, limits, shape_of
-from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.machines.producer import ProducerLimits
+from vllm_kvpool.embeds.machines.session import SESSION_TABLE, SessionEvent, SessionState
 from vllm_kvpool.embeds.machines.states import (
     CONSUMER_TABLE,
     ENDED,
@@ -21,13 +22,13 @@ from vllm_kvpool.embeds.machines.states import (
     PRODUCER_TABLE,
     GrantEvent,
     GrantState,
+    IllegalEvent,
     ItemEvent,
     TransferEvent,
     TransferState,
+    TransitionTable,
 )
 from vllm_kvpool.embeds.protocol import messages as p
-from vllm_kvpool.embeds.protocol.session import SESSION_TABLE, SessionEvent, SessionState
-from vllm_kvpool.embeds.transitions import IllegalEvent, TransitionTable
 
 TABLES = (
     (CONSUMER_TABLE, TransferState, ItemEvent),
@@ -342,7 +343,7 @@ def the_consumer_has_it_already() -> None:
         world = producers_in(state)
         (transfer,) = world.producers[0].machine.transfers.values()
         key = (world.consumers[0].name, world.producers[0].name)
-        world.receive(key, p.OfferAck(transfer.tid, p.Verdict.HAVE))
+        world.receive(key, p.Complete(transfer.tid))
         assert transfer.state is TransferState.SUCCESS
         assert bool(world.producers[0].writes) == (
             transfer.tid in world.producers[0].machine.transfers

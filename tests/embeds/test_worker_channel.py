@@ -12,6 +12,8 @@ import zmq
 import zmq.auth
 import zmq.auth.thread
 
+from tests.embeds.sessions import frame
+from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -31,10 +33,14 @@ from vllm_kvpool.embeds.protocol.messages import (
     encode,
     encode_body,
 )
-from vllm_kvpool.embeds.protocol.outbox import LATEST_S
-from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
-from vllm_kvpool.embeds.protocol.transport_zmq import KEY_NAME, Link, ZmqTransport, read_keys
-from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.protocol.transport_zmq import (
+    KEY_NAME,
+    LATEST_S,
+    Link,
+    ZmqTransport,
+    read_keys,
+)
+from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.errors import ConfigError
 
 PATIENCE_S = 10.0
@@ -108,9 +114,9 @@ def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:
     frames: list[list[Message]] = []
     while not (frames and frames[-1][-1] == last):
         assert time.monotonic() < deadline, frames
-        for frame in stranger.poll(0.01):
-            envelope = decode(frame.data)
-            frames.append([envelope.body, *map(decode_body, envelope.more)])
+        for arrived in stranger.poll(0.01):
+            envelope = decode(arrived.data)
+            frames.append([*map(decode_body, envelope.bodies)])
     return frames
 
 
@@ -125,7 +131,7 @@ def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
         answer = Hello(
             (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 1.0, answer=True
         )
-        assert worker.send(link, encode(Envelope("w", "", 1, answer)))
+        assert worker.send(link, frame("w", answer))
         while not links.are_up:
             assert time.monotonic() < deadline
             links.poll()
@@ -158,9 +164,14 @@ def test_what_is_no_frame_is_ignored() -> None:
     try:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(stranger, links, deadline)
-        for data in (b"", b"garbage", b"\x94" * 9, encode(Envelope("s", "", 1, Heartbeat()))[:-1]):
+        for data in (
+            b"",
+            b"garbage",
+            b"\x94" * 9,
+            frame("s", Heartbeat())[:-1],
+        ):
             assert stranger.send(link, data)
-        last = encode(Envelope("s", "", 2, HeldBytes(1)))
+        last = frame("s", HeldBytes(1))
         assert stranger.send(link, last)
         heard = []
         while not heard and time.monotonic() < deadline:
@@ -180,7 +191,7 @@ def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
         link = greeting(stranger, links, deadline)
         unknown = msgspec.Raw(msgspec.msgpack.encode({"type": "of_tomorrow"}))
         more = (encode_body(Taken("a")), unknown, encode_body(Taken("b")))
-        assert stranger.send(link, encode(Envelope("s", "", 1, Heartbeat(), more)))
+        assert stranger.send(link, encode(Envelope("s", "", (encode_body(Heartbeat()), *more))))
         heard = []
         while not heard and time.monotonic() < deadline:
             heard = links.poll(0.01)
@@ -211,7 +222,7 @@ class Watched:
 
     def say(self, body: Message) -> None:
         """The worker says something, and it is there when this returns."""
-        assert self.worker.send(self.link, encode(Envelope("w", "", 1, body)))
+        assert self.worker.send(self.link, frame("w", body))
         self.links.poll(PATIENCE_S)
 
     def pass_time(self, seconds: float, looks: int = 1) -> None:

@@ -13,8 +13,8 @@ from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
 from vllm_kvpool.embeds.worker import WorkerIdentity
+from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
 ROW_BYTES = 64 * 4
 

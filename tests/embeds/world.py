@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.consumer_state import ConsumerLimits
+from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
@@ -27,8 +26,7 @@ from vllm_kvpool.embeds.machines.effects import (
     Send,
     Write,
 )
-from vllm_kvpool.embeds.machines.producer import Producer
-from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
@@ -188,7 +186,7 @@ class World:
 
     def produce(self, producer: ProducerNode, mm_hash: str, shape: ItemShape) -> None:
         """An item has been encoded."""
-        item_id = producer.machine.produced(mm_hash, shape, b"aux of " + mm_hash.encode(), self.now)
+        item_id = producer.machine.produced(mm_hash, shape, self.now)
         if item_id:
             salt = self.salt.get(producer.name, "")
             planes = content(mm_hash, shape, salt)
@@ -238,9 +236,9 @@ class World:
     def _send(self, source: str, effect: Send) -> None:
         key = (source, effect.peer)
         # All that is said must survive the wire.
-        frame = p.encode(p.Envelope(source, effect.peer, 0, effect.body))
+        frame = p.encode(p.Envelope(source, effect.peer, (p.encode_body(effect.body),)))
         if key in self.links:
-            self.links[key].append(p.decode(frame).body)
+            self.links[key].append(p.decode_body(p.decode(frame).bodies[0]))
 
     def _perform_consumers(self, node: ConsumerNode, effect: Effect) -> None:
         match effect:
@@ -483,15 +481,12 @@ _TO_CONSUMER: dict[type, Callable[[Consumer], Callable[..., None]]] = {
     p.CancelAck: lambda machine: machine.cancel_ack,
     p.Withdraw: lambda machine: machine.withdraw,
     p.Unknown: lambda machine: machine.unknown,
-    p.NeedGrant: lambda machine: machine.need_grant,
 }
 _TO_PRODUCER: dict[type, Callable[[Producer], Callable[..., None]]] = {
     p.Want: lambda machine: machine.want,
     p.OfferAck: lambda machine: machine.offer_ack,
     p.Grant: lambda machine: machine.grant,
     p.Revoke: lambda machine: machine.revoke,
-    p.RowsAck: lambda machine: machine.rows_ack,
     p.Complete: lambda machine: machine.complete,
     p.Cancel: lambda machine: machine.cancel,
-    p.Unknown: lambda machine: machine.unknown,
 }

@@ -20,12 +20,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
+from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
-from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
 from vllm_kvpool.embeds.scheduler import (
     WORKERS_LOST_S,
     EmbedsRequest,
@@ -34,6 +33,7 @@ from vllm_kvpool.embeds.scheduler import (
     StepMeta,
 )
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
+from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.vllm_adapt import ascend

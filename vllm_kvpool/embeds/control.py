@@ -40,6 +40,7 @@ from vllm_kvpool.embeds.machines.effects import (
     Write,
 )
 from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.machines.session import HeartbeatPolicy, Session, SessionState
 from vllm_kvpool.embeds.peers import Peers
 from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers, Resolver
 from vllm_kvpool.embeds.protocol.messages import (
@@ -58,14 +59,12 @@ from vllm_kvpool.embeds.protocol.messages import (
     Hello,
     ItemNews,
     Message,
-    NeedGrant,
     Numbers,
     Offer,
     OfferAck,
     Push,
     Revoke,
     RevokeAck,
-    RowsAck,
     Unknown,
     Want,
     WantAck,
@@ -76,7 +75,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     decode_body,
 )
 from vllm_kvpool.embeds.protocol.rows import ItemShape
-from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy, Session, SessionState
 from vllm_kvpool.embeds.protocol.transport_zmq import Frame, ZmqTransport
 from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.metrics import MetricsRegistry
@@ -411,25 +409,23 @@ class Control:
         except ProtocolError as error:
             self._guard.bad_message(error)
             return
-        self._guard("message", self._on_message, frame, envelope, envelope.body, now)
-        more = iter(envelope.more)
-        for _ in envelope.more:  # a bad message ends the call, and the next call continues after it
-            if self._guard("message", self._on_further_messages, frame, envelope, more, now):
+        bodies = iter(envelope.bodies)
+        for _ in envelope.bodies:  # a bad message ends the call; the next one continues after it
+            if self._guard("message", self._on_messages, frame, envelope, bodies, now):
                 return
 
-    def _on_further_messages(
-        self, frame: Frame, envelope: Envelope, more: Iterator[msgspec.Raw], now: float
+    def _on_messages(
+        self, frame: Frame, envelope: Envelope, bodies: Iterator[msgspec.Raw], now: float
     ) -> None:
-        is_told = self._peers.is_from_peer(frame.link, envelope)
-        for raw in more:
+        is_from_peer = False  # known after the frame's first message, which is the sign of life
+        for raw in bodies:
             body = decode_body(raw)
-            handler = self._handlers.get(type(body))
-            if handler is not None and is_told:
-                # The frame's first message was the sign of life.
+            handler = self._handlers.get(type(body)) if is_from_peer else None
+            if handler is not None:
                 handler(envelope.source, body, now)
             else:
                 self._on_message(frame, envelope, body, now)
-                is_told = self._peers.is_from_peer(frame.link, envelope)
+                is_from_peer = self._peers.is_from_peer(frame.link, envelope)
 
     def _on_message(self, frame: Frame, envelope: Envelope, body: Message, now: float) -> None:
         session = self._peers.on_message(frame, envelope, body, now)
@@ -443,11 +439,6 @@ class Control:
         self._peers.act(frame.link, now)
 
     def _on_peer_message(self, source: str, session: Session, body: Message, now: float) -> None:
-        if isinstance(body, Unknown):
-            machine = self._producer if body.yours else self._consumer
-            if machine is not None:
-                machine.unknown(source, body, now)
-            return
         handler = self._handlers.get(type(body))
         if handler is not None:
             handler(source, body, now)
@@ -510,7 +501,7 @@ Handler = Callable[..., None]
 
 
 def _handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[type, Handler]:
-    """The handler of each message of a peer, except `Unknown`, which either machine may handle."""
+    """The machine's handler of each message of a peer."""
     handlers: dict[type, Handler] = {}
     if consumer is not None:
         handlers |= {
@@ -521,7 +512,7 @@ def _handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[t
             RevokeAck: consumer.revoke_ack,
             CancelAck: consumer.cancel_ack,
             Withdraw: consumer.withdraw,
-            NeedGrant: consumer.need_grant,
+            Unknown: consumer.unknown,
         }
     if producer is not None:
         handlers |= {
@@ -529,7 +520,6 @@ def _handlers_of(consumer: Consumer | None, producer: Producer | None) -> dict[t
             OfferAck: producer.offer_ack,
             Grant: producer.grant,
             Revoke: producer.revoke,
-            RowsAck: producer.rows_ack,
             Complete: producer.complete,
             Cancel: producer.cancel,
         }

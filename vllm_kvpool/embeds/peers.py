@@ -12,6 +12,14 @@ from dataclasses import dataclass, field
 from vllm_kvpool.embeds.faults import Guard
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.producer import Producer
+from vllm_kvpool.embeds.machines.session import (
+    HeartbeatPolicy,
+    PeerLost,
+    PeerUp,
+    SendMessage,
+    Session,
+    SessionState,
+)
 from vllm_kvpool.embeds.protocol.allowed_peers import (
     OPTION,
     Allowed,
@@ -21,8 +29,6 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
     NeedsLookup,
 )
 from vllm_kvpool.embeds.protocol.messages import (
-    MANY_SINCE,
-    MAX_MESSAGES,
     Code,
     Envelope,
     Goodbye,
@@ -38,16 +44,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Taken,
     check_hello,
 )
-from vllm_kvpool.embeds.protocol.outbox import Outbox
-from vllm_kvpool.embeds.protocol.session import (
-    HeartbeatPolicy,
-    PeerLost,
-    PeerUp,
-    SendMessage,
-    Session,
-    SessionState,
-)
-from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, ZmqTransport
+from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, Outbox, ZmqTransport
 from vllm_kvpool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -293,9 +290,7 @@ class Peers:
     def _send_frames(
         self, link: Link, connection: Connection | None, said: list[tuple[str, Message]]
     ) -> None:
-        peer = connection.session.peer if connection is not None else None
-        most = MAX_MESSAGES if peer is not None and peer.versions[1] >= MANY_SINCE else 1
-        for frame in self.outbox.frames(said, most):
+        for frame in self.outbox.frames(said):
             if not self._sockets.send(link, frame):
                 self._on_broken_link(link, connection)
                 return
@@ -382,7 +377,7 @@ class Peers:
         )
 
     def is_from_peer(self, link: Link, envelope: Envelope) -> bool:
-        """Whether a further message of an envelope is for us, from a peer in session."""
+        """Whether an envelope is for this incarnation, from a peer in session."""
         connection = self._connections.get(link)
         session = (
             connection.session if connection is not None and connection.session.is_up else None

@@ -27,7 +27,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Push,
     Taken,
 )
-from vllm_kvpool.embeds.protocol.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import MetricsRegistry, merge_samples
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.tensors import Tensor, shape_of, to_host
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane, open_landing
 from vllm_kvpool.embeds.faults import LogLimit, start_control
-from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.consumer_state import QUARANTINE_S, ConsumerLimits
-from vllm_kvpool.embeds.machines.producer import Producer
-from vllm_kvpool.embeds.machines.producer_state import ProducerLimits
+from vllm_kvpool.embeds.machines.consumer import QUARANTINE_S, Consumer, ConsumerLimits
+from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
+from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
@@ -30,7 +29,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     WriteFailed,
     Wrote,
 )
-from vllm_kvpool.embeds.protocol.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import StatsFile
@@ -163,7 +161,7 @@ class EmbedsWorker:
             if epoch < self._control.epoch:
                 producer.counts["stale_outputs"] += 1
                 return
-            item_id = producer.produced(mm_hash, shape, b"", now)
+            item_id = producer.produced(mm_hash, shape, now)
             if item_id:
                 self._io_workers.keep(item_id, shape, copies)
 

@@ -4,18 +4,23 @@ There is one for each rank. It decides which rows go where and owns the set of r
 producers only propose. An item is expected by requests, offered by producers, admitted when there
 is memory for all of it, then transferred window by window: granted, written, drained, granted
 again, from the first missing row on. An item keeps its rows when its sender is lost, and any
-producer of the same bytes continues there. Each class adds one concern to the one before it;
-effects wait for `take_effects`.
+producer of the same bytes continues there. Effects wait for `take_effects`.
 """
 
-from vllm_kvpool.embeds.machines.consumer_state import ConsumerState
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_kvpool.embeds.machines.admission import Admission
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
+    Discard,
     DrainRows,
     Effect,
     NotifyScheduler,
     Ready,
+    Send,
 )
 from vllm_kvpool.embeds.machines.items import GrantRecord, Item, ProducerPeer, TransferRef
 from vllm_kvpool.embeds.machines.states import (
@@ -26,7 +31,7 @@ from vllm_kvpool.embeds.machines.states import (
     ItemEvent,
     TransferState,
 )
-from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, window_bytes
+from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, WindowLedger, window_bytes
 from vllm_kvpool.embeds.protocol.messages import (
     Cancel,
     CancelAck,
@@ -34,17 +39,14 @@ from vllm_kvpool.embeds.protocol.messages import (
     Complete,
     Expect,
     Grant,
-    GrantOutcome,
     ItemNews,
-    NeedGrant,
+    Message,
     Offer,
     OfferAck,
     Revoke,
     RevokeAck,
-    RowsAck,
     Taken,
     Unknown,
-    Verdict,
     Want,
     WantAck,
     Withdraw,
@@ -54,56 +56,271 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape, checked_shape, runs_of
 
+RECENT_ITEMS = 16
+FEWEST_RECENT = 8  # with fewer, the first grant is default_allocate_tokens
+MAX_ENDED = 1 << 16  # transfers whose final message is kept, to be sent again
+MAX_ITEMS = 1 << 16  # items a consumer knows of
+MAX_ACTIVE = 64  # items that are granted rows at the same time
 NOBODY_SENDS = frozenset((TransferState.BOOTSTRAPPING, TransferState.SUSPENDED))
+OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
+QUARANTINE_S = 70.0  # more than twice the time after which Mooncake gives a transfer up
 
 
-class Discovery(ConsumerState):
-    """Asks producers for items that nobody sends."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerLimits:
+    """Bounds of a consumer; seconds and bytes."""
 
-    def want(self, item: Item, now: float, only: str | None = None) -> None:
+    num_ranks: int = 1
+    """Ranks of the engine; all need the same encoding of an item."""
+    max_landing_bytes: int = 4 << 30
+    """Memory for items that the engine has not taken yet; `admission` says when it is exceeded."""
+    max_item_bytes: int = 16 << 30
+    default_allocate_tokens: int = 8192
+    """The most rows of one grant, also of one made before the item's length is known."""
+    bootstrap_timeout_s: float = 30.0
+    """How long a request waits for an offer of its item."""
+    waiting_timeout_s: float = 60.0
+    """How long it then waits for further rows."""
+    quarantine_s: float = QUARANTINE_S
+    """How long memory stays out of use after a write that may still arrive."""
+    grant_ttl_s: float = 60.0
+    repeat_s: float = 1.0
+    backoff_s: float = 0.05
+    max_backoff_s: float = 5.0
+    max_failures: int = 8  # writes of an item that fail in a row
+    max_corrupt: int = 3  # grants of an item that arrive damaged
+    max_items: int = MAX_ITEMS
+    max_active: int = MAX_ACTIVE
+    max_ended: int = MAX_ENDED
+
+
+@dataclass(slots=True)
+class RecentRows:
+    """The lengths of recent items: they size a grant made before an item's length is known."""
+
+    rows: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_ITEMS))
+
+    def add(self, rows: int) -> None:
+        self.rows.append(rows)
+
+    def first_grant(self, most: int) -> int:
+        """The longest of recent items, at most `most`; `most` while too few are known."""
+        return most if len(self.rows) < FEWEST_RECENT else min(most, max(self.rows))
+
+
+class OfferTable:
+    """Which transfer offers which item, and the final message of each that ended.
+
+    A transfer that has ended is answered with its final message, however often it asks.
+    """
+
+    def __init__(self, max_ended: int, send: Callable[[str, Message], None]) -> None:
+        self._max_ended = max_ended
+        self._send = send
+        self._items: dict[TransferRef, str] = {}
+        self._ended: OrderedDict[TransferRef, Message] = OrderedDict()
+
+    def __contains__(self, ref: TransferRef) -> bool:
+        return ref in self._items
+
+    def item_of(self, ref: TransferRef) -> str | None:
+        return self._items.get(ref)
+
+    def add(self, item: Item, ref: TransferRef, message: Offer) -> None:
+        """A producer offers an item, as its sender or standing by."""
+        item.offers[ref] = message
+        self._items[ref] = item.mm_hash
+
+    def drop(self, ref: TransferRef) -> str | None:
+        """Remove an offer; its item, if there was one."""
+        return self._items.pop(ref, None)
+
+    def close(self, ref: TransferRef, final_message: Message) -> None:
+        """Remove an offer and send its final message."""
+        self._items.pop(ref, None)
+        self._ended[ref] = final_message
+        while len(self._ended) > self._max_ended:
+            self._ended.popitem(last=False)
+        self._send(ref[0], final_message)
+
+    def resend_final(self, ref: TransferRef) -> bool:
+        """Send the final message again; False if there was none."""
+        message = self._ended.get(ref)
+        if message is not None:
+            self._send(ref[0], message)
+        return message is not None
+
+    def of_peer(self, peer: str) -> list[TransferRef]:
+        return [each for each in self._items if each[0] == peer]
+
+    def forget_finals_of(self, peer: str) -> None:
+        for ref in [each for each in self._ended if each[0] == peer]:
+            del self._ended[ref]
+
+    def check(self, items: dict[str, Item]) -> None:
+        for ref, mm_hash in self._items.items():
+            assert ref in items[mm_hash].offers
+
+
+class Consumer:
+    """One rank's consumer. Every method takes the time as `now`; `take_effects` ends a turn."""
+
+    def __init__(self, arena_bytes: int, limits: ConsumerLimits) -> None:
+        self.limits = limits
+        self.window = WindowLedger(
+            arena_bytes,
+            ttl_s=limits.grant_ttl_s,
+            quarantine_s=limits.quarantine_s,
+            ended=self._grant_ended,
+        )
+        self.items: dict[str, Item] = {}
+        self.admission = Admission(self.items, limits.max_landing_bytes, limits.max_active)
+        self.offer_table = OfferTable(limits.max_ended, self._send)
+        self.peers: dict[str, ProducerPeer] = {}
+        self.recent = RecentRows()
+        self.changed_at: float | None = None  # last change since rows were granted; None: none
+        self.effects: list[Effect] = []
+        self.counts: defaultdict[str, float] = defaultdict(float)
+
+    def take_effects(self) -> list[Effect]:
+        """What is to be done, in order; rows are granted here, once for all events of a turn."""
+        if self.changed_at is not None:
+            now, self.changed_at = self.changed_at, None
+            self._admit(now)
+            self._issue_grants(now)
+        effects, self.effects = self.effects, []
+        return effects
+
+    # From the own scheduler and worker
+
+    def expect(self, message: Expect, now: float) -> None:
+        """A request waits for an item."""
+        item = self.items.get(message.mm_hash)
+        if item is not None and message.digest and item.digest not in ("", message.digest):
+            self._end(item, ItemEvent.CANCEL, Code.CONFLICT, OTHER_ENCODING, now)
+            item = None
+        if item is None:
+            item = self.items[message.mm_hash] = Item(message.mm_hash, now)
+        was_requested = item.requested
+        if message.digest:
+            item.wanted_digest = message.digest
+            self._refuse_other_encodings(item, message.digest)
+        item.order = min(item.order, message.order) if was_requested else message.order
+        self.admission.reorder(item, was_requested)
+        item.patience_s = max(item.patience_s, self._patience_s(message.patience_s))
+        item.peers |= frozenset(message.peers)
+        item.expected_rows = message.rows or item.expected_rows
+        item.gone.clear()
+        if not was_requested:
+            item.since = now
+        self.effects += [Connect(endpoint) for endpoint in message.peers]
+        if item.shape is not None and item.expected_rows not in (0, item.shape.rows):
+            text = (
+                f"{item.shape.rows} rows were offered and the request has room for "
+                f"{item.expected_rows}"
+            )
+            self._fail(item, Code.CONFLICT, text, now)
+            return
+        if item.state is TransferState.SUCCESS:
+            self._report_ready(item)
+            return
+        if item.offers and not was_requested:
+            self._report_offered(item)
+        if message.is_pushed and not message.peers and not message.digest:
+            item.want_sent_at = now
+        self._want(item, now)
+        self.changed_at = now
+
+    def forget(self, mm_hash: str, now: float) -> None:
+        """No request waits for the item any more."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.requested:
+            text = "no request waits for it any more"
+            self._end(item, ItemEvent.CANCEL, Code.CANCELLED, text, now)
+            self.changed_at = now
+
+    def taken(self, mm_hash: str, now: float) -> None:
+        """The engine has taken the item's tensors."""
+        self.effects.append(NotifyScheduler(Taken(mm_hash)))
+        item = self.items.get(mm_hash)
+        if item is not None and item.state is TransferState.SUCCESS:
+            self._drop(item)
+            self.changed_at = now
+
+    def no_memory(self, mm_hash: str, text: str, now: float) -> None:
+        """The host has no memory for an admitted item."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.admitted:
+            assert item.shape is not None
+            text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
+            self._fail(item, Code.TOO_LARGE, text, now)
+            self.changed_at = now
+
+    def not_ready(self, mm_hash: str, text: str, now: float) -> None:
+        """A complete item could not be handed over."""
+        item = self.items.get(mm_hash)
+        if item is not None and item.state is TransferState.SUCCESS:
+            self.effects.append(NotifyScheduler(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
+            self._drop(item)
+            self.changed_at = now
+
+    def refused(self, endpoint: str, text: str, now: float) -> None:
+        """An endpoint that a request named is not connected to."""
+        for item in list(self.items.values()):
+            if endpoint not in item.peers or item.state is not TransferState.BOOTSTRAPPING:
+                continue
+            item.refused |= {endpoint}
+            if item.refused >= item.peers:
+                self._fail(item, Code.UNREACHABLE, text, now)
+                self.changed_at = now
+
+    def begin_epoch(self, now: float) -> None:
+        """The weights have changed: drop everything encoded before."""
+        for item in list(self.items.values()):
+            if item.state is not TransferState.BOOTSTRAPPING:
+                self._fail(item, Code.STALE, "the weights have changed", now)
+
+    # From sessions
+
+    def peer_up(self, peer: str, endpoints: frozenset[str], now: float) -> None:
+        """A producer is in session, reachable at any of these endpoints."""
+        known = self.peers.get(peer)
+        self.peers[peer] = ProducerPeer(endpoints, known.row_bytes if known is not None else 0)
+        for granted in self.window.unresolved(now):
+            granted.sent_at = float("-inf")
+        self._query_unresolved(now)
+        for item in list(self.items.values()):
+            item.want_sent_at = float("-inf")
+            self._want(item, now, only=peer)
+
+    def peer_lost(self, peer: str, now: float, *, quiesced: bool = False) -> None:
+        """The session with a producer ended; unless `quiesced`, its writes may still arrive."""
+        self.peers.pop(peer, None)
+        self.window.end_all_of(peer, now, quiesced=quiesced)
+        for ref in self.offer_table.of_peer(peer):
+            self._lose(ref, now)
+        self.offer_table.forget_finals_of(peer)
+        self.changed_at = now
+
+    # Asking for items that nobody sends
+
+    def _want(self, item: Item, now: float, only: str | None = None) -> None:
         """Ask for an item that nobody sends, at most every `repeat_s`."""
         is_due = now - item.want_sent_at > self.limits.repeat_s
         if not item.requested or not is_due or item.state not in NOBODY_SENDS:
             return
-        patience = self.patience_s(item.patience_s)
-        for peer in self._peers_to_ask(item):
-            if only is None or peer == only:
+        patience = self._patience_s(item.patience_s)
+        for peer, known in self.peers.items():
+            may_have_it = not item.peers or item.peers & known.endpoints
+            if may_have_it and only in (None, peer):
                 first = self._first_grant(item, peer, now)
-                self.send(peer, Want(item.mm_hash, patience, first))
+                self._send(peer, Want(item.mm_hash, patience, first))
         if only is None:
             item.want_sent_at = now
 
-    def patience_s(self, said_s: float) -> float:
+    def _patience_s(self, said_s: float) -> float:
         """How long to wait for an item whose requests say `said_s`; 0: they do not say."""
         return said_s or self.limits.bootstrap_timeout_s
-
-    def want_ack(self, peer: str, message: WantAck, now: float) -> None:
-        """A peer does not have the item now, and (`gone`) will not."""
-        granted = self.window.of((peer, 0), message.declined)
-        if granted is not None:
-            self.window.end(granted, GrantEvent.QUIESCED, now)
-            self.changed_at = now
-        item = self.items.get(message.mm_hash)
-        if item is None or item.state is not TransferState.BOOTSTRAPPING or not message.gone:
-            return
-        item.gone.add(peer)
-        if self.is_gone_everywhere(item):
-            text = "no encoder keeps it any more: send the request to an encoder again"
-            self.fail(item, Code.GONE, text, now)
-
-    def is_gone_everywhere(self, item: Item) -> bool:
-        """Whether every producer that may have it has said that it does not."""
-        gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
-        if item.peers:
-            return item.peers <= item.refused.union(*gone)
-        return len(gone) == len(self.peers)
-
-    def _peers_to_ask(self, item: Item) -> list[str]:
-        return [
-            peer
-            for peer, known in self.peers.items()
-            if not item.peers or item.peers & known.endpoints
-        ]
 
     def _first_grant(self, item: Item, peer: str, now: float) -> Grant | None:
         """A grant before the item's length is known, if the peer's row size is."""
@@ -124,16 +341,28 @@ class Discovery(ConsumerState):
         rows = sum(extent.nbytes // row_bytes for extent in extents)
         return self.window.message(self.window.grant(item, (peer, 0), 0, rows, extents, now))
 
+    def want_ack(self, peer: str, message: WantAck, now: float) -> None:
+        """A peer does not have the item now, and (`gone`) will not."""
+        granted = self.window.of((peer, 0), message.declined)
+        if granted is not None:
+            self.window.end(granted, GrantEvent.QUIESCED, now)
+            self.changed_at = now
+        item = self.items.get(message.mm_hash)
+        if item is None or item.state is not TransferState.BOOTSTRAPPING or not message.gone:
+            return
+        item.gone.add(peer)
+        if self._is_gone_everywhere(item):
+            text = "no encoder keeps it any more: send the request to an encoder again"
+            self._fail(item, Code.GONE, text, now)
 
-OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
+    def _is_gone_everywhere(self, item: Item) -> bool:
+        """Whether every producer that may have it has said that it does not."""
+        gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
+        if item.peers:
+            return item.peers <= item.refused.union(*gone)
+        return len(gone) == len(self.peers)
 
-
-class Offers(Discovery):
-    """Accepts offers: the first producer of an item sends it, the others stand by.
-
-    If the sender is lost or gives up, the next one continues; without a next one the item is asked
-    for.
-    """
+    # Offers: the first producer of an item sends it, the others stand by
 
     def offer(self, peer: str, message: Offer, now: float) -> None:
         """A producer has an item; ProtocolError if no item can have its shape."""
@@ -147,8 +376,9 @@ class Offers(Discovery):
             return
         refusal = self._refusal(shape, item)
         if refusal is not None:
-            self._refuse(ref, *refusal)
-            self._fail_if_unusable(item, *refusal, now)
+            self._refuse(ref, refusal[0])
+            if item is not None and not item.offers and item.state in NOBODY_SENDS:
+                self._fail(item, *refusal, now)
             return
         if peer in self.peers:
             self.peers[peer].row_bytes = shape.row_bytes
@@ -157,7 +387,7 @@ class Offers(Discovery):
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
         if item.state is TransferState.SUCCESS:
             self.counts["deduplicated"] += 1
-            self.offer_table.close(ref, OfferAck(message.tid, Verdict.HAVE))
+            self.offer_table.close(ref, Complete(message.tid))
             return
         self._replace_older(item, peer, now)
         if item.offers:
@@ -166,10 +396,23 @@ class Offers(Discovery):
         self._begin(item, ref, message, shape, now)
         self.changed_at = now
 
+    def _resend_answer(self, ref: TransferRef) -> bool:
+        """Repeat the answer to an offer, and its live grants; False if it was not answered."""
+        if self.offer_table.resend_final(ref):
+            return True
+        mm_hash = self.offer_table.item_of(ref)
+        if mm_hash is None:
+            return False
+        self._send(ref[0], OfferAck(ref[1]))
+        for granted in self.items[mm_hash].grants.values():
+            if granted.state is GrantState.GRANTED and granted.ref == ref:
+                self._send(ref[0], self.window.message(granted))
+        return True
+
     def _replace_older(self, item: Item, peer: str, now: float) -> None:
         """A producer has one transfer of an item; the end of the one before was lost."""
         for ref in [each for each in item.offers if each[0] == peer]:
-            self.offer_table.close(ref, Cancel(ref[1], text="it is offered anew"))
+            self.offer_table.close(ref, Cancel(ref[1]))
             self._drop_source(item, ref, None, "", now)
 
     def _refusal(self, shape: ItemShape, item: Item | None) -> tuple[Code, str] | None:
@@ -201,25 +444,20 @@ class Offers(Discovery):
         """Accept the first offer of an item, or the first after its sender was lost."""
         same = item.shape == shape and item.digest == message.digest
         if not same:
-            self.release_rows(item)
+            self._release_rows(item)
         elif len(item.received):
             self.counts["resumed_rows"] += len(item.received)
-        item.shape, item.digest, item.aux = shape, message.digest, message.aux
+        item.shape, item.digest = shape, message.digest
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.OFFERED)
         item.since = item.idle_since = now
         self.offer_table.add(item, ref, message)
-        if not item.requested:
-            self.effects.append(
-                NotifyScheduler(ItemNews(item.mm_hash, rows=shape.rows, offered=True))
-            )
-        self.report_encoding(item)
+        self._report_offered(item)
         if item.admitted:
             self.admission.activate(item)
         else:
             self.admission.wait(item)
-            self.admit(now)
-        verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
-        self.send(ref[0], OfferAck(ref[1], verdict, item.received.spans))
+            self._admit(now)
+        self._send(ref[0], OfferAck(ref[1]))
         self._adopt_early_grants(item, message, now)
 
     def _adopt_early_grants(self, item: Item, message: Offer, now: float) -> None:
@@ -230,82 +468,53 @@ class Offers(Discovery):
             if tid:
                 continue
             if peer != item.sender[0]:
-                self.revoke(granted, 0)  # another producer sends these rows
+                self._revoke(granted, 0)  # another producer sends these rows
                 continue
             most = min(granted.rows, item.shape.rows)  # as the producer understands it
             _, rows = runs_of(0, most, granted.extents, item.shape.row_bytes)
             if not item.admitted or not rows or len(item.received):
                 # A queued item must not hold a part of the window.
-                self.revoke(granted, message.tid)
+                self._revoke(granted, message.tid)
                 continue
             granted.ref, granted.rows = item.sender, rows
             granted.generation, granted.digest = item.generation, item.digest
             item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
             if message.first != granted.gid:
-                self.send_grant(granted, now)
+                granted.sent_at = now
+                self._send(peer, self.window.message(granted))
 
     def _add_standby(self, item: Item, ref: TransferRef, message: Offer) -> None:
         """Keep another producer's offer in reserve."""
         if item.shape != message.shape:
-            text = "another producer offers the same item in another shape"
-            self._refuse(ref, Code.CONFLICT, text)
+            self._refuse(ref, Code.CONFLICT)
             return
         self.counts["deduplicated"] += 1
         self.offer_table.add(item, ref, message)
-        self.send(ref[0], OfferAck(ref[1], Verdict.FOLLOW))
+        self._send(ref[0], OfferAck(ref[1]))
 
-    def admit(self, now: float) -> None:
+    def _admit(self, now: float) -> None:
         """Admit queued items as far as memory allows."""
         for item in self.admission.admit(now):
             assert item.shape is not None
             self.effects.append(Allocate(item.mm_hash, item.shape))
 
-    def refuse_other_encodings(self, item: Item, digest: str) -> None:
+    def _refuse_other_encodings(self, item: Item, digest: str) -> None:
         """Refuse producers that stand by with another encoding."""
         for ref in [each for each in list(item.offers)[1:] if item.offers[each].digest != digest]:
             del item.offers[ref]
-            self._refuse(ref, Code.CONFLICT, OTHER_ENCODING)
+            self._refuse(ref, Code.CONFLICT)
 
     def _refuse_encoding(self, item: Item, ref: TransferRef, now: float) -> None:
         """Refuse an offer of another encoding than the engine's other ranks have."""
-        self._refuse(ref, Code.CONFLICT, OTHER_ENCODING)
+        self._refuse(ref, Code.CONFLICT)
         item.gone.add(ref[0])
-        if item.state in NOBODY_SENDS and self.is_gone_everywhere(item):
+        if item.state in NOBODY_SENDS and self._is_gone_everywhere(item):
             text = "no encoder that is there has the encoding that the other ranks have"
-            self.fail(item, Code.GONE, text, now)
+            self._fail(item, Code.GONE, text, now)
 
-    def _refuse(self, ref: TransferRef, code: Code, text: str) -> None:
+    def _refuse(self, ref: TransferRef, code: Code) -> None:
         self.counts["refused"] += 1
-        ack = OfferAck(ref[1], Verdict.REFUSED, code=code, text=text)
-        self.offer_table.close(ref, ack)
-
-    def _fail_if_unusable(self, item: Item | None, code: Code, text: str, now: float) -> None:
-        """An item that a request waits for was offered and can never be accepted."""
-        if item is not None and not item.offers and item.state in NOBODY_SENDS:
-            self.fail(item, code, text, now)
-
-    def need_grant(self, peer: str, message: NeedGrant, now: float) -> None:
-        """The producer waits: repeat what holds."""
-        if not self._resend_answer((peer, message.tid)):
-            self.send(peer, Unknown(message.tid, yours=True))
-
-    def _resend_answer(self, ref: TransferRef) -> bool:
-        """Repeat the answer to an offer; False if there was none."""
-        if self.offer_table.resend_final(ref):
-            return True
-        mm_hash = self.offer_table.item_of(ref)
-        if mm_hash is None:
-            return False
-        item = self.items[mm_hash]
-        if item.sender != ref:
-            self.send(ref[0], OfferAck(ref[1], Verdict.FOLLOW))
-            return True
-        verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
-        self.send(ref[0], OfferAck(ref[1], verdict, item.received.spans))
-        for granted in item.grants.values():
-            if granted.state is GrantState.GRANTED and granted.ref == ref:
-                self.send(ref[0], self.window.message(granted))
-        return True
+        self.offer_table.close(ref, OfferAck(ref[1], code))
 
     # Offers that end
 
@@ -319,16 +528,27 @@ class Offers(Discovery):
             )
         self.changed_at = now
 
-    def lost(self, ref: TransferRef, now: float) -> None:
+    def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
+        """Nothing of a transfer is written from now on."""
+        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self.changed_at = now
+
+    def unknown(self, peer: str, message: Unknown, now: float) -> None:
+        """The producer does not know the transfer, so it writes nothing of it."""
+        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self._lose((peer, message.tid), now)
+        self.changed_at = now
+
+    def _lose(self, ref: TransferRef, now: float) -> None:
         """The transfer is unknown at the producer, or the producer is lost."""
         mm_hash = self.offer_table.drop(ref)
         if mm_hash is not None:
             self._drop_source(self.items[mm_hash], ref, None, "", now)
 
-    def abandon_sender(self, item: Item, code: Code, text: str, now: float) -> None:
+    def _abandon_sender(self, item: Item, code: Code, text: str, now: float) -> None:
         """Cancel the sender's transfer; another producer continues, or none."""
         ref = item.sender
-        self.offer_table.close(ref, Cancel(ref[1], code, text))
+        self.offer_table.close(ref, Cancel(ref[1], code))
         item.failures = item.corrupt = 0
         self._drop_source(item, ref, code, text, now)
 
@@ -338,9 +558,9 @@ class Offers(Discovery):
         """Remove an offer; `code` says why its producer does not have the item, None that it is
         lost.
         """
-        was_writer = item.sender == ref
+        was_sender = item.sender == ref
         del item.offers[ref]
-        if not was_writer:
+        if not was_sender:
             return
         for granted in [each for each in item.grants.values() if each.ref == ref]:
             if granted.state is not GrantState.DRAINING:
@@ -351,45 +571,35 @@ class Offers(Discovery):
             return
         self.admission.remove(item)
         if code is not None:
-            self.fail(item, code, text, now)
+            self._fail(item, code, text, now)
             return
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.LOST)
         item.since = now
         item.want_sent_at = float("-inf")
-        self.want(item, now)
+        self._want(item, now)
 
     def _fail_over(self, item: Item) -> None:
         """The next producer continues at the first missing row if it has the same bytes, else from
         the start.
         """
-        self.mark_idle_if_no_grants(item)
-        peer, tid = item.sender
-        message = item.offers[(peer, tid)]
-        if message.digest != item.digest:
+        self._mark_idle_if_no_grants(item)
+        digest = item.offers[item.sender].digest
+        if digest != item.digest:
             item.received = Intervals()
-            item.digest = message.digest
-            self.report_encoding(item)
-        item.aux = message.aux
+            item.digest = digest
+            self._report_offered(item)
         self.counts["resumed_rows"] += len(item.received)
-        verdict = Verdict.ACCEPTED if item.admitted else Verdict.QUEUED
-        self.send(peer, OfferAck(tid, verdict, item.received.spans))
 
+    # Grants: written, drained and over; or failed, expired or revoked, and granted again
 
-class Grants(Offers):
-    """Grants the window and takes in what was written.
-
-    A grant is written, drained and over; or it fails, expires or is revoked, and its rows are
-    granted again.
-    """
-
-    def grant(self, now: float) -> None:
+    def _issue_grants(self, now: float) -> None:
         """Grant missing rows, requests' items first, as far as the window has room."""
         if self.window.has_room:
             for item in self.admission.grantable():
-                if not self._grant_all(item, now):
+                if not self._grant_missing(item, now):
                     break
 
-    def _grant_all(self, item: Item, now: float) -> bool:
+    def _grant_missing(self, item: Item, now: float) -> bool:
         """Grant the rows an item lacks; False if the window is full."""
         assert item.shape is not None
         while len(item.grants) < WINDOWS_IN_FLIGHT and now >= item.retry_at:
@@ -404,6 +614,7 @@ class Grants(Offers):
         return True
 
     def _grant(self, item: Item, row: int, end: int, now: float) -> bool:
+        """Grant rows of [row, end); False if the window is full."""
         assert item.shape is not None
         row_bytes = item.shape.row_bytes
         active = self.admission.num_active
@@ -418,25 +629,49 @@ class Grants(Offers):
         granted = self.window.grant(item, item.sender, row, rows, extents, now)
         granted.runs = runs
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
-        self.send(item.sender[0], self.window.message(granted))
+        self._send(item.sender[0], self.window.message(granted))
         return True
 
-    # What becomes of a grant
+    def _revoke(self, granted: GrantRecord, tid: int) -> None:
+        """Revoke a grant; `tid` is the transfer that knows of it."""
+        granted.ref = (granted.ref[0], tid)
+        granted.state = GRANT_TABLE.after(granted.state, GrantEvent.REVOKE)
+        item = self.items.get(granted.mm_hash)
+        if item is not None:
+            item.grants.pop(granted.gid, None)
+            self.admission.mark_grantable(item)
+        self._send(granted.ref[0], Revoke(tid, granted.gid))
+
+    def _grant_ended(self, granted: GrantRecord, now: float) -> None:
+        item = self.items.get(granted.mm_hash)
+        if item is not None:
+            item.grants.pop(granted.gid, None)
+            item.idle_since = now
+            self.admission.mark_grantable(item)
+        if granted.state is GrantState.QUARANTINED:
+            nbytes = sum(extent.nbytes for extent in granted.extents)
+            self.counts["quarantined_bytes"] += nbytes
+
+    def _mark_idle_if_no_grants(self, item: Item) -> None:
+        """A grant has ended: an item without another one is PARTIAL."""
+        if item.state is TransferState.TRANSFERRING and not item.grants:
+            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.IDLE)
 
     def wrote(self, peer: str, message: Wrote, now: float) -> None:
         """A producer has written a grant's rows."""
-        granted = self.window.of((peer, message.tid), message.gid)
+        ref = (peer, message.tid)
+        granted = self.window.of(ref, message.gid)
         if granted is None:
-            if self.window.resolve((peer, message.tid), message.gid):
+            if self.window.resolve(ref, message.gid):
                 self.changed_at = now
-            self._answer_late(peer, message)
+            self._on_late_write(ref)
             return
         if granted.state is GrantState.DRAINING:
             return
         item = self.items.get(granted.mm_hash)
         if item is None or granted.gid not in item.grants or not item.admitted:
             self.window.end(granted, GrantEvent.QUIESCED, now)
-            self._answer_late(peer, message)
+            self._on_late_write(ref)
             self.changed_at = now
             return
         assert item.shape is not None
@@ -455,18 +690,12 @@ class Grants(Offers):
         granted.state = GRANT_TABLE.after(granted.state, GrantEvent.WROTE)
         self.effects.append(DrainRows(granted.gid, item.mm_hash, runs, message.digests))
 
-    def _answer_late(self, peer: str, message: Wrote) -> None:
-        """Answer for a grant that has ended: its rows were received, or were not used."""
-        mm_hash = self.offer_table.item_of((peer, message.tid))
-        if mm_hash is None:
-            if not self.offer_table.resend_final((peer, message.tid)):
-                self.send(peer, Unknown(message.tid, yours=True))
-            return
-        received = self.items[mm_hash].received
-        is_here = received.holds(message.row, message.row + message.rows)
-        landing = GrantOutcome.OK if is_here else GrantOutcome.STALE
-        self.counts["late_writes"] += 1
-        self.send(peer, RowsAck(message.tid, message.gid, landing, received.spans))
+    def _on_late_write(self, ref: TransferRef) -> None:
+        """A grant that has ended was written: its rows were received before, or are not used."""
+        if ref in self.offer_table:
+            self.counts["late_writes"] += 1
+        else:
+            self.offer_table.resend_final(ref)
 
     def drained(self, gid: int, same: bool, now: float) -> None:
         """A grant's rows were copied out; `same` if their digests match."""
@@ -481,7 +710,7 @@ class Grants(Offers):
             else:
                 self._on_corrupt_rows(item, granted, now)
         elif item is not None:
-            self.mark_idle_if_no_grants(item)
+            self._mark_idle_if_no_grants(item)
         self.changed_at = now
 
     def _is_current(self, item: Item, granted: GrantRecord) -> bool:
@@ -498,11 +727,7 @@ class Grants(Offers):
         self.counts["rounds"] += 1
         self.counts["rows"] += granted.rows
         self.counts["bytes"] += granted.rows * item.shape.row_bytes
-        is_full = len(item.received) == item.shape.rows
-        if granted.ref in self.offer_table and not is_full:
-            peer, tid = granted.ref
-            self.send(peer, RowsAck(tid, granted.gid, GrantOutcome.OK, item.received.spans))
-        if is_full:
+        if len(item.received) == item.shape.rows:
             self._complete_item(item)
         elif item.state is TransferState.TRANSFERRING and not item.grants:
             item.state = CONSUMER_TABLE.after(item.state, ItemEvent.IDLE)
@@ -519,21 +744,19 @@ class Grants(Offers):
         self.counts["items"] += 1
         self.effects.append(Ready(item.mm_hash))
         if item.requested:
-            self.report_ready(item)
+            self._report_ready(item)
 
     def _on_corrupt_rows(self, item: Item, granted: GrantRecord, now: float) -> None:
         """The digests of a grant's rows do not match."""
         self.counts["corrupt_rows"] += granted.rows
-        peer, tid = granted.ref
         if granted.ref in item.offers:
             item.corrupt += 1
-            self.send(peer, RowsAck(tid, granted.gid, GrantOutcome.CORRUPT, item.received.spans))
         if item.corrupt > self.limits.max_corrupt:
             most = self.limits.max_corrupt
             text = f"rows of {item.corrupt} grants arrived damaged; at most {most} may"
-            self.abandon_sender(item, Code.CORRUPT, text, now)
+            self._abandon_sender(item, Code.CORRUPT, text, now)
         else:
-            self.mark_idle_if_no_grants(item)
+            self._mark_idle_if_no_grants(item)
 
     def write_failed(self, peer: str, message: WriteFailed, now: float) -> None:
         """A producer could not write a grant's rows."""
@@ -557,9 +780,9 @@ class Grants(Offers):
             pause = self.limits.backoff_s * 2 ** min(item.failures, 8)
             item.retry_at = now + min(pause, self.limits.max_backoff_s)
             if item.failures > self.limits.max_failures:
-                self.abandon_sender(item, Code.WRITE, message.text, now)
+                self._abandon_sender(item, Code.WRITE, message.text, now)
             else:
-                self.mark_idle_if_no_grants(item)
+                self._mark_idle_if_no_grants(item)
         self.changed_at = now
 
     def revoke_ack(self, peer: str, message: RevokeAck, now: float) -> None:
@@ -579,19 +802,85 @@ class Grants(Offers):
             self.window.end(granted, GrantEvent.QUIESCED, now)
             item = self.items.get(granted.mm_hash)
             if item is not None:
-                self.mark_idle_if_no_grants(item)
+                self._mark_idle_if_no_grants(item)
             self.changed_at = now
+
+    def _query_unresolved(self, now: float) -> None:
+        """Ask producers that are back whether they still write to quarantined memory."""
+        for granted in self.window.unresolved(now):
+            peer, tid = granted.ref
+            if peer in self.peers and now - granted.sent_at > self.limits.repeat_s:
+                granted.sent_at = now
+                self._send(peer, Revoke(tid, granted.gid))
+
+    # Ends
+
+    def _fail(self, item: Item, code: Code, text: str, now: float) -> None:
+        """End an item that cannot be received."""
+        self._end(item, ItemEvent.FAIL, code, text, now)
+
+    def _end(self, item: Item, event: ItemEvent, code: Code, text: str, now: float) -> None:
+        """End an item without handing it over: tell its producers and the own scheduler."""
+        item.state = CONSUMER_TABLE.after(item.state, event)
+        self.counts[f"ended_{code.value}"] += 1
+        for ref in list(item.offers):
+            self.offer_table.close(ref, Cancel(ref[1], code))
+        for granted in list(item.grants.values()):
+            if granted.state is GrantState.GRANTED:
+                self._revoke(granted, granted.ref[1])
+        if event is ItemEvent.FAIL or not item.requested:
+            self.effects.append(NotifyScheduler(ItemNews(item.mm_hash, code=code, text=text)))
+        self._drop(item)
+
+    def _drop(self, item: Item) -> None:
+        """Forget an item."""
+        self._release_rows(item)
+        self.admission.remove(item)
+        del self.items[item.mm_hash]
+
+    def _release_rows(self, item: Item) -> None:
+        """Free an item's memory."""
+        item.received = Intervals()
+        for granted in [each for each in item.grants.values() if each.ref[1]]:
+            del item.grants[granted.gid]
+        if item.admitted:
+            self.admission.release_memory(item)
+            self.effects.append(Discard(item.mm_hash))
+
+    # Messages
+
+    def _send(self, peer: str, body: Message) -> None:
+        """Send a message to a peer's incarnation."""
+        self.effects.append(Send(peer, body))
+
+    def _report_ready(self, item: Item) -> None:
+        """Tell the own scheduler that an item can be loaded."""
+        self.effects.append(NotifyScheduler(ItemNews(item.mm_hash, item.digest)))
+
+    def _report_offered(self, item: Item) -> None:
+        """Tell the own scheduler of an item that is on its way: it may be requested, and other
+        ranks may be offered another encoding.
+        """
+        if not item.requested:
+            self.effects.append(NotifyScheduler(ItemNews(item.mm_hash, offered=True)))
+        elif self.limits.num_ranks > 1:
+            news = ItemNews(item.mm_hash, item.digest, offered=True)
+            self.effects.append(NotifyScheduler(news))
 
     # Time
 
-    def tick_grants(self, now: float) -> None:
-        """End quarantines, expire grants, repeat messages."""
+    def tick(self, now: float) -> None:
+        """Act on whatever is due. Called often."""
         self.window.tick(now)
-        self.query_unresolved(now)
+        self._query_unresolved(now)
         for granted in self.window:
             self._check_grant(granted, now)
+        for item in list(self.items.values()):
+            self._check_timeouts(item, now)
+        self.changed_at = now
 
     def _check_grant(self, granted: GrantRecord, now: float) -> None:
+        """Expire a grant, or repeat its message."""
         if granted.state is GrantState.DRAINING:
             return
         if now - granted.at > self.limits.grant_ttl_s:
@@ -599,195 +888,34 @@ class Grants(Offers):
             self.window.end_unresolved(granted, now)
             item = self.items.get(granted.mm_hash)
             if item is not None:
-                self.mark_idle_if_no_grants(item)
+                self._mark_idle_if_no_grants(item)
         elif now - granted.sent_at > self.limits.repeat_s:
             granted.sent_at = now
             peer, tid = granted.ref
             if granted.state is GrantState.REVOKED:
-                self.send(peer, Revoke(tid, granted.gid))
+                self._send(peer, Revoke(tid, granted.gid))
             elif tid:
-                self.send(peer, self.window.message(granted))
-
-    def query_unresolved(self, now: float) -> None:
-        """Ask producers that are back whether they still write to quarantined memory."""
-        for granted in self.window.unresolved(now):
-            peer, tid = granted.ref
-            if peer in self.peers and now - granted.sent_at > self.limits.repeat_s:
-                granted.sent_at = now
-                self.send(peer, Revoke(tid, granted.gid))
-
-
-class Consumer(Grants):
-    """The whole consumer; see the module docstring. Every method takes the time as `now`."""
-
-    def take_effects(self) -> list[Effect]:
-        """What is to be done, in order; rows are granted here, once for all that has happened."""
-        if self.changed_at is not None:
-            now, self.changed_at = self.changed_at, None
-            self._issue_grants(now)
-        effects, self.effects = self.effects, []
-        return effects
-
-    def _issue_grants(self, now: float) -> None:
-        self.admit(now)
-        self.grant(now)
-
-    # From the own scheduler and worker
-
-    def expect(self, message: Expect, now: float) -> None:
-        """A request waits for an item."""
-        item = self.items.get(message.mm_hash)
-        if item is not None and message.digest and item.digest not in ("", message.digest):
-            self.end(item, ItemEvent.CANCEL, Code.CONFLICT, OTHER_ENCODING, now)
-            item = None
-        if item is None:
-            item = self.items[message.mm_hash] = Item(message.mm_hash, now)
-        was_requested = item.requested
-        if message.digest:
-            item.wanted_digest = message.digest
-            self.refuse_other_encodings(item, message.digest)
-        item.order = min(item.order, message.order) if was_requested else message.order
-        self.admission.reorder(item, was_requested)
-        item.patience_s = max(item.patience_s, self.patience_s(message.patience_s))
-        item.peers |= frozenset(message.peers)
-        item.expected_rows = message.rows or item.expected_rows
-        item.gone.clear()
-        if not was_requested:
-            item.since = now
-        self.effects += [Connect(endpoint) for endpoint in message.peers]
-        if not self._rows_match(item):
-            self.fail(item, Code.CONFLICT, self._mismatch(item), now)
-            return
-        if item.state is TransferState.SUCCESS:
-            self.report_ready(item)
-            return
-        if item.offers and not was_requested:
-            self.report_encoding(item)
-        if message.is_pushed and not message.peers and not message.digest:
-            item.want_sent_at = now
-        self.want(item, now)
-        self.changed_at = now
-
-    def _rows_match(self, item: Item) -> bool:
-        return item.shape is None or item.expected_rows in (0, item.shape.rows)
-
-    def _mismatch(self, item: Item) -> str:
-        rows = item.shape.rows if item.shape is not None else 0
-        return f"{rows} rows were offered and the request has room for {item.expected_rows}"
-
-    def forget(self, mm_hash: str, now: float) -> None:
-        """No request waits for the item any more."""
-        item = self.items.get(mm_hash)
-        if item is not None and item.requested:
-            self.end(
-                item, ItemEvent.CANCEL, Code.CANCELLED, "no request waits for it any more", now
-            )
-            self.changed_at = now
-
-    def taken(self, mm_hash: str, now: float) -> None:
-        """The engine has taken the item's tensors."""
-        self.effects.append(NotifyScheduler(Taken(mm_hash)))
-        item = self.items.get(mm_hash)
-        if item is not None and item.state is TransferState.SUCCESS:
-            self.drop(item)
-            self.changed_at = now
-
-    def no_memory(self, mm_hash: str, text: str, now: float) -> None:
-        """The host has no memory for an admitted item."""
-        item = self.items.get(mm_hash)
-        if item is not None and item.admitted:
-            assert item.shape is not None
-            text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
-            self.fail(item, Code.TOO_LARGE, text, now)
-            self.changed_at = now
-
-    def not_ready(self, mm_hash: str, text: str, now: float) -> None:
-        """A complete item could not be handed over."""
-        item = self.items.get(mm_hash)
-        if item is not None and item.state is TransferState.SUCCESS:
-            self.effects.append(NotifyScheduler(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
-            self.drop(item)
-            self.changed_at = now
-
-    def refused(self, endpoint: str, text: str, now: float) -> None:
-        """An endpoint that a request named is not connected to."""
-        for item in list(self.items.values()):
-            if endpoint not in item.peers or item.state is not TransferState.BOOTSTRAPPING:
-                continue
-            item.refused |= {endpoint}
-            if item.refused >= item.peers:
-                self.fail(item, Code.UNREACHABLE, text, now)
-                self.changed_at = now
-
-    def begin_epoch(self, now: float) -> None:
-        """The weights have changed: drop everything encoded before."""
-        for item in list(self.items.values()):
-            if item.state is not TransferState.BOOTSTRAPPING:
-                self.end(item, ItemEvent.FAIL, Code.STALE, "the weights have changed", now)
-
-    # From sessions
-
-    def peer_up(self, peer: str, endpoints: frozenset[str], now: float) -> None:
-        """A producer is in session, reachable at any of these endpoints."""
-        known = self.peers.get(peer)
-        self.peers[peer] = ProducerPeer(endpoints, known.row_bytes if known is not None else 0)
-        for granted in self.window.unresolved(now):
-            granted.sent_at = float("-inf")
-        self.query_unresolved(now)
-        for item in list(self.items.values()):
-            item.want_sent_at = float("-inf")
-            self.want(item, now, only=peer)
-
-    def peer_lost(self, peer: str, now: float, *, quiesced: bool = False) -> None:
-        """The session with a producer ended; unless `quiesced`, its writes may still arrive."""
-        self.peers.pop(peer, None)
-        self.window.end_all_of(peer, now, quiesced=quiesced)
-        for ref in self.offer_table.of_peer(peer):
-            self.lost(ref, now)
-        self.offer_table.forget_finals_of(peer)
-        self.changed_at = now
-
-    # From producers
-
-    def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
-        """Nothing of a transfer is written from now on."""
-        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
-        self.changed_at = now
-
-    def unknown(self, peer: str, message: Unknown, now: float) -> None:
-        """The producer does not know the transfer, so it writes nothing of it."""
-        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
-        self.lost((peer, message.tid), now)
-        self.changed_at = now
-
-    # Time
-
-    def tick(self, now: float) -> None:
-        """Act on whatever is due. Called often."""
-        self.tick_grants(now)
-        for item in list(self.items.values()):
-            self._check_timeouts(item, now)
-        self.changed_at = now
+                self._send(peer, self.window.message(granted))
 
     def _check_timeouts(self, item: Item, now: float) -> None:
         limits, waited = self.limits, now - item.since
         if item.state is TransferState.SUCCESS or self.admission.waits_for_a_request(item):
             if not item.requested and waited > limits.waiting_timeout_s:
                 self.counts["never_asked_for"] += 1
-                self.end(item, ItemEvent.CANCEL, Code.TIMEOUT, "no request came", now)
+                self._end(item, ItemEvent.CANCEL, Code.TIMEOUT, "no request came", now)
         elif item.state is TransferState.BOOTSTRAPPING:
-            if waited > self.patience_s(item.patience_s):
+            if waited > self._patience_s(item.patience_s):
                 text = f"no encoder offered it within {waited:.1f} s (bootstrap_timeout_s)"
-                self.fail(item, Code.TIMEOUT, text, now)
+                self._fail(item, Code.TIMEOUT, text, now)
             else:
-                self.want(item, now)
+                self._want(item, now)
         elif waited > limits.waiting_timeout_s and (
             item.requested or item.state is TransferState.SUSPENDED
         ):
             text = f"{len(item.received)} rows were received, then none for {waited:.1f} s "
-            self.fail(item, Code.TIMEOUT, text + "(waiting_timeout_s)", now)
+            self._fail(item, Code.TIMEOUT, text + "(waiting_timeout_s)", now)
         elif item.state is TransferState.SUSPENDED:
-            self.want(item, now)
+            self._want(item, now)
 
     # For metrics and tests
 
@@ -827,12 +955,10 @@ class Consumer(Grants):
             if item.state is TransferState.SUCCESS:
                 assert shape is not None
                 assert item.received.holds(0, shape.rows)
-            covered = item.received
             for granted in item.grants.values():
                 if granted.ref[1]:
                     assert shape is not None
                     assert granted.row + granted.rows <= shape.rows
-                    covered = covered.with_rows(granted.row, granted.row + granted.rows)
             assert len(item.covered()) == item.num_covered, "rows are granted twice"
         self.admission.check()
         self.offer_table.check(self.items)

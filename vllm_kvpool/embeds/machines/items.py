@@ -29,7 +29,6 @@ class Item:
     shape: ItemShape | None = None
     digest: str = ""
     wanted_digest: str = ""  # the encoding that all ranks must have; empty: any
-    aux: bytes = b""
     generation: int = 0  # of its memory: grants of an earlier one bring nothing
     received: Intervals = field(default_factory=Intervals)
     # The first sends, the others stand by.

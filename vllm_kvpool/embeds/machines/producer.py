@@ -2,22 +2,17 @@
 
 A transfer brings an encoded item to one rank of a consumer: offered when the item is prepared
 and a session is up, written as rows are granted, over when the consumer has every row. The own
-scheduler (`push`) or consumers (`want`) say who gets an item. Effects wait for `take_effects`.
+scheduler (`push`) or consumers (`want`) say who gets an item. An item stays while a transfer
+needs it, then as long as there is room; one that nobody has taken stays for `waiting_timeout_s`.
+Effects wait for `take_effects`.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, KeysView
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Write
-from vllm_kvpool.embeds.machines.producer_state import (
-    ConsumerPeer,
-    EncodedItem,
-    ItemTransfer,
-    PendingWants,
-    ProducerLimits,
-    ProducerState,
-)
+from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Release, Send, Write
 from vllm_kvpool.embeds.machines.states import ENDED, PRODUCER_TABLE, TransferEvent, TransferState
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_EXTENTS,
@@ -27,15 +22,12 @@ from vllm_kvpool.embeds.protocol.messages import (
     Complete,
     Grant,
     Message,
-    NeedGrant,
     Offer,
     OfferAck,
     Push,
     Revoke,
     RevokeAck,
-    RowsAck,
     Unknown,
-    Verdict,
     Want,
     WantAck,
     Window,
@@ -44,46 +36,527 @@ from vllm_kvpool.embeds.protocol.messages import (
     WriteProgress,
     Wrote,
 )
-from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape, runs_of
+from vllm_kvpool.embeds.protocol.rows import ItemShape, runs_of
 
+MAX_ENDED = 1 << 16  # transfers whose final message is kept, to be sent again
+MAX_WANTS = 1 << 16  # wants that are kept, for items that are not encoded yet
+MAX_GONE = 1 << 14  # dropped items that are remembered
+MAX_WRITES = 256  # of a producer, under way at a time
 START_SHARE = 0.5  # of a grant's ttl_s: its write must begin within this part
+MIN_PATIENCE_S = 1.0  # a consumer of less only asks whether the item is here
+MAX_PATIENCE_S = 86_400.0
+MAX_RESULTS = 64  # grants of a transfer whose result is kept, to be sent again
 
 
-class WriteScheduler(ProducerState):
-    """Checks grants, and starts writes: consumers in turn, of each its transfers in turn.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerLimits:
+    """Bounds of a producer; seconds and bytes."""
 
-    A grant is due, then its write is under way, then its result is kept to be sent again.
+    retain_bytes: int = 4 << 30
+    """Items kept: beyond it encoding waits for consumers, and taken items are dropped."""
+    waiting_timeout_s: float = 60.0
+    """How long an item that nobody takes is kept, and a push of one that is not encoded yet."""
+    writers: int = 4
+    small_bytes: int = 8 << 20
+    """More than `writers` writes run at a time while all of them have fewer bytes than this."""
+    max_writes: int = MAX_WRITES
+    repeat_s: float = 1.0
+    max_ended: int = MAX_ENDED
+    max_wants: int = MAX_WANTS
+    max_gone: int = MAX_GONE
+    max_results: int = MAX_RESULTS
+
+
+@dataclass(slots=True)
+class EncodedItem:
+    """An item's rows in this process."""
+
+    item_id: int
+    mm_hash: str
+    shape: ItemShape
+    since: float  # when it was encoded, or last taken
+    digest: str = ""  # empty until it is in host memory
+    transfers: set[int] = field(default_factory=set)
+    taken: bool = False  # by at least one consumer
+    readers: int = 0  # writes and the preparation under way
+    held_bytes: int = 0  # its part of the cache's `held_bytes`
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it was taken and no transfer needs it now."""
+        return self.taken and not self.transfers
+
+
+class EncodedItemCache:
+    """The encoded items; `release(item_id)` is called when nothing of one is needed any more."""
+
+    def __init__(self, retain_bytes: int, max_gone: int, release: Callable[[int], None]) -> None:
+        self._retain_bytes = retain_bytes
+        self._max_gone = max_gone
+        self._release = release
+        self._items: OrderedDict[str, EncodedItem] = OrderedDict()  # least recently used first
+        self._untaken: dict[str, EncodedItem] = {}  # of `_items`: those that nobody has taken
+        self._read: dict[int, EncodedItem] = {}  # all that are not released, by id
+        self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._kept_bytes = 0
+        self._next_item_id = 1
+        self.held_bytes = 0
+        """Bytes of items that somebody is still to take."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, mm_hash: str) -> bool:
+        return mm_hash in self._items
+
+    def __iter__(self) -> Iterator[EncodedItem]:
+        return iter(list(self._items.values()))
+
+    def get(self, mm_hash: str) -> EncodedItem | None:
+        return self._items.get(mm_hash)
+
+    def by_id(self, item_id: int) -> EncodedItem:
+        """An item that is not released, dropped or not."""
+        return self._read[item_id]
+
+    def holds(self, item: EncodedItem) -> bool:
+        """Whether it has not been dropped."""
+        return self._items.get(item.mm_hash) is item
+
+    def was_dropped(self, mm_hash: str) -> bool:
+        """Whether an item of this name was dropped not long ago."""
+        return mm_hash in self._dropped
+
+    def add(self, mm_hash: str, shape: ItemShape, now: float) -> EncodedItem:
+        """Add an item that was encoded; its preparation reads it."""
+        assert mm_hash not in self._items
+        item = EncodedItem(self._next_item_id, mm_hash, shape, now, readers=1)
+        self._next_item_id += 1
+        self._items[mm_hash] = self._untaken[mm_hash] = self._read[item.item_id] = item
+        self._kept_bytes += shape.nbytes
+        self._update_held_bytes(item)
+        self._dropped.pop(mm_hash, None)
+        return item
+
+    def begin(self, item: EncodedItem, tid: int) -> None:
+        """A transfer of it begins."""
+        item.transfers.add(tid)
+        self._update_held_bytes(item)
+        self._items.move_to_end(item.mm_hash)
+
+    def mark_taken(self, item: EncodedItem, now: float) -> None:
+        """A consumer has all of it."""
+        item.taken, item.since = True, now
+        if self._untaken.get(item.mm_hash) is item:
+            del self._untaken[item.mm_hash]
+
+    def end(self, item: EncodedItem, tid: int, now: float) -> None:
+        """A transfer of it has ended and writes nothing any more."""
+        item.transfers.remove(tid)
+        self._update_held_bytes(item)
+        item.since = now
+        if self.holds(item):
+            self.make_room()
+        else:
+            self.release_if_unused(item)
+
+    def expired(self, now: float, timeout_s: float) -> list[EncodedItem]:
+        """Items that nobody has taken for so long and nobody reads."""
+        return [
+            each
+            for each in self._untaken.values()
+            if not each.transfers and not each.readers and now - each.since > timeout_s
+        ]
+
+    def make_room(self) -> None:
+        """Drop spare items, least recently used first, while more than `retain_bytes` are kept."""
+        while self._kept_bytes > self._retain_bytes:
+            item = next((each for each in self._items.values() if each.is_spare), None)
+            if item is None:
+                return
+            self.drop(item)
+
+    def drop(self, item: EncodedItem) -> None:
+        """Start no new transfer of it, and release it when nothing reads it."""
+        del self._items[item.mm_hash]
+        self._untaken.pop(item.mm_hash, None)
+        self._kept_bytes -= item.shape.nbytes
+        self._update_held_bytes(item)
+        self._dropped[item.mm_hash] = None
+        while len(self._dropped) > self._max_gone:
+            self._dropped.popitem(last=False)
+        self.release_if_unused(item)
+
+    def clear_dropped(self) -> None:
+        """Forget which items were dropped: they may be encoded again."""
+        self._dropped.clear()
+
+    def release_if_unused(self, item: EncodedItem) -> None:
+        """Release a dropped item that nothing reads."""
+        if not item.transfers and not item.readers:
+            del self._read[item.item_id]
+            self._release(item.item_id)
+
+    def _update_held_bytes(self, item: EncodedItem) -> None:
+        is_held = self.holds(item) and not item.is_spare
+        nbytes = item.shape.nbytes if is_held else 0
+        self.held_bytes += nbytes - item.held_bytes
+        item.held_bytes = nbytes
+
+    def check(self, transfers: set[int]) -> None:
+        """Assert the invariants; `transfers` are the ids of all transfers."""
+        for item_id, item in self._read.items():
+            assert item_id == item.item_id
+            assert item.transfers <= transfers
+            assert item.readers >= 0
+            assert item.transfers or item.readers or item.mm_hash in self._items
+        held = (each for each in self._items.values() if not each.is_spare)
+        assert self.held_bytes == sum(each.shape.nbytes for each in held)
+        assert self._kept_bytes == sum(each.shape.nbytes for each in self._items.values())
+        untaken = {mm_hash: each for mm_hash, each in self._items.items() if not each.taken}
+        assert self._untaken == untaken
+
+
+class PendingWants:
+    """Which peers wait for items that are not encoded yet, and until when; at most `most`,
+    oldest out.
     """
 
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._expires_at: OrderedDict[tuple[str, str], float] = OrderedDict()  # item and peer
+        self._peers: dict[str, dict[str, None]] = {}  # of an item, in order
+
+    def __len__(self) -> int:
+        return len(self._expires_at)
+
+    @property
+    def items(self) -> KeysView[str]:
+        return self._peers.keys()
+
+    def add(self, mm_hash: str, peer: str, expires_at: float) -> None:
+        """A peer waits for an item; again renews it."""
+        self._expires_at[mm_hash, peer] = expires_at
+        self._peers.setdefault(mm_hash, {})[peer] = None
+        while len(self._expires_at) > self._most:
+            self._forget(*next(iter(self._expires_at)))
+
+    def take(self, mm_hash: str) -> list[str]:
+        """Remove and return the peers that wait for an item."""
+        peers = list(self._peers.get(mm_hash, ()))
+        for peer in peers:
+            self._forget(mm_hash, peer)
+        return peers
+
+    def drop_peer(self, lost: str) -> None:
+        for mm_hash, peer in [key for key in self._expires_at if key[1] == lost]:
+            self._forget(mm_hash, peer)
+
+    def drop_late(self, now: float) -> None:
+        for mm_hash, peer in [
+            key for key, expires_at in self._expires_at.items() if expires_at < now
+        ]:
+            self._forget(mm_hash, peer)
+
+    def _forget(self, mm_hash: str, peer: str) -> None:
+        del self._expires_at[mm_hash, peer]
+        peers = self._peers[mm_hash]
+        del peers[peer]
+        if not peers:
+            del self._peers[mm_hash]
+
+
+@dataclass(slots=True)
+class ItemTransfer:
+    """An encoded item on its way to one rank of a consumer."""
+
+    tid: int
+    item: EncodedItem
+    since: float  # the consumer's last message
+    endpoint: str = ""  # the consumer's, if the own scheduler named it
+    peer: str = ""  # its incarnation, while there is a session
+    state: TransferState = TransferState.BOOTSTRAPPING
+    results: OrderedDict[int, Message | None] = field(default_factory=OrderedDict)
+    """The answer to each grant; None while its write is due or under way."""
+    due: deque[tuple[Grant, float]] = field(default_factory=deque)  # and when it expires
+    writing: dict[int, int] = field(default_factory=dict)  # grant -> bytes
+    offered_at: float = float("-inf")  # when the offer was last sent
+    first: int = 0  # the grant that came with the want
+    final_message: Message | None = None  # sent when no write is under way
+
+
+@dataclass(slots=True)
+class ConsumerPeer:
+    """A consumer's rank in session with this producer."""
+
+    window: Window | None
+    endpoints: frozenset[str]
+    # Transfers with due writes, in turn.
+    due: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+_NOT_OFFERED = ENDED | {TransferState.BOOTSTRAPPING}  # the consumer knows of no such transfer
+
+
+class Producer:
+    """An engine's producer. Every method takes the time as `now`; `take_effects` ends a turn."""
+
     def __init__(self, limits: ProducerLimits) -> None:
-        super().__init__(limits)
+        self.limits = limits
+        self.cache = EncodedItemCache(limits.retain_bytes, limits.max_gone, self._release)
+        self.transfers: dict[int, ItemTransfer] = {}
+        # In the order of their turns to write.
+        self.peers: OrderedDict[str, ConsumerPeer] = OrderedDict()
+        self.num_writes = 0  # under way
+        self.changed_at: float | None = None  # last change since writes were started; None: none
+        self.effects: list[Effect] = []
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self._writing_bytes = 0  # of the writes under way
+        self._by_target: dict[tuple[str, str], int] = {}  # item, and peer or endpoint
+        self._ended: OrderedDict[tuple[str, int], Message | None] = OrderedDict()
         # By peer and grant: writes that failed and may still arrive.
         self._unresolved: OrderedDict[tuple[str, int], WriteFailed] = OrderedDict()
-        self.num_writes = 0  # under way
-        self._writing_bytes = 0  # of these
+        # Endpoint -> endpoints of all ranks of its engine.
+        self._engines: dict[str, tuple[str, ...]] = {}
+        self._at: dict[str, str] = {}  # endpoint -> peer
+        # Item -> endpoints, and until when each is kept.
+        self._pushes: dict[str, dict[str, float]] = {}
+        self._wants = PendingWants(limits.max_wants)
+        self._next_tid = 1
 
-    # Grants
+    def take_effects(self) -> list[Effect]:
+        """What is to be done, in order; writes start here, once for all events of a turn."""
+        if self.changed_at is not None:
+            now, self.changed_at = self.changed_at, None
+            self._start_writes(now)
+        effects, self.effects = self.effects, []
+        return effects
+
+    # From the own worker and scheduler
+
+    def produced(self, mm_hash: str, shape: ItemShape, now: float) -> int:
+        """An item has been encoded; its id, or 0 if it is here already."""
+        if mm_hash in self.cache:
+            return 0
+        item = self.cache.add(mm_hash, shape, now)
+        self.effects.append(Prepare(item.item_id))
+        return item.item_id
+
+    def prepared(self, item_id: int, digest: str, now: float) -> None:
+        """An item is in host memory; an empty digest says that it could not be brought there."""
+        item = self.cache.by_id(item_id)
+        item.readers -= 1
+        if not self.cache.holds(item):
+            self.cache.release_if_unused(item)
+            return
+        if not digest:
+            self._withdraw(item, now, Code.GONE, "the encoder's output could not be read")
+            return
+        item.digest, item.since = digest, now
+        for endpoint in self._pushes.pop(item.mm_hash, {}):
+            self._push_to(item, endpoint, now)
+        for peer in self._wants.take(item.mm_hash):
+            self._offer(self._transfer_to(item, now, peer=peer), now)
+        self.cache.make_room()
+
+    def push(self, message: Push, now: float) -> None:
+        """An item that is about to be encoded, or is here, goes to these consumers."""
+        for endpoint in message.endpoints:
+            self.effects.append(Connect(endpoint))
+            item = self.cache.get(message.mm_hash)
+            if item is not None and item.digest:
+                self._push_to(item, endpoint, now)
+            else:
+                expires_at = now + self.limits.waiting_timeout_s
+                self._pushes.setdefault(message.mm_hash, {})[endpoint] = expires_at
+
+    def refused(self, endpoint: str, now: float) -> None:
+        """An endpoint that a request or a peer named is not connected to."""
+        for targets in self._pushes.values():
+            targets.pop(endpoint, None)
+        for transfer in list(self.transfers.values()):
+            is_begun = transfer.peer or transfer.state in ENDED
+            if transfer.endpoint == endpoint and not is_begun:
+                self._end(transfer, TransferEvent.CANCEL, now)
+
+    def missing(self) -> set[str]:
+        """Items that somebody waits for and that are not here; the engine's own cache may have
+        them.
+        """
+        waited_for = self._wants.items | self._pushes.keys()
+        return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache}
+
+    def begin_epoch(self, now: float) -> None:
+        """The weights have changed: send nothing encoded before."""
+        for item in self.cache:
+            self._withdraw(item, now, Code.STALE, "the weights have changed")
+        self.cache.clear_dropped()
+
+    # From sessions
+
+    def peer_up(
+        self,
+        peer: str,
+        window: Window | None,
+        reached_at: frozenset[str],
+        ranks: tuple[str, ...],
+        now: float,
+    ) -> None:
+        """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
+        known = self.peers.get(peer)
+        if known is None:
+            known = self.peers[peer] = ConsumerPeer(window, reached_at)
+        self._forget_endpoints(known.endpoints - reached_at, peer)
+        known.window, known.endpoints = window, reached_at
+        for endpoint in reached_at:
+            self._at[endpoint] = peer
+            self._engines[endpoint] = ranks or (endpoint,)
+        for transfer in list(self.transfers.values()):
+            if transfer.endpoint in reached_at:
+                self._redirect(transfer, peer, now)
+            elif transfer.peer == peer and transfer.state is TransferState.SUSPENDED:
+                self._offer(transfer, now)
+        for transfer in list(self.transfers.values()):
+            if transfer.endpoint in reached_at and transfer.state not in ENDED:
+                self._push_to(transfer.item, transfer.endpoint, now)
+
+    def peer_lost(self, peer: str, now: float) -> None:
+        """The session with a consumer's rank ended; it, or another incarnation, may come back."""
+        known = self.peers.pop(peer, None)
+        if known is None:
+            return
+        self._forget_endpoints(known.endpoints, peer)
+        for transfer in [each for each in self.transfers.values() if each.peer == peer]:
+            transfer.due.clear()
+            transfer.results = OrderedDict(
+                (gid, said) for gid, said in transfer.results.items() if gid in transfer.writing
+            )
+            if transfer.state not in _NOT_OFFERED and transfer.state is not TransferState.SUSPENDED:
+                transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.LOST)
+                transfer.since = now
+        self._wants.drop_peer(peer)
+
+    def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
+        for endpoint in endpoints:
+            if self._at.get(endpoint) == peer:
+                del self._at[endpoint], self._engines[endpoint]
+
+    # From consumers
+
+    def want(self, peer: str, message: Want, now: float) -> None:
+        """A consumer's rank asks for an item."""
+        item = self.cache.get(message.mm_hash)
+        first = message.first
+        if item is not None and item.digest:
+            transfer = self._transfer_to(item, now, peer=peer)
+            if first is not None and self.is_valid_grant(transfer, first):
+                transfer.first = first.gid
+                self._accept_grant(transfer, first, now)
+            self._offer(transfer, now)
+            return
+        is_coming = item is not None or message.mm_hash in self._pushes
+        asks_only = message.patience_s < MIN_PATIENCE_S
+        gone = not is_coming and (asks_only or self.cache.was_dropped(message.mm_hash))
+        if not gone:
+            self._wants.add(message.mm_hash, peer, now + min(message.patience_s, MAX_PATIENCE_S))
+        self._send(peer, WantAck(message.mm_hash, gone, first.gid if first else 0))
+
+    def offer_ack(self, peer: str, message: OfferAck, now: float) -> None:
+        """The consumer answers an offer."""
+        transfer = self._of(peer, message.tid)
+        if transfer is None:
+            return
+        transfer.since = now
+        if message.refused is not None:
+            self.counts[f"refused_{message.refused.value}"] += 1
+            self._end(transfer, TransferEvent.FAIL, now)
+
+    def complete(self, peer: str, message: Complete, now: float) -> None:
+        """The consumer has every row."""
+        transfer = self._of(peer, message.tid)
+        if transfer is not None:
+            self._end(transfer, TransferEvent.TAKEN, now)
+
+    def cancel(self, peer: str, message: Cancel, now: float) -> None:
+        """The consumer does not want the item any more."""
+        transfer = self._of(peer, message.tid)
+        if transfer is None:
+            self._answer_ended(peer, message.tid)
+            return
+        transfer.final_message = CancelAck(message.tid)
+        self.counts[f"cancelled_{message.code.value}"] += 1
+        self._end(transfer, TransferEvent.CANCEL, now)
 
     def grant(self, peer: str, message: Grant, now: float) -> None:
         """A consumer grants rows."""
-        transfer = self.of(peer, message.tid)
+        transfer = self._of(peer, message.tid)
         if transfer is None:
-            self.answer_ended(peer, message.tid)
+            self._answer_ended(peer, message.tid)
             return
-        transfer.since, transfer.offered = now, True
+        transfer.since = now
         if message.gid in transfer.results:
             said = transfer.results[message.gid]
             if said is not None:
-                self.send(peer, said)
+                self._send(peer, said)
             return
         if not self.is_valid_grant(transfer, message):
             self.counts["bad_grants"] += 1
             said = WriteFailed(message.tid, message.gid, True, "the grant does not fit the item")
             self._record_result(transfer, message.gid, said)
-            self.send(peer, said)
+            self._send(peer, said)
             return
         self._accept_grant(transfer, message, now)
         self.changed_at = now
+
+    def revoke(self, peer: str, message: Revoke, now: float) -> None:
+        """A consumer revokes a grant."""
+        unresolved = self._unresolved.get((peer, message.gid))
+        if unresolved is not None:
+            self._send(peer, unresolved)
+            return
+        transfer = self._of(peer, message.tid or self._tid_of_first(peer, message.gid))
+        if transfer is None and not message.tid:
+            self._send(peer, RevokeAck(0, message.gid, WriteProgress.NOT_STARTED))
+            return
+        if transfer is None:
+            self._answer_ended(peer, message.tid)
+            return
+        if message.gid in transfer.writing:
+            self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
+            return
+        said = transfer.results.get(message.gid)
+        if isinstance(said, Wrote):
+            self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.WROTE))
+            self._send(peer, said)
+            return
+        # A grant that has not arrived yet is refused when it does.
+        transfer.due = deque(each for each in transfer.due if each[0].gid != message.gid)
+        ack = RevokeAck(message.tid, message.gid, WriteProgress.NOT_STARTED)
+        self._record_result(transfer, message.gid, ack)
+        self._send(peer, ack)
+        self._mark_idle(transfer)
+
+    def _tid_of_first(self, peer: str, gid: int) -> int:
+        """The transfer that uses a grant which came with a want; 0 if none does."""
+        key = (peer, gid)
+        transfers = self.transfers.values()
+        found = (each.tid for each in transfers if (each.peer, each.first) == key)
+        return next(found, 0)
+
+    def _of(self, peer: str, tid: int) -> ItemTransfer | None:
+        """A transfer that this consumer knows."""
+        transfer = self.transfers.get(tid)
+        if transfer is None or transfer.peer != peer or transfer.state in _NOT_OFFERED:
+            return None
+        return transfer
+
+    def _answer_ended(self, peer: str, tid: int) -> None:
+        """Answer for a transfer that is not known any more: nothing of it is in flight."""
+        if tid in self.transfers and self.transfers[tid].peer == peer:
+            return  # it ends with its write and is answered then
+        self._send(peer, self._ended.get((peer, tid)) or Unknown(tid))
+
+    # Grants: due, then written, then their results are kept to be sent again
 
     def is_valid_grant(self, transfer: ItemTransfer, message: Grant) -> bool:
         """Whether a grant is of rows of the item, in disjoint extents of the window."""
@@ -112,41 +585,6 @@ class WriteScheduler(ProducerState):
         transfer.due.append((message, now + message.ttl_s * START_SHARE))
         self.peers[transfer.peer].due[transfer.tid] = None
 
-    def revoke(self, peer: str, message: Revoke, now: float) -> None:
-        """A consumer revokes a grant."""
-        unresolved = self._unresolved.get((peer, message.gid))
-        if unresolved is not None:
-            self.send(peer, unresolved)
-            return
-        transfer = self.of(peer, message.tid or self._tid_of_first(peer, message.gid))
-        if transfer is None and not message.tid:
-            self.send(peer, RevokeAck(0, message.gid, WriteProgress.NOT_STARTED))
-            return
-        if transfer is None:
-            self.answer_ended(peer, message.tid)
-            return
-        if message.gid in transfer.writing:
-            self.send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
-            return
-        said = transfer.results.get(message.gid)
-        if isinstance(said, Wrote):
-            self.send(peer, RevokeAck(message.tid, message.gid, WriteProgress.WROTE))
-            self.send(peer, said)
-            return
-        # A grant that has not arrived yet is refused when it does.
-        transfer.due = deque(each for each in transfer.due if each[0].gid != message.gid)
-        ack = RevokeAck(message.tid, message.gid, WriteProgress.NOT_STARTED)
-        self._record_result(transfer, message.gid, ack)
-        self.send(peer, ack)
-        self.mark_idle(transfer)
-
-    def _tid_of_first(self, peer: str, gid: int) -> int:
-        """The transfer that uses a grant which came with a want; 0 if none does."""
-        key = (peer, gid)
-        transfers = self.transfers.values()
-        found = (each.tid for each in transfers if (each.peer, each.first) == key)
-        return next(found, 0)
-
     def _record_result(self, transfer: ItemTransfer, gid: int, said: Message | None) -> None:
         """Keep the answer to a grant, at most `max_results` of a transfer."""
         transfer.results[gid] = said
@@ -156,9 +594,8 @@ class WriteScheduler(ProducerState):
                 return
             del transfer.results[oldest]
 
-    # Writes
-
-    def start_writes(self, now: float) -> None:
+    def _start_writes(self, now: float) -> None:
+        """Start due writes: consumers in turn, of each its transfers in turn."""
         while self._may_write:
             peer = next((name for name, each in self.peers.items() if each.due), None)
             if peer is None:
@@ -188,8 +625,8 @@ class WriteScheduler(ProducerState):
         self.counts["late_grants"] += 1
         ack = RevokeAck(message.tid or transfer.tid, message.gid, WriteProgress.NOT_STARTED)
         self._record_result(transfer, message.gid, ack)
-        self.send(transfer.peer, ack)
-        self.mark_idle(transfer)
+        self._send(transfer.peer, ack)
+        self._mark_idle(transfer)
 
     def _write(self, transfer: ItemTransfer, message: Grant, known: ConsumerPeer) -> None:
         item = transfer.item
@@ -210,236 +647,141 @@ class WriteScheduler(ProducerState):
         item.readers -= 1
         self.num_writes -= 1
         self._writing_bytes -= transfer.writing.pop(gid)
+        if gid in transfer.results:
+            transfer.results[gid] = result
+        is_unresolved = False
         if isinstance(result, Wrote):
             self.counts["written_rows"] += result.rows
             self.counts["written_bytes"] += result.rows * item.shape.row_bytes
         else:
             self.counts["failed_writes"] += 1
-        if gid in transfer.results:
-            transfer.results[gid] = result
-        is_unresolved = isinstance(result, WriteFailed) and not result.quiesced
-        if isinstance(result, WriteFailed) and is_unresolved:
-            self._unresolved[(transfer.peer, gid)] = result
-            while len(self._unresolved) > self.limits.max_ended:
-                self._unresolved.popitem(last=False)
-        is_up = transfer.peer in self.peers
-        if transfer.state in ENDED:
-            if is_unresolved and is_up:
-                # Before the final message, which says that nothing is in flight.
-                self.send(transfer.peer, result)
-            self.finalize(transfer, now)
+            is_unresolved = not result.quiesced
+            if is_unresolved:
+                self._unresolved[(transfer.peer, gid)] = result
+                while len(self._unresolved) > self.limits.max_ended:
+                    self._unresolved.popitem(last=False)
+        has_ended = transfer.state in ENDED
+        if transfer.peer in self.peers and (is_unresolved or not has_ended):
+            # Before the final message, which says that nothing is in flight.
+            self._send(transfer.peer, result)
+        if has_ended:
+            self._finalize(transfer, now)
         else:
-            if is_up:
-                self.send(transfer.peer, result)
-            self.mark_idle(transfer)
+            self._mark_idle(transfer)
         self.changed_at = now
 
-    def check(self) -> None:
-        transfers = self.transfers.values()
-        assert self.num_writes == sum(len(each.writing) for each in transfers)
-        assert self._writing_bytes == sum(sum(each.writing.values()) for each in transfers)
-        limits = self.limits
-        assert self.num_writes <= max(limits.writers, limits.max_writes)
+    def _mark_idle(self, transfer: ItemTransfer) -> None:
+        """A transfer with nothing to write is PARTIAL."""
+        is_idle = not transfer.due and not transfer.writing
+        if transfer.state is TransferState.TRANSFERRING and is_idle:
+            transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.WRITTEN)
 
+    # Starting transfers
 
-MIN_PATIENCE_S = 1.0  # a consumer of less only asks whether the item is here
+    def _transfer_to(
+        self, item: EncodedItem, now: float, *, endpoint: str = "", peer: str = ""
+    ) -> ItemTransfer:
+        """The transfer of an item to a target: the existing one, or a new one."""
+        for target in (peer, endpoint):
+            tid = self._by_target.get((item.mm_hash, target)) if target else None
+            if tid is not None:
+                return self.transfers[tid]
+        transfer = ItemTransfer(self._next_tid, item, now, endpoint, peer)
+        self._next_tid += 1
+        self.transfers[transfer.tid] = transfer
+        self.cache.begin(item, transfer.tid)
+        for target in (peer, endpoint):
+            if target:
+                self._by_target[(item.mm_hash, target)] = transfer.tid
+        return transfer
 
-
-class Producer(WriteScheduler):
-    """The whole producer; see the module docstring. Every method takes the time as `now`."""
-
-    def __init__(self, limits: ProducerLimits) -> None:
-        super().__init__(limits)
-        # Endpoint -> endpoints of all ranks of its engine.
-        self._engines: dict[str, tuple[str, ...]] = {}
-        self._at: dict[str, str] = {}  # endpoint -> peer
-        # Item -> endpoints, and until when each is kept.
-        self._pushes: dict[str, dict[str, float]] = {}
-        self._wants = PendingWants(limits.max_wants)
-
-    def take_effects(self) -> list[Effect]:
-        """What is to be done, in order; writes start here, once for all that has happened."""
-        if self.changed_at is not None:
-            now, self.changed_at = self.changed_at, None
-            self.start_writes(now)
-        effects, self.effects = self.effects, []
-        return effects
-
-    # From the own worker and scheduler
-
-    def produced(self, mm_hash: str, shape: ItemShape, aux: bytes, now: float) -> int:
-        """An item has been encoded; its id, or 0 if it is here already."""
-        if mm_hash in self.cache:
-            return 0
-        item = self.cache.add(mm_hash, shape, aux, now)
-        self.effects.append(Prepare(item.item_id))
-        return item.item_id
-
-    def prepared(self, item_id: int, digest: str, now: float) -> None:
-        """An item is in host memory; an empty digest says that it could not be brought there."""
-        item = self.cache.by_id(item_id)
-        item.readers -= 1
-        if not self.cache.holds(item):
-            self.cache.release_if_unused(item)
-            return
-        if not digest:
-            self.withdraw_item(item, now, Code.GONE, "the encoder's output could not be read")
-            return
-        item.digest, item.since = digest, now
-        for endpoint in self._pushes.pop(item.mm_hash, {}):
-            self._push_to(item, endpoint, now)
-        for peer in self._wants.take(item.mm_hash):
-            self._offer(self.begin(item, now, peer=peer), now)
-        self.cache.make_room()
-
-    def push(self, message: Push, now: float) -> None:
-        """An item that is about to be encoded, or is here, goes to these consumers."""
-        for endpoint in message.endpoints:
-            self.effects.append(Connect(endpoint))
-            item = self.cache.get(message.mm_hash)
-            if item is not None and item.digest:
-                self._push_to(item, endpoint, now)
-            else:
-                expires_at = now + self.limits.waiting_timeout_s
-                self._pushes.setdefault(message.mm_hash, {})[endpoint] = expires_at
-
-    def refused(self, endpoint: str, now: float) -> None:
-        """An endpoint that a request or a peer named is not connected to."""
-        for targets in self._pushes.values():
-            targets.pop(endpoint, None)
-        for transfer in list(self.transfers.values()):
-            is_begun = transfer.peer or transfer.state in ENDED
-            if transfer.endpoint == endpoint and not is_begun:
-                self.end(transfer, TransferEvent.CANCEL, now)
-
-    def missing(self) -> set[str]:
-        """Items that somebody waits for and that are not here; the engine's own cache may have
-        them.
-        """
-        waited_for = self._wants.items | self._pushes.keys()
-        return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache}
-
-    def begin_epoch(self, now: float) -> None:
-        """The weights have changed: send nothing encoded before."""
-        for item in self.cache:
-            self.withdraw_item(item, now, Code.STALE, "the weights have changed")
-        self.cache.clear_dropped()
-
-    # From sessions
-
-    def peer_up(
-        self,
-        peer: str,
-        window: Window | None,
-        reached_at: frozenset[str],
-        ranks: tuple[str, ...],
-        now: float,
-    ) -> None:
-        """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
-        known = self.peers.get(peer)
-        if known is None:
-            known = self.peers[peer] = ConsumerPeer(window, reached_at)
-        self._forget_endpoints(known.endpoints - reached_at, peer)
-        known.window, known.endpoints = window, reached_at
-        for endpoint in reached_at:
-            self._at[endpoint] = peer
-            self._engines[endpoint] = ranks or (endpoint,)
-        for transfer in list(self.transfers.values()):
-            if transfer.endpoint in reached_at:
-                self._redirect_to(transfer, peer, now)
-            elif transfer.peer == peer and transfer.state is TransferState.SUSPENDED:
-                self._offer(transfer, now)
-        for transfer in list(self.transfers.values()):
-            if transfer.endpoint in reached_at and transfer.state not in ENDED:
-                self._push_to(transfer.item, transfer.endpoint, now)
-
-    def peer_lost(self, peer: str, now: float) -> None:
-        """The session with a consumer's rank ended; it, or another incarnation, may come back."""
-        known = self.peers.pop(peer, None)
-        if known is None:
-            return
-        self._forget_endpoints(known.endpoints, peer)
-        for transfer in [each for each in self.transfers.values() if each.peer == peer]:
-            transfer.due.clear()
-            transfer.results = OrderedDict(
-                (gid, said) for gid, said in transfer.results.items() if gid in transfer.writing
-            )
-            if transfer.state in (
-                TransferState.WAITING,
-                TransferState.TRANSFERRING,
-                TransferState.PARTIAL,
-            ):
-                transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.LOST)
-                transfer.since, transfer.offered = now, False
-        self._wants.drop_peer(peer)
-
-    def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
-        for endpoint in endpoints:
-            if self._at.get(endpoint) == peer:
-                del self._at[endpoint], self._engines[endpoint]
-
-    # From consumers
-
-    def want(self, peer: str, message: Want, now: float) -> None:
-        item = self.cache.get(message.mm_hash)
-        first = message.first
-        if item is not None and item.digest:
-            transfer = self.begin(item, now, peer=peer)
-            if first is not None and self.is_valid_grant(transfer, first):
-                transfer.first = first.gid
-                self._accept_grant(transfer, first, now)
+    def _push_to(self, item: EncodedItem, endpoint: str, now: float) -> None:
+        """Transfer an item to each rank of the engine at this endpoint."""
+        for rank in self._engines.get(endpoint, (endpoint,)):
+            if rank != endpoint:
+                self.effects.append(Connect(rank))
+            transfer = self._transfer_to(item, now, endpoint=rank, peer=self._at.get(rank, ""))
             self._offer(transfer, now)
-            return
-        is_coming = item is not None or message.mm_hash in self._pushes
-        asks_only = message.patience_s < MIN_PATIENCE_S
-        gone = not is_coming and (asks_only or self.cache.was_dropped(message.mm_hash))
-        if not gone:
-            self._wants.add(message.mm_hash, peer, now + min(message.patience_s, _DAY_S))
-        self.send(peer, WantAck(message.mm_hash, gone, first.gid if first else 0))
 
-    def offer_ack(self, peer: str, message: OfferAck, now: float) -> None:
-        """The consumer answers an offer."""
-        transfer = self.of(peer, message.tid)
-        if transfer is None:
+    def _redirect(self, transfer: ItemTransfer, peer: str, now: float) -> None:
+        """There is a session at a transfer's endpoint, maybe with a new incarnation, which may
+        have asked for the item already.
+        """
+        if transfer.state in ENDED:
             return
-        transfer.offered, transfer.since = True, now
-        if message.verdict is Verdict.HAVE:
-            self.end(transfer, TransferEvent.TAKEN, now)
-        elif message.verdict is Verdict.REFUSED:
-            self.counts[f"refused_{message.code.value if message.code else 'unknown'}"] += 1
-            self.end(transfer, TransferEvent.FAIL, now)
+        mm_hash = transfer.item.mm_hash
+        if transfer.peer == peer:
+            self._offer(transfer, now)
+        elif self._by_target.get((mm_hash, peer), transfer.tid) != transfer.tid:
+            self._end(transfer, TransferEvent.CANCEL, now)
+        elif transfer.state is TransferState.BOOTSTRAPPING:
+            self._by_target.pop((mm_hash, transfer.peer), None)
+            transfer.peer = peer
+            self._by_target[(mm_hash, peer)] = transfer.tid
+            self._offer(transfer, now)
         else:
-            _check_rows(transfer, message.received)
+            # Grants of the old incarnation may have the same ids as those of the new one.
+            del self._by_target[(mm_hash, transfer.endpoint)]
+            following = self._transfer_to(transfer.item, now, endpoint=transfer.endpoint, peer=peer)
+            self._end(transfer, TransferEvent.CANCEL, now)
+            self._offer(following, now)
 
-    def rows_ack(self, peer: str, message: RowsAck, now: float) -> None:
-        """The consumer answers for a grant's rows."""
-        transfer = self.of(peer, message.tid)
-        if transfer is not None:
-            transfer.since = now
-            _check_rows(transfer, message.received)
-
-    def complete(self, peer: str, message: Complete, now: float) -> None:
-        """The consumer has every row."""
-        transfer = self.of(peer, message.tid)
-        if transfer is not None:
-            self.end(transfer, TransferEvent.TAKEN, now)
-
-    def cancel(self, peer: str, message: Cancel, now: float) -> None:
-        """The consumer does not want the item any more."""
-        transfer = self.of(peer, message.tid)
-        if transfer is None:
-            self.answer_ended(peer, message.tid)
+    def _offer(self, transfer: ItemTransfer, now: float) -> None:
+        """Offer the item if it is prepared and the peer is in session."""
+        is_there = bool(transfer.item.digest) and transfer.peer in self.peers
+        if not is_there or transfer.state in ENDED:
             return
-        transfer.final_message = CancelAck(message.tid)
-        self.counts[f"cancelled_{message.code.value}"] += 1
-        self.end(transfer, TransferEvent.CANCEL, now)
+        if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUSPENDED):
+            transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.OFFER)
+        self._send_offer(transfer, now)
+        self.changed_at = now
 
-    def unknown(self, peer: str, message: Unknown, now: float) -> None:
-        """The consumer does not know the transfer: offer it again."""
-        transfer = self.of(peer, message.tid)
-        if transfer is not None:
-            transfer.offered = False
-            transfer.sent_at = float("-inf")
+    def _send_offer(self, transfer: ItemTransfer, now: float) -> None:
+        item = transfer.item
+        transfer.offered_at = now
+        offer = Offer(transfer.tid, item.mm_hash, item.shape, item.digest, transfer.first)
+        self._send(transfer.peer, offer)
+
+    # Ends
+
+    def _end(self, transfer: ItemTransfer, event: TransferEvent, now: float) -> None:
+        """End a transfer; it stays until its writes have ended."""
+        transfer.state = PRODUCER_TABLE.after(transfer.state, event)
+        transfer.due.clear()
+        if event is TransferEvent.TAKEN:
+            self.cache.mark_taken(transfer.item, now)
+            self.counts["items"] += 1
+        for target in (transfer.peer, transfer.endpoint):
+            if self._by_target.get((transfer.item.mm_hash, target)) == transfer.tid:
+                del self._by_target[(transfer.item.mm_hash, target)]
+        self._finalize(transfer, now)
+
+    def _finalize(self, transfer: ItemTransfer, now: float) -> None:
+        """Forget an ended transfer once nothing of it is written."""
+        if transfer.writing:
+            return
+        del self.transfers[transfer.tid]
+        self._ended[(transfer.peer, transfer.tid)] = transfer.final_message
+        while len(self._ended) > self.limits.max_ended:
+            self._ended.popitem(last=False)
+        if transfer.final_message is not None and transfer.peer in self.peers:
+            self._send(transfer.peer, transfer.final_message)
+        self.cache.end(transfer.item, transfer.tid, now)
+
+    def _withdraw(self, item: EncodedItem, now: float, code: Code, text: str) -> None:
+        """Drop an item and withdraw it from all who still want it."""
+        self.cache.drop(item)
+        for tid in list(item.transfers):
+            transfer = self.transfers[tid]
+            if transfer.state not in ENDED:
+                transfer.final_message = Withdraw(tid, code, text)
+                self._end(transfer, TransferEvent.FAIL, now)
+
+    def _release(self, item_id: int) -> None:
+        self.effects.append(Release(item_id))
+
+    def _send(self, peer: str, body: Message) -> None:
+        self.effects.append(Send(peer, body))
 
     # Time
 
@@ -455,7 +797,7 @@ class Producer(WriteScheduler):
                 del self._pushes[mm_hash]
         for item in self.cache.expired(now, self.limits.waiting_timeout_s):
             self.counts["never_taken"] += 1
-            self.withdraw_item(item, now, Code.TIMEOUT, "nobody has taken it")
+            self._withdraw(item, now, Code.TIMEOUT, "nobody has taken it")
         self.cache.make_room()
         self.changed_at = now
 
@@ -466,52 +808,12 @@ class Producer(WriteScheduler):
             self.counts["timeouts"] += 1
             text = f"no news for {now - transfer.since:.1f} s (waiting_timeout_s)"
             transfer.final_message = Withdraw(transfer.tid, Code.TIMEOUT, text)
-            self.end(transfer, TransferEvent.FAIL, now)
+            self._end(transfer, TransferEvent.FAIL, now)
             return
-        is_up = transfer.peer in self.peers
         is_idle = transfer.state in (TransferState.WAITING, TransferState.PARTIAL)
-        if is_up and is_idle and now - transfer.sent_at > self.limits.repeat_s:
-            if transfer.offered:
-                transfer.sent_at = now
-                self.send(transfer.peer, NeedGrant(transfer.tid))
-            else:
-                self._send_offer(transfer, now)
-
-    # Starting transfers
-
-    def _push_to(self, item: EncodedItem, endpoint: str, now: float) -> None:
-        """Transfer an item to each rank of the engine at this endpoint."""
-        for rank in self._engines.get(endpoint, (endpoint,)):
-            if rank != endpoint:
-                self.effects.append(Connect(rank))
-            transfer = self.begin(item, now, endpoint=rank, peer=self._at.get(rank, ""))
-            self._offer(transfer, now)
-
-    def _redirect_to(self, transfer: ItemTransfer, peer: str, now: float) -> None:
-        """There is a session at a transfer's endpoint, maybe with a new incarnation."""
-        if transfer.state in ENDED:
-            return
-        goes: ItemTransfer | None = transfer
-        if transfer.peer != peer:
-            goes = self.redirect(transfer, peer, now)
-        if goes is not None:
-            self._offer(goes, now)
-
-    def _offer(self, transfer: ItemTransfer, now: float) -> None:
-        """Offer the item if it is prepared and the peer is in session."""
-        is_there = bool(transfer.item.digest) and transfer.peer in self.peers
-        if not is_there or transfer.state in ENDED:
-            return
-        if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUSPENDED):
-            transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.OFFER)
-        self._send_offer(transfer, now)
-        self.changed_at = now
-
-    def _send_offer(self, transfer: ItemTransfer, now: float) -> None:
-        item = transfer.item
-        transfer.sent_at = now
-        offer = Offer(transfer.tid, item.mm_hash, item.shape, item.digest, item.aux, transfer.first)
-        self.send(transfer.peer, offer)
+        is_due = now - max(transfer.offered_at, transfer.since) > self.limits.repeat_s
+        if is_idle and is_due and transfer.peer in self.peers:
+            self._send_offer(transfer, now)  # the consumer repeats its answer and its grants
 
     # For metrics and tests
 
@@ -530,18 +832,13 @@ class Producer(WriteScheduler):
 
     def check(self) -> None:
         """Assert the invariants; tests call it after each step."""
-        super().check()
+        transfers = self.transfers.values()
+        assert self.num_writes == sum(len(each.writing) for each in transfers)
+        assert self._writing_bytes == sum(sum(each.writing.values()) for each in transfers)
+        assert self.num_writes <= max(self.limits.writers, self.limits.max_writes)
         for tid, transfer in self.transfers.items():
             assert tid in transfer.item.transfers
             assert transfer.writing or transfer.state not in ENDED
             if transfer.state is TransferState.TRANSFERRING:
                 assert transfer.due or transfer.writing
         self.cache.check(set(self.transfers))
-
-
-_DAY_S = 86_400.0
-
-
-def _check_rows(transfer: ItemTransfer, spans: tuple[tuple[int, int], ...]) -> None:
-    """ProtocolError if a consumer claims rows that the item does not have."""
-    Intervals.checked(spans, transfer.item.shape.rows)

@@ -1,6 +1,6 @@
 """The messages between two workers, and between a scheduler and its own workers.
 
-A frame is one `Envelope` around one message or, since version 2, several, in msgpack. Messages
+A frame is one `Envelope` around one or more messages, in msgpack. Messages
 only grow, at the end, with defaults; an unknown message is counted and ignored. Any message may
 be lost, doubled or late: whoever waits for an answer repeats what it asked (`repeat_s`), and
 repetition is harmless. C is an item's consumer, P its producer, S the scheduler of either.
@@ -12,19 +12,17 @@ from typing import Annotated, Final
 import msgspec
 
 from vllm_kvpool.config import MAX_HEARTBEAT_S
-from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape, Span
+from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.errors import ProtocolError
 
-VERSION: Final = 2
-OLDEST_VERSION: Final = 1
-MANY_SINCE: Final = 2  # the version since which a frame holds several messages
+VERSION: Final = 3
+OLDEST_VERSION: Final = 3
 MAX_FRAME_BYTES = 8 << 20
 FULL_FRAME_BYTES = 256 << 10  # a frame of this size takes no further message
 MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
 MAX_RANKS = 1024  # of an engine
 MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
-MAX_AUX_BYTES = FULL_FRAME_BYTES  # of an item
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 """A name that a peer chose and that is kept, as many as a limit allows."""
@@ -54,26 +52,6 @@ class Code(Enum):
     STALE = "stale"
     CLOSED = "closed"
     WRITE = "write"
-
-
-class Verdict(Enum):
-    """A consumer's answer to an offer."""
-
-    ACCEPTED = "accepted"
-    QUEUED = "queued"
-    FOLLOW = "follow"
-    """Another producer sends it; keep it in reserve until that one ends."""
-    HAVE = "have"
-    REFUSED = "refused"
-
-
-class GrantOutcome(Enum):
-    """What became of a grant's rows."""
-
-    OK = "ok"
-    CORRUPT = "corrupt"
-    STALE = "stale"
-    """The grant is not known any more; its rows were not used."""
 
 
 class WriteProgress(Enum):
@@ -191,32 +169,25 @@ class WantAck(msgspec.Struct, frozen=True, gc=False, tag="want_ack"):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False, tag="offer"):
-    """P→C: the producer has the whole item; its true length, and everything that is not rows."""
+    """P→C: the producer has the whole item, of this length. Repeated while no rows are granted;
+    the consumer then repeats its answer and its live grants.
+    """
 
     tid: int
     mm_hash: Name
     shape: ItemShape
     digest: Name
     """Names the encoding: rows of two producers with the same digest can be mixed."""
-    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] = b""
     first: int = 0
     """The grant of a `Want` that is used, or 0."""
 
 
 class OfferAck(msgspec.Struct, frozen=True, gc=False, tag="offer_ack"):
-    """C→P: the answer to an offer, and the rows received so far."""
+    """C→P: the offer has arrived; the item may still wait for memory, or for its sender to end."""
 
     tid: int
-    verdict: Verdict
-    received: tuple[Span, ...] = ()
-    code: Code | None = None
-    text: str = ""
-
-
-class NeedGrant(msgspec.Struct, frozen=True, gc=False, tag="need_grant"):
-    """P→C: the producer still waits. Answered by `OfferAck`; live grants are repeated."""
-
-    tid: int
+    refused: Code | None = None
+    """Why the item can never be accepted."""
 
 
 class Wrote(msgspec.Struct, frozen=True, gc=False, tag="wrote"):
@@ -236,15 +207,6 @@ class WriteFailed(msgspec.Struct, frozen=True, gc=False, tag="write_failed"):
     gid: int
     quiesced: bool
     text: str = ""
-
-
-class RowsAck(msgspec.Struct, frozen=True, gc=False, tag="rows_ack"):
-    """C→P: what became of a grant, and all rows received so far."""
-
-    tid: int
-    gid: int
-    landing: GrantOutcome
-    received: tuple[Span, ...] = ()
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False, tag="revoke"):
@@ -269,11 +231,10 @@ class Complete(msgspec.Struct, frozen=True, gc=False, tag="complete"):
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False, tag="cancel"):
-    """C→P: the item is not wanted any more or, with `code`, cannot be received."""
+    """C→P: the item is not wanted any more, for this reason."""
 
     tid: int
     code: Code = Code.CANCELLED
-    text: str = ""
 
 
 class CancelAck(msgspec.Struct, frozen=True, gc=False, tag="cancel_ack"):
@@ -291,11 +252,9 @@ class Withdraw(msgspec.Struct, frozen=True, gc=False, tag="withdraw"):
 
 
 class Unknown(msgspec.Struct, frozen=True, gc=False, tag="unknown"):
-    """Either way: the sender knows no such transfer."""
+    """P→C: the producer knows no such transfer, so nothing of it is in flight."""
 
     tid: int
-    yours: bool
-    """Whether the receiver of this message is the transfer's producer."""
 
 
 class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
@@ -324,7 +283,6 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
 
     mm_hash: str
     digest: str = ""
-    rows: int = 0
     code: Code | None = None
     text: str = ""
     epoch: int = 0
@@ -368,21 +326,19 @@ class Epoch(msgspec.Struct, frozen=True, gc=False, tag="epoch"):
 
 Message = (
     Hello | HelloReject | Heartbeat | Goodbye | Grant | Want | WantAck | Offer | OfferAck
-    | NeedGrant | Wrote | WriteFailed | RowsAck | Revoke | RevokeAck | Complete | Cancel
+    | Wrote | WriteFailed | Revoke | RevokeAck | Complete | Cancel
     | CancelAck | Withdraw | Unknown | Expect | Forget | ItemNews | Taken | HeldBytes | Numbers
     | Push | Epoch
 )  # fmt: skip
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One or more messages between incarnations; `target` is empty until it is known."""
+    """Messages between incarnations, in order; `target` is empty until it is known."""
 
     source: str
     target: str
-    seq: int
-    body: Message
-    more: tuple[msgspec.Raw, ...] = ()
-    """Further messages, in order, each decoded on its own: an unknown one costs no other."""
+    bodies: tuple[msgspec.Raw, ...]
+    """Each is decoded on its own (`decode_body`): an unknown one costs no other."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -396,12 +352,12 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def encode_body(body: Message) -> msgspec.Raw:
-    """A further message of an envelope."""
+    """A message of an envelope."""
     return msgspec.Raw(_encoder.encode(body))
 
 
 def decode(frame: bytes) -> Envelope:
-    """The envelope of a frame; ProtocolError if this release does not understand it."""
+    """The envelope of a frame; ProtocolError if it is none of this version."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:
@@ -411,7 +367,7 @@ def decode(frame: bytes) -> Envelope:
 
 
 def decode_body(raw: msgspec.Raw) -> Message:
-    """A further message of an envelope; ProtocolError as of `decode`."""
+    """A message of an envelope; ProtocolError if this release does not understand it."""
     try:
         return _body_decoder.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

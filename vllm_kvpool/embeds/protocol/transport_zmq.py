@@ -1,5 +1,5 @@
-"""All ZeroMQ sockets of a process's control channel. One thread owns them; others only call
-`wake`.
+"""The control channel's ZeroMQ sockets, and the messages queued for them. One thread owns both;
+others only call `wake`.
 
 One ROUTER that peers connect to, one DEALER for each peer we connect to. With a directory of
 CURVE keys both ends prove that they hold the cluster's key, and frames are encrypted.
@@ -15,15 +15,34 @@ import os
 import secrets
 import select
 import threading
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from vllm_kvpool.embeds.protocol.messages import MAX_FRAME_BYTES
+from vllm_kvpool.embeds.protocol.messages import (
+    FULL_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    Complete,
+    Envelope,
+    HeldBytes,
+    Message,
+    Numbers,
+    Taken,
+    encode,
+    encode_body,
+)
 from vllm_kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    import msgspec
+
 
 logger = logging.getLogger(__name__)
 
@@ -266,3 +285,59 @@ def _address_of(part: zmq.Frame) -> str:
         return str(part.get("Peer-Address"))
     except zmq.ZMQError:  # a transport without addresses
         return ""
+
+
+NOT_URGENT = frozenset((Complete, Taken, HeldBytes, Numbers))
+"""Messages that nobody waits for: they go with the next frame, or after `LATEST_S`."""
+LATEST_S = 0.002
+
+
+class Outbox:
+    """Queued messages by link. `source` is the own incarnation, `not_urgent` what may wait."""
+
+    def __init__(self, source: str, not_urgent: frozenset[type] = NOT_URGENT) -> None:
+        self._source = source
+        self._not_urgent = not_urgent
+        self._waiting: dict[Link, list[tuple[str, Message]]] = {}
+        self._urgent: set[Link] = set()
+        self._late: dict[Link, float] = {}  # when messages that are not urgent must go
+
+    def add(self, link: Link, target: str, body: Message, now: float) -> None:
+        """Queue a message to an incarnation, or to whoever is at the other end ('')."""
+        self._waiting.setdefault(link, []).append((target, body))
+        if type(body) in self._not_urgent:
+            self._late.setdefault(link, now + LATEST_S)
+        else:
+            self._urgent.add(link)
+
+    def drop(self, link: Link) -> None:
+        """Drop a link's messages."""
+        self._waiting.pop(link, None)
+        self._late.pop(link, None)
+        self._urgent.discard(link)
+
+    def next_at(self) -> float:
+        """When a message that is not urgent must go."""
+        return min(self._late.values(), default=float("inf"))
+
+    def take(self, now: float) -> list[tuple[Link, list[tuple[str, Message]]]]:
+        """Remove and return the messages that are due, by link."""
+        late = {link for link, at in self._late.items() if at <= now}
+        due, self._urgent = self._urgent | late, set()
+        for link in due:
+            self._late.pop(link, None)
+        return [(link, self._waiting.pop(link)) for link in due]
+
+    def frames(self, said: list[tuple[str, Message]]) -> Iterator[bytes]:
+        """The messages in as few frames as possible, each to one target."""
+        for target, messages in groupby(said, key=itemgetter(0)):
+            bodies: list[msgspec.Raw] = []
+            nbytes = 0
+            for _, body in messages:
+                raw = encode_body(body)
+                nbytes += len(memoryview(raw))
+                if bodies and (nbytes > FULL_FRAME_BYTES or len(bodies) == MAX_MESSAGES):
+                    yield encode(Envelope(self._source, target, tuple(bodies)))
+                    bodies, nbytes = [], len(memoryview(raw))
+                bodies.append(raw)
+            yield encode(Envelope(self._source, target, tuple(bodies)))

@@ -11,6 +11,7 @@ from enum import Enum
 
 import msgspec
 
+from vllm_kvpool.embeds.machines.states import TransitionTable
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -21,7 +22,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     Message,
     PeerRole,
 )
-from vllm_kvpool.embeds.transitions import TransitionTable
 
 FIRST_GREETING_S = 0.2
 LONGEST_GREETING_S = 5.0

@@ -14,6 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_kvpool.embeds.machines.session import (
+    HEARTBEATS,
+    HeartbeatPolicy,
+    PeerLost,
+    PeerUp,
+    SendMessage,
+    Session,
+)
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -28,16 +36,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.protocol.outbox import Outbox
-from vllm_kvpool.embeds.protocol.session import (
-    HEARTBEATS,
-    HeartbeatPolicy,
-    PeerLost,
-    PeerUp,
-    SendMessage,
-    Session,
-)
-from vllm_kvpool.embeds.protocol.transport_zmq import CurveKeys, Link, ZmqTransport
+from vllm_kvpool.embeds.protocol.transport_zmq import CurveKeys, Link, Outbox, ZmqTransport
 from vllm_kvpool.errors import ConfigError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -222,8 +221,7 @@ def _bodies(data: bytes) -> Iterator[Message]:
             "kvpool: a frame at the scheduler's control connection was ignored: %s", error
         )
         return
-    yield envelope.body
-    for raw in envelope.more:
+    for raw in envelope.bodies:
         try:
             yield decode_body(raw)
         except ProtocolError as error:
