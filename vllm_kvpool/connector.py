@@ -69,6 +69,8 @@ class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     """One pool of KV cache for any number of engines. See README.md for the options."""
 
+    _scheduler: PoolScheduler  # on the scheduler's side alone
+
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
@@ -99,6 +101,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_config.first_weights_version(vllm_config),
                 engine_config.scheduler_device(),
             )
+            self._scheduler = self._scheduler_side.scheduler
             self._requests = RequestReader(
                 self._scheduler_side.registry,
                 media_are_named=self._facts.media_are_named,
@@ -285,23 +288,19 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """The step's plan for the workers."""
-        side = self._scheduler_side
-        assert side is not None
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)
-        plan = side.scheduler.plan_step(step)
+        plan, version = self._scheduler.plan_step(step), self._scheduler.weights_version
         if self._events is not None:
-            self._events.planned(plan, side.scheduler.weights_version)
-        return KVPoolMetadata(plan, self._facts.shape.namespace, self._new_manifest())
+            self._events.planned(plan, version)
+        manifest = None if version == self._told_version else self._new_manifest()
+        return KVPoolMetadata(plan, self._facts.shape.namespace, manifest)
 
-    def _new_manifest(self) -> tuple[Namespace, bytes] | None:
-        """The manifest of the namespace under these weights, once."""
-        weights_version = self._scheduler.weights_version
-        if weights_version == self._told_version:
-            return None
-        self._told_version = weights_version
-        return self._manifest_of(weights_version) if weights_version else self._first_manifest
+    def _new_manifest(self) -> tuple[Namespace, bytes]:
+        """The manifest of the namespace under weights that no step has been planned with yet."""
+        self._told_version = self._scheduler.weights_version
+        return self._manifest_of(self._told_version) if self._told_version else self._first_manifest
 
     def _manifest_of(self, weights_version: str) -> tuple[Namespace, bytes]:
         first = self._facts.shape.namespace
@@ -377,11 +376,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 chunk_id_of(namespace, chunk_hash.hex(), layer_group)
             ),
         )
-
-    @property
-    def _scheduler(self) -> PoolScheduler:
-        assert self._scheduler_side is not None
-        return self._scheduler_side.scheduler
 
     # Both sides
 

@@ -607,10 +607,10 @@ def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version
     heard = []
     for weights_version in (NEW, NEWER, NEW):
         side.weights_changed(weights_version)
-        heard.append(side.scheduler._weights_version)
+        heard.append(side.scheduler.weights_version)
         counted = side.registry.snapshot()
         shown = [name for name in counted if name.startswith("kvpool_info{") and counted[name]]
-        own = with_weights(NAMES.namespace, side.scheduler._weights_version)
+        own = with_weights(NAMES.namespace, side.scheduler.weights_version)
         assert shown == [
             sample_name("kvpool_info", {"namespace": own, "chunk_tokens": str(config.chunk_tokens)})
         ]

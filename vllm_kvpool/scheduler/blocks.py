@@ -221,4 +221,4 @@ class GroupTables:
 
 def all_blocks(pages: Sequence[JobPages]) -> tuple[int, ...]:
     """Every block of a plan."""
-    return tuple(block for each in pages for block in each.block_ids if block != NULL_BLOCK)
+    return tuple([block for each in pages for block in each.block_ids if block != NULL_BLOCK])

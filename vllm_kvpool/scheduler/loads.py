@@ -11,7 +11,7 @@ for computed at once, and its prefix cache shows them to others. Until the step 
 All of it belongs to the scheduler's thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.transfer.ops import SavePlan
@@ -127,7 +127,9 @@ class LayeredLoads:
         if load is not None:
             load.kept = max(load.start, min(load.kept, tokens))
 
-    def take(self) -> Iterator[LayeredLoad]:
+    def take(self) -> Collection[LayeredLoad]:
         """The step has ended, and every rank has reported: its loads."""
+        if not self._loads:
+            return ()
         loads, self._loads = self._loads, {}
-        return iter(loads.values())
+        return loads.values()

@@ -77,7 +77,8 @@ class PoolScheduler:
         self._has_given_way = False  # a request, since the last step was planned
         self._layered = LayeredLoads()
         self._next_id = 0
-        self._weights_version = ""
+        self.weights_version = ""
+        """Which weights the engine has now; "" are those that it has started with."""
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
         self._pace = LoadCostModel()
@@ -103,7 +104,7 @@ class PoolScheduler:
         options = state.view.options
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
-        state.weights_version = self._weights_version
+        state.weights_version = self.weights_version
         state.found_chunks = 0
         self.saves.let_go(state.view.request_id)
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
@@ -121,7 +122,7 @@ class PoolScheduler:
                 expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
                 expect_until=now + expect,
                 answer_by=now + expect + timeout * ANSWER_SHARE,
-                weights_version=self._weights_version,
+                weights_version=self.weights_version,
                 reads_files=state.view.reads_files,
             )
         )
@@ -140,7 +141,7 @@ class PoolScheduler:
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
         self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
         self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        is_over = self._reset.pending or answer.weights_version != self._weights_version
+        is_over = self._reset.pending or answer.weights_version != self.weights_version
         found = 0 if is_over else answer.found_chunks  # it may be gone by now
         if state.answer is None:
             state.answer = answer.outcome
@@ -160,7 +161,7 @@ class PoolScheduler:
         if self._shape.prefetches and state.found_chunks and state.may_load:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
-            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self._weights_version)
+            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self.weights_version)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -179,7 +180,7 @@ class PoolScheduler:
             return 0, False
         if (
             state.view.num_preemptions != state.preemptions
-            or state.weights_version != self._weights_version
+            or state.weights_version != self.weights_version
         ):
             self._ask(state)
         # Nothing of it is computed but what the engine has found in its own cache.
@@ -299,15 +300,18 @@ class PoolScheduler:
         """
         self._take_results()
         was_idle, self._idle = self._idle, not step.scheduled
-        self._loaded.difference_update(step.scheduled)
+        if self._loaded:
+            self._loaded.difference_update(step.scheduled)
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
             is_plain = not any(load.layered for load in self._loads)
             self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
-        saves = self.saves.of_step(step, self._requests, self._layered, self._weights_version)
-        prefetches = tuple(self._prefetches.values())
-        self._prefetches.clear()
+        saves = self.saves.of_step(step, self._requests, self._layered, self.weights_version)
+        prefetches: tuple[PrefetchPlan, ...] = ()
+        if self._prefetches:
+            prefetches = tuple(self._prefetches.values())
+            self._prefetches.clear()
         if was_idle and self._idle and not (loads or saves or prefetches):
             self._rest()
         may_wait = self._idle and not self._shape.in_lockstep
@@ -365,7 +369,7 @@ class PoolScheduler:
             self._lookups.forget(state.lookup_id)
         if not state.may_save:
             return None
-        self.saves.finish(state, tables, self._layered.get(request_id), self._weights_version)
+        self.saves.finish(state, tables, self._layered.get(request_id), self.weights_version)
         answer: dict[str, Any] = {"tokens": state.next_save * self._shape.chunk_tokens}
         if state.view.options.name_cells:
             answer["cells"] = msgspec.to_builtins(self._names_of(state))
@@ -377,7 +381,7 @@ class PoolScheduler:
         None after the weights have changed: the names are for engines that start, and those have
         the first weights.
         """
-        if state.chain is None or self._weights_version:
+        if state.chain is None or self.weights_version:
             return ChunkNames((), ())
         hashes = state.chain.hashes[: min(state.next_save, MAX_NAMED_CHUNKS)]
         return ChunkNames(self._shape.key_prefixes, tuple(each.hex() for each in hashes))
@@ -387,11 +391,11 @@ class PoolScheduler:
 
         What was being saved is dropped by the workers with the next step (`Reset`).
         """
-        self._reset.begin(self._weights_version)
+        self._reset.begin(self.weights_version)
         self.saves.drop_late()
         self._forget_what_was_found()
         confirmed: SimpleQueue[bool] = SimpleQueue()
-        self._lookups.remove_all(confirmed.put, (self._weights_version,))
+        self._lookups.remove_all(confirmed.put, (self.weights_version,))
         try:
             return confirmed.get(timeout=RESET_WAIT_S)
         except Empty:
@@ -413,18 +417,13 @@ class PoolScheduler:
         Saves planned before hold KV of the old weights, and go on under the old version. What the
         stores hold of it stays: other engines may have those weights.
         """
-        self._weights_version = weights_version
+        self.weights_version = weights_version
         self._has_old_blocks = True
         self._forget_what_was_found()
 
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache is empty: what it finds there is of the new weights."""
         self._has_old_blocks = False
-
-    @property
-    def weights_version(self) -> str:
-        """Which weights the engine has now."""
-        return self._weights_version
 
     def load_of(self, request_id: str) -> LoadPlan | None:
         """The request's load that is allocated, and not planned yet."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.cell_names import KeyPrefix
@@ -67,8 +67,7 @@ class RequestView(Protocol):
         """What shapes the KV besides the tokens. Runs on a thread of the lookup service."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One engine step: tokens scheduled by request, and access to block tables.
 
     `block_tables` gives a request's table in each KV cache group.

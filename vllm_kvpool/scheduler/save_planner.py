@@ -128,21 +128,21 @@ class SavePlanner:
     ) -> tuple[SavePlan, ...]:
         """The saves that are due with the step, and those left from before; pins their blocks."""
         saves, self._late = self._late, []
-        self._let_in()
+        if self._in_line:
+            self._let_in()
         until_due = self._until_due
-        for request_id, count in step.scheduled.items():
-            left = until_due.get(request_id)
-            if left is None:
+        # Most requests that run have nothing to save, and many that have do not run.
+        few, many = sorted((until_due, step.scheduled), key=len)
+        for request_id in tuple(few):
+            if request_id not in many:
                 continue
-            if request_id in layered:
-                until_due[request_id] = 0  # what the step computes is known to be right after it
-                continue
+            left, count = until_due[request_id], step.scheduled[request_id]
             if left > count:
                 until_due[request_id] = left - count
-                continue
-            save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
-            if save is not None:
-                saves.append(save)
+            elif request_id not in layered:  # else it is looked at when its load has ended
+                save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
+                if save is not None:
+                    saves.append(save)
         for request_id in step.preempted:
             self.ledger.let_go_all(request_id)
         return tuple(saves)
@@ -293,6 +293,7 @@ class SavePlanner:
 
     def layered_load_ended(self, load: LayeredLoad) -> None:
         """What the step has computed from it is saved, or forgotten if the load has failed."""
+        self.look_again(load.request_id)
         if load.failed and self.ledger.pins is not None:
             self.ledger.pins.forget(load.lost_blocks(self._tables.block_size))
         if load.save is not None and load.failed:
