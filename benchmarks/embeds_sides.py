@@ -5,6 +5,7 @@ are the worker of its Mooncake connector and the inbox of its scheduler. No engi
 Times are of the machine's monotonic clock, which all its processes share.
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ import torch
 
 from benchmarks.common import late, wait_until
 from vllm_kvpool.config import EmbedsConfig, Transport
-from vllm_kvpool.embeds.dataplane.row_bytes import item_digest
 from vllm_kvpool.embeds.dataplane.tensors import as_bytes
 from vllm_kvpool.embeds.protocol.messages import Expect, ItemNews, PeerRole, Push
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
@@ -67,6 +67,10 @@ class Received:
     """Of the process, at most, since there was the window and no item."""
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(as_bytes(tensor).data).hexdigest()
+
+
 class Sources:
     """Encoders' outputs, a tensor of its own for each item; made once for each size."""
 
@@ -85,7 +89,7 @@ class Sources:
 
     def digest(self, batch: Batch) -> str:
         """Of its last item."""
-        return item_digest([as_bytes(self.of(batch)[-1])])
+        return _digest(self.of(batch)[-1])
 
 
 class Costed:
@@ -180,7 +184,7 @@ class Receiver(_Engine):
                 if isinstance(news, ItemNews) and news.digest and news.mm_hash in waiting:
                     tensors = self._worker.take(news.mm_hash)
                     if news.mm_hash == name and tensors is not None:
-                        return item_digest([as_bytes(each) for each in tensors])
+                        return _digest(tensors[0])
         raise late(limit_s)
 
     def _expect(self, batches: Sequence[Batch], patience_s: float) -> set[str]:
@@ -308,7 +312,7 @@ class InTreeReceiver(Costed):
 
     def digest(self, batch: Batch, limit_s: float) -> str:
         tensor = self._arrive([batch], limit_s)
-        return item_digest([as_bytes(tensor)])
+        return _digest(tensor)
 
     def _arrive(self, batches: Sequence[Batch], limit_s: float) -> Any:
         waiting = {name for batch in batches for name in batch.names}

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 
-from vllm_kvpool.embeds.dataplane.row_bytes import Bytes
+from vllm_kvpool.embeds.dataplane.row_bytes import Bytes, RowWrite, WriteError
+from vllm_kvpool.embeds.dataplane.transports import WriterPlane
+from vllm_kvpool.embeds.protocol.messages import Window
 from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
 
@@ -46,3 +49,26 @@ def expected(
         for array, (offset, size) in zip(planes, run.planes(shape), strict=True):
             window[offset : offset + size] = array[run.row : run.row + run.rows].reshape(-1)
     return window
+
+
+def digest_of(planes: Sequence[Bytes], shape: ItemShape, run: RowRun, seed: int) -> int:
+    """What a run's digest has to be."""
+    digest = xxhash.xxh3_64(seed=seed % (1 << 64))
+    for array in planes:
+        digest.update(np.ascontiguousarray(array[run.row : run.row + run.rows]))
+    return digest.intdigest()
+
+
+def write_runs(
+    plane: WriterPlane,
+    window: Window,
+    planes: Sequence[Bytes],
+    shape: ItemShape,
+    runs: Sequence[RowRun],
+    seed: int,
+) -> tuple[int, ...]:
+    """Write runs of one item; a digest for each, or WriteError."""
+    (result,) = plane.write(window, [RowWrite(planes, shape, runs, seed)])
+    if isinstance(result, WriteError):
+        raise result
+    return result

@@ -33,9 +33,7 @@ from vllm_kvpool.embeds.dataplane.row_bytes import (
     STEP_BYTES,
     RowWrite,
     WriteError,
-    digest_of,
     drain,
-    item_digest,
 )
 from vllm_kvpool.embeds.dataplane.shared_memory import PREFIX
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane, open_landing
@@ -44,7 +42,7 @@ from vllm_kvpool.embeds.protocol.rows import RowRun
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage import mooncake_engine
 
-from .items import empty_item, expected, item_of, scattered, shape_of_widths
+from .items import digest_of, empty_item, expected, item_of, scattered, shape_of_widths, write_runs
 from .writer_child import Answer, Order
 
 HOST = "127.0.0.1"
@@ -115,12 +113,11 @@ def check_moved(landing: LandingWindow, plane: WriterPlane, widths: Sequence[int
     planes, target = item_of(shape, 1), empty_item(shape)
     landing.array[:] = 0
     runs = scattered(shape, [1, 1, 31, 2, 1, 61], gap=13)
-    digests = plane.write(landing.window, planes, shape, runs, SEED)
+    digests = write_runs(plane, landing.window, planes, shape, runs, SEED)
     assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
     assert digests == tuple(digest_of(planes, shape, run, SEED) for run in runs)
     assert drain(landing.array, target, shape, runs, SEED) == digests
     assert all(map(np.array_equal, target, planes))
-    assert item_digest(target) == item_digest(planes)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -137,7 +134,7 @@ def test_single_rows_in_many_extents_arrive(transport: str) -> None:
     runs = scattered(shape, [1] * 256, gap=1)
     with planes_of(transport) as (landing, plane):
         landing.array[:] = 0
-        plane.write(landing.window, planes, shape, runs, SEED)
+        write_runs(plane, landing.window, planes, shape, runs, SEED)
         assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
 
 
@@ -148,7 +145,7 @@ def test_a_run_larger_than_any_step_arrives(transport: str) -> None:
     planes, target = item_of(shape, 3), empty_item(shape)
     runs = [RowRun(0, 1009, 5)]
     with planes_of(transport, shape.nbytes + 64, 8 << 20) as (landing, plane):
-        digests = plane.write(landing.window, planes, shape, runs, SEED)
+        digests = write_runs(plane, landing.window, planes, shape, runs, SEED)
         assert drain(landing.array, target, shape, runs, SEED) == digests
     assert all(map(np.array_equal, target, planes))
 
@@ -161,7 +158,7 @@ def test_one_window_serves_round_after_round(transport: str) -> None:
     with planes_of(transport, 20 * shape.row_bytes) as (landing, plane):
         for number, row in enumerate(range(0, 1000, 20)):
             run = [RowRun(row, 20, 0)]
-            digests = plane.write(landing.window, planes, shape, run, number)
+            digests = write_runs(plane, landing.window, planes, shape, run, number)
             assert drain(landing.array, target, shape, run, number) == digests
     assert all(map(np.array_equal, target, planes))
 
@@ -174,10 +171,11 @@ def test_several_threads_write_to_one_window(transport: str) -> None:
     with planes_of(transport) as (landing, plane), ThreadPoolExecutor(8) as threads:
         landing.array[:] = 0
         parts = [runs[i::8] for i in range(8)]
-        write: Callable[[Sequence[RowRun]], Any] = lambda part: plane.write(  # noqa: E731
-            landing.window, planes, shape, part, SEED
-        )
-        for part, digests in zip(parts, threads.map(write, parts), strict=True):
+
+        def write_part(part: Sequence[RowRun]) -> tuple[int, ...]:
+            return write_runs(plane, landing.window, planes, shape, part, SEED)
+
+        for part, digests in zip(parts, threads.map(write_part, parts), strict=True):
             assert digests == tuple(digest_of(planes, shape, run, SEED) for run in part)
         assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
 
@@ -201,7 +199,7 @@ def test_any_item_arrives_through_any_staging_memory(
         runs = scattered(shape, cuts, gap, first)
         nbytes = sum(cuts) * shape.row_bytes + gap * len(cuts)
         with planes_of("mooncake", nbytes, pages * 4096) as (landing, plane):
-            digests = plane.write(landing.window, planes, shape, runs, SEED)
+            digests = write_runs(plane, landing.window, planes, shape, runs, SEED)
             assert np.array_equal(landing.array, expected(planes, shape, runs, nbytes))
             assert drain(landing.array, target, shape, runs, SEED) == digests
         for source, arrived in zip(planes, target, strict=True):
@@ -258,15 +256,6 @@ def test_a_window_that_changes_during_the_drain_does_not_matter() -> None:
     assert digests == (digest_of([target], shape, RowRun(0, 2, 0), SEED),)
 
 
-def test_an_items_digest_is_of_all_planes_in_order() -> None:
-    one = item_of(shape_of_widths(3, [4, 4]), 10)
-    assert item_digest(one) != item_digest(one[::-1])
-    changed = [array.copy() for array in one]
-    changed[1][2, 3] ^= 1
-    assert item_digest(one) != item_digest(changed)
-    assert len(item_digest(one)) == 32
-
-
 # What is refused
 
 
@@ -289,7 +278,9 @@ def test_a_run_outside_is_refused_before_anything_is_written(transport: str, run
     with planes_of(transport) as (landing, plane):
         landing.array[:] = 0
         with pytest.raises(WriteError) as caught:
-            plane.write(landing.window, item_of(shape, 1), shape, [RowRun(0, 1, 0), run], SEED)
+            write_runs(
+                plane, landing.window, item_of(shape, 1), shape, [RowRun(0, 1, 0), run], SEED
+            )
         assert caught.value.quiesced
         assert not landing.array.any()
         check_moved(landing, plane, [3])
@@ -298,7 +289,7 @@ def test_a_run_outside_is_refused_before_anything_is_written(transport: str, run
 def test_a_write_of_nothing_does_nothing() -> None:
     with planes_of("local") as (_, plane):
         window = SharedWindow("nowhere", "nothing", 0)
-        assert plane.write(window, [], shape_of_widths(1, []), [], SEED) == ()
+        assert write_runs(plane, window, [], shape_of_widths(1, []), [], SEED) == ()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -308,7 +299,7 @@ def test_writes_that_go_together_arrive_as_each_alone(transport: str) -> None:
     runs = [(RowRun(0, 8, 400 * number),) for number in range(6)]
     runs[4] = (RowRun(0, 9, 1600),)  # a row that the item does not have
     with planes_of(transport) as (landing, plane):
-        results = plane.write_all(
+        results = plane.write(
             landing.window,
             [RowWrite(item, shape, each, 7) for item, each in zip(items, runs, strict=True)],
         )
@@ -328,7 +319,7 @@ def test_windows_of_the_other_transport_are_refused(fake: FakeTransferEngine) ->
     with planes_of("local") as (shared, to_shared), planes_of("mooncake") as (far, to_far):
         for landing, plane in ((shared, to_far), (far, to_shared)):
             with pytest.raises(WriteError, match="another transport") as caught:
-                plane.write(landing.window, item, shape, [RowRun(0, 1, 0)], SEED)
+                write_runs(plane, landing.window, item, shape, [RowRun(0, 1, 0)], SEED)
             assert caught.value.quiesced
 
 
@@ -451,12 +442,12 @@ def test_a_consumer_that_dies_fails_writes_at_once() -> None:
     shape = shape_of_widths(100, [1000])
     item = item_of(shape, 12)
     with consumer("mooncake") as (child, window), planes_of("mooncake") as (_, plane):
-        plane.write(window, item, shape, [RowRun(0, 100, 0)], SEED)
+        write_runs(plane, window, item, shape, [RowRun(0, 100, 0)], SEED)
         child.kill()
         child.wait()
         for quiesced in (False, True):
             with pytest.raises(WriteError) as caught:
-                plane.write(window, item, shape, [RowRun(0, 100, 0)], SEED)
+                write_runs(plane, window, item, shape, [RowRun(0, 100, 0)], SEED)
             assert caught.value.quiesced == quiesced
         deadline = time.monotonic() + CHILD_LIMIT_S
         while plane.quarantined_bytes():  # until both pieces' sockets have failed
@@ -469,7 +460,7 @@ def test_a_consumer_that_was_never_there() -> None:
     window = MooncakeWindow(f"{HOST}:{free_port()}", 1 << 20, 1)
     with planes_of("mooncake") as (landing, plane):
         with pytest.raises(WriteError, match="no Mooncake engine answers") as caught:
-            plane.write(window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
+            write_runs(plane, window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
         assert caught.value.quiesced
         check_moved(landing, plane, [3])
 
@@ -482,7 +473,7 @@ def test_memory_that_is_not_registered_is_not_written_to() -> None:
         other = np.zeros(64, np.uint8)
         window = MooncakeWindow(landing.window.session, other.ctypes.data, 64)
         with pytest.raises(WriteError) as caught:
-            plane.write(window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
+            write_runs(plane, window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
         assert not caught.value.quiesced
         assert not other.any()
         check_moved(landing, plane, [3])
@@ -497,7 +488,7 @@ PIECE = STAGING_BYTES // 2
 
 
 def write_all(landing: LandingWindow, plane: WriterPlane, runs: Sequence[RowRun] = RUNS) -> None:
-    plane.write(landing.window, item_of(SHAPE, 13), SHAPE, runs, SEED)
+    write_runs(plane, landing.window, item_of(SHAPE, 13), SHAPE, runs, SEED)
 
 
 @pytest.mark.parametrize("failing", range(3))
@@ -594,7 +585,7 @@ def test_eight_writers_share_bounded_staging_memory(fake: FakeTransferEngine) ->
     with planes_of("mooncake") as (landing, plane), ThreadPoolExecutor(8) as threads:
         runs = [RowRun(i * 100, 100, i * 100_000) for i in range(8)]
         jobs = [
-            threads.submit(plane.write, landing.window, planes, shape, [run], SEED)
+            threads.submit(write_runs, plane, landing.window, planes, shape, [run], SEED)
             for run in runs * 4
         ]
         for run, job in zip(itertools.cycle(runs), jobs, strict=False):
@@ -615,7 +606,7 @@ def test_writes_that_go_together_share_pieces_and_fail_together(fake: FakeTransf
     shape = shape_of_widths(2, [100])
     writes = [RowWrite(item_of(shape, n), shape, (RowRun(0, 2, 300 * n),), n) for n in range(8)]
     with faulty(fake) as (landing, plane, _):
-        good = plane.write_all(landing.window, writes)
+        good = plane.write(landing.window, writes)
         assert good == [
             tuple(digest_of(each.planes, shape, run, each.seed) for run in each.runs)
             for each in writes
@@ -623,7 +614,7 @@ def test_writes_that_go_together_share_pieces_and_fail_together(fake: FakeTransf
         assert len({write.source for write in fake.writes}) == 8, "all lie in one piece"
         assert max(write.source for write in fake.writes) - fake.writes[0].source < 8 * 200
         fake.fate = lambda index: Fate.FAILS if index == 10 else Fate.LANDS
-        bad = plane.write_all(landing.window, writes)
+        bad = plane.write(landing.window, writes)
         assert all(isinstance(each, WriteError) and not each.quiesced for each in bad)
 
 
@@ -639,7 +630,9 @@ def test_few_transfers_are_under_way_at_a_time(fake: FakeTransferEngine) -> None
 
     fake.fate = watch
     with faulty(fake) as (landing, plane, _):
-        plane.write(landing.window, item_of(shape, 1), shape, scattered(shape, [1] * 256, 1), SEED)
+        write_runs(
+            plane, landing.window, item_of(shape, 1), shape, scattered(shape, [1] * 256, 1), SEED
+        )
         assert len(fake.writes) == 256
         assert most <= 2 * mooncake_plane.MAX_RANGES
 
@@ -801,7 +794,7 @@ def windows() -> set[Path]:
 
 def write_row(plane: WriterPlane, window: SharedWindow) -> tuple[int, ...]:
     shape = shape_of_widths(1, [3])
-    return plane.write(window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
+    return write_runs(plane, window, item_of(shape, 1), shape, [RowRun(0, 1, 0)], SEED)
 
 
 def shared_window(landing: LandingWindow) -> SharedWindow:

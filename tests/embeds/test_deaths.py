@@ -57,7 +57,7 @@ PHASES: list[tuple[Any, str]] = [
 ]
 POINTS: dict[str, list[tuple[Any, str]]] = {
     CONTROL: MESSAGES + PHASES,
-    WRITER: [(io_workers, "item_name"), (WriterPlane, "write_all"), (io_workers, "as_bytes")],
+    WRITER: [(io_workers, "item_name"), (WriterPlane, "write"), (io_workers, "as_bytes")],
     DRAINER: [(io_workers, "drain")],
     RESOLVER: [(Resolver, "_report")],
 }

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.embeds.items import digest_of
 from vllm_kvpool.embeds.dataplane.io_workers import BUSY_BYTES, Drainers, DrainJob, DrainLanes
-from vllm_kvpool.embeds.dataplane.row_bytes import digest_of
 from vllm_kvpool.embeds.faults import LogLimit
 from vllm_kvpool.embeds.machines.effects import DrainRows
 from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun

@@ -496,7 +496,7 @@ class BrokenPlane(WriterPlane):
     def __init__(self) -> None:
         super().__init__("local", 1, host="")
 
-    def write_all(self, *_: object) -> list[Result]:
+    def write(self, *_: object) -> list[Result]:
         raise ZeroDivisionError("a bug")
 
 

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpool.embeds.dataplane.host_memory import (
-    ALIGNMENT,
+from vllm_kvpool.embeds.dataplane.tensors import (
+    HUGE_PAGE_BYTES,
     MIN_HUGE_BYTES,
     MOST_KEPT_BYTES,
     MemoryPool,
+    Tensor,
+    allocate,
+    tensors_of,
 )
-from vllm_kvpool.embeds.dataplane.tensors import Tensor, allocate, tensors_of
 from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane
 
 NBYTES = MIN_HUGE_BYTES + 2
-ROOM = 4 * (NBYTES + ALIGNMENT)
+ROOM = 4 * (NBYTES + HUGE_PAGE_BYTES)
 
 
 def item(memory: MemoryPool, nbytes: int = NBYTES) -> Tensor:
@@ -53,7 +55,7 @@ def test_what_is_used_again_is_all_of_the_item_and_no_more() -> None:
     assert not first
     assert memory.kept_bytes == 0
     assert smaller.untyped_storage().nbytes() == NBYTES
-    assert smaller.data_ptr() % ALIGNMENT == 0
+    assert smaller.data_ptr() % HUGE_PAGE_BYTES == 0
     smaller.view(torch.uint8).fill_(7)
 
 
@@ -74,14 +76,14 @@ def test_a_small_item_does_not_take_what_a_large_one_needs() -> None:
     assert item(memory, 3 * NBYTES).data_ptr() == address
 
 
-@pytest.mark.parametrize("most_bytes", [0, NBYTES, 2 * (NBYTES + ALIGNMENT), ROOM])
+@pytest.mark.parametrize("most_bytes", [0, NBYTES, 2 * (NBYTES + HUGE_PAGE_BYTES), ROOM])
 def test_no_more_is_kept_than_may_be(most_bytes: int) -> None:
     memory = MemoryPool(most_bytes)
     tensors = [item(memory) for _ in range(6)]
     tensors.clear()
     small = item(memory, MIN_HUGE_BYTES // 2)
     assert small.nbytes == MIN_HUGE_BYTES // 2
-    one = NBYTES + ALIGNMENT
+    one = NBYTES + HUGE_PAGE_BYTES
     kept = item(memory, 8 * NBYTES)  # looks at what has come back, and uses none of it
     assert kept.nbytes == 8 * NBYTES
     assert memory.kept_bytes == most_bytes // one * one

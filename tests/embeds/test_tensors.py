@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.support.npu import POISON, FakeNpu
-from vllm_kvpool.embeds.dataplane.host_memory import MIN_HUGE_BYTES, MemoryPool
 from vllm_kvpool.embeds.dataplane.tensors import (
     EMBEDDING,
+    MIN_HUGE_BYTES,
+    MemoryPool,
     allocate,
     as_bytes,
     shape_of,

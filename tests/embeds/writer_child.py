@@ -12,7 +12,7 @@ from vllm_kvpool.embeds.dataplane.transports import WriterPlane
 from vllm_kvpool.embeds.protocol.messages import Window
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
-from .items import item_of
+from .items import item_of, write_runs
 
 
 class Order(msgspec.Struct):
@@ -40,7 +40,7 @@ def main() -> None:
         planes = item_of(order.shape, order.item_seed)
         runs = [RowRun(*run) for run in order.runs]
         try:
-            answer = Answer(plane.write(order.window, planes, order.shape, runs, order.seed))
+            answer = Answer(write_runs(plane, order.window, planes, order.shape, runs, order.seed))
         except WriteError as error:
             answer = Answer((), str(error), error.quiesced)
         print("ANSWER", msgspec.json.encode(answer).decode(), flush=True)

@@ -17,7 +17,6 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from vllm_kvpool.embeds.dataplane.host_memory import MemoryPool
 from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
     RowWrite,
@@ -27,7 +26,14 @@ from vllm_kvpool.embeds.dataplane.row_bytes import (
     item_name,
     sampled_bytes,
 )
-from vllm_kvpool.embeds.dataplane.tensors import HostCopy, Tensor, allocate, as_bytes, tensors_of
+from vllm_kvpool.embeds.dataplane.tensors import (
+    HostCopy,
+    MemoryPool,
+    Tensor,
+    allocate,
+    as_bytes,
+    tensors_of,
+)
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane
 from vllm_kvpool.embeds.faults import DRAINER, WRITER, Died, LogLimit, WorkThread
 from vllm_kvpool.embeds.machines.effects import DrainRows, Write
@@ -415,7 +421,7 @@ class IoWorkers:
             given.append(RowWrite(output.planes, output.shape, write.runs, write.gid))
         results: Sequence[tuple[int, ...] | WriteError]
         try:
-            results = self._plane.write_all(work.window, given)
+            results = self._plane.write(work.window, given)
         except Exception as error:
             text = "kvpool: rows could not be written; they are granted again"
             self._log.log(logging.ERROR, "write", "", text, error=error)

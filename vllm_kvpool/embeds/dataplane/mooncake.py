@@ -1,4 +1,4 @@
-"""Rows written to other processes' windows with Mooncake's transfer engine.
+"""Windows and writes with Mooncake's transfer engine.
 
 Rows are copied into registered staging memory, piece by piece; each piece is written while the
 next one is filled. The rows' own memory is never registered: Mooncake refuses overlapping
@@ -7,14 +7,17 @@ on a core and cannot be given up. A failed write has ended on this side, but its
 be in sockets; one that was given up may still read its piece, which is quarantined.
 """
 
+import contextlib
 import logging
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from vllm_kvpool.embeds.dataplane.host_memory import MemorySource, RegisteredMemory
+import numpy as np
+
 from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
     RowWrite,
@@ -33,9 +36,97 @@ from vllm_kvpool.storage.mooncake_engine import (
     WRITTEN,
     NativeEngine,
     SharedEngine,
+    session_of,
 )
 
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+MIN_PIECES = 2  # one is filled while the other is written
+MAX_FLYING = 2  # pieces of one call in flight
+PAGE_BYTES = 4096
+MAX_RANGES = 32  # writes submitted for one piece; Mooncake queues 1024 for a peer
+MAX_SESSIONS = 1024
+MAX_KINDS = 8 * MAX_SESSIONS  # (session, size) pairs whose write times are known
+
+TRANSFER_TIMEOUT_S = 30.0  # Mooncake's own; plus a second for each GiB of a piece
+BYTES_PER_S: Final = 1 << 30  # of the slowest network that is waited for
+QUARANTINE_FACTOR = 2
+CLOSE_WAIT_S = 2.0
+
+SPIN_S = 150e-6  # a small write ends within it; sleeping would double its time
+MIN_PAUSE_S = 50e-6
+MAX_PAUSE_S = 1e-3
+PAUSE_SHARE = 0.125  # of a write's time so far: its end is seen so late at most
+# A write is not polled before the time that writes of its size usually take: a poll costs a turn on
+# a core that the network's threads could use.
+SURE_SHARE = 0.5  # of the usual time
+MAX_SURE_S = 5e-3  # bounds the delay once a slow network is fast again
+LAST_SHARE = 0.25  # weight of the last write in the usual time
 WAIT_STEP_S = 0.02  # the end of a quarantine is not signalled
+ALIGNMENT = 2 << 20  # of huge pages; devices that want any ask for no more
+
+_retired: list["RegisteredMemory"] = []
+
+
+class RegisteredMemory:
+    """`nbytes` aligned to `ALIGNMENT` that a network reads and writes; committed, never
+    unmapped.
+
+    A transfer that was given up may still run when the owner is done: at an unmapped address it
+    would end the process or hit other data. So `retire` frees the pages and keeps the addresses.
+    Any thread.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes + ALIGNMENT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        whole: Bytes = np.frombuffer(self._memory, np.uint8)
+        start = -_address(whole) % ALIGNMENT
+        self.array = whole[start : start + nbytes]
+        # Commits the pages, or the first transfers would wait for them.
+        self.array[:: mmap.PAGESIZE] = 0
+
+    @property
+    def buffer(self) -> Buffer:
+        """The memory as stores and engines take it."""
+        return Buffer(_address(self.array), self.array.data)
+
+    def retire(self) -> None:
+        """Free the pages; transfers that still run may end."""
+        _retired.append(self)
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _address(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class MooncakeLandingWindow:
+    """A window registered with this process's Mooncake engine."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        native: NativeEngine,
+        nbytes: int,
+        host: str,
+    ) -> None:
+        self._engine = engine
+        self._memory: RegisteredMemory | None = RegisteredMemory(nbytes)
+        buffer = self._memory.buffer
+        engine.register(buffer.address, nbytes)
+        self.nbytes = nbytes
+        self.array = self._memory.array
+        self.window = MooncakeWindow(session_of(host, native), buffer.address, nbytes)
+
+    def close(self) -> None:
+        """Unregister the memory and free its pages; its addresses stay."""
+        if self._memory is not None:
+            self._engine.unregister(self._memory.buffer.address)
+            self._memory.retire()
+            self._memory = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,32 +228,6 @@ class PiecePool:
                 self._free.append(held.piece)
 
 
-logger = logging.getLogger(__name__)
-
-PIECE_BYTES = 4 << 20
-MIN_PIECES = 2  # one is filled while the other is written
-MAX_FLYING = 2  # pieces of one call in flight
-PAGE_BYTES = 4096
-MAX_RANGES = 32  # writes submitted for one piece; Mooncake queues 1024 for a peer
-MAX_SESSIONS = 1024
-MAX_KINDS = 8 * MAX_SESSIONS  # (session, size) pairs whose write times are known
-
-TRANSFER_TIMEOUT_S = 30.0  # Mooncake's own; plus a second for each GiB of a piece
-BYTES_PER_S: Final = 1 << 30  # of the slowest network that is waited for
-QUARANTINE_FACTOR = 2
-CLOSE_WAIT_S = 2.0
-
-SPIN_S = 150e-6  # a small write ends within it; sleeping would double its time
-MIN_PAUSE_S = 50e-6
-MAX_PAUSE_S = 1e-3
-PAUSE_SHARE = 0.125  # of a write's time so far: its end is seen so late at most
-# A write is not polled before the time that writes of its size usually take: a poll costs a turn on
-# a core that the network's threads could use.
-SURE_SHARE = 0.5  # of the usual time
-MAX_SURE_S = 5e-3  # bounds the delay once a slow network is fast again
-LAST_SHARE = 0.25  # weight of the last write in the usual time
-
-
 def timeout_of(nbytes: int) -> float:
     """How long writes of so many bytes may take."""
     return TRANSFER_TIMEOUT_S + nbytes / BYTES_PER_S
@@ -196,7 +261,6 @@ class MooncakeWriter:
         native: NativeEngine,
         staging_bytes: int,
         *,
-        memory_from: MemorySource,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
@@ -211,7 +275,7 @@ class MooncakeWriter:
         self.clock = clock
         self._sleep = sleep
         nbytes = staging_bytes // piece_bytes * piece_bytes
-        self._memory = RegisteredMemory(nbytes, memory_from)
+        self._memory = RegisteredMemory(nbytes)
         buffer = self._memory.buffer
         engine.register(buffer.address, buffer.nbytes)
         self.staging = PiecePool(buffer, self._memory.array, piece_bytes, self._has_ended, clock)

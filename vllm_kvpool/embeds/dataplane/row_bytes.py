@@ -64,25 +64,6 @@ def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool 
         copy_digested(target[step], source[step], digest, of_target=of_target)
 
 
-def digest_of(planes: Sequence[Bytes], shape: ItemShape, run: RowRun, seed: int) -> int:
-    """The digest of a run's rows in the item."""
-    digest = new_digest(seed)
-    for segment in segments(planes, shape, run):
-        for start in range(0, segment.data.nbytes, STEP_BYTES):
-            digest.update(segment.data[start : start + STEP_BYTES])
-    return int(digest.intdigest())
-
-
-def item_digest(planes: Sequence[Bytes]) -> str:
-    """xxh3_128 of all rows of an item, plane after plane, in hexadecimal."""
-    digest: Any = xxhash.xxh3_128()
-    for array in planes:
-        flat = array.reshape(-1)
-        for start in range(0, flat.nbytes, STEP_BYTES):
-            digest.update(flat[start : start + STEP_BYTES])
-    return str(digest.hexdigest())
-
-
 def item_name(planes: Sequence[Bytes]) -> str:
     """The name of an encoding: a digest of rows all over the item.
 

@@ -5,13 +5,17 @@ Encoders leave them on a device, maybe not computed yet: the model's thread star
 the host, and a writer waits for it.
 """
 
+import contextlib
+import mmap
+import queue
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from vllm_kvpool.embeds.dataplane.host_memory import MemoryPool
 from vllm_kvpool.embeds.dataplane.row_bytes import Bytes
 from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, Plane, known_shape
 from vllm_kvpool.errors import ConfigError
@@ -42,6 +46,67 @@ def _plane(name: str, tensor: torch.Tensor, rows: int) -> Plane:
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"plane {name!r} has dtype {dtype}; only real numbers can be sent")
     return Plane(name, dtype, tuple(tensor.shape[1:]))
+
+
+PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+HUGE_PAGE_BYTES = 2 << 20
+MIN_HUGE_BYTES = 8 << 20
+"""Smaller items use the heap, whose pages are often committed already."""
+MOST_KEPT_BYTES = 256 << 20
+MOST_SLACK = 2  # kept memory larger than n times the need waits for a larger item
+
+
+class MemoryPool:
+    """Memory of large items, kept for the next ones once the engine has freed a tensor.
+
+    Committing pages costs from half a copy to many times that. At most `most_bytes` are kept; of
+    what fits, the smallest is used. One thread calls `take`; memory returns on any thread that
+    drops the last tensor, even during garbage collection, so `_returned` is a queue without a
+    lock.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self._most_bytes = min(most_bytes, MOST_KEPT_BYTES)
+        self._kept: list[mmap.mmap] = []  # oldest first
+        self._returned: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Kept bytes, as far as `take` has noticed."""
+        return sum(map(len, self._kept))
+
+    def take(self, nbytes: int) -> Bytes:
+        """So many undefined bytes; they return to the pool when nothing refers to them."""
+        if nbytes < MIN_HUGE_BYTES:
+            return np.empty(nbytes, np.uint8)
+        wanted = nbytes + HUGE_PAGE_BYTES
+        memory = self._reused(wanted)
+        is_new = memory is None
+        if memory is None:
+            memory = mmap.mmap(-1, wanted, PAGES)
+        start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE_BYTES
+        if is_new:
+            # Pages are committed when touched; huge ones are few.
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+                memory.madvise(
+                    mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+                )
+        # An array of its own, so that it does not count as a part of something larger.
+        array: Bytes = np.frombuffer(memory, np.uint8, nbytes, start)
+        if len(memory) <= self._most_bytes:
+            weakref.finalize(array, self._returned.put, memory).atexit = False
+        return array
+
+    def _reused(self, nbytes: int) -> mmap.mmap | None:
+        while not self._returned.empty():
+            self._kept.append(self._returned.get_nowait())
+        fitting = [each for each in self._kept if nbytes <= len(each) <= MOST_SLACK * nbytes]
+        found = min(fitting, key=len, default=None)
+        if found is not None:
+            self._kept.remove(found)
+        while self.kept_bytes > self._most_bytes:
+            del self._kept[0]
+        return found
 
 
 def allocate(shape: ItemShape, memory: MemoryPool) -> list[Bytes]:

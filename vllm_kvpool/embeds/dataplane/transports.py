@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm_kvpool.config import set_where_unset
-from vllm_kvpool.embeds.dataplane.host_memory import MemorySource, RegisteredMemory, from_host
-from vllm_kvpool.embeds.dataplane.mooncake import MooncakeWriter
+from vllm_kvpool.embeds.dataplane.mooncake import MooncakeLandingWindow, MooncakeWriter
 from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
     RowWrite,
@@ -20,13 +19,11 @@ from vllm_kvpool.embeds.dataplane.row_bytes import (
 )
 from vllm_kvpool.embeds.dataplane.shared_memory import SharedLandingWindow, SharedWriter
 from vllm_kvpool.embeds.protocol.messages import MooncakeWindow, SharedWindow, Window
-from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.storage.mooncake_engine import (
     NativeEngine,
     SharedEngine,
     environment_of,
-    session_of,
     shared_engine,
 )
 
@@ -53,33 +50,6 @@ class LandingWindow(Protocol):
         """No write can start any more. Does nothing when called again."""
 
 
-class MooncakeLandingWindow:
-    """A window registered with this process's Mooncake engine."""
-
-    def __init__(
-        self,
-        engine: SharedEngine,
-        native: NativeEngine,
-        nbytes: int,
-        host: str,
-        source: MemorySource,
-    ) -> None:
-        self._engine = engine
-        self._memory: RegisteredMemory | None = RegisteredMemory(nbytes, source)
-        buffer = self._memory.buffer
-        engine.register(buffer.address, nbytes)
-        self.nbytes = nbytes
-        self.array = self._memory.array
-        self.window = MooncakeWindow(session_of(host, native), buffer.address, nbytes)
-
-    def close(self) -> None:
-        """Unregister the memory and free its pages; its addresses stay."""
-        if self._memory is not None:
-            self._engine.unregister(self._memory.buffer.address)
-            self._memory.retire()
-            self._memory = None
-
-
 def open_landing(
     transport: str,
     nbytes: int,
@@ -87,20 +57,17 @@ def open_landing(
     host: str,
     protocol: str = "tcp",
     device: str = "",
-    memory_from: MemorySource = from_host,
 ) -> LandingWindow:
     """A landing window of `nbytes`; `host` is the address at which producers reach this process.
 
-    Over a device's protocol the calling thread must have entered the device, and `memory_from`
-    is its `host_memory`. ConfigError for an impossible configuration, StoreError if the network
-    refuses.
+    ConfigError for an impossible configuration, StoreError if the network refuses.
     """
     if nbytes < 1:
         raise ConfigError(f"arena_bytes={nbytes} must be at least one byte")
     if _checked(transport) == LOCAL:
         return SharedLandingWindow(nbytes)
     engine, native = _opened(host, protocol, device)
-    return MooncakeLandingWindow(engine, native, nbytes, host, memory_from)
+    return MooncakeLandingWindow(engine, native, nbytes, host)
 
 
 class WriterPlane:
@@ -118,7 +85,6 @@ class WriterPlane:
         host: str,
         protocol: str = "tcp",
         device: str = "",
-        memory_from: MemorySource = from_host,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -128,31 +94,10 @@ class WriterPlane:
             self._shared = SharedWriter()
             return
         engine, native = _opened(host, protocol, device)
-        self._mooncake = MooncakeWriter(
-            engine, native, staging_bytes, memory_from=memory_from, clock=clock, sleep=sleep
-        )
+        self._mooncake = MooncakeWriter(engine, native, staging_bytes, clock=clock, sleep=sleep)
 
-    def write(
-        self,
-        window: Window,
-        planes: Sequence[Bytes],
-        shape: ItemShape,
-        runs: Sequence[RowRun],
-        seed: int,
-    ) -> tuple[int, ...]:
-        """Write runs of an item; they are in the window when it returns. A digest for each;
-        WriteError.
-
-        `planes` are uint8 arrays [rows, row_bytes], C-contiguous, of the whole item, unchanged
-        meanwhile.
-        """
-        (result,) = self.write_all(window, (RowWrite(planes, shape, runs, seed),))
-        if isinstance(result, WriteError):
-            raise result
-        return result
-
-    def write_all(self, window: Window, writes: Sequence[RowWrite]) -> list[Result]:
-        """Several writes to one window: for each what `write` returns or raises.
+    def write(self, window: Window, writes: Sequence[RowWrite]) -> list[Result]:
+        """Write runs of items, which are in the window when it returns; a result for each write.
 
         Over Mooncake they are sent together, and fail together.
         """
