@@ -21,9 +21,8 @@ from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
-    CellName,
+    Cell,
     CellOutcome,
-    CellTask,
     DemotionDone,
     DemotionJob,
     DropSaves,
@@ -70,13 +69,13 @@ MEMORY = Tier("memory", durable=False, remote=False)
 FAR = Tier("far", durable=True, remote=True)
 
 
-def name_of(key: str) -> CellName:
-    return CellName(key, ChunkRef(key[0]), CELL_BYTES)
+def name_of(key: str) -> Cell:
+    return Cell(key, ChunkRef(key[0]), CELL_BYTES)
 
 
-def tasks_of(
+def cells_of(
     job: int, cells: str, first_chunk: int = 0, *, stored: bool = True
-) -> tuple[CellTask, ...]:
+) -> tuple[Cell, ...]:
     """The job's number is its only page."""
     keys = cells.split()
     pages = (JobPages((job,), 0, 0, 0),)
@@ -86,7 +85,7 @@ def tasks_of(
         parent = before if before < chunk_id else ""  # so that none comes before itself
         chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
         before = chunk_id
-    return tuple(CellTask(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
+    return tuple(Cell(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
 
 
 def load_job(
@@ -96,14 +95,14 @@ def load_job(
     stop: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadJob:
-    tasks = tasks_of(job, cells, first_chunk)
+    planned = cells_of(job, cells, first_chunk)
     if stop is None:
-        stop = max((task.chunk.position + 1 for task in tasks), default=first_chunk)
-    return LoadJob(JobId(job), f"r{job}", first_chunk, stop, tasks, timeout_s)
+        stop = max((cell.chunk.position + 1 for cell in planned), default=first_chunk)
+    return LoadJob(JobId(job), f"r{job}", first_chunk, stop, planned, timeout_s)
 
 
 def save_job(job: int, cells: str, *, stored: bool = True) -> SaveJob:
-    return SaveJob(JobId(job), f"r{job}", tasks_of(job, cells, stored=stored))
+    return SaveJob(JobId(job), f"r{job}", cells_of(job, cells, stored=stored))
 
 
 def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
@@ -187,7 +186,7 @@ class Bench:
         return self.step(save_job(job, cells, stored=stored))
 
     def prefetch(self, job: int, cells: str) -> list[str]:
-        named = (CellName(task.key, task.chunk, task.nbytes) for task in tasks_of(job, cells))
+        named = (Cell(cell.key, cell.chunk, cell.nbytes) for cell in cells_of(job, cells))
         return self.step(PrefetchJob(f"r{job}", tuple(named)))
 
     def ends(self, work: int, *outcomes: CellOutcome) -> list[str]:

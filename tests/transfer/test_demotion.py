@@ -11,7 +11,7 @@ from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import ChunkRef, EvictionCandidate
 from vllm_kvpool.transfer import demotion
 from vllm_kvpool.transfer.demotion import DemotionThread
-from vllm_kvpool.transfer.ops import CellName, CellOutcome, LaneName, OpKind
+from vllm_kvpool.transfer.ops import Cell, CellOutcome, LaneName, OpKind
 
 LIMIT_S = 10.0
 
@@ -117,9 +117,9 @@ class Store:
 
 def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.01)
-    posted: SimpleQueue[tuple[int, tuple[CellName, ...]]] = SimpleQueue()
+    posted: SimpleQueue[tuple[int, tuple[Cell, ...]]] = SimpleQueue()
 
-    def post(tier: int, cells: tuple[CellName, ...], answer: "SimpleQueue[int]") -> None:
+    def post(tier: int, cells: tuple[Cell, ...], answer: "SimpleQueue[int]") -> None:
         posted.put((tier, cells))
         answer.put(len(cells))
 
@@ -133,9 +133,9 @@ def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) 
     custodian = DemotionThread({3: store}, post)
     assert posted.get(timeout=LIMIT_S) == (
         3,
-        (CellName("n@x@aa", ChunkRef("n@x@aa"), 10), CellName("n@x@bb", ChunkRef("n@x@bb"), 20)),
+        (Cell("n@x@aa", ChunkRef("n@x@aa"), 10), Cell("n@x@bb", ChunkRef("n@x@bb"), 20)),
     )
-    assert posted.get(timeout=LIMIT_S) == (3, (CellName("n@x@cc", ChunkRef("n@x@cc"), 30),))
+    assert posted.get(timeout=LIMIT_S) == (3, (Cell("n@x@cc", ChunkRef("n@x@cc"), 30),))
     custodian.close()
     assert store.turns_ended == 2
     with pytest.raises(Empty):
@@ -205,7 +205,7 @@ def test_a_store_that_fails_is_asked_again(
     store = Store([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
     store.fails = fails
 
-    def post(tier: int, cells: tuple[CellName, ...], answer: "SimpleQueue[int]") -> None:
+    def post(tier: int, cells: tuple[Cell, ...], answer: "SimpleQueue[int]") -> None:
         answer.put(0)
         asked.put(tier)
 

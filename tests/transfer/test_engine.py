@@ -272,7 +272,7 @@ def test_the_cells_of_a_gather_say_where_the_pages_are() -> None:
     assert isinstance(work, Work)
     assert work.lane == LaneName(OpKind.GATHER, HOST)
     slots = [cell.slot for cell in work.cells]
-    assert work.cells == tuple(map(WorkCell, job.tasks, slots))
+    assert work.cells == tuple(map(WorkCell, job.cells, slots))
     assert len(set(slots) - {None}) == 2
 
 

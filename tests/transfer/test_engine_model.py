@@ -30,8 +30,8 @@ from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
+    Cell,
     CellOutcome,
-    CellTask,
     DropSaves,
     Flush,
     HostCacheChange,
@@ -262,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert (cell.slot is None) == (lane.kind is REMOVE)
             if cell.slot is not None:
                 self.slot_used(lane.kind, cell.slot, cell.cell.key, users[cell.slot])
-            if isinstance(cell.cell, CellTask) and lane.kind in (GATHER, SCATTER):
+            if lane.kind in (GATHER, SCATTER):
                 self.pages_used(lane.kind, cell.slot, cell.cell)
         self.flying[work.work_id] = work
         together = [w for w in self.flying.values() if w.lane == lane]
@@ -280,9 +280,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert content.sealed or kind is not PUT
         assert kind is not SEAL or not users & {PUT, SEAL}
 
-    def pages_used(self, kind: OpKind, slot: Slot | None, task: CellTask) -> None:
+    def pages_used(self, kind: OpKind, slot: Slot | None, task: Cell) -> None:
         told = self.told[task.pages[0].block_ids[0]]
-        assert task in told.job.tasks
+        assert task in told.job.cells
         assert slot is not None
         if kind is SCATTER:
             assert not told.is_reported
@@ -300,7 +300,6 @@ class EngineMachine(RuleBasedStateMachine):
             elif work.lane.kind is SEAL:
                 self.contents[cell.slot].sealed = True
             elif work.lane.kind is SCATTER:
-                assert isinstance(cell.cell, CellTask)
                 self.told[cell.cell.pages[0].block_ids[0]].in_pages.add(cell.cell.key)
         self.step(WorkDone(work.work_id, tuple(outcomes)))
 
@@ -310,7 +309,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def in_flight(self, job: int, kind: OpKind) -> bool:
         cells = [c.cell for w in self.flying.values() if w.lane.kind is kind for c in w.cells]
-        return any(isinstance(c, CellTask) and c.pages[0].block_ids == (job,) for c in cells)
+        return any(c.pages and c.pages[0].block_ids == (job,) for c in cells)
 
     def load_reported(self, report: LoadDone) -> None:
         told = self.told[report.job_id]
@@ -319,7 +318,7 @@ class EngineMachine(RuleBasedStateMachine):
         told.is_reported = True
         assert told.job.first_chunk <= report.ok_stop_chunk <= told.job.stop_chunk
         assert not self.in_flight(report.job_id, SCATTER)
-        before = {t.key for t in told.job.tasks if t.chunk.position < report.ok_stop_chunk}
+        before = {t.key for t in told.job.cells if t.chunk.position < report.ok_stop_chunk}
         assert before <= told.in_pages
         assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.stop_chunk)
 
@@ -335,7 +334,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert told.is_gathered
         assert not told.is_reported
         told.is_reported = True
-        assert sum(count for _, count in report.outcomes) == len(told.job.tasks)
+        assert sum(count for _, count in report.outcomes) == len(told.job.cells)
 
     @invariant()
     def holds(self) -> None:

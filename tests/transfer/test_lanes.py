@@ -21,9 +21,8 @@ from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer.lanes import LaneWork
 from vllm_kvpool.transfer.ops import (
     HOST,
-    CellName,
+    Cell,
     CellOutcome,
-    CellTask,
     JobPages,
     LaneName,
     OpKind,
@@ -122,9 +121,9 @@ def work(
         LaneName(kind, tier if kind in TIERS else HOST),
         tuple(
             WorkCell(
-                CellTask(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
+                Cell(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
                 if moves
-                else CellName(key, ChunkRef("chunk"), CELL_BYTES),
+                else Cell(key, ChunkRef("chunk"), CELL_BYTES),
                 None if kind is OpKind.REMOVE else Slot(i),
             )
             for i, key in enumerate(keys)

@@ -30,12 +30,12 @@ BY_TWO = LaneLimits(batches=1, batch_ops=2, batch_bytes=1 << 30, budget_bytes=1 
 
 def layered_job(job: int, cells: str, first_chunk: int = 0) -> LoadJob:
     plain = load_job(job, cells, first_chunk)
-    tasks = tuple(
-        task._replace(cell=replace(PLACE, layer_start=layer, layer_stop=layer + 1))
-        for task in plain.tasks
-        for layer in [int(task.key[1:])]
+    cells = tuple(
+        cell._replace(local=replace(PLACE, layer_start=layer, layer_stop=layer + 1))
+        for cell in plain.cells
+        for layer in [int(cell.key[1:])]
     )
-    return plain._replace(tasks=tasks, layered=True)
+    return plain._replace(cells=cells, layered=True)
 
 
 def bench(limits: LaneLimits = BY_TWO, keep: int = 0) -> Bench:

@@ -21,7 +21,7 @@ from tests.transfer.engine_bench import (
 )
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.loans import HOLD_S, ReplicaSet
-from vllm_kvpool.transfer.ops import CellName, CellOutcome, DropSaves, Lend, LoanOver
+from vllm_kvpool.transfer.ops import Cell, CellOutcome, DropSaves, Lend, LoanOver
 
 ME, SECOND, THIRD = 0, 1, 2
 LOAN_S = 20.0
@@ -123,7 +123,7 @@ def test_a_cell_of_another_length_is_not_lent() -> None:
     bench = replica_bench(keep=2)
     bench.save(1, "a")
     bench.run()
-    longer = CellName("a", ChunkRef("a"), CELL_BYTES + 1)
+    longer = Cell("a", ChunkRef("a"), CELL_BYTES + 1)
     assert bench.step(Lend(1, SECOND, 0, (longer,))) == ["lent 1: no"]
     over(bench, 1)
 
@@ -134,8 +134,8 @@ def test_a_cell_of_another_length_is_not_lent() -> None:
 def borrow(bench: Bench, job: int, cells: str) -> list[str]:
     """A load of cells that the second of the set fetches."""
     plan = load_job(job, cells)
-    tasks = tuple(task._replace(fetcher=SECOND) for task in plan.tasks)
-    return bench.step(plan._replace(tasks=tasks))
+    cells = tuple(cell._replace(fetcher=SECOND) for cell in plan.cells)
+    return bench.step(plan._replace(cells=cells))
 
 
 @pytest.mark.parametrize("keep", [0, 2])

@@ -29,7 +29,7 @@ from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.ops import (
-    CellTask,
+    Cell,
     JobId,
     JobPages,
     LoadPlan,
@@ -74,8 +74,8 @@ def test_a_load_is_every_cell_of_every_chunk_in_order() -> None:
     assert (job.first_chunk, job.stop_chunk) == (3, 5)
     cells = planner().cells
     assert len(cells) == 4  # two heads, two spans
-    assert job.tasks == tuple(
-        CellTask(
+    assert job.cells == tuple(
+        Cell(
             KEYS.key(cell.shard, cell.span, HASHES[i]),
             ChunkRef(
                 chunk_id_of(KEYS.namespace, HASHES[i].hex()),
@@ -100,12 +100,12 @@ def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int)
     early, late = (JobPages((7, 8, 9, 6), 0, start, 64) for start in (0, CHUNK))
     pages = (early, late) if first == 0 else (late, early)
     job = two.load(LoadPlan(JobId(1), "a", 0, HASHES[:2], pages, 0, 64))
-    assert [task.chunk.position for task in job.tasks] == [0, 1]
+    assert [cell.chunk.position for cell in job.cells] == [0, 1]
 
 
 def test_a_rank_names_its_own_heads() -> None:
     """Rank 1 of 2 has heads 2 and 3; in its pages they are the first and the second."""
-    cells = [task.cell for task in planner().load(load_plan()).tasks[:4]]
+    cells = [cell.local for cell in planner().load(load_plan()).cells[:4]]
     assert [(c.shard, c.span, c.head_start, c.layer_start) for c in cells] == [
         (HeadShard(2), LayerSpan(0, 2), 0, 0),
         (HeadShard(3), LayerSpan(0, 2), 1, 0),
@@ -117,9 +117,9 @@ def test_a_rank_names_its_own_heads() -> None:
 def test_a_save_has_the_pages_of_its_whole_chunks() -> None:
     job = planner().save(save_plan(first=2, count=3))
     assert (job.job_id, job.request_id) == (JobId(2), "b")
-    assert {task.pages for task in job.tasks} == {(JobPages(tuple(range(7, 13)), 64, 64, 160),)}
-    assert [task.chunk.position for task in job.tasks] == [2] * 4 + [3] * 4 + [4] * 4
-    assert all(task.stored for task in job.tasks)
+    assert {cell.pages for cell in job.cells} == {(JobPages(tuple(range(7, 13)), 64, 64, 160),)}
+    assert [cell.chunk.position for cell in job.cells] == [2] * 4 + [3] * 4 + [4] * 4
+    assert all(cell.stored for cell in job.cells)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -129,9 +129,9 @@ def test_replicas_take_turns_and_together_store_everything_once(
 ) -> None:
     plan = save_plan(first)
     everyone = [planner(num_heads, tp_size, rank).save(plan) for rank in range(tp_size)]
-    keys = [task.key for job in everyone for task in job.tasks]
+    keys = [cell.key for job in everyone for cell in job.cells]
     assert len(set(keys)) == len(keys) == num_heads * 2 * len(plan.hashes)
-    assert all(task.stored for job in everyone for task in job.tasks)
+    assert all(cell.stored for job in everyone for cell in job.cells)
 
 
 @pytest.mark.parametrize(("num_heads", "tp_size"), [(1, 2), (2, 4), (1, 4), (4, 2)])
@@ -140,11 +140,11 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
     for rank in range(tp_size):
         mine = planner(num_heads, tp_size, rank).save(plan)
         kept = planner(num_heads, tp_size, rank, keeps_all=True).save(plan)
-        assert tuple(task for task in kept.tasks if task.stored) == mine.tasks
+        assert tuple(cell for cell in kept.cells if cell.stored) == mine.cells
         every = planner(num_heads, tp_size, rank).load(
             LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK)
         )
-        assert tuple(task._replace(stored=True) for task in kept.tasks) == every.tasks
+        assert tuple(cell._replace(stored=True) for cell in kept.cells) == every.cells
 
 
 def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
@@ -159,13 +159,13 @@ def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
         load = mine.load(LoadPlan(JobId(1), "b", 1, plan.hashes, plan.pages, CHUNK, 5 * CHUNK))
         # Chunks 1 to 3 are fetched by their writers, chunk 4 by the first who is here.
         fetchers = dict(zip((1, 2, 3, 4), (11, 12, 13, 11), strict=True))
-        assert [task.fetcher for task in load.tasks] == [
-            None if fetchers[task.chunk.position] == 10 + rank else fetchers[task.chunk.position]
-            for task in load.tasks
+        assert [cell.fetcher for cell in load.cells] == [
+            None if fetchers[cell.chunk.position] == 10 + rank else fetchers[cell.chunk.position]
+            for cell in load.cells
         ]
-        saves = mine.save(plan).tasks
-        assert [task.stored for task in saves] == [task.chunk.position == rank for task in saves]
-        kept += [task.key for task in saves]
+        saves = mine.save(plan).cells
+        assert [cell.stored for cell in saves] == [cell.chunk.position == rank for cell in saves]
+        kept += [cell.key for cell in saves]
         prefetched += [cell.key for cell in mine.prefetch(PrefetchPlan("a", plan.hashes)).cells]
     assert len(set(kept)) == len(kept) == len(plan.hashes) * 2
     assert len(set(prefetched)) == len(prefetched) == len(plan.hashes) * 2
@@ -189,12 +189,12 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
                 hashes=hashes[first : first + count],
                 before=hashes[max(0, first - 4) : first],
             )
-            for task in mine.save(plan).tasks:
-                entry = host_cache.begin(task.key, task.chunk, task.nbytes)
+            for cell in mine.save(plan).cells:
+                entry = host_cache.begin(cell.key, cell.chunk, cell.nbytes)
                 assert host_cache.assign_slot(entry, SlotUse.SAVE)
                 host_cache.arrived(entry, now_ns=first, dirty=True)
                 host_cache.unpin(entry)
-                kept.append(task.chunk.position)
+                kept.append(cell.chunk.position)
         host_cache.check()
         assert len(set(kept)) < len(hashes)
         leaving = [entry.chunk.position for entry in host_cache.coldest_dirty(len(kept))]
@@ -204,12 +204,12 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
 def test_a_prefetch_is_the_cells_of_a_load_without_their_pages() -> None:
     for rank in range(2):
         mine = planner(tp_rank=rank)
-        tasks = mine.load(load_plan()).tasks
+        cells = mine.load(load_plan()).cells
         job = mine.prefetch(PrefetchPlan("a", HASHES[:2]))
         assert isinstance(job, PrefetchJob)
         assert job.request_id == "a"
         assert [(c.key, c.chunk, c.nbytes) for c in job.cells] == [
-            (task.key, task.chunk, task.nbytes) for task in tasks
+            (cell.key, cell.chunk, cell.nbytes) for cell in cells
         ]
 
 
@@ -223,9 +223,9 @@ def test_a_slot_has_room_for_the_largest_cell() -> None:
 
 def test_a_plan_of_no_chunks_is_a_job_of_no_cells() -> None:
     plan = LoadPlan(JobId(1), "a", 2, (), (JobPages((), 64, 64, 64),), 64, 64)
-    assert planner().load(plan).tasks == ()
+    assert planner().load(plan).cells == ()
     assert planner().load(plan).stop_chunk == 2
-    assert planner().save(save_plan(count=0)).tasks == ()
+    assert planner().save(save_plan(count=0)).cells == ()
 
 
 @pytest.mark.parametrize("weights_version", ["sample:a", "drawn:b"])
@@ -234,14 +234,14 @@ def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(weights_version: str)
     mine, keys = planner(), KEYS.with_weights(weights_version)
     load, save = load_plan(), save_plan()
     fetch = PrefetchPlan("a", HASHES[:2])
-    first = (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells)
+    first = (mine.load(load).cells, mine.save(save).cells, mine.prefetch(fetch).cells)
     for _ in range(2):
-        tasks = (
-            mine.load(replace(load, weights_version=weights_version)).tasks,
-            mine.save(replace(save, weights_version=weights_version)).tasks,
+        jobs = (
+            mine.load(replace(load, weights_version=weights_version)).cells,
+            mine.save(replace(save, weights_version=weights_version)).cells,
             mine.prefetch(replace(fetch, weights_version=weights_version)).cells,
         )
-        for cells, before in zip(tasks, first, strict=True):
+        for cells, before in zip(jobs, first, strict=True):
             assert len(cells) == len(before)
             for cell, old in zip(cells, before, strict=True):
                 name = keys.namespace + old.key.removeprefix(KEYS.namespace)
@@ -250,7 +250,7 @@ def test_a_plan_of_an_epoch_is_the_same_cells_by_its_names(weights_version: str)
                 )
                 chunk = old.chunk._replace(id=chunk_id_of_key(name), parent=parent)
                 assert cell == old._replace(key=name, chunk=chunk)
-        assert (mine.load(load).tasks, mine.save(save).tasks, mine.prefetch(fetch).cells) == first
+        assert (mine.load(load).cells, mine.save(save).cells, mine.prefetch(fetch).cells) == first
 
 
 def test_more_epochs_than_are_kept_are_told_apart() -> None:
@@ -259,8 +259,8 @@ def test_more_epochs_than_are_kept_are_told_apart() -> None:
     for _ in range(2):
         for weights_version in weights_versions:
             [key] = {
-                task.key
-                for task in mine.load(replace(load_plan(), weights_version=weights_version)).tasks[
+                cell.key
+                for cell in mine.load(replace(load_plan(), weights_version=weights_version)).cells[
                     :1
                 ]
             }
@@ -271,7 +271,7 @@ def test_planners_of_two_models_do_not_share_names() -> None:
     other = KeyMaker(make_namespace("other", "0" * 12), ContextRank())
     plan = replace(load_plan(), weights_version="sample:a")
     one, two = (replace(planner(), keys=keys).load(plan) for keys in (KEYS, other))
-    assert not {task.key for task in one.tasks} & {task.key for task in two.tasks}
+    assert not {cell.key for cell in one.cells} & {cell.key for cell in two.cells}
 
 
 def test_a_layered_load_is_the_same_cells_in_the_order_in_which_layers_run() -> None:
@@ -279,10 +279,10 @@ def test_a_layered_load_is_the_same_cells_in_the_order_in_which_layers_run() -> 
         planner().load(replace(load_plan(first=3), layered=layered)) for layered in (False, True)
     )
     assert layered.layered
-    assert set(layered.tasks) == set(plain.tasks)
-    order = [(task.cell.layer_start, task.chunk.position) for task in layered.tasks]
+    assert set(layered.cells) == set(plain.cells)
+    order = [(cell.first_layer, cell.chunk.position) for cell in layered.cells]
     assert order == sorted(order)
-    assert order != [(task.cell.layer_start, task.chunk.position) for task in plain.tasks]
+    assert order != [(cell.first_layer, cell.chunk.position) for cell in plain.cells]
 
 
 def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() -> None:
@@ -293,7 +293,7 @@ def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() ->
         LayerGroup(sliding, ROW_BYTES, AttentionWindow(sliding=CHUNK)),
     ]
     two = replace(planner(), cells=cells_of_rank(layer_groups, 0, 0))
-    chunks = [task.chunk for task in two.save(replace(save_plan(1), before=(PARENT,))).tasks]
+    chunks = [cell.chunk for cell in two.save(replace(save_plan(1), before=(PARENT,))).cells]
     assert {chunk.parent for chunk in chunks if chunk.id.endswith("-sliding")} == {""}
     parents = [chunk.parent for chunk in chunks if not chunk.id.endswith("-sliding")]
     assert parents == [chunk_id_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]

@@ -18,9 +18,8 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer import replicas
 from vllm_kvpool.transfer.ops import (
-    CellName,
+    Cell,
     CellOutcome,
-    CellTask,
     Lend,
     Lent,
     LoanEnded,
@@ -116,7 +115,7 @@ class Pair:
     def borrow(self) -> list[CellOutcome]:
         buffers = [self.arena.buffer(Slot(i), CELL_BYTES) for i in range(2)]
         cells = [
-            WorkCell(CellTask(key, ChunkRef(key, "a", i), CELL_BYTES, PLACE, (), True, 1), Slot(i))
+            WorkCell(Cell(key, ChunkRef(key, "a", i), CELL_BYTES, PLACE, (), True, 1), Slot(i))
             for i, key in enumerate("ab")
         ]
         return self.borrower.borrow(cells, buffers, GENERATION)
@@ -157,7 +156,7 @@ def test_what_is_lent_and_confirmed_is_here(pair_of: Callable[[Answer], Pair]) -
         assert isinstance(event, Lend)
         assert (event.borrower, event.generation) == (0, GENERATION)
         assert event.cells == tuple(
-            CellName(key, ChunkRef(key, "a", i), CELL_BYTES) for i, key in enumerate("ab")
+            Cell(key, ChunkRef(key, "a", i), CELL_BYTES) for i, key in enumerate("ab")
         )
         assert pair.next_event() == LoanOver(event.loan_id)
 
@@ -228,9 +227,9 @@ def hello(pair: Pair, token: bytes | None = None, number: int = 0) -> bytes:
     return msgspec.msgpack.encode(replicas._Hello(token or card.token, number))
 
 
-ASK = msgspec.msgpack.encode(replicas._Ask(0, [CellName("a", ChunkRef("a"), CELL_BYTES)]))
+ASK = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), CELL_BYTES)]))
 COPIED = msgspec.msgpack.encode(replicas._Copied())
-TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [CellName("a", ChunkRef("a"), 1 << 20)]))
+TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), 1 << 20)]))
 
 
 @pytest.mark.parametrize(

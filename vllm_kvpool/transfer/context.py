@@ -14,11 +14,11 @@ from vllm_kvpool.transfer.graph import Lane, Op, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
     HOST,
+    Cell,
     CellOutcome,
     LaneName,
     Lent,
     LoanEnded,
-    NamedCell,
     OpKind,
     Report,
 )
@@ -60,7 +60,7 @@ PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth anot
 class CellOp:
     """What an op is about: a cell and its place in host memory."""
 
-    cell: NamedCell
+    cell: Cell
     entry: CacheEntry | None
 
 

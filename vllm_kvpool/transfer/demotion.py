@@ -20,7 +20,7 @@ from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
-from vllm_kvpool.transfer.ops import NOBODY, CellName, DemotionDone, DemotionJob, OpKind
+from vllm_kvpool.transfer.ops import NOBODY, Cell, DemotionDone, DemotionJob, OpKind
 from vllm_kvpool.transfer.saves import Put, SaveManager
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Demotions:
         self,
         demotion: Demotion,
         graph: Graph,
-        cell: CellName,
+        cell: Cell,
         entry: CacheEntry,
         tier: int,
         *,
@@ -104,7 +104,7 @@ class DemotionThread:
     def __init__(
         self,
         stores: Mapping[int, Shedding],
-        post: Callable[[int, tuple[CellName, ...], "SimpleQueue[int]"], None],
+        post: Callable[[int, tuple[Cell, ...], "SimpleQueue[int]"], None],
     ) -> None:
         self._stores = stores
         self._post = post
@@ -135,7 +135,7 @@ class DemotionThread:
             found = store.surplus(MAX_CELLS)
             if not found:
                 return 0
-            cells = tuple(map(CellName._make, found))
+            cells = tuple(Cell(*each) for each in found)
             answer: SimpleQueue[int] = SimpleQueue()
             self._answer = answer  # before the look: who closes after it ends the wait
             try:

@@ -32,9 +32,8 @@ from vllm_kvpool.transfer.lanes import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
     CancelRequest,
-    CellName,
+    Cell,
     CellOutcome,
-    CellTask,
     DemotionDone,
     DemotionJob,
     DropSaves,
@@ -138,7 +137,7 @@ class PassOn:
     """Hand cells of a tier down; how many have moved goes into `answer`."""
 
     tier: int
-    cells: tuple[CellName, ...]
+    cells: tuple[Cell, ...]
     answer: "SimpleQueue[int]"
 
 
@@ -540,10 +539,4 @@ class Executor:
 
 def _blocks_of(work: Work) -> set[int]:
     """The blocks that a batch of copies may write."""
-    return {
-        block
-        for each in work.cells
-        if isinstance(each.cell, CellTask)
-        for pages in each.cell.pages
-        for block in pages.block_ids
-    }
+    return {block for each in work.cells for pages in each.cell.pages for block in pages.block_ids}

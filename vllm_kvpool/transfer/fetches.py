@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.graph import Graph, Op, OpState
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
-from vllm_kvpool.transfer.ops import REPLICA, CellOutcome, CellTask, NamedCell, OpKind
+from vllm_kvpool.transfer.ops import REPLICA, Cell, CellOutcome, OpKind
 
 MAX_WAITING_REMOVES = 1024
 
@@ -49,14 +49,14 @@ class Fetches:
         self._copy_up = copy_up
         self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
-    def begin(self, cell: NamedCell, graph: Graph) -> CacheEntry | None:
+    def begin(self, cell: Cell, graph: Graph) -> CacheEntry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked for it."""
-        if isinstance(cell, CellTask) and cell.fetcher is not None:
+        if cell.fetcher is not None:
             return self.begin_at(REPLICA, cell, graph)
         tiers = self._tiers_of(cell)
         return self.begin_at(tiers[0], cell, graph) if tiers else None
 
-    def begin_at(self, tier: int, cell: NamedCell, graph: Graph) -> CacheEntry:
+    def begin_at(self, tier: int, cell: Cell, graph: Graph) -> CacheEntry:
         """Start to fetch a cell that is not in host memory, from a tier or those after it."""
         context = self._context
         entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
@@ -118,7 +118,7 @@ class Fetches:
     def _arrived(self, op: Op) -> None:
         fetch, host_cache = op.what, self._context.host_cache
         entry = fetch.entry
-        if isinstance(fetch.cell, CellTask) and fetch.cell.fetcher is not None and host_cache.keep:
+        if fetch.cell.fetcher is not None and host_cache.keep:
             host_cache.forget(entry)  # another rank's host tier keeps it
         host_cache.arrived(entry, self._context.now_ns)
         nearer = [t for t in self._context.tiers_writable() if t < fetch.tier]
@@ -138,7 +138,7 @@ class Fetches:
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.REMOVE, tier)):
             self.removed(op, CellOutcome.UNREACHABLE)
 
-    def remove(self, cell: NamedCell, tier: int, graph: Graph) -> None:
+    def remove(self, cell: Cell, tier: int, graph: Graph) -> None:
         """Take a bad cell out of a tier: the next reader must not meet it again."""
         lane = self._context.lane(OpKind.REMOVE, tier)
         is_down = tier not in self._context.tiers_writable(tier)
@@ -175,7 +175,7 @@ class Fetches:
             waiting = (op.what.cell.key for op in self._context.scheduler.waiting_in(lane))
             assert lane.num_batches or key in waiting, "it would never be asked for again"
 
-    def _tiers_of(self, cell: NamedCell, first: int = 0) -> list[int]:
+    def _tiers_of(self, cell: Cell, first: int = 0) -> list[int]:
         """The tiers from `first` on that can be asked for a cell: not where it is being removed."""
         tiers = self._context.tiers_up(first)
         if not self._removing:  # as nearly always

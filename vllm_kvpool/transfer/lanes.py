@@ -27,10 +27,9 @@ from vllm_kvpool.storage.cell_format import verify, write_header
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
     REPLICA,
+    Cell,
     CellOutcome,
-    CellTask,
     LaneName,
-    NamedCell,
     OpKind,
     Work,
     WorkCell,
@@ -234,7 +233,7 @@ class LaneWork:
             outcomes[i] = _PUT[outcome]
         return outcomes
 
-    def _check(self, cell: NamedCell, buffer: Buffer) -> CellOutcome:
+    def _check(self, cell: Cell, buffer: Buffer) -> CellOutcome:
         fault = verify(buffer.view, key_digest(cell.key), checksum=self.verify_checksum)
         if fault is None:
             return CellOutcome.DONE
@@ -247,15 +246,15 @@ class LaneWork:
     def _moves(self, cells: Sequence[WorkCell]) -> list[CellMove]:
         moves = []
         chunk_tokens = self.chunk_tokens
-        for cell in cells:
-            task = cell.cell
-            assert isinstance(task, CellTask), cell
-            assert cell.slot is not None, cell
-            start = task.chunk.position * chunk_tokens
-            payload = self.arena.payload_address(cell.slot)
-            row_bytes = task.cell.row_bytes
-            for piece in task.cell.pieces:
-                pages = task.pages[piece.group]
+        for each in cells:
+            cell, local, slot = each.cell, each.cell.local, each.slot
+            assert local is not None, each
+            assert slot is not None, each
+            start = cell.chunk.position * chunk_tokens
+            payload = self.arena.payload_address(slot)
+            row_bytes = local.row_bytes
+            for piece in local.pieces:
+                pages = cell.pages[piece.group]
                 token_start = max(pages.token_start, start)
                 token_stop = min(pages.token_stop, start + chunk_tokens)
                 if token_start >= token_stop:

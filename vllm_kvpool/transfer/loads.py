@@ -19,8 +19,8 @@ from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
+    Cell,
     CellOutcome,
-    CellTask,
     JobId,
     LoadDone,
     LoadJob,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 class Scatter(CellOp):
     """One cell of a load; `over` once it is in the pages or not wanted any more."""
 
-    cell: CellTask
     entry: CacheEntry
     load: "Load"
     op: Op | None = None
@@ -67,7 +66,7 @@ class Loads:
         self,
         context: TransferContext,
         fetches: "Fetches",
-        on_wanted: Callable[[CellTask, CacheEntry, Graph], None] = lambda cell, entry, graph: None,
+        on_wanted: Callable[[Cell, CacheEntry, Graph], None] = lambda cell, entry, graph: None,
     ) -> None:
         self._context = context
         self._on_wanted = on_wanted
@@ -88,31 +87,31 @@ class Loads:
         stop = job.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
-        for task in job.tasks:
-            if task.chunk.position >= stop:
+        for cell in job.cells:
+            if cell.chunk.position >= stop:
                 continue
-            entry = host_cache.get(task.key)
+            entry = host_cache.get(cell.key)
             if entry is None:
-                entry = self._fetches.begin(task, graph)
+                entry = self._fetches.begin(cell, graph)
                 if entry is None:  # later chunks are of no use without this one
-                    stop = task.chunk.position
+                    stop = cell.chunk.position
                     continue
             elif entry.op is not None:
                 context.scheduler.raise_priority(entry.op, Priority.LOAD)
             is_here = entry.op is None
             num_from_host += is_here
             host_cache.pin(entry)
-            if task.fetcher is None:
-                self._on_wanted(task, entry, graph)
+            if cell.fetcher is None:
+                self._on_wanted(cell, entry, graph)
             if is_here and not entry.prefetched:
-                hits[task.chunk.id] = None
-            scatter = Scatter(task, entry, load)
+                hits[cell.chunk.id] = None
+            scatter = Scatter(cell, entry, load)
             after = () if entry.op is None else (entry.op,)
-            scatter.op = context.scheduler.add(graph, self._scatters, scatter, task.nbytes, after)
+            scatter.op = context.scheduler.add(graph, self._scatters, scatter, cell.nbytes, after)
             load.scatters.append(scatter)
             load.num_open += 1
             if job.layered:
-                span = task.cell.layer_start
+                span = cell.first_layer
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         for chunk_id in hits:
             host_cache.hit(chunk_id, context.now_ns)
@@ -208,7 +207,7 @@ class Loads:
         load = scatter.load
         load.num_open -= 1
         if load.job.layered:
-            span = scatter.cell.cell.layer_start
+            span = scatter.cell.first_layer
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
                 self._context.reports.append(SpanLoaded(load.job.job_id, span))
@@ -231,7 +230,7 @@ class Loads:
         """Whether bad cells of the chunk that stopped the load are still on their way out."""
         job = load.job
         if load.removals is None and load.stop_chunk < job.stop_chunk:
-            keys = (task.key for task in job.tasks if task.chunk.position == load.stop_chunk)
+            keys = (cell.key for cell in job.cells if cell.chunk.position == load.stop_chunk)
             removals = self._fetches.removals(keys)
             if removals:
                 add = self._context.scheduler.add

@@ -26,12 +26,11 @@ from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     NOBODY,
     REPLICA,
-    CellName,
+    Cell,
     Lend,
     Lent,
     LoanEnded,
     LoanOver,
-    NamedCell,
 )
 
 HOLD_S = 2.0
@@ -122,7 +121,7 @@ class Loans:
         context.scheduler.close(graph)
         self._tell(loan)
 
-    def _entry_of(self, cell: CellName, graph: Graph) -> CacheEntry | None:
+    def _entry_of(self, cell: Cell, graph: Graph) -> CacheEntry | None:
         entry = self._context.host_cache.get(cell.key)
         if entry is None:
             return self._fetches.begin(cell, graph)
@@ -177,12 +176,12 @@ class Loans:
 
     # Cells that are kept for the others
 
-    def wanted(self, cell: NamedCell, entry: CacheEntry, graph: Graph) -> None:
+    def wanted(self, cell: Cell, entry: CacheEntry, graph: Graph) -> None:
         """A load of this rank wants a cell that it fetches for its set, too."""
         if self._replicas is not None:
             self._keep(cell, entry, graph, self._replicas.me)
 
-    def _keep(self, cell: NamedCell, entry: CacheEntry, graph: Graph, member: int) -> None:
+    def _keep(self, cell: Cell, entry: CacheEntry, graph: Graph, member: int) -> None:
         context, replicas = self._context, self._replicas
         assert replicas is not None
         members = replicas.members.get(layer_group_of(cell.chunk.id))

@@ -1,7 +1,7 @@
 """The values that travel between the connector, the engine and its lanes. None ever changes.
 
 Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
-planner into a job of `CellTask`s. Across: `Work`, a batch of cells for one lane, and its
+planner into a job of `Cell`s. Across: `Work`, a batch of cells for one lane, and its
 `WorkDone`. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`, `HostCacheChange`. What is
 made for every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
 """
@@ -86,27 +86,26 @@ class PrefetchPlan:
     weights_version: str = ""
 
 
-class CellName(NamedTuple):
-    """A cell as stores know it."""
+class Cell(NamedTuple):
+    """One cell of a job, from the planner to the lanes.
+
+    The first three fields are what stores know of it. `local` and `pages` say where it lies in this
+    rank's pages; they are empty where no pages take part (prefetches, demotions, loans).
+    """
 
     key: str
     chunk: ChunkRef
     nbytes: int  # header and payload
+    local: LocalCell | None = None
+    pages: tuple[JobPages, ...] = ()  # one for each KV cache group
+    stored: bool = True  # save: this rank puts it; others keep it in host memory only
+    fetcher: int | None = None  # load: the member of the replica set that fetches it; None: this
 
-
-class CellTask(NamedTuple):
-    """One cell of a job: its name, its place in the model and the chunk it belongs to."""
-
-    key: str
-    chunk: ChunkRef
-    nbytes: int
-    cell: LocalCell
-    pages: tuple[JobPages, ...]  # one for each KV cache group
-    stored: bool = True  # save: this rank puts it; others keep it in host memory alone
-    fetcher: int | None = None  # load: the member of the rank's replica set that fetches it
-
-
-NamedCell = CellName | CellTask
+    @property
+    def first_layer(self) -> int:
+        """The first of its layers on this rank."""
+        assert self.local is not None, self
+        return self.local.layer_start
 
 
 class LoadJob(NamedTuple):
@@ -114,7 +113,7 @@ class LoadJob(NamedTuple):
     request_id: str
     first_chunk: int
     stop_chunk: int
-    tasks: tuple[CellTask, ...]  # in the order in which they are wanted
+    cells: tuple[Cell, ...]  # in the order in which they are wanted
     timeout_s: float
     layered: bool = False
 
@@ -122,13 +121,13 @@ class LoadJob(NamedTuple):
 class SaveJob(NamedTuple):
     job_id: JobId
     request_id: str
-    tasks: tuple[CellTask, ...]
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchJob:
     request_id: str
-    cells: tuple[CellName, ...]
+    cells: tuple[Cell, ...]
 
 
 class OpKind(Enum):
@@ -192,12 +191,9 @@ NOBODY = Owner()
 
 
 class WorkCell(NamedTuple):
-    """A cell in flight and the slot that holds it (None for REMOVE).
+    """A cell in flight and the slot that holds it (None for REMOVE)."""
 
-    A GATHER or SCATTER has a `CellTask`, which says where the pages are.
-    """
-
-    cell: NamedCell
+    cell: Cell
     slot: Slot | None
 
 
@@ -300,7 +296,7 @@ class DemotionJob:
 
     job_id: JobId
     tier: int
-    cells: tuple[CellName, ...]
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +316,7 @@ class Lend(NamedTuple):
     loan_id: int
     borrower: int
     generation: int
-    cells: tuple[CellName, ...]
+    cells: tuple[Cell, ...]
 
 
 class LoanOver(NamedTuple):

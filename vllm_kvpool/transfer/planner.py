@@ -10,8 +10,7 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
-    CellName,
-    CellTask,
+    Cell,
     JobPages,
     LoadJob,
     LoadPlan,
@@ -27,7 +26,7 @@ VERSIONS_KEPT = 4  # saves planned before a change still carry the version befor
 class _Named(NamedTuple):
     """One cell of every chunk: what its names are but for the chunk's hash, and its size."""
 
-    cell: LocalCell
+    local: LocalCell
     key_prefix: str
     layer_group: int  # which of `_Names.layer_groups`
     nbytes: int
@@ -118,29 +117,29 @@ class Planner:
         """
         pages = self._local(plan.pages)
         names = self._with_weights(plan.weights_version)
-        tasks: list[CellTask] = []
+        cells: list[Cell] = []
         tokens = self.local_chunk_tokens
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
-            tasks += [
-                CellTask(
-                    *(key_prefix + chunk_hex, refs[layer_group], nbytes, cell, pages, True),
+            cells += [
+                Cell(
+                    *(key_prefix + chunk_hex, refs[layer_group], nbytes, local, pages, True),
                     fetchers[chunk % len(fetchers)],
                 )
-                for cell, key_prefix, layer_group, nbytes, fetchers in names.cells
-                # Mostly the first says it: there are thousands of cells, and `any` is slow.
-                if is_needed[cell.pieces[0].group]
-                or any(is_needed[piece.group] for piece in cell.pieces)
+                for local, key_prefix, layer_group, nbytes, fetchers in names.cells
+                # The first piece mostly decides; `any` is slow for thousands of cells.
+                if is_needed[local.pieces[0].group]
+                or any(is_needed[piece.group] for piece in local.pieces)
             ]
         if plan.layered:
-            tasks.sort(key=lambda task: task.cell.layer_start)
+            cells.sort(key=lambda cell: cell.first_layer)
         return LoadJob(
             plan.job_id,
             plan.request_id,
             plan.first_chunk,
             plan.first_chunk + len(plan.hashes),
-            tuple(tasks),
+            tuple(cells),
             self.load_timeout_s,
             plan.layered,
         )
@@ -150,22 +149,22 @@ class Planner:
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._with_weights(plan.weights_version)
-        tasks = []
+        cells = []
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
-            for cell, key_prefix, layer_group, nbytes, fetchers in names.cells:
-                stored = cell.writes_chunk(chunk)
+            for local, key_prefix, layer_group, nbytes, fetchers in names.cells:
+                stored = local.writes_chunk(chunk)
                 keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
                 if not (stored or keeps):
                     continue
                 if any(
                     has_gaps[group]
                     and not self._is_whole(chunk, pages[group], self.block_sizes[group])
-                    for group in {piece.group for piece in cell.pieces}
+                    for group in {piece.group for piece in local.pieces}
                 ):
                     continue
                 key = key_prefix + chunk_hex
-                tasks.append(CellTask(key, refs[layer_group], nbytes, cell, pages, stored))
-        return SaveJob(plan.job_id, plan.request_id, tuple(tasks))
+                cells.append(Cell(key, refs[layer_group], nbytes, local, pages, stored))
+        return SaveJob(plan.job_id, plan.request_id, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
         """This rank's cells of those of the plan's chunks that it fetches, for no pages.
@@ -175,12 +174,12 @@ class Planner:
         """
         names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
-        cells: list[CellName] = []
+        cells: list[Cell] = []
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0):
             cells += [
-                CellName(key_prefix + chunk_hex, refs[layer_group], nbytes)
-                for cell, key_prefix, layer_group, nbytes, fetchers in names.cells
-                if (chunk + 1) * self.chunk_tokens > cell.window.first_read(stop)
+                Cell(key_prefix + chunk_hex, refs[layer_group], nbytes)
+                for local, key_prefix, layer_group, nbytes, fetchers in names.cells
+                if (chunk + 1) * self.chunk_tokens > local.window.first_read(stop)
                 and fetchers[chunk % len(fetchers)] is None
             ]
         return PrefetchJob(plan.request_id, tuple(cells))

@@ -44,12 +44,11 @@ import numpy as np
 
 from vllm_kvpool.layout.topology import Replica
 from vllm_kvpool.staging.arena import Arena
-from vllm_kvpool.storage.base import Buffer
+from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.ops import (
-    CellName,
+    Cell,
     CellOutcome,
-    CellTask,
     Lend,
     Lent,
     LoanEnded,
@@ -104,6 +103,9 @@ def host_digest() -> bytes:
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
 
 
+_Name = tuple[str, ChunkRef, int]  # the first fields of a `Cell`
+
+
 class _Hello(msgspec.Struct, tag="hello"):
     token: bytes
     number: int
@@ -111,7 +113,7 @@ class _Hello(msgspec.Struct, tag="hello"):
 
 class _Ask(msgspec.Struct, tag="ask"):
     generation: int
-    cells: list[CellName]
+    cells: list[_Name]
 
 
 class _Copied(msgspec.Struct, tag="copied"):
@@ -346,9 +348,9 @@ class _LenderThread:
         if isinstance(message, _Ask):
             if link.number is None or link.loan_id is not None:
                 return False
-            if any(cell.nbytes > self._arena.slot_bytes for cell in message.cells):
+            cells = tuple(Cell(*name) for name in message.cells)
+            if any(cell.nbytes > self._arena.slot_bytes for cell in cells):
                 return False
-            cells = tuple(message.cells)
             self._next_loan += 1
             link.loan_id = self._next_loan
             with self._lock:
@@ -421,7 +423,6 @@ class _Borrower:
         outcomes = [CellOutcome.UNREACHABLE] * len(cells)
         places_of: defaultdict[int, list[int]] = defaultdict(list)
         for place, each in enumerate(cells):
-            assert isinstance(each.cell, CellTask), each
             assert each.cell.fetcher is not None, each
             places_of[each.cell.fetcher].append(place)
         loans: dict[int, _OpenLoan] = {}  # by file descriptor
@@ -430,7 +431,7 @@ class _Borrower:
             peer = self._connection(number)
             if peer is None:
                 continue
-            names = [CellName(c.key, c.chunk, c.nbytes) for c in (cells[i].cell for i in places)]
+            names = [cells[place].cell[:3] for place in places]
             if not self._send(peer, _Ask(generation, names)):
                 self._end(number, peer, failed=True)
                 continue

@@ -23,11 +23,9 @@ from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     NOBODY,
-    CellName,
+    Cell,
     CellOutcome,
-    CellTask,
     JobId,
-    NamedCell,
     OpKind,
     Owner,
     SaveDone,
@@ -108,22 +106,22 @@ class SaveManager:
         """Start a save."""
         context, scheduler = self._context, self._context.scheduler
         graph = Graph(Owner(job.request_id, job.job_id), Priority.SAVE)
-        save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.tasks))
+        save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.cells))
         up = context.tiers_writable()
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
-        for task in job.tasks:
-            if context.host_cache.get(task.key) is not None:  # it is here, or on its way
-                hits[task.chunk.id] = None
-                self._tell(save, task, CellOutcome.EXISTED)
+        for cell in job.cells:
+            if context.host_cache.get(cell.key) is not None:  # it is here, or on its way
+                hits[cell.chunk.id] = None
+                self._tell(save, cell, CellOutcome.EXISTED)
                 continue
-            tiers = self._tiers_of(task, up)
+            tiers = self._tiers_of(cell, up)
             if not tiers and not context.host_cache.keep:
-                self._tell(save, task, CellOutcome.UNREACHABLE)
+                self._tell(save, cell, CellOutcome.UNREACHABLE)
                 continue
-            entry = context.host_cache.begin(task.key, task.chunk, task.nbytes)
-            copy = Copy(task, entry, save, dirty=self._stays_dirty(task))
-            entry.op = scheduler.add(graph, self._gathers, copy, task.nbytes)
+            entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
+            copy = Copy(cell, entry, save, dirty=self._stays_dirty(cell))
+            entry.op = scheduler.add(graph, self._gathers, copy, cell.nbytes)
             gathers.append(entry.op)
             copy.ops.append(entry.op)
             self._add_puts(graph, copy, tiers, (entry.op,))
@@ -134,17 +132,17 @@ class SaveManager:
         scheduler.add(graph, None, save, after=gathers, always=True)
         scheduler.close(graph)
 
-    def _tiers_of(self, task: CellTask, up: Sequence[int]) -> Sequence[int]:
-        if not task.stored:
+    def _tiers_of(self, cell: Cell, up: Sequence[int]) -> Sequence[int]:
+        if not cell.stored:
             return ()
         if not self._write_back:
             return up
         return () if self._context.host_cache.keep else up[:1]
 
-    def _stays_dirty(self, task: CellTask) -> bool:
+    def _stays_dirty(self, cell: Cell) -> bool:
         context = self._context
         back = self._write_back and context.host_cache.keep > 0
-        return back and task.stored and bool(context.tiers)
+        return back and cell.stored and bool(context.tiers)
 
     def _add_puts(
         self, graph: Graph, copy: Copy, tiers: Sequence[int], after: tuple[Op, ...]
@@ -243,7 +241,7 @@ class SaveManager:
     def begin_copy(self, entry: CacheEntry) -> Copy:
         """A copy that is no save's; it holds the entry until it is settled."""
         self._context.host_cache.pin(entry)
-        copy = Copy(CellName(entry.key, entry.chunk, entry.nbytes), entry, None)
+        copy = Copy(Cell(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[id(copy)] = copy
         return copy
 
@@ -286,11 +284,8 @@ class SaveManager:
             copy.reported = True
             self._tell(copy.save, copy.cell, outcome, tier)
 
-    def _tell(
-        self, save: _Save, cell: NamedCell, outcome: CellOutcome, tier: int | None = None
-    ) -> None:
+    def _tell(self, save: _Save, cell: Cell, outcome: CellOutcome, tier: int | None = None) -> None:
         save.outcomes[outcome] += 1
-        assert isinstance(cell, CellTask)
         if tier is not None:
             save.tiers.add(tier)
         elif cell.stored:
