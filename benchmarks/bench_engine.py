@@ -26,7 +26,7 @@ from vllm_kvpool.storage.eviction import Lru
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor
-from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.graph import Batch, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import Perform
 from vllm_kvpool.transfer.ops import (
@@ -39,7 +39,6 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveDone,
     SavePlan,
-    Work,
 )
 from vllm_kvpool.transfer.planner import Planner
 
@@ -56,8 +55,8 @@ MAX_ROUND_TRIP_US = 100.0
 MAX_REPORT_S = 1.0
 
 
-def done(work: Work) -> tuple[CellOutcome, ...]:
-    return (CellOutcome.DONE,) * len(work.cells)
+def done(batch: Batch) -> tuple[CellOutcome, ...]:
+    return (CellOutcome.DONE,) * len(batch.cells)
 
 
 @dataclass
@@ -140,14 +139,14 @@ def lane_death() -> tuple[float, int]:
     putting = threading.Event()
     thread_of: list[int] = []
 
-    def perform(work: Work) -> tuple[CellOutcome, ...]:
-        if work.lane.kind is OpKind.PUT:
+    def perform(batch: Batch) -> tuple[CellOutcome, ...]:
+        if batch.lane.kind is OpKind.PUT:
             if not thread_of:
                 thread_of.append(threading.get_ident())
                 putting.set()
-            for _ in range(len(work.cells)):
+            for _ in range(len(batch.cells)):
                 time.sleep(PUT_S)
-        return done(work)
+        return done(batch)
 
     bench = make(perform, tiers=1, keep=0)
     for _ in range(GRAPHS):

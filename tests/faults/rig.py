@@ -315,7 +315,7 @@ class Rig:
         if self.ranks:
             told.append(f"pins {self.pool.saves.ledger.num_blocks}, lookups {self.pool._asked}")
         told += [
-            f"owed {executor.unreported}, running {list(executor._works.values())}"
+            f"owed {executor.unreported}, running {[str(b.lane) for b in executor.engine.running]}"
             for executor in self.executors
         ]
         told.append(f"threads {sorted(t.name for t in threading.enumerate())}")

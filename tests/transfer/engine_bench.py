@@ -1,7 +1,7 @@
 """An engine on a bench: cells are named by letters, what it does is told in words.
 
 `"a b"` are two chunks of one cell; `"a0 a1 b0 b1"` two chunks of two cells: the letter is the
-chunk. `Work` 3 of the lane GET of tier 0 for two cells reads `"3 get-0 a b"`, and the reports
+chunk. Batch 3, of the lane GET of tier 0 and with two cells, reads `"3 get-0 a b"`, and the reports
 `"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`.
 """
 
@@ -16,7 +16,7 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Action, Engine, Event, lane_names
-from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import (
@@ -44,10 +44,6 @@ from vllm_kvpool.transfer.ops import (
     SpanLoaded,
     Tick,
     TierHealth,
-    Work,
-    WorkDone,
-    WorkId,
-    WorkStuck,
 )
 
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
@@ -112,8 +108,8 @@ def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
 def in_words(action: Action) -> str:
     """See the module docstring."""
     match action:
-        case Work(work_id, lane, cells):
-            return f"{work_id} {lane} {' '.join(cell.cell.key for cell in cells)}"
+        case Batch():
+            return f"{action.lane} {' '.join(cell.key for cell in action.cells)}"
         case LoadDone(job, request, stop, reason):
             assert request == f"r{job}"
             return f"loaded {job} to {stop} {reason.value}"
@@ -171,8 +167,9 @@ class Bench:
             replicas=replicas,
         )
         self.clock = FakeClock()
-        self.running: dict[int, Work] = {}
-        self.hanging: dict[int, Work] = {}  # given up, and not answered
+        self.running: dict[int, Batch] = {}
+        self.hanging: dict[int, Batch] = {}  # given up, and not answered
+        self.num_batches = 0
         self.registry = MetricsRegistry()
         self.checks = True  # long runs go without
         self.saved: list[SaveDone] = []
@@ -189,22 +186,22 @@ class Bench:
         named = (Cell(cell.key, cell.chunk, cell.nbytes) for cell in cells_of(job, cells))
         return self.step(PrefetchJob(f"r{job}", tuple(named)))
 
-    def ends(self, work: int, *outcomes: CellOutcome) -> list[str]:
-        """A work ends; one outcome stands for all its cells, none for DONE."""
-        cells = self.running.pop(work).cells
+    def ends(self, number: int, *outcomes: CellOutcome) -> list[str]:
+        """A batch ends; one outcome stands for all its cells, none for DONE."""
+        batch = self.running.pop(number)
         if len(outcomes) < 2:
-            outcomes = (outcomes or (DONE,)) * len(cells)
-        return self.step(WorkDone(WorkId(work), outcomes))
+            outcomes = (outcomes or (DONE,)) * len(batch.cells)
+        return self.step(BatchDone(batch, outcomes))
 
-    def stuck(self, work: int) -> list[str]:
-        """A work is given up, since its store does not answer."""
-        self.hanging[work] = self.running.pop(work)
-        return self.step(WorkStuck(WorkId(work)))
+    def hangs(self, number: int) -> list[str]:
+        """A batch is given up, since its store does not answer."""
+        batch = self.hanging[number] = self.running.pop(number)
+        return self.step(BatchHung(batch))
 
-    def late(self, work: int, outcome: CellOutcome = DONE) -> list[str]:
-        """A work that was given up ends after all."""
-        cells = self.hanging.pop(work).cells
-        return self.step(WorkDone(WorkId(work), (outcome,) * len(cells)))
+    def late(self, number: int, outcome: CellOutcome = DONE) -> list[str]:
+        """A batch that was given up ends after all."""
+        batch = self.hanging.pop(number)
+        return self.step(BatchDone(batch, (outcome,) * len(batch.cells)))
 
     def health(self, tier: int, up: bool) -> list[str]:
         return self.step(TierHealth(tier, up))
@@ -229,38 +226,42 @@ class Bench:
         actions = self.engine.step(event, self.clock())
         if self.checks:
             self.engine.check()
+        told = []
         for action in actions:
-            if isinstance(action, Work):
-                self.running[action.work_id] = action
+            line = in_words(action)
+            if isinstance(action, Batch):
+                line = f"{self.num_batches} {line}"
+                self.running[self.num_batches] = action
+                self.num_batches += 1
             elif isinstance(action, SaveDone):
                 self.saved.append(action)
+            told.append(line)
         due = self.engine.next_deadline()
         assert due is None or due > self.clock()  # else the thread would spin
-        return [in_words(action) for action in actions]
+        return told
 
     # Whole stories
 
     def run(self, outcome: Callable[[LaneName, str], CellOutcome] | None = None) -> list[str]:
-        """End all works, the oldest first, until none runs; what was done, works without number.
+        """End all batches, the oldest first, until none runs; what was done, without numbers.
 
         `outcome(lane, key)` says how; without it all is DONE.
         """
         told: list[str] = []
         while self.running:
             assert len(told) < MOST_LINES, told[-8:]
-            number, work = next(iter(self.running.items()))
+            number, batch = next(iter(self.running.items()))
             outcomes = [
-                DONE if outcome is None else outcome(work.lane, cell.cell.key)
-                for cell in work.cells
+                DONE if outcome is None else outcome(batch.lane, cell.key) for cell in batch.cells
             ]
             del self.running[number]
-            told += self.step(WorkDone(WorkId(number), tuple(outcomes)))
+            told += self.step(BatchDone(batch, outcomes))
         return [line.lstrip("0123456789 ") for line in told]
 
-    def run_but(self, *stuck: str) -> list[str]:
-        """The same, while these lanes are stuck."""
+    def run_but(self, *hung: str) -> list[str]:
+        """The same, while these lanes hang."""
         told = []
-        while free := [n for n, work in self.running.items() if str(work.lane) not in stuck]:
+        while free := [n for n, batch in self.running.items() if str(batch.lane) not in hung]:
             told += self.ends(free[0])
         return [line.lstrip("0123456789 ") for line in told]
 
@@ -288,11 +289,11 @@ class Bench:
 
 
 def words(told: list[str]) -> list[str]:
-    """Without the numbers of works."""
+    """Without the numbers of batches."""
     return [line.lstrip("0123456789 ") for line in told]
 
 
-def two_works(*tiers: Tier, slots: int = 4, write_back: bool = False) -> Bench:
-    """A bench whose tiers' lanes run two works of one cell at a time."""
+def two_batches(*tiers: Tier, slots: int = 4, write_back: bool = False) -> Bench:
+    """A bench whose tiers' lanes run two batches of one cell at a time."""
     lanes = dict.fromkeys((OpKind.GET, OpKind.PUT, OpKind.REMOVE), SINGLE)
     return Bench(*tiers, slots=slots, write_back=write_back, lanes=lanes)

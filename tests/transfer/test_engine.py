@@ -17,16 +17,12 @@ from tests.transfer.engine_bench import (
     save_job,
 )
 from vllm_kvpool.transfer.fetches import MAX_WAITING_REMOVES
-from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.graph import Batch, BatchDone, LaneLimits
 from vllm_kvpool.transfer.ops import (
     HOST,
     LaneName,
     OpKind,
     Owner,
-    Work,
-    WorkCell,
-    WorkDone,
-    WorkId,
 )
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 
@@ -269,11 +265,10 @@ def test_the_cells_of_a_gather_say_where_the_pages_are() -> None:
     bench = Bench(DISK)
     job = save_job(1, "a b")
     [work] = bench.engine.step(job, 0.0)
-    assert isinstance(work, Work)
+    assert isinstance(work, Batch)
     assert work.lane == LaneName(OpKind.GATHER, HOST)
-    slots = [cell.slot for cell in work.cells]
-    assert work.cells == tuple(map(WorkCell, job.cells, slots))
-    assert len(set(slots) - {None}) == 2
+    assert tuple(work.cells) == job.cells
+    assert len(set(work.slots) - {None}) == 2
 
 
 def test_a_fetch_that_is_tried_again_does_not_hold_a_slot_from_those_before_it() -> None:
@@ -296,10 +291,10 @@ def test_fetches_that_move_on_do_not_hold_slots_from_those_before_them() -> None
 def test_an_answer_to_no_question_is_a_bug() -> None:
     bench = Bench(DISK)
     with pytest.raises(KeyError):
-        bench.engine.step(WorkDone(WorkId(0), (DONE,)), 0)
+        bench.engine.step(BatchDone(Batch(LaneName(OpKind.GET, 0), (), 0), (DONE,)), 0)
     bench.load(1, "a b")
     with pytest.raises(AssertionError):
-        bench.engine.step(WorkDone(WorkId(0), (DONE,)), 0)
+        bench.engine.step(BatchDone(bench.running[0], (DONE,)), 0)
 
 
 def test_a_deadline_or_a_retry_makes_a_tick_due() -> None:

@@ -26,7 +26,7 @@ from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
-from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
@@ -44,9 +44,6 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     Tick,
     TierHealth,
-    Work,
-    WorkDone,
-    WorkStuck,
 )
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 
@@ -90,7 +87,7 @@ class Content:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Works end well or badly, late or never; tiers come and go; time passes as it likes."""
+    """Batches end well or badly, late or never; tiers come and go; time passes as it likes."""
 
     @initialize(
         tiers=st.lists(TIERS, max_size=3),
@@ -130,8 +127,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.weights_version = 0
         self.told: dict[int, Told] = {}
-        self.flying: dict[int, Work] = {}
-        self.hanging: dict[int, Work] = {}  # given up, and not answered
+        self.flying: list[Batch] = []
+        self.hanging: list[Batch] = []  # given up, and not answered
         self.away: set[int] = set()  # tiers, as the engine was told
         self.contents: dict[Slot, Content] = {}
         self.whole: set[str] = set()  # groups, as reported
@@ -165,39 +162,40 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        work = self.flying[data.draw(st.sampled_from(sorted(self.flying)))]
-        kinds = OUTCOMES[work.lane.kind]
-        self.finish(work, [data.draw(st.sampled_from(kinds)) for _ in work.cells])
+        batch = data.draw(st.sampled_from(self.flying))
+        kinds = OUTCOMES[batch.lane.kind]
+        self.finish(batch, [data.draw(st.sampled_from(kinds)) for _ in batch.cells])
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def complete_well(self, data: st.DataObject) -> None:
-        work = self.flying[data.draw(st.sampled_from(sorted(self.flying)))]
-        self.finish(work, [DONE] * len(work.cells))
+        batch = data.draw(st.sampled_from(self.flying))
+        self.finish(batch, [DONE] * len(batch.cells))
 
-    @precondition(lambda self: any(work.lane.tier >= 0 for work in self.flying.values()))
+    @precondition(lambda self: any(batch.lane.tier >= 0 for batch in self.flying))
     @rule(data=st.data(), outcome=st.sampled_from(PASSING))
     def tier_fails(self, data: st.DataObject, outcome: CellOutcome) -> None:
-        works = [w for w in self.flying.values() if w.lane.tier >= 0]
-        tier = data.draw(st.sampled_from(sorted({work.lane.tier for work in works})))
-        for work in works:
-            if work.lane.tier == tier:
-                self.finish(work, [outcome] * len(work.cells))
+        batches = [w for w in self.flying if w.lane.tier >= 0]
+        tier = data.draw(st.sampled_from(sorted({batch.lane.tier for batch in batches})))
+        for batch in batches:
+            if batch.lane.tier == tier:
+                self.finish(batch, [outcome] * len(batch.cells))
 
-    @precondition(lambda self: any(work.lane.tier >= 0 for work in self.flying.values()))
+    @precondition(lambda self: any(batch.lane.tier >= 0 for batch in self.flying))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        works = sorted(n for n, work in self.flying.items() if work.lane.tier >= 0)
-        work = self.flying.pop(data.draw(st.sampled_from(works)))
-        self.hanging[work.work_id] = work
-        self.step(WorkStuck(work.work_id))
+        batches = [batch for batch in self.flying if batch.lane.tier >= 0]
+        batch = data.draw(st.sampled_from(batches))
+        self.flying.remove(batch)
+        self.hanging.append(batch)
+        self.step(BatchHung(batch))
 
     @precondition(lambda self: self.hanging)
     @rule(data=st.data())
     def answer_late(self, data: st.DataObject) -> None:
-        work = self.hanging[data.draw(st.sampled_from(sorted(self.hanging)))]
-        kinds = OUTCOMES[work.lane.kind]
-        self.come_back(work, [data.draw(st.sampled_from(kinds)) for _ in work.cells])
+        batch = data.draw(st.sampled_from(self.hanging))
+        kinds = OUTCOMES[batch.lane.kind]
+        self.come_back(batch, [data.draw(st.sampled_from(kinds)) for _ in batch.cells])
 
     @precondition(lambda self: self.engine.context.tiers)
     @rule(data=st.data(), up=st.booleans())
@@ -234,7 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, event: Event) -> None:
         for action in self.engine.step(event, self.clock()):
             match action:
-                case Work():
+                case Batch():
                     self.started(action)
                 case LoadDone():
                     self.load_reported(action)
@@ -246,26 +244,26 @@ class EngineMachine(RuleBasedStateMachine):
                     assert not set(action.added) & set(action.removed)
                     self.whole = (self.whole | set(action.added)) - set(action.removed)
 
-    def started(self, work: Work) -> None:
-        lane = work.lane
+    def started(self, batch: Batch) -> None:
+        lane = batch.lane
         limits = self.engine.context.lane(lane.kind, lane.tier).limits
-        assert work.work_id not in self.flying.keys() | self.hanging.keys()
-        assert 0 < len(work.cells) <= limits.batch_ops
+        assert batch not in [*self.flying, *self.hanging]
+        assert 0 < len(batch.cells) <= limits.batch_ops
         assert lane.tier not in self.away
         if lane.tier >= 0:
             assert not self.engine.context.breakers[lane.tier].is_open(self.clock())
         users = defaultdict(set)
-        for other in [*self.flying.values(), *self.hanging.values()]:
-            for cell in other.cells:
-                users[cell.slot].add(other.lane.kind)
-        for cell in work.cells:
-            assert (cell.slot is None) == (lane.kind is REMOVE)
-            if cell.slot is not None:
-                self.slot_used(lane.kind, cell.slot, cell.cell.key, users[cell.slot])
+        for other in [*self.flying, *self.hanging]:
+            for slot in other.slots:
+                users[slot].add(other.lane.kind)
+        for cell, slot in zip(batch.cells, batch.slots, strict=True):
+            assert (slot is None) == (lane.kind is REMOVE)
+            if slot is not None:
+                self.slot_used(lane.kind, slot, cell.key, users[slot])
             if lane.kind in (GATHER, SCATTER):
-                self.pages_used(lane.kind, cell.slot, cell.cell)
-        self.flying[work.work_id] = work
-        together = [w for w in self.flying.values() if w.lane == lane]
+                self.pages_used(lane.kind, slot, cell)
+        self.flying.append(batch)
+        together = [w for w in self.flying if w.lane == lane]
         assert len(together) <= limits.batches
 
     def slot_used(self, kind: OpKind, slot: Slot, key: str, users: set[OpKind]) -> None:
@@ -290,25 +288,25 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert not told.is_gathered
 
-    def finish(self, work: Work, outcomes: list[CellOutcome]) -> None:
-        del self.flying[work.work_id]
-        for cell, outcome in zip(work.cells, outcomes, strict=True):
-            if outcome is not DONE or cell.slot is None:
+    def finish(self, batch: Batch, outcomes: list[CellOutcome]) -> None:
+        self.flying.remove(batch)
+        for cell, slot, outcome in zip(batch.cells, batch.slots, outcomes, strict=True):
+            if outcome is not DONE or slot is None:
                 continue
-            if work.lane.kind in (GATHER, CHECK):
-                self.contents[cell.slot].good = True
-            elif work.lane.kind is SEAL:
-                self.contents[cell.slot].sealed = True
-            elif work.lane.kind is SCATTER:
-                self.told[cell.cell.pages[0].block_ids[0]].in_pages.add(cell.cell.key)
-        self.step(WorkDone(work.work_id, tuple(outcomes)))
+            if batch.lane.kind in (GATHER, CHECK):
+                self.contents[slot].good = True
+            elif batch.lane.kind is SEAL:
+                self.contents[slot].sealed = True
+            elif batch.lane.kind is SCATTER:
+                self.told[cell.pages[0].block_ids[0]].in_pages.add(cell.key)
+        self.step(BatchDone(batch, tuple(outcomes)))
 
-    def come_back(self, work: Work, outcomes: list[CellOutcome]) -> None:
-        del self.hanging[work.work_id]
-        self.step(WorkDone(work.work_id, tuple(outcomes)))
+    def come_back(self, batch: Batch, outcomes: list[CellOutcome]) -> None:
+        self.hanging.remove(batch)
+        self.step(BatchDone(batch, tuple(outcomes)))
 
     def in_flight(self, job: int, kind: OpKind) -> bool:
-        cells = [c.cell for w in self.flying.values() if w.lane.kind is kind for c in w.cells]
+        cells = [cell for w in self.flying if w.lane.kind is kind for cell in w.cells]
         return any(c.pages and c.pages[0].block_ids == (job,) for c in cells)
 
     def load_reported(self, report: LoadDone) -> None:
@@ -355,17 +353,17 @@ class EngineMachine(RuleBasedStateMachine):
         """What a call that hangs may write is nobody's, what it may read stays as it is."""
         slots = self.host_cache.slots
         written = set()
-        for work in self.hanging.values():
-            for cell in work.cells:
-                if work.lane.kind is GET:
-                    assert cell.slot is not None
-                    assert slots.is_quarantined(cell.slot)
-                    written.add(cell.slot)
-                elif work.lane.kind is PUT:
-                    assert cell.slot is not None
-                    assert not slots.is_quarantined(cell.slot)
-                    content = self.contents[cell.slot]
-                    assert (content.key, content.good) == (cell.cell.key, True)
+        for batch in self.hanging:
+            for cell, slot in zip(batch.cells, batch.slots, strict=True):
+                if batch.lane.kind is GET:
+                    assert slot is not None
+                    assert slots.is_quarantined(slot)
+                    written.add(slot)
+                elif batch.lane.kind is PUT:
+                    assert slot is not None
+                    assert not slots.is_quarantined(slot)
+                    content = self.contents[slot]
+                    assert (content.key, content.good) == (cell.key, True)
         assert len(written) == self.engine.hung_calls.num_slots_written
         assert not written & {entry.slot for entry in self.host_cache}
 
@@ -382,8 +380,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.run_dry()
         assert all(told.is_reported for told in self.told.values())
         assert self.engine.idle
-        for work in list(self.hanging.values()):
-            self.come_back(work, [DONE] * len(work.cells))
+        for batch in list(self.hanging):
+            self.come_back(batch, [DONE] * len(batch.cells))
             self.holds()
         self.run_dry()
         assert self.engine.idle
@@ -395,8 +393,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def run_dry(self) -> None:
         while self.flying or self.engine.next_deadline() is not None:
-            for work in list(self.flying.values()):
-                self.finish(work, [DONE] * len(work.cells))
+            for batch in list(self.flying):
+                self.finish(batch, [DONE] * len(batch.cells))
                 self.holds()
             self.clock.advance(SAVE_STALL_S)
             self.step(Tick())

@@ -34,9 +34,9 @@ from vllm_kvpool.transfer.executor import (
     Close,
     Executor,
 )
-from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.graph import Batch, BatchDone, LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
-from vllm_kvpool.transfer.lanes import LaneWork
+from vllm_kvpool.transfer.lanes import BatchRunner, Perform
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     CellOutcome,
@@ -53,9 +53,6 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SavePlan,
-    Work,
-    WorkDone,
-    WorkId,
 )
 from vllm_kvpool.transfer.planner import Planner
 
@@ -86,10 +83,10 @@ class Rank:
         keep: int = 0,
         write_back: bool = False,
         one_cell: bool = False,
-        perform: Callable[[Work], tuple[CellOutcome, ...]] | None = None,
+        perform: Perform | None = None,
         lanes: dict[LaneName, int] = LANES,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        on_stuck: Callable[[LaneName], None] = lambda lane: None,
+        on_hung: Callable[[LaneName], None] = lambda lane: None,
     ) -> None:
         self.store = store
         heads, layers = (1, 2) if one_cell else (HEADS, LAYERS)
@@ -112,7 +109,9 @@ class Rank:
         arena = Arena(
             num_slots * SLOT_ALIGNMENT, self.planner.max_cell_bytes(), keep * SLOT_ALIGNMENT
         )
-        work = LaneWork((store,), ("memory",), arena, copier, copier, CHUNK, True, self.registry)
+        runner = BatchRunner(
+            (store,), ("memory",), arena, copier, copier, CHUNK, True, self.registry
+        )
         self.engine = Engine(
             HostCache(SlotPool(arena.num_slots, 4), keep, Lru(), {"": len(self.planner.cells)}),
             (Tier("memory", durable=True, remote=False),),
@@ -120,7 +119,7 @@ class Rank:
             write_back=write_back,
             slot_bytes=arena.slot_bytes,
         )
-        self.perform = FaultyPerform(perform or work.perform)
+        self.perform = FaultyPerform(perform or runner.perform)
         before = set(threading.enumerate())
         self.executor = Executor(
             self.engine,
@@ -130,7 +129,7 @@ class Rank:
             self.registry,
             self.trace,
             call_timeout_s,
-            on_stuck,
+            on_hung,
         )
         self.threads = set(threading.enumerate()) - before
 
@@ -545,11 +544,18 @@ def test_what_a_dying_lane_was_doing_has_failed_and_another_takes_its_place(
 
 
 @pytest.mark.usefixtures("mortal")
-def test_the_answer_of_a_lane_whose_work_has_failed_is_not_heard(rank: Rank) -> None:
-    """It may die between its answer and the next work; both are told, and the first counts."""
+def test_of_two_answers_for_a_batch_the_first_counts(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane may die between its answer and the next batch, which is answered for it."""
+    batches: list[Batch] = []
+    perform = rank.perform._perform
+    monkeypatch.setattr(
+        rank.perform, "_perform", lambda batch: (batches.append(batch), perform(batch))[1]
+    )
     assert rank.save(1) == {DONE: 4}
-    for work_id in range(3):  # gather, seal, put
-        rank.executor._inbox.put(WorkDone(WorkId(work_id), (FAILED,) * 4))
+    for batch in batches:  # gather, seal, put
+        rank.executor._inbox.put(BatchDone(batch, (FAILED,) * 4))
     assert rank.save(2) == {EXISTED: 4}
     assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
@@ -631,8 +637,8 @@ def test_what_waits_for_a_lane_that_is_given_up_fails(
 NUM_GRAPHS = 1000
 
 
-def all_done(work: Work) -> tuple[CellOutcome, ...]:
-    return (DONE,) * len(work.cells)
+def all_done(batch: Batch) -> tuple[CellOutcome, ...]:
+    return (DONE,) * len(batch.cells)
 
 
 def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:

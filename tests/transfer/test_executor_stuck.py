@@ -33,7 +33,8 @@ from vllm_kvpool.storage import breaker
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor
 from vllm_kvpool.transfer.engine import lane_names
-from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_STUCK
+from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_HUNG
+from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
     DemotionDone,
@@ -46,7 +47,6 @@ from vllm_kvpool.transfer.ops import (
     SaveGathered,
     SavePlan,
     TierHealth,
-    Work,
 )
 
 NEVER_S = 1000.0
@@ -66,9 +66,9 @@ class Gates:
         self.entered: SimpleQueue[threading.Event] = SimpleQueue()
         self._gates: list[threading.Event] = []
 
-    def __call__(self, work: Work) -> tuple[CellOutcome, ...]:
+    def __call__(self, batch: Batch) -> tuple[CellOutcome, ...]:
         self.calls += 1
-        if work.lane in self.hangs:
+        if batch.lane in self.hangs:
             gate = threading.Event()
             self._gates.append(gate)
             self.entered.put(gate)
@@ -77,7 +77,7 @@ class Gates:
                 raise SystemExit("dies")
             if self.loses:
                 raise BuffersInUse("given up")
-        return all_done(work)
+        return all_done(batch)
 
     def next_gate(self) -> threading.Event:
         return self.entered.get(timeout=LIMIT_S)
@@ -104,12 +104,12 @@ class Ward:
             one_cell=gated,
             lanes=SINGLE | {GET: get_lanes},
             call_timeout_s=NEVER_S,
-            on_stuck=self._stuck,
+            on_hung=self._hung,
         )
         self._ranks.append(rank)
         return rank
 
-    def _stuck(self, lane: LaneName) -> None:
+    def _hung(self, lane: LaneName) -> None:
         """On the engine thread, in the middle of its look: this one is enough."""
         for rank in self._ranks:
             rank.executor._call_timeout_s = NEVER_S
@@ -171,7 +171,7 @@ def ended(threads: list[threading.Thread]) -> bool:
 
 def check_is_clean(rank: Rank) -> None:
     """When all calls have returned."""
-    wait_for(lambda: not rank.executor._stuck)
+    wait_for(lambda: not rank.executor._hung)
     assert rank.close()
     rank.check_is_idle()
     slots = rank.engine.context.host_cache.slots
@@ -232,7 +232,7 @@ def test_slots_of_a_call_that_the_store_gave_up_are_never_used_again(
     wait_for(lambda: level(rank, "kvpool_slots{state=quarantined}") == 1)
     rank.executor.post(one_cell_plan(LoadPlan, 2))
     assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)], "the lane goes on"
-    assert not rank.executor._stuck
+    assert not rank.executor._hung
     assert not rank.close(), "memory may be released that is still touched"
     assert rank.engine.context.host_cache.slots.num_quarantined == 1
     assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
@@ -306,9 +306,9 @@ def test_a_tier_that_is_away_is_not_asked_until_it_is_there(ward: Ward) -> None:
 def test_a_lane_in_which_too_many_hang_refuses_at_once_until_one_returns(ward: Ward) -> None:
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
-    gates = [ward.hang(rank, one_cell_plan(LoadPlan, job)) for job in range(MAX_STUCK + 1)]
-    reports = rank.reports(MAX_STUCK + 1)
-    assert reports == [LoadDone(JobId(i), f"r{i}", 0, TIMED_OUT) for i in range(MAX_STUCK + 1)]
+    gates = [ward.hang(rank, one_cell_plan(LoadPlan, job)) for job in range(MAX_HUNG + 1)]
+    reports = rank.reports(MAX_HUNG + 1)
+    assert reports == [LoadDone(JobId(i), f"r{i}", 0, TIMED_OUT) for i in range(MAX_HUNG + 1)]
     assert threads_of(rank, GET) == []
     before = ward.gates.calls
     rank.executor.post(one_cell_plan(LoadPlan, 10))
@@ -326,14 +326,14 @@ def test_a_lane_in_which_too_many_hang_refuses_at_once_until_one_returns(ward: W
 def test_what_waits_for_a_lane_that_refuses_fails(ward: Ward) -> None:
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
-    for job in range(MAX_STUCK):
+    for job in range(MAX_HUNG):
         ward.hang(rank, one_cell_plan(LoadPlan, job))
-    rank.executor.post(one_cell_plan(LoadPlan, MAX_STUCK))
+    rank.executor.post(one_cell_plan(LoadPlan, MAX_HUNG))
     ward.gates.next_gate()
     rank.executor.post(one_cell_plan(LoadPlan, 10))
     assert has_taken_all(rank.executor)  # it waits in the lane
     ward.give_up(rank)
-    reports = rank.reports(MAX_STUCK + 2)
+    reports = rank.reports(MAX_HUNG + 2)
     assert LoadDone(JobId(10), "r10", 0, FAILED) in reports
     ward.gates.open_all()
     check_is_clean(rank)
@@ -347,9 +347,9 @@ def test_a_lane_has_all_its_threads_again_when_its_calls_have_returned(
     assert len(threads_of(rank, GET)) == get_lanes
     ward.gates.hangs.add(GET)
     for turn in range(2):
-        for count in range(MAX_STUCK + get_lanes):
+        for count in range(MAX_HUNG + get_lanes):
             ward.hang(rank, one_cell_plan(LoadPlan, 10 * turn + count))
-        assert len(rank.reports(MAX_STUCK + get_lanes)) == MAX_STUCK + get_lanes
+        assert len(rank.reports(MAX_HUNG + get_lanes)) == MAX_HUNG + get_lanes
         assert threads_of(rank, GET) == []
         ward.gates.open_all()
         ward.gates.hangs.add(GET)
@@ -365,7 +365,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs_and_says_so(ward: Ward) -> 
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
-    [left] = [lane.thread for lane in rank.executor._stuck.values()]
+    [left] = [lane.thread for lane in rank.executor._hung.values()]
     began = time.monotonic()
     assert not rank.close(0.1)
     assert time.monotonic() - began < 0.1 + 2 * LANE_JOIN_S + SLACK_S
@@ -377,7 +377,7 @@ def test_closing_after_a_call_has_returned_is_as_if_it_had_never_hung(ward: Ward
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
-    [left] = [lane.thread for lane in rank.executor._stuck.values()]
+    [left] = [lane.thread for lane in rank.executor._hung.values()]
     gate.set()
     assert ended([left])
     check_is_clean(rank)
@@ -392,7 +392,7 @@ def test_a_thread_that_dies_after_it_was_left_answers_by_that(ward: Ward, how: s
     rank = ward.rank(gated=True)
     ward.gates.hangs.add(GET)
     gate = ward.hang(rank, one_cell_plan(LoadPlan, 1))
-    [left] = rank.executor._stuck.values()
+    [left] = rank.executor._hung.values()
     assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, TIMED_OUT)]
     if how == "is thrown":
         throw_into(left.thread)
@@ -403,7 +403,7 @@ def test_a_thread_that_dies_after_it_was_left_answers_by_that(ward: Ward, how: s
     ward.gates.hangs.clear()
     gate.set()
     assert ended([left.thread])
-    wait_for(lambda: not rank.executor._stuck)
+    wait_for(lambda: not rank.executor._hung)
     rank.executor.post(one_cell_plan(LoadPlan, 2))
     assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)]
     check_is_clean(rank)
@@ -425,7 +425,7 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
     busy_since = lane.busy_since
     looked = threading.Event()
 
-    def returns_now() -> tuple[Work, float] | None:
+    def returns_now() -> tuple[Batch, float] | None:
         busy = busy_since()
         if busy is not None and not looked.is_set():
             gate.set()

@@ -19,7 +19,7 @@ from tests.transfer.engine_bench import (
 )
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from vllm_kvpool.transfer.context import MAX_TRIES, Tier, retry_pause_s
-from vllm_kvpool.transfer.ops import CellOutcome, WorkId
+from vllm_kvpool.transfer.ops import CellOutcome
 
 LONG_S = 1.0  # after it every retry is due
 
@@ -47,7 +47,7 @@ def test_a_cell_that_turns_out_bad_is_asked_of_the_next() -> None:
     assert "loaded 1 to 1 done" in bench.run()
 
 
-def met_a_bad_cell(*tiers: Tier) -> tuple[Bench, WorkId]:
+def met_a_bad_cell(*tiers: Tier) -> tuple[Bench, int]:
     """A bench whose load has met the bad cell `a` in the first tier, and that cell's removal."""
     bench = Bench(*tiers)
     bench.load(1, "a")
@@ -94,7 +94,7 @@ def test_a_bad_cell_of_a_further_tier_is_not_asked_for_while_it_is_being_removed
 
 def test_a_removal_that_is_stuck_does_not_hide_what_comes_back() -> None:
     bench, removal = met_a_bad_cell(DISK)
-    bench.stuck(removal)
+    bench.hangs(removal)
     bench.after(FIRST_PAUSE_S)
     [told] = bench.load(2, "a")
     assert told.endswith("get-0 a")
@@ -203,7 +203,7 @@ def test_a_load_does_not_wait_for_a_removal_beyond_its_deadline(met_by: int) -> 
 
 def test_a_load_does_not_wait_for_a_removal_that_is_stuck() -> None:
     bench, removal = met_a_bad_cell(DISK)
-    assert bench.stuck(removal) == ["loaded 1 to 0 corrupt"]
+    assert bench.hangs(removal) == ["loaded 1 to 0 corrupt"]
     bench.late(removal)
     assert bench.is_clean
 

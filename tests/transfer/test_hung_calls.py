@@ -13,11 +13,11 @@ from tests.transfer.engine_bench import (
     TIMEOUT_S,
     UNREACHABLE,
     Bench,
-    two_works,
+    two_batches,
     words,
 )
 from vllm_kvpool.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from vllm_kvpool.transfer.ops import CellOutcome, OpKind, WorkId
+from vllm_kvpool.transfer.ops import CellOutcome, OpKind
 
 LATE = pytest.mark.parametrize("late", [DONE, FAILED, MISSING, UNREACHABLE])
 
@@ -31,9 +31,9 @@ def test_cells_of_a_get_that_is_stuck_are_asked_of_the_next_tier_in_new_slots(
 ) -> None:
     bench = Bench(MEMORY, DISK)
     bench.load(1, "a b")
-    old = {cell.slot for cell in bench.running[0].cells}
-    assert bench.stuck(0) == ["1 get-1 a b"]
-    assert not old & {cell.slot for cell in bench.running[1].cells}
+    old = set(bench.running[0].slots)
+    assert bench.hangs(0) == ["1 get-1 a b"]
+    assert not old & set(bench.running[1].slots)
     assert bench.slots() == "0 2 2"
     assert bench.run() == ["check a b", "scatter a b", "loaded 1 to 2 done"]
     assert bench.engine.idle
@@ -48,16 +48,16 @@ def test_with_one_tier_the_load_stops_in_time_and_nothing_is_scattered_late(
 ) -> None:
     bench = Bench(DISK)
     bench.load(1, "a b")
-    assert bench.stuck(0) == ["loaded 1 to 0 timed_out"]
+    assert bench.hangs(0) == ["loaded 1 to 0 timed_out"]
     assert bench.slots() == "2 0 2"
     assert bench.late(0, late) == []
     assert bench.is_clean
 
 
 def test_chunks_before_the_one_that_is_stuck_are_loaded() -> None:
-    bench = two_works(DISK)
+    bench = two_batches(DISK)
     bench.load(1, "a b")
-    assert bench.stuck(1) == []
+    assert bench.hangs(1) == []
     assert bench.ends(0) == ["2 check a"]
     assert bench.run() == ["scatter a", "loaded 1 to 1 timed_out"]
     bench.late(1)
@@ -67,7 +67,7 @@ def test_chunks_before_the_one_that_is_stuck_are_loaded() -> None:
 def test_a_slot_in_quarantine_is_nobodys_until_the_late_answer() -> None:
     bench = Bench(MEMORY, DISK, slots=1, reserve=0)
     bench.load(1, "a")
-    assert bench.stuck(0) == []  # no slot for the next try
+    assert bench.hangs(0) == []  # no slot for the next try
     assert bench.slots() == "0 0 1"
     assert bench.late(0) == ["1 get-1 a"]
     assert bench.run()[-1] == "loaded 1 to 1 done"
@@ -75,11 +75,11 @@ def test_a_slot_in_quarantine_is_nobodys_until_the_late_answer() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_works_of_a_lane_may_be_stuck(order: tuple[int, int]) -> None:
-    bench = two_works(MEMORY, DISK, slots=6)
+def test_two_batches_of_a_lane_may_be_stuck(order: tuple[int, int]) -> None:
+    bench = two_batches(MEMORY, DISK, slots=6)
     bench.load(1, "a b")
-    assert bench.stuck(0) == ["2 get-1 a"]
-    assert bench.stuck(1) == ["3 get-1 b"]
+    assert bench.hangs(0) == ["2 get-1 a"]
+    assert bench.hangs(1) == ["3 get-1 b"]
     assert bench.slots() == "2 2 2"
     first, second = order
     bench.late(first)
@@ -92,9 +92,9 @@ def test_two_works_of_a_lane_may_be_stuck(order: tuple[int, int]) -> None:
 def test_a_cell_may_be_stuck_in_one_tier_after_another() -> None:
     bench = Bench(MEMORY, DISK, DISK, slots=3)
     bench.load(1, "a")
-    assert bench.stuck(0) == ["1 get-1 a"]
-    assert bench.stuck(1) == ["2 get-2 a"]
-    assert bench.stuck(2) == ["loaded 1 to 0 timed_out"]
+    assert bench.hangs(0) == ["1 get-1 a"]
+    assert bench.hangs(1) == ["2 get-2 a"]
+    assert bench.hangs(2) == ["loaded 1 to 0 timed_out"]
     assert bench.slots() == "0 0 3"
     for work in (1, 0, 2):
         bench.late(work)
@@ -106,7 +106,7 @@ def test_a_load_that_has_given_up_before_leaves_its_slot_in_quarantine() -> None
     bench.load(1, "a")
     assert bench.after(TIMEOUT_S) == ["loaded 1 to 0 timed_out"]
     assert bench.slots() == "3 0 1"
-    assert bench.stuck(0) == []  # nobody wants it
+    assert bench.hangs(0) == []  # nobody wants it
     assert bench.slots() == "3 0 1"
     bench.late(0)
     assert bench.is_clean
@@ -116,7 +116,7 @@ def test_a_load_that_is_cancelled_before_wants_nothing_more() -> None:
     bench = Bench(MEMORY, DISK)
     bench.load(1, "a")
     assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
-    assert bench.stuck(0) == []
+    assert bench.hangs(0) == []
     assert bench.slots() == "3 0 1"
     bench.late(0)
     assert bench.is_clean
@@ -127,12 +127,12 @@ def test_a_reset_and_a_get_that_is_stuck(stuck_first: bool) -> None:
     bench = Bench(MEMORY, DISK, slots=6, keep=3)
     bench.load(1, "a")
     if stuck_first:
-        assert bench.stuck(0) == ["1 get-1 a"]
+        assert bench.hangs(0) == ["1 get-1 a"]
         bench.drop_saves(forget=True)
         assert bench.ends(1) == ["loaded 1 to 0 cancelled"]
     else:
         bench.drop_saves(forget=True)
-        assert bench.stuck(0) == ["loaded 1 to 0 cancelled"]
+        assert bench.hangs(0) == ["loaded 1 to 0 cancelled"]
     assert bench.slots() == "5 0 1"
     assert bench.late(0) == []
     assert bench.cells() == ""
@@ -142,7 +142,7 @@ def test_a_reset_and_a_get_that_is_stuck(stuck_first: bool) -> None:
 def test_who_wants_the_cell_again_gets_it_from_elsewhere() -> None:
     bench = Bench(MEMORY, DISK)
     bench.load(1, "a")
-    bench.stuck(0)
+    bench.hangs(0)
     assert bench.load(2, "a") == []  # it shares the fetch from the next tier
     assert bench.run()[-2:] == ["loaded 1 to 1 done", "loaded 2 to 1 done"]
     assert bench.load(3, "a") == ["4 get-1 a"]  # the first tier is left alone
@@ -154,7 +154,7 @@ def test_who_wants_the_cell_again_gets_it_from_elsewhere() -> None:
 def test_a_prefetch_that_is_stuck_goes_on_in_the_next_tier() -> None:
     bench = Bench(MEMORY, DISK, slots=6, keep=3)
     bench.prefetch(1, "a b")
-    assert bench.stuck(0) == ["1 get-1 a b"]
+    assert bench.hangs(0) == ["1 get-1 a b"]
     bench.run()
     assert bench.cells() == "a b"
     bench.late(0)
@@ -165,7 +165,7 @@ def test_what_waits_behind_a_work_that_is_stuck_goes_elsewhere_at_once() -> None
     limits = {OpKind.GET: SINGLE}
     bench = Bench(MEMORY, DISK, slots=8, lanes=limits)
     bench.load(1, "a b c d")
-    assert words(bench.stuck(0)) == ["get-1 c", "get-1 d"]
+    assert words(bench.hangs(0)) == ["get-1 c", "get-1 d"]
     assert bench.engine.context.breakers[0].is_open(bench.clock())
     bench.ends(1)
     assert bench.run()[-1] == "loaded 1 to 4 done"
@@ -176,7 +176,7 @@ def test_what_waits_behind_a_work_that_is_stuck_goes_elsewhere_at_once() -> None
 def test_a_tier_with_a_call_that_was_stuck_is_asked_again_after_a_pause() -> None:
     bench = Bench(DISK)
     bench.load(1, "a")
-    bench.stuck(0)
+    bench.hangs(0)
     assert bench.load(2, "a") == ["loaded 2 to 0 unreachable"]
     bench.after(FIRST_PAUSE_S)
     assert bench.load(3, "a") == ["1 get-0 a"]
@@ -188,7 +188,7 @@ def test_a_tier_with_a_call_that_was_stuck_is_asked_again_after_a_pause() -> Non
 def test_a_late_answer_says_nothing_about_the_tier() -> None:
     bench = Bench(DISK)
     bench.load(1, "a")
-    bench.stuck(0)
+    bench.hangs(0)
     pause = bench.engine.context.breakers[0].closed_at
     bench.late(0, DONE)
     assert bench.engine.context.breakers[0].closed_at == pause
@@ -203,7 +203,7 @@ def test_loads_go_on_while_a_put_is_stuck_and_saves_wait() -> None:
     bench.save(1, "a")
     bench.ends(0)
     bench.ends(1)
-    bench.stuck(2)
+    bench.hangs(2)
     assert bench.load(2, "b") == ["3 get-0 b"]
     bench.run()
     assert bench.save(3, "c")[-1] == "saved 3: 1 unreachable"
@@ -220,15 +220,15 @@ def test_a_save_whose_put_is_stuck_is_reported_and_its_slot_stays_out_of_use(
     bench.save(1, "a")
     bench.ends(0)
     bench.ends(1)
-    lent = bench.running[2].cells[0].slot
-    told = bench.stuck(2)
+    [lent] = bench.running[2].slots
+    told = bench.hangs(2)
     assert told[-1] == "saved 1: 1 timed_out"
     assert bench.engine.idle
     free = bench.host_cache.slots.num_free
     assert bench.slots() == f"{free} 1 0"
     # Whoever wants the cell finds it here, and nobody writes into its slot.
     assert bench.load(2, "a") == ["3 scatter a"]
-    assert bench.running[3].cells[0].slot == lent
+    assert bench.running[3].slots == [lent]
     assert bench.ends(3) == ["loaded 2 to 1 done"]
     bench.load(3, " ".join(f"{chunk}0" for chunk in "bcdefgh"))
     assert bench.engine.context.host_cache.get("a").slot == lent
@@ -244,14 +244,14 @@ def test_a_full_host_tier_does_not_take_the_slot_of_a_put_that_is_stuck() -> Non
     bench.save(1, "a")
     bench.ends(0)
     bench.ends(1)
-    lent = bench.running[2].cells[0].slot
-    bench.stuck(2)
+    [lent] = bench.running[2].slots
+    bench.hangs(2)
     bench.after(FIRST_PAUSE_S)
     for job, cell in enumerate("bcdef", 2):
         bench.load(job, cell)
         while bench.running:
             work = next(iter(bench.running))
-            assert lent not in [each.slot for each in bench.running[work].cells]
+            assert lent not in bench.running[work].slots
             bench.ends(work)
     assert bench.host_cache.get("a") is not None
     bench.late(2)
@@ -263,7 +263,7 @@ def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_is_stuck()
     bench.save(1, "a")
     bench.run_but("put-0", "put-1")
     assert sorted(bench.running) == [2, 3]
-    bench.stuck(2)
+    bench.hangs(2)
     assert bench.engine.num_saves > 0
     assert bench.ends(3) == ["saved 1: 1 done"]
     assert bench.slots() == "3 1 0"
@@ -275,8 +275,8 @@ def test_one_cell_may_be_stuck_in_two_tiers() -> None:
     bench = Bench(MEMORY, DISK)
     bench.save(1, "a")
     bench.run_but("put-0", "put-1")
-    assert bench.stuck(2) == []
-    assert bench.stuck(3) == ["saved 1: 1 timed_out"]
+    assert bench.hangs(2) == []
+    assert bench.hangs(3) == ["saved 1: 1 timed_out"]
     bench.late(2)
     assert bench.slots() == "3 1 0"
     bench.late(3)
@@ -287,7 +287,7 @@ def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_is_stuck() -> None:
     bench = Bench(FAR)
     bench.save(1, "a")
     bench.run_but("put-0")
-    assert bench.stuck(2) == ["saved 1: 1 timed_out"]
+    assert bench.hangs(2) == ["saved 1: 1 timed_out"]
     assert bench.after(LONGEST_PAUSE_S) == []
     bench.late(2)
     assert bench.is_clean
@@ -299,8 +299,8 @@ def test_saves_that_are_dropped_and_a_put_that_is_stuck(stuck_first: bool, forge
     bench = Bench(DISK, slots=6, keep=3)
     bench.save(1, "a")
     bench.run_but("put-0")
-    told = bench.stuck(2) if stuck_first else bench.drop_saves(forget=forget)
-    told += bench.drop_saves(forget=forget) if stuck_first else bench.stuck(2)
+    told = bench.hangs(2) if stuck_first else bench.drop_saves(forget=forget)
+    told += bench.drop_saves(forget=forget) if stuck_first else bench.hangs(2)
     saved = [line for line in told if line.startswith("saved")]
     assert saved in (["saved 1: 1 timed_out"], ["saved 1: 1 cancelled"])
     assert bench.slots() == "5 1 0"
@@ -314,15 +314,15 @@ def test_a_dirty_cell_whose_put_is_stuck_is_held_until_the_answer() -> None:
     bench.save(1, "a b")
     bench.run_but("put-0")
     put = next(iter(bench.running))
-    lent = {cell.slot for cell in bench.running[put].cells}
+    lent = set(bench.running[put].slots)
     assert len(lent) == 2
-    bench.stuck(put)
+    bench.hangs(put)
     assert bench.cells() == "a b"  # no copy is tried again, as with one that fails
     assert bench.counted("kvpool_evicted_cells", tier="host", fate="lost") == 2
     bench.after(FIRST_PAUSE_S)
     bench.load(2, "c d")
     for work in list(bench.running):
-        assert not lent & {cell.slot for cell in bench.running[work].cells}
+        assert not lent & set(bench.running[work].slots)
     bench.run()
     assert {"a", "b"} <= set(bench.cells().split())
     bench.late(put)
@@ -339,7 +339,7 @@ def test_a_hand_down_with_a_call_that_is_stuck_ends(lane: str, keep: int) -> Non
     bench.hand_down(-1, 0, "a b")
     bench.run_but(lane)
     [work] = bench.running
-    told = bench.stuck(work) + bench.run(lambda name, key: MISSING)
+    told = bench.hangs(work) + bench.run(lambda name, key: MISSING)
     assert told[-1] == "handed down -1: 0"
     assert bench.engine.idle
     bench.late(work)
@@ -360,7 +360,7 @@ def test_the_removal_of_a_bad_cell_may_be_stuck() -> None:
     bench.load(1, "a")
     bench.ends(0, CellOutcome.CORRUPT)
     [work] = [n for n, each in bench.running.items() if each.lane.kind is OpKind.REMOVE]
-    assert bench.stuck(work) == []
+    assert bench.hangs(work) == []
     assert bench.run()[-1] == "loaded 1 to 1 done"
     assert bench.late(work) == []
     assert bench.is_clean
@@ -370,12 +370,13 @@ def test_the_removal_of_a_bad_cell_may_be_stuck() -> None:
 
 
 def test_what_is_stuck_can_be_asked_for() -> None:
-    bench = two_works(MEMORY, DISK)
+    bench = two_batches(MEMORY, DISK)
     bench.load(1, "a")
-    bench.stuck(0)
-    stuck = bench.engine.hung_calls
-    assert (len(stuck), WorkId(0) in stuck, WorkId(1) in stuck) == (1, True, False)
-    assert (stuck.num_slots_written, stuck.slots_read) == (1, set())
+    bench.hangs(0)
+    first, second = bench.hanging[0], bench.running[1]
+    hung = bench.engine.hung_calls
+    assert (len(hung), first in hung, second in hung) == (1, True, False)
+    assert (hung.num_slots_written, hung.slots_read) == (1, set())
     bench.run()
     bench.late(0)
-    assert (len(stuck), WorkId(0) in stuck, stuck.num_slots_written) == (0, False, 0)
+    assert (len(hung), first in hung, hung.num_slots_written) == (0, False, 0)

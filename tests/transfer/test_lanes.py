@@ -18,7 +18,8 @@ from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
-from vllm_kvpool.transfer.lanes import LaneWork
+from vllm_kvpool.transfer.graph import Batch
+from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.ops import (
     HOST,
     Cell,
@@ -27,9 +28,6 @@ from vllm_kvpool.transfer.ops import (
     LaneName,
     OpKind,
     Owner,
-    Work,
-    WorkCell,
-    WorkId,
 )
 
 PAYLOAD_BYTES = 1000
@@ -60,7 +58,7 @@ class Bench:
         self.arena = Arena(8 * SLOT_ALIGNMENT, CELL_BYTES)
         self.gatherer, self.scatterer = FakeCopier(), FakeCopier()
         self.registry, self.trace = MetricsRegistry(), FakeTrace()
-        self.work = LaneWork(
+        self.runner = BatchRunner(
             tuple(self.stores),
             ("near", "far"),
             self.arena,
@@ -77,7 +75,7 @@ class Bench:
         self.clock.advance(self.takes_s)
 
     def perform(self, kind: OpKind, *keys: str, tier: int = 0) -> tuple[CellOutcome, ...]:
-        return self.work.perform(work(kind, *keys, tier=tier))
+        return tuple(self.runner.perform(batch_of(kind, *keys, tier=tier)))
 
     def fill(self, slot: int, payload: bytes) -> None:
         self.arena.buffer(Slot(slot), CELL_BYTES).view[HEADER_BYTES:] = payload
@@ -101,7 +99,7 @@ class Bench:
         return {k: v for k, v in self.registry.snapshot().items() if k.startswith(name)}
 
 
-def work(
+def batch_of(
     kind: OpKind,
     *keys: str,
     tier: int = 0,
@@ -110,28 +108,23 @@ def work(
     chunk: int = 0,
     ready_at: float = 99.5,
     attempt: int = 1,
-) -> Work:
+) -> Batch:
     """The batch of `keys`, in slots 0, 1, …"""
     whole = LocalCell(HeadShard(0), LayerSpan(4, 6), 1, 2, 0, 2, ROW_BYTES)
     cell = replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
     where = pages or (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     moves = kind in (OpKind.GATHER, OpKind.SCATTER)
-    return Work(
-        WorkId(0),
-        LaneName(kind, tier if kind in TIERS else HOST),
-        tuple(
-            WorkCell(
-                Cell(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
-                if moves
-                else Cell(key, ChunkRef("chunk"), CELL_BYTES),
-                None if kind is OpKind.REMOVE else Slot(i),
-            )
-            for i, key in enumerate(keys)
-        ),
-        ready_at,
-        (Owner("a", 1), Owner("b", 2)),
-        attempt,
-    )
+    batch = Batch(LaneName(kind, tier if kind in TIERS else HOST), (), 0)
+    batch.cells = [
+        Cell(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
+        if moves
+        else Cell(key, ChunkRef("chunk"), CELL_BYTES)
+        for key in keys
+    ]
+    batch.slots = [None if kind is OpKind.REMOVE else Slot(i) for i in range(len(keys))]
+    batch.ready_at, batch.attempt, batch.generation = ready_at, attempt, 0
+    batch.owners = (Owner("a", 1), Owner("b", 2))
+    return batch
 
 
 def payload_of(key: str) -> bytes:
@@ -274,8 +267,9 @@ def test_what_is_no_fault_of_the_store_fails_and_is_counted() -> None:
     bench.stores[0].inject(Fault.CRASH)
     for kind in (OpKind.GATHER, OpKind.SCATTER, *TIERS):
         assert bench.perform(kind, "key-a") == (FAILED,)
-    nowhere = work(OpKind.GET, "key-a")._replace(lane=LaneName(OpKind.SCATTER, HOST))
-    assert bench.work.perform(nowhere) == (FAILED,)  # its cell says nothing of pages
+    nowhere = batch_of(OpKind.GET, "key-a")
+    nowhere.lane = LaneName(OpKind.SCATTER, HOST)
+    assert bench.runner.perform(nowhere) == [FAILED]  # its cell says nothing of pages
     bugs = bench.registry.snapshot()["kvpool_failures{kind=bug}"]
     assert bugs == 3 + len(TIERS)
 
@@ -298,8 +292,8 @@ def test_a_move_is_clipped_to_its_job(
     kind: OpKind, pages: JobPages, chunk: int, tokens: tuple[int, int]
 ) -> None:
     bench = Bench()
-    batch = work(kind, "key-a", "key-b", pages=(pages,), chunk=chunk)
-    assert bench.work.perform(batch) == (DONE, DONE)
+    batch = batch_of(kind, "key-a", "key-b", pages=(pages,), chunk=chunk)
+    assert bench.runner.perform(batch) == [DONE, DONE]
     moves, others = bench.gatherer.gathered, bench.scatterer.scattered
     if kind is OpKind.SCATTER:
         moves, others = others, moves
@@ -330,8 +324,8 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
     bench = Bench()
     pages = (JobPages((5, 6), 64, 70, 128), JobPages((9,), 0, 0, 20), JobPages((7,), 96, 96, 120))
     pieces = (Piece(2, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3))
-    batch = work(kind, "key-a", pages=pages, pieces=pieces, chunk=3)
-    assert bench.work.perform(batch) == (DONE,)
+    batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=3)
+    assert bench.runner.perform(batch) == [DONE]
     payload = bench.arena.payload_address(Slot(0))
     moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
     first = CellMove(payload, 0, 1, 1, 2, (7,), 96, 96, CHUNK_TOKENS, 96, 120)
@@ -350,8 +344,8 @@ def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
         JobPages((), 0, 0, 0),  # none of it is left
     )
     pieces = (Piece(1, 0, 1, 1, 2, 0), Piece(0, 1, 2, 1, 2, 3), Piece(2, 2, 3, 1, 2, 6))
-    batch = work(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
-    assert bench.work.perform(batch) == (DONE,)
+    batch = batch_of(OpKind.SCATTER, "key-a", pages=pages, pieces=pieces, chunk=3)
+    assert bench.runner.perform(batch) == [DONE]
     [moved] = bench.scatterer.scattered
     assert isinstance(moved, CellMove)
     assert (moved.layer_start, moved.block_ids, moved.token_start) == (1, (7,), 96)
@@ -408,11 +402,11 @@ def test_a_call_of_a_tier_is_counted_by_its_name(
 def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
     bench = Bench()
     tier = "far" if kind in TIERS else "host"
-    batch = work(kind, "key-a", tier=1, ready_at=99.5, attempt=attempt)
+    batch = batch_of(kind, "key-a", tier=1, ready_at=99.5, attempt=attempt)
     if kind in TIERS:
         bench.stores[1].inject(Fault.SLOW, kind.value)
     began = bench.clock()
-    outcomes = bench.work.perform(batch)
+    outcomes = tuple(bench.runner.perform(batch))
     took = bench.clock() - began
     assert (took > 0) == (kind in TIERS)
     series = f"lane={kind.value},tier={tier}"
@@ -441,5 +435,5 @@ def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
 def test_a_batch_that_was_ready_only_now_has_not_waited() -> None:
     """Clocks of two threads may be read in the other order."""
     bench = Bench()
-    bench.work.perform(work(OpKind.SEAL, "key-a", ready_at=bench.clock() + 0.001))
+    bench.runner.perform(batch_of(OpKind.SEAL, "key-a", ready_at=bench.clock() + 0.001))
     assert buckets(bench.counts("kvpool_op_wait"), ".sum") == {"lane=seal,tier=host": 0}

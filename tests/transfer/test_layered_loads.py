@@ -153,7 +153,7 @@ def test_any_order_and_any_bad_cells(
     while here.running:
         number = order.choice(sorted(here.running))
         work = here.running[number]
-        keys = [cell.cell.key for cell in work.cells]
+        keys = [cell.key for cell in work.cells]
         is_get = work.lane.kind is OpKind.GET
         if work.lane.kind is OpKind.SCATTER:
             scattered.update(keys)

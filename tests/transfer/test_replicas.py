@@ -24,7 +24,6 @@ from vllm_kvpool.transfer.ops import (
     Lent,
     LoanEnded,
     LoanOver,
-    WorkCell,
 )
 from vllm_kvpool.transfer.replicas import CARD_BYTES, Card, ReplicaExchange
 
@@ -115,7 +114,7 @@ class Pair:
     def borrow(self) -> list[CellOutcome]:
         buffers = [self.arena.buffer(Slot(i), CELL_BYTES) for i in range(2)]
         cells = [
-            WorkCell(Cell(key, ChunkRef(key, "a", i), CELL_BYTES, PLACE, (), True, 1), Slot(i))
+            Cell(key, ChunkRef(key, "a", i), CELL_BYTES, PLACE, fetcher=1)
             for i, key in enumerate("ab")
         ]
         return self.borrower.borrow(cells, buffers, GENERATION)

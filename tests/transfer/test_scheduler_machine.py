@@ -125,7 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.nothing_more_may_start(lane)
 
     def started(self, batch: Batch) -> None:
-        lane, limits = batch.lane, batch.lane.limits
+        lane = self.scheduler.lanes[batch.lane]
+        limits = lane.limits
         sizes = [op.nbytes for op in batch.ops]
         assert len({op.priority for op in batch.ops}) == 1
         assert 1 <= len(batch.ops) <= limits.batch_ops
@@ -137,13 +138,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert op.what not in self.refused
             known.state = OpState.RUNNING
         self.running.append(batch)
-        beside = [each for each in self.running if each.lane is lane]
+        beside = [each for each in self.running if each.lane == lane.key]
         assert len(beside) <= limits.batches
         total = sum(each.nbytes for each in beside)
         assert total <= limits.budget_bytes or (len(beside), len(batch.ops)) == (1, 1)
 
     def nothing_more_may_start(self, lane: Lane) -> None:
-        beside = [each for each in self.running if each.lane is lane]
+        beside = [each for each in self.running if each.lane == lane.key]
         if len(beside) < lane.limits.batches:
             room = lane.limits.budget_bytes - sum(each.nbytes for each in beside)
             heads = {op.priority: op for op in reversed(self.ready_in(lane))}

@@ -8,14 +8,14 @@ from tests.transfer.engine_bench import (
     FAR,
     MEMORY,
     Bench,
-    two_works,
+    two_batches,
     words,
 )
 from vllm_kvpool.storage.breaker import LONGEST_PAUSE_S
 
 
 def test_what_waits_for_a_tier_that_has_gone_away_goes_elsewhere() -> None:
-    bench = two_works(MEMORY, DISK, slots=8)
+    bench = two_batches(MEMORY, DISK, slots=8)
     bench.load(1, "a b c d")
     assert words(bench.health(0, up=False)) == ["get-1 c", "get-1 d"]
     assert words(bench.load(2, "e")) == []
@@ -31,7 +31,7 @@ def test_what_waits_for_a_tier_that_has_gone_away_goes_elsewhere() -> None:
 
 
 def test_saves_skip_a_tier_that_has_gone_away() -> None:
-    bench = two_works(MEMORY, DISK, slots=8)
+    bench = two_batches(MEMORY, DISK, slots=8)
     bench.save(1, "a b c d")
     bench.run_but("put-0", "put-1")
     assert sum(work.lane.tier == 0 for work in bench.running.values()) == 2
@@ -66,7 +66,7 @@ def test_tries_that_are_to_come_are_given_up_when_the_tier_goes_away() -> None:
 
 
 def test_a_removal_that_waits_is_given_up_when_the_tier_goes_away() -> None:
-    bench = two_works(DISK, FAR, slots=8, write_back=True)
+    bench = two_batches(DISK, FAR, slots=8, write_back=True)
     bench.hand_down(-1, 0, "a b c")
     bench.run_but("remove-0")
     assert len(bench.running) == 2
@@ -76,7 +76,7 @@ def test_a_removal_that_waits_is_given_up_when_the_tier_goes_away() -> None:
 
 
 def test_what_was_under_way_does_not_bring_a_tier_back() -> None:
-    bench = two_works(DISK)
+    bench = two_batches(DISK)
     bench.load(1, "a b")
     bench.health(0, up=False)
     bench.ends(0, DONE)
@@ -87,7 +87,7 @@ def test_what_was_under_way_does_not_bring_a_tier_back() -> None:
 def test_a_tier_that_is_there_again_is_asked_though_its_pause_is_not_over() -> None:
     bench = Bench(DISK)
     bench.load(1, "a")
-    bench.stuck(0)
+    bench.hangs(0)
     assert bench.load(2, "a") == ["loaded 2 to 0 unreachable"]
     bench.health(0, up=True)
     assert bench.load(3, "a") == ["1 get-0 a"]
@@ -105,11 +105,11 @@ def test_news_of_a_tier_may_come_twice() -> None:
 
 
 def test_a_call_that_is_stuck_does_not_end_the_hold_on_its_tier() -> None:
-    bench = two_works(DISK)
+    bench = two_batches(DISK)
     bench.load(1, "a b")
     bench.health(0, up=False)
-    bench.stuck(0)
-    bench.stuck(1)
+    bench.hangs(0)
+    bench.hangs(1)
     bench.after(LONGEST_PAUSE_S)
     assert bench.load(2, "a") == ["loaded 2 to 0 unreachable"]
     bench.late(0)

@@ -56,7 +56,7 @@ from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
-from vllm_kvpool.transfer.lanes import LaneWork
+from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
@@ -332,7 +332,7 @@ class WorkerSide:
         if config.trace_file:
             path = Path(f"{config.trace_file}.{self._number}.json")
             self._trace = TraceFile(path, f"kvpool rank {self._number}", os.getpid())
-        work = LaneWork(
+        runner = BatchRunner(
             stores=self._tiers.stores,
             names=self._tiers.names,
             arena=arena,
@@ -363,7 +363,7 @@ class WorkerSide:
         executor = Executor(
             engine,
             planner,
-            work.perform,
+            runner.perform,
             lanes,
             self.registry,
             self._trace,

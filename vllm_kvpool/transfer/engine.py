@@ -5,13 +5,12 @@ and tiers: loads.py and fetches.py bring them in, saves.py takes them out, host_
 host memory holds. The engine gives ops their slots when they start, hands batches to lanes, takes
 outcomes back, watches deadlines and the health of tiers, and passes on reports.
 
-Invariants (`check`): those of the parts; every cell handed to a lane is answered once; what is idle
-holds no pin, but for calls that are stuck.
+Invariants (`check`): those of the parts; every batch handed to a lane is answered once; an idle
+engine holds no pin but those of calls that hang.
 """
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
@@ -19,7 +18,16 @@ from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.context import PASSING, Tier, TransferContext
 from vllm_kvpool.transfer.demotion import Demotion, Demotions
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
-from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority, Scheduler
+from vllm_kvpool.transfer.graph import (
+    Batch,
+    BatchDone,
+    BatchHung,
+    Graph,
+    LaneLimits,
+    Op,
+    Priority,
+    Scheduler,
+)
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.loads import Load, Loads, Scatter
 from vllm_kvpool.transfer.loans import Borrowed, Kept, Loans, ReplicaSet
@@ -47,82 +55,85 @@ from vllm_kvpool.transfer.ops import (
     SavesDropped,
     Tick,
     TierHealth,
-    Work,
-    WorkCell,
-    WorkDone,
-    WorkId,
-    WorkStuck,
 )
 from vllm_kvpool.transfer.saves import Copy, Put, SaveManager
-
-
-@dataclass(slots=True)
-class _Lent:
-    """What one call has."""
-
-    slots: list[Slot] = field(default_factory=list)
-    entries: list[CacheEntry] = field(default_factory=list)
 
 
 class HungCalls:
     """Store calls that do not return, and the memory that they may still read or write.
 
-    A work that hangs is over for its cells: they are asked elsewhere, or given up. The slots that
+    A batch that hangs is over for its cells: they are asked elsewhere, or given up. The slots that
     were lent to the call stay out of use until it returns, however late: a slot that a GET may
-    still write is quarantined, one that a PUT may still read stays with its cell, which is held.
+    still write is quarantined, one that a PUT may still read stays with its cell, which is pinned.
     """
 
     def __init__(self, host_cache: HostCache) -> None:
         self._host_cache = host_cache
-        self._lent: dict[WorkId, _Lent] = {}
+        self._batches: set[Batch] = set()
 
     def __len__(self) -> int:
-        return len(self._lent)
+        return len(self._batches)
 
-    def __contains__(self, work_id: WorkId) -> bool:
-        return work_id in self._lent
+    def __contains__(self, batch: Batch) -> bool:
+        return batch in self._batches
 
-    def begin(self, work_id: WorkId, kind: OpKind, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> None:
         """The call is given up; its ops have still to be told."""
-        lent = self._lent[work_id] = _Lent()
-        for op in batch.ops:
-            entry = op.what.entry
-            if entry is None:
-                continue
-            if kind is OpKind.GET:
-                lent.slots.append(self._host_cache.part_with_slot(entry))
+        self._batches.add(batch)
+        for entry in _entries_of(batch):
+            if batch.lane.kind is OpKind.GET:
+                self._host_cache.part_with_slot(entry)
             else:
                 self._host_cache.pin(entry)
-                lent.entries.append(entry)
 
-    def end(self, work_id: WorkId) -> None:
+    def end(self, batch: Batch) -> None:
         """The call has returned after all: nothing of its memory is touched any more."""
-        lent = self._lent.pop(work_id)
-        for slot in lent.slots:
-            self._host_cache.slots.give_back(slot)
-        for entry in lent.entries:
-            self._host_cache.unpin(entry)
+        self._batches.remove(batch)
+        if batch.lane.kind is OpKind.GET:
+            for slot in _slots_of(batch):
+                self._host_cache.slots.give_back(slot)
+        else:
+            for entry in _entries_of(batch):
+                self._host_cache.unpin(entry)
 
     @property
-    def slots_read(self) -> set[Slot | None]:
+    def slots_read(self) -> set[Slot]:
         """Slots that stay with their cells while a call may read them."""
-        return {entry.slot for lent in self._lent.values() for entry in lent.entries}
+        return {
+            slot
+            for batch in self._batches
+            if batch.lane.kind is not OpKind.GET
+            for slot in _slots_of(batch)
+        }
 
     @property
     def num_slots_written(self) -> int:
-        return sum(len(lent.slots) for lent in self._lent.values())
+        return sum(len(batch.slots) for batch in self._batches if batch.lane.kind is OpKind.GET)
 
     def pins_of(self, entry: CacheEntry) -> int:
-        """How many calls that are stuck hold the entry."""
-        return sum(held is entry for lent in self._lent.values() for held in lent.entries)
+        """How many hung calls hold the entry."""
+        return sum(
+            held is entry
+            for batch in self._batches
+            if batch.lane.kind is not OpKind.GET
+            for held in _entries_of(batch)
+        )
 
 
-OWNERS_SHOWN = 4  # jobs named in a lane's work
+def _entries_of(batch: Batch) -> list[CacheEntry]:
+    return [op.what.entry for op in batch.ops if op.what.entry is not None]
+
+
+def _slots_of(batch: Batch) -> list[Slot]:
+    return [slot for slot in batch.slots if slot is not None]
+
+
+OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
 Told = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
-Event = Job | WorkDone | WorkStuck | Told | Tick
-Action = Work | Report | Lent | LoanEnded  # a lane performs the work
+Event = Job | BatchDone | BatchHung | Told | Tick
+Action = Batch | Report | Lent | LoanEnded  # a lane performs the batch
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -162,8 +173,8 @@ class Engine:
         self.loads = Loads(self.context, self._fetches, self.loans.wanted)
         self._demotions = Demotions(self.context, self._fetches, self.saves)
         self.hung_calls = HungCalls(host_cache)
-        self._running: dict[WorkId, Batch] = {}
-        self._next_work = 0
+        self.running: set[Batch] = set()
+        """Batches that lanes have been handed and that have neither ended nor hung."""
         self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
             OpKind.GATHER: self.saves.gathered,
             OpKind.SEAL: self.saves.sealed,
@@ -195,14 +206,14 @@ class Engine:
 
     def _take(self, event: Event) -> None:
         match event:
-            case WorkDone():
-                self._work_done(event)
+            case BatchDone():
+                self._batch_done(event)
             case LoadJob():
                 self.loads.submit(event)
             case SaveJob():
                 self.saves.submit(event)
-            case WorkStuck():
-                self._work_stuck(event.work_id)
+            case BatchHung():
+                self._batch_hung(event.batch)
             case TierHealth():
                 self._tier_changed(event)
             case PrefetchJob():
@@ -231,14 +242,14 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self._running or self.loads.num_open or self.num_saves or self.loans.num_open)
+        return not (self.running or self.loads.num_open or self.num_saves or self.loans.num_open)
 
     @property
     def num_saves(self) -> int:
         """Saves, and copies between tiers, that are under way."""
         return self.saves.num_open + self.saves.num_copies
 
-    # Starting work
+    # Starting batches
 
     # Late binding: a cell gets its slot when it starts to come in.
 
@@ -254,55 +265,52 @@ class Engine:
         return self.context.host_cache.assign_slot(op.what.entry, SlotUse.SAVE)
 
     def _start(self) -> list[Action]:
-        return [self._work(batch) for batch in self.context.scheduler.take(self.context.now)]
+        batches = self.context.scheduler.take(self.context.now)
+        for batch in batches:
+            self._describe(batch)
+        self.running.update(batches)
+        return [*batches]
 
-    def _work(self, batch: Batch) -> Work:
-        work_id = WorkId(self._next_work)
-        self._next_work += 1
-        self._running[work_id] = batch
-        cells = []
+    def _describe(self, batch: Batch) -> None:
+        """Say what the batch's lane has to know."""
+        cells, slots = [], []
         owners: dict[Owner, None] = {}
         ready_at, attempts = self.context.now, 0
         for op in batch.ops:
             what = op.what
-            cells.append(WorkCell(what.cell, None if what.entry is None else what.entry.slot))
+            cells.append(what.cell)
+            slots.append(None if what.entry is None else what.entry.slot)
             if len(owners) < OWNERS_SHOWN:
                 owners[op.graph.tag] = None
             if op.ready_at < ready_at:
                 ready_at = op.ready_at
             if op.attempts > attempts:
                 attempts = op.attempts
-        lane = cast("LaneName", batch.lane.key)
         owners.pop(NOBODY, None)
-        return Work(
-            work_id,
-            lane,
-            tuple(cells),
-            ready_at,
-            tuple(owners),
-            1 + attempts,
-            self.context.generation,
-        )
+        batch.cells, batch.slots = cells, slots
+        batch.owners, batch.ready_at, batch.attempt = tuple(owners), ready_at, 1 + attempts
+        batch.generation = self.context.generation
 
-    # Work that ended
+    # Batches that ended
 
-    def _work_done(self, done: WorkDone) -> None:
-        batch = self._running.pop(done.work_id, None)
-        if batch is None:
-            self.hung_calls.end(done.work_id)
+    def _batch_done(self, done: BatchDone) -> None:
+        batch, outcomes = done.batch, done.outcomes
+        if batch not in self.running:
+            self.hung_calls.end(batch)
             return
-        assert len(done.outcomes) == len(batch.ops), done
-        lane = cast("LaneName", batch.lane.key)
+        assert len(outcomes) == len(batch.ops), done
+        self.running.remove(batch)
+        lane: LaneName = batch.lane
         self.context.scheduler.batch_ended(batch)
         if lane.tier >= 0:
-            self._watch_tier(lane, done.outcomes)
+            self._watch_tier(lane, outcomes)
         if lane.kind is OpKind.GET:
             self.context.hits[lane.tier] += sum(
                 outcome is CellOutcome.DONE and op.priority == Priority.LOAD
-                for op, outcome in zip(batch.ops, done.outcomes, strict=True)
+                for op, outcome in zip(batch.ops, outcomes, strict=True)
             )
         handle = self._handlers[lane.kind]
-        for op, outcome in zip(batch.ops, done.outcomes, strict=True):
+        for op, outcome in zip(batch.ops, outcomes, strict=True):
             handle(op, outcome)
 
     def _forget(self, generation: int | None) -> None:
@@ -319,16 +327,15 @@ class Engine:
             context.scheduler.add(graph, None, dropped, after=still, always=True)
             context.scheduler.close(graph)
 
-    def _work_stuck(self, work_id: WorkId) -> None:
+    def _batch_hung(self, batch: Batch) -> None:
         """A store call does not return: its cells go on without it, its memory waits for it."""
-        batch = self._running.pop(work_id)
-        lane = cast("LaneName", batch.lane.key)
+        self.running.remove(batch)
         self.context.scheduler.batch_ended(batch)
-        self.hung_calls.begin(work_id, lane.kind, batch)
-        if self._breaker(lane).tripped(self.context.now):
-            self._lane_down(lane)
+        self.hung_calls.begin(batch)
+        if self._breaker(batch.lane).tripped(self.context.now):
+            self._lane_down(batch.lane)
         for op in batch.ops:
-            self._handlers[lane.kind](op, CellOutcome.TIMED_OUT)
+            self._handlers[batch.lane.kind](op, CellOutcome.TIMED_OUT)
 
     def _watch_tier(self, lane: LaneName, outcomes: Sequence[CellOutcome]) -> None:
         """A batch of which nothing is known is a failure of the tier, or of writing to it."""
@@ -417,15 +424,15 @@ class Engine:
         self.loads.check()
         self._fetches.check()
         self.loans.check()
-        running = [op for batch in self._running.values() for op in batch.ops]
+        running = [op for batch in self.running for op in batch.ops]
         held = [op.what.entry.slot for op in running if op.what.entry is not None]
         assert all(slot is not None for slot in held)
         if self.idle:
             host_cache = self.context.host_cache
-            stuck = self.hung_calls
-            assert all(e.pins == stuck.pins_of(e) or e.prefetched for e in host_cache)
-            assert host_cache.slots.num_quarantined == stuck.num_slots_written
-            known = {entry.slot for entry in host_cache} | stuck.slots_read
+            hung = self.hung_calls
+            assert all(e.pins == hung.pins_of(e) or e.prefetched for e in host_cache)
+            assert host_cache.slots.num_quarantined == hung.num_slots_written
+            known = {entry.slot for entry in host_cache} | hung.slots_read
             assert host_cache.slots.num_held == len(known - {None})
 
 

@@ -11,7 +11,7 @@ end by a sentinel; a lane stuck in a store call is left behind at `close`, its m
 A lane thread that dies is noticed, by its last word or by a look every `WATCH_S`: what it was
 doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
 lane is given fails at once. One that hangs in a store for `call_timeout_s` is left behind: another
-takes its place while no more than `MAX_STUCK` of the lane hang, else what the lane is given fails
+takes its place while no more than `MAX_HUNG` of the lane hang, else what the lane is given fails
 at once until one of them comes back. Its memory waits for it (`engine.py: HungCalls`); for ever
 where the store itself has given up a call that may still touch it (`BuffersInUse`).
 """
@@ -28,6 +28,7 @@ from typing import Protocol
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.transfer.engine import Engine, Event
+from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
 from vllm_kvpool.transfer.lanes import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
@@ -56,10 +57,6 @@ from vllm_kvpool.transfer.ops import (
     SpanLoaded,
     Tick,
     TierHealth,
-    Work,
-    WorkDone,
-    WorkId,
-    WorkStuck,
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
@@ -82,9 +79,9 @@ class Gauges:
         context, registry, trace = self._engine.context, self._registry, self._trace
         slots = context.host_cache.slots
         registry.set("kvpool_slots", slots.num_free, state="free")
-        read_by_stuck = len(self._engine.hung_calls.slots_read)
-        quarantined = slots.num_quarantined + read_by_stuck
-        registry.set("kvpool_slots", slots.num_held - read_by_stuck, state="held")
+        read_by_hung = len(self._engine.hung_calls.slots_read)
+        quarantined = slots.num_quarantined + read_by_hung
+        registry.set("kvpool_slots", slots.num_held - read_by_hung, state="held")
         registry.set("kvpool_slots", quarantined, state="quarantined")
         trace.counter("free slots", slots.num_free)
         for lane in context.scheduler.lanes.values():
@@ -119,10 +116,10 @@ GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
 COPY_JOIN_S = 5.0  # a batch of copies takes milliseconds
 MAX_NEW_LANES = 16
-MAX_STUCK = 2  # threads of a lane that hang in a store
+MAX_HUNG = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
 NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
-CALLS_OF = {OpKind.PUT: 2}  # store calls of one work; 1 where nothing is said
+CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch; 1 where nothing is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +174,14 @@ class Executor:
         registry: MetricsRegistry,
         trace: Trace = NO_TRACE,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        on_stuck: Callable[[LaneName], None] = lambda lane: None,
+        on_hung: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
         lender: Lender | None = None,
     ) -> None:
         self._lender = lender
         self._on_lane_start = on_lane_start
         self._call_timeout_s = call_timeout_s
-        self._on_stuck = on_stuck
+        self._on_hung = on_hung
         self._engine = engine
         self._planner = planner
         self._perform = perform
@@ -192,18 +189,17 @@ class Executor:
         self._save_seconds = registry.histogram("kvpool_save_seconds")
         self._load_seconds = registry.histogram("kvpool_load_seconds")
         self._trace = trace
-        self._inbox: SimpleQueue[Post | WorkDone | LaneThread] = SimpleQueue()
+        self._inbox: SimpleQueue[Post | BatchDone | LaneThread] = SimpleQueue()
         self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
         self._began: dict[JobId, float] = {}
-        self._works: dict[WorkId, Work] = {}  # handed to lanes
-        self._stuck: dict[WorkId, LaneThread] = {}  # left behind with what they are doing
+        self._hung: dict[Batch, LaneThread] = {}  # left behind with what they are doing
         # One thread adds and one takes; `_wake` holds a token for each report while it waits.
         self._reports: deque[Report] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._waiting = False
         self._passages: dict[JobId, SimpleQueue[int]] = {}
         self._num_passages = 0
-        self._begun: list[Work] = []
+        self._begun: list[Batch] = []
         self._said: list[Report] = []
         self._gauges = Gauges(engine, registry, trace)
         self._num_new_lanes = 0
@@ -211,7 +207,7 @@ class Executor:
         self._refused: set[LaneName] = set()  # lanes without a thread
         self._next_watch = self._next_gauge = 0.0
         self._lane_counts = lanes
-        self._lane_inboxes: dict[LaneName, SimpleQueue[Work | None]] = {}
+        self._lane_inboxes: dict[LaneName, SimpleQueue[Batch | None]] = {}
         self._lanes: list[LaneThread] = []
         for lane, count in lanes.items():
             self._lane_inboxes[lane] = SimpleQueue()
@@ -250,7 +246,7 @@ class Executor:
         self._inbox.put(Close(time.monotonic() + timeout_s))
         self._thread.join(timeout_s + LANE_JOIN_S)
         deadline = time.monotonic() + LANE_JOIN_S
-        lanes = [*self._lanes, *self._stuck.values()]
+        lanes = [*self._lanes, *self._hung.values()]
         for lane in lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
         in_use = any(lane.thread.is_alive() or lane.lost_slots for lane in lanes)
@@ -279,11 +275,11 @@ class Executor:
         while closing is None or (time.monotonic() < closing and self._engine.num_saves):
             message = self._next_message(closing)
             match message:
-                case WorkDone():
-                    self._lost_slots |= message.in_use
-                    if self._works.pop(message.work_id, None) is not None:
-                        self._step(WorkStuck(message.work_id) if message.in_use else message)
-                    elif message.work_id in self._stuck:
+                case BatchDone(batch, in_use=in_use):
+                    self._lost_slots |= in_use
+                    if batch in self._engine.running:
+                        self._step(BatchHung(batch) if in_use else message)
+                    elif batch in self._hung:
                         self._on_late_return(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
                     self._step(self._as_job(message))
@@ -317,8 +313,8 @@ class Executor:
         hanging = self._leave_hanging_copies()
         self._publish(self._said)  # what had ended just before is as it was decided
         while True:
-            hanging = {lane: work for lane, work in hanging.items() if lane.thread.is_alive()}
-            written = {block for work in hanging.values() for block in _blocks_of(work)}
+            hanging = {lane: batch for lane, batch in hanging.items() if lane.thread.is_alive()}
+            written = {block for batch in hanging.values() for block in _blocks_of(batch)}
             for plan in list(self._open.values()):
                 if not any(written.intersection(pages.block_ids) for pages in plan.pages):
                     del self._open[plan.job_id]
@@ -334,12 +330,12 @@ class Executor:
             elif isinstance(message, DropSaves) and message.generation is not None:
                 self._publish([SavesDropped(message.generation)])
 
-    def _leave_hanging_copies(self) -> dict[LaneThread, Work]:
+    def _leave_hanging_copies(self) -> dict[LaneThread, Batch]:
         """Wait for copies into pages to end, `COPY_JOIN_S` at most; those that have not.
 
         They do nothing more when they have ended.
         """
-        hanging: dict[LaneThread, Work] = {}
+        hanging: dict[LaneThread, Batch] = {}
         deadline = time.monotonic() + COPY_JOIN_S
         for lane in [lane for lane in self._lanes if lane.lane.kind is OpKind.SCATTER]:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
@@ -355,13 +351,13 @@ class Executor:
                         COPY_JOIN_S,
                     )
                 else:
-                    lane.thread.join(LANE_JOIN_S)  # it takes the next work, or ends
+                    lane.thread.join(LANE_JOIN_S)  # it takes the next batch, or ends
         return hanging
 
-    def _next_message(self, closing: float | None) -> Post | WorkDone | LaneThread | None:
+    def _next_message(self, closing: float | None) -> Post | BatchDone | LaneThread | None:
         timeout_s = 0.0
         if self._inbox.empty():
-            timeout_s = WATCH_S if self._works else IDLE_TICK_S
+            timeout_s = WATCH_S if self._engine.running else IDLE_TICK_S
             for due in (self._engine.next_deadline(), closing):
                 if due is not None:
                     timeout_s = max(0.0, min(timeout_s, due - time.monotonic()))
@@ -373,11 +369,11 @@ class Executor:
 
     def _hand_out(self) -> None:
         """Last thing before the engine thread waits: who is woken waits for the interpreter."""
-        for work in self._begun:
-            if work.lane in self._refused:
-                self._fail(work)
+        for batch in self._begun:
+            if batch.lane in self._refused:
+                self._fail(batch)
             else:
-                self._lane_inboxes[work.lane].put(work)
+                self._lane_inboxes[batch.lane].put(batch)
         self._begun.clear()
         if self._said:
             self._publish(self._said)
@@ -406,9 +402,8 @@ class Executor:
 
     def _step(self, event: Event) -> None:
         for action in self._engine.step(event, time.monotonic()):
-            if isinstance(action, Work):
+            if isinstance(action, Batch):
                 self._begun.append(action)
-                self._works[action.work_id] = action
             elif isinstance(action, Lent | LoanEnded):
                 if self._lender is not None:
                     self._lender.tell(action)
@@ -458,7 +453,7 @@ class Executor:
         now = time.monotonic()
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S
-            known = [*self._lanes, *self._stuck.values()]
+            known = [*self._lanes, *self._hung.values()]
             for lane in [x for x in known if not x.ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
             for lane in [x for x in self._lanes if x.lane.tier >= 0]:
@@ -471,33 +466,32 @@ class Executor:
         """Leave a thread behind that hangs in a store."""
         busy = lane.busy_since()
         limit_s = self._call_timeout_s * CALLS_OF.get(lane.lane.kind, 1)
-        if busy is None or now - busy[1] <= limit_s or busy[0].work_id not in self._works:
+        if busy is None or now - busy[1] <= limit_s:
             return
-        work = busy[0]
-        if not lane.leave(work):
+        batch, began = busy
+        if batch not in self._engine.running or not lane.leave(batch):
             return
         self._lanes.remove(lane)
-        self._stuck[work.work_id] = lane
-        del self._works[work.work_id]
+        self._hung[batch] = lane
         self._registry.add("kvpool_failures", kind="store_stuck")
         logger.warning(
             "kvpool: lane %s: a store call runs for %.1f s, past "
             "call_timeout_s=%g; its cells are taken "
             "as failed, its memory stays reserved until it returns",
             lane.lane,
-            now - busy[1],
+            now - began,
             self._call_timeout_s,
         )
-        self._on_stuck(lane.lane)
-        if sum(other.lane == lane.lane for other in self._stuck.values()) <= MAX_STUCK:
+        self._on_hung(lane.lane)
+        if sum(other.lane == lane.lane for other in self._hung.values()) <= MAX_HUNG:
             self._add_lane(lane.lane)
         else:
             self._refuse_if_empty(lane.lane)
-        self._step(WorkStuck(work.work_id))
+        self._step(BatchHung(batch))
 
-    def _on_late_return(self, done: WorkDone) -> None:
+    def _on_late_return(self, done: BatchDone) -> None:
         """A call that was given up has returned."""
-        lane = self._stuck.pop(done.work_id).lane
+        lane = self._hung.pop(done.batch).lane
         logger.info("kvpool: lane %s: the call that was past call_timeout_s has returned", lane)
         if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
             self._refused.discard(lane)
@@ -506,9 +500,9 @@ class Executor:
             self._step(done)
 
     def _lane_died(self, dead: LaneThread) -> None:
-        if dead in self._stuck.values():
-            work_id = next(work for work, lane in self._stuck.items() if lane is dead)
-            self._on_late_return(WorkDone(work_id, (), dead.lost_slots))
+        for batch, lane in list(self._hung.items()):
+            if lane is dead:
+                self._on_late_return(BatchDone(batch, (), dead.lost_slots))
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
@@ -528,15 +522,15 @@ class Executor:
         self._refused.add(name)
         inbox = self._lane_inboxes[name]
         while not inbox.empty():
-            work = inbox.get()
-            if work is not None:
-                self._fail(work)
+            batch = inbox.get()
+            if batch is not None:
+                self._fail(batch)
 
-    def _fail(self, work: Work, *, in_use: bool = False) -> None:
+    def _fail(self, batch: Batch, *, in_use: bool = False) -> None:
         """Answer for a lane that cannot."""
-        self._inbox.put(WorkDone(work.work_id, (CellOutcome.FAILED,) * len(work.cells), in_use))
+        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.cells), in_use))
 
 
-def _blocks_of(work: Work) -> set[int]:
+def _blocks_of(batch: Batch) -> set[int]:
     """The blocks that a batch of copies may write."""
-    return {block for each in work.cells for pages in each.cell.pages for block in pages.block_ids}
+    return {block for cell in batch.cells for pages in cell.pages for block in pages.block_ids}

@@ -11,7 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_kvpool.staging.slots import Slot
+    from vllm_kvpool.transfer.ops import Cell, CellOutcome, Owner
 
 FAIR_EVERY = 8
 
@@ -106,15 +110,50 @@ class Graph:
 class Batch:
     """Ops of one lane that run together, in the order in which they became ready.
 
-    Nothing changes it; a class with slots, since one is made for every batch.
+    The scheduler makes it, and the engine says of each op which cell it moves and in which slot
+    (None for a REMOVE). The lane reads that, from its own thread, and never the ops.
     """
 
-    __slots__ = ("lane", "nbytes", "ops")
+    __slots__ = (
+        "attempt",
+        "cells",
+        "generation",
+        "lane",
+        "nbytes",
+        "ops",
+        "owners",
+        "ready_at",
+        "slots",
+    )
 
-    def __init__(self, lane: "Lane", ops: Sequence[Op], nbytes: int) -> None:
-        self.lane = lane
+    cells: Sequence["Cell"]
+    slots: Sequence["Slot | None"]
+    ready_at: float  # since when the first of them could have started
+    owners: Sequence["Owner"]  # the first few jobs it is for
+    attempt: int  # of the op that was tried most often; from 1
+    generation: int  # how many resets came before
+
+    def __init__(self, lane: Any, ops: Sequence[Op], nbytes: int) -> None:
+        self.lane = lane  # its key
         self.ops = ops
         self.nbytes = nbytes
+
+
+class BatchDone(NamedTuple):
+    """A lane's report: one outcome per cell, in order.
+
+    `in_use`: the store has given its call up and may still touch the slots, for ever.
+    """
+
+    batch: Batch
+    outcomes: Sequence["CellOutcome"]
+    in_use: bool = False
+
+
+class BatchHung(NamedTuple):
+    """A store call has not returned in time. Its `BatchDone` may still come, or never."""
+
+    batch: Batch
 
 
 class Lane:
@@ -136,9 +175,7 @@ class Lane:
         "stirred",
     )
 
-    def __init__(
-        self, key: Hashable, limits: LaneLimits, admit: Callable[[Op], bool] | None
-    ) -> None:
+    def __init__(self, key: Any, limits: LaneLimits, admit: Callable[[Op], bool] | None) -> None:
         self.key = key
         self.limits = limits
         self.admit = admit
@@ -277,12 +314,12 @@ class Scheduler:
                 lane.num_ready -= len(ops)
                 lane.num_batches += 1
                 lane.running_bytes += nbytes
-                batches.append(Batch(lane, ops, nbytes))
+                batches.append(Batch(lane.key, ops, nbytes))
         return batches
 
     def batch_ended(self, batch: Batch) -> None:
         """The lane is done with the batch; its ops are yet to be finished, failed or retried."""
-        lane = batch.lane
+        lane = self.lanes[batch.lane]
         lane.num_batches -= 1
         lane.running_bytes -= batch.nbytes
         if lane.num_ready and not lane.stirred:

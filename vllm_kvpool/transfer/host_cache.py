@@ -217,14 +217,13 @@ class HostCache:
         if entry.slot is not None:
             self.slots.quarantine(entry.slot)
 
-    def part_with_slot(self, entry: CacheEntry) -> Slot:
+    def part_with_slot(self, entry: CacheEntry) -> None:
         """A transfer that does not end may still write to the slot: it is not the entry's any
-        more, and nobody's until `slots.give_back`."""
+        more, and out of use until `slots.give_back`."""
         slot, entry.slot = entry.slot, None
         assert slot is not None, entry.key
-        if not self.slots.is_quarantined(slot):  # if its load has given up before
+        if not self.slots.is_quarantined(slot):  # its load may have given up before
             self.slots.quarantine(slot)
-        return slot
 
     def clear(self) -> None:
         """Forget every cell; those in transfers are held until they end."""

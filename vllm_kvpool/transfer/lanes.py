@@ -24,6 +24,7 @@ from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.cell_format import verify, write_header
+from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
     REPLICA,
@@ -31,22 +32,19 @@ from vllm_kvpool.transfer.ops import (
     CellOutcome,
     LaneName,
     OpKind,
-    Work,
-    WorkCell,
-    WorkDone,
 )
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
 
-Perform = Callable[[Work], tuple[CellOutcome, ...]]
+Perform = Callable[[Batch], Sequence[CellOutcome]]
 
 
 class LaneThread:
-    """Performs the works of its inbox, one after another, and reports it if it dies.
+    """Performs the batches of its inbox, one after another, and reports it if it dies.
 
     A thread that hangs in a store call can be left behind: it ends when the call returns, after it
-    has reported its work.
+    has reported its batch.
 
     `on_start` is called first, on the thread; if it fails the thread dies.
     """
@@ -56,17 +54,17 @@ class LaneThread:
         lane: LaneName,
         name: str,
         perform: Perform,
-        inbox: SimpleQueue[Work | None],
+        inbox: SimpleQueue[Batch | None],
         outbox: SimpleQueue[Any],
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lane = lane
         self.ended = False  # it was told to end
         self.lost_slots = False  # a call of its was given up that may still touch them
-        self._turn = threading.Lock()  # held to end a work, and to leave the thread with one
+        self._turn = threading.Lock()  # held to end a batch, and to leave the thread with one
         self._left = False
-        self._since: float | None = None  # set after a work is taken, unset before it is let go
-        self._taken: deque[Work | None] = deque()  # the work it is doing
+        self._since: float | None = None  # set after a batch is taken, unset before it is let go
+        self._taken: deque[Batch | None] = deque()  # the work it is doing
         self._inbox = inbox
         self._perform = perform
         self._outbox = outbox
@@ -75,20 +73,20 @@ class LaneThread:
         self.thread.start()
 
     @property
-    def doing(self) -> Work | None:
+    def doing(self) -> Batch | None:
         """What it had taken and not answered; for others to ask once it is dead."""
         return self._taken[0] if self._taken else None
 
-    def busy_since(self) -> tuple[Work, float] | None:
+    def busy_since(self) -> tuple[Batch, float] | None:
         """The work it is doing and when it began (monotonic seconds); any thread may ask."""
         with self._turn:
-            work, since = self.doing, self._since
-        return None if work is None or since is None else (work, since)
+            batch, since = self.doing, self._since
+        return None if batch is None or since is None else (batch, since)
 
-    def leave(self, work: Work) -> bool:
+    def leave(self, batch: Batch) -> bool:
         """It shall take no other work when it has done this one; False if it has done it before."""
         with self._turn:
-            if self.doing is not work:
+            if self.doing is not batch:
                 return False
             self._left = True
         return True
@@ -99,23 +97,23 @@ class LaneThread:
             self._on_start()
             while True:
                 # One call into C: an exception thrown into this thread comes before or after it,
-                # so that no work is out of the inbox and in nobody's hands.
+                # so that no batch is out of the inbox and in nobody's hands.
                 self._taken.extend(islice(inbox, 1))
-                work = self._taken[0]
-                if work is None:
+                batch = self._taken[0]
+                if batch is None:
                     break
                 self._since = time.monotonic()
                 in_use = False
                 try:
-                    outcomes = self._perform(work)
+                    outcomes = self._perform(batch)
                 except BuffersInUse as error:
-                    logger.error("kvpool: %s: %s", work.lane, error)
-                    outcomes = (CellOutcome.FAILED,) * len(work.cells)
+                    logger.error("kvpool: %s: %s", batch.lane, error)
+                    outcomes = [CellOutcome.FAILED] * len(batch.cells)
                     in_use = self.lost_slots = True
                 except Exception:
-                    logger.exception("kvpool: %s failed", work.lane)
-                    outcomes = (CellOutcome.FAILED,) * len(work.cells)
-                self._outbox.put(WorkDone(work.work_id, outcomes, in_use))
+                    logger.exception("kvpool: %s failed", batch.lane)
+                    outcomes = [CellOutcome.FAILED] * len(batch.cells)
+                self._outbox.put(BatchDone(batch, outcomes, in_use))
                 with self._turn:
                     self._since = None
                     self._taken.clear()
@@ -142,12 +140,12 @@ _PUT = {
 _DIRECTION = {OpKind.GET: "load", OpKind.PUT: "save", OpKind.REMOVE: "remove"}
 _COPIES = frozenset({OpKind.GATHER, OpKind.SCATTER})
 
-Borrow = Callable[[Sequence[WorkCell], Sequence[Buffer], int], list[CellOutcome]]
+Borrow = Callable[[Sequence[Cell], Sequence[Buffer], int], list[CellOutcome]]
 """Copies cells out of replicas' host memory (`ReplicaExchange.borrow`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class LaneWork:
+class BatchRunner:
     """The things that lanes act on. `names` are the tiers' labels, in the order of `stores`."""
 
     stores: tuple[Store, ...]
@@ -162,74 +160,76 @@ class LaneWork:
     clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
     borrow: Borrow | None = None  # where replicas are on this host
 
-    def perform(self, work: Work) -> tuple[CellOutcome, ...]:
+    def perform(self, batch: Batch) -> list[CellOutcome]:
         """Do the whole batch; one outcome per cell. What is a bug is logged.
 
         Raises BuffersInUse alone: the slots must not be used again.
         """
         start = self.clock()
         try:
-            outcomes = self._perform(work)
+            outcomes = self._perform(batch)
         except StoreUnreachable:
             self.registry.add("kvpool_failures", kind="store_unreachable")
-            outcomes = [CellOutcome.UNREACHABLE] * len(work.cells)
+            outcomes = [CellOutcome.UNREACHABLE] * len(batch.cells)
         except BuffersInUse:
             self.registry.add("kvpool_failures", kind="store_error")
-            self._count(work, [CellOutcome.FAILED] * len(work.cells), start, self.clock())
+            self._count(batch, [CellOutcome.FAILED] * len(batch.cells), start, self.clock())
             raise
         except StoreError:
             self.registry.add("kvpool_failures", kind="store_error")
-            outcomes = [CellOutcome.FAILED] * len(work.cells)
+            outcomes = [CellOutcome.FAILED] * len(batch.cells)
         except Exception:
-            logger.exception("kvpool: %s failed", work.lane)
+            logger.exception("kvpool: %s failed", batch.lane)
             self.registry.add("kvpool_failures", kind="bug")
-            outcomes = [CellOutcome.FAILED] * len(work.cells)
-        self._count(work, outcomes, start, self.clock())
-        return tuple(outcomes)
+            outcomes = [CellOutcome.FAILED] * len(batch.cells)
+        self._count(batch, outcomes, start, self.clock())
+        return outcomes
 
-    def _perform(self, work: Work) -> list[CellOutcome]:
-        lane, cells = work.lane, work.cells
-        match lane.kind:
-            case OpKind.GET if lane.tier == REPLICA:
+    def _perform(self, batch: Batch) -> list[CellOutcome]:
+        kind, tier = batch.lane
+        cells = batch.cells
+        match kind:
+            case OpKind.GET if tier == REPLICA:
                 assert self.borrow is not None
-                return self.borrow(cells, self._buffers(cells), work.generation)
+                return self.borrow(cells, self._buffers(batch), batch.generation)
             case OpKind.GET:
-                return self._get(self.stores[lane.tier], cells)
+                return self._get(self.stores[tier], batch)
             case OpKind.PUT:
-                return self._put(self.stores[lane.tier], cells)
+                return self._put(self.stores[tier], batch)
             case OpKind.REMOVE:
-                self.stores[lane.tier].remove([cell.cell.key for cell in cells])
+                self.stores[tier].remove([cell.key for cell in cells])
             case OpKind.SEAL:
-                for cell, buffer in zip(cells, self._buffers(cells), strict=True):
-                    write_header(buffer.view, key_digest(cell.cell.key))
+                for cell, buffer in zip(cells, self._buffers(batch), strict=True):
+                    write_header(buffer.view, key_digest(cell.key))
             case OpKind.CHECK:
-                return [
-                    self._check(cell.cell, buffer)
-                    for cell, buffer in zip(cells, self._buffers(cells), strict=True)
-                ]
+                buffers = self._buffers(batch)
+                return [self._check(*each) for each in zip(cells, buffers, strict=True)]
             case OpKind.GATHER:
-                self.gather_copier.gather(self._moves(cells))
+                self.gather_copier.gather(self._moves(batch))
             case OpKind.SCATTER:
-                self.scatter_copier.scatter(self._moves(cells))
+                self.scatter_copier.scatter(self._moves(batch))
         return [CellOutcome.DONE] * len(cells)
 
-    def _get(self, store: Store, cells: Sequence[WorkCell]) -> list[CellOutcome]:
-        got = store.get([cell.cell.key for cell in cells], self._buffers(cells))
+    def _get(self, store: Store, batch: Batch) -> list[CellOutcome]:
+        got = store.get([cell.key for cell in batch.cells], self._buffers(batch))
         wrong_size = got.count(GetOutcome.WRONG_SIZE)
         if wrong_size:
             self.registry.add("kvpool_failures", wrong_size, kind="cell_length")
         return [_GOT[outcome] for outcome in got]
 
-    def _put(self, store: Store, cells: Sequence[WorkCell]) -> list[CellOutcome]:
-        present = store.exists([cell.cell.key for cell in cells])
+    def _put(self, store: Store, batch: Batch) -> list[CellOutcome]:
+        cells, buffers = batch.cells, self._buffers(batch)
+        present = store.exists([cell.key for cell in cells])
         outcomes = [CellOutcome.EXISTED] * len(cells)
         absent = [i for i, there in enumerate(present) if not there]
         if not absent:
             return outcomes
-        keys = [cells[i].cell.key for i in absent]
-        chunks = [cells[i].cell.chunk for i in absent]
-        buffers = self._buffers([cells[i] for i in absent])
-        for i, outcome in zip(absent, store.put(keys, buffers, chunks), strict=True):
+        put = store.put(
+            [cells[i].key for i in absent],
+            [buffers[i] for i in absent],
+            [cells[i].chunk for i in absent],
+        )
+        for i, outcome in zip(absent, put, strict=True):
             outcomes[i] = _PUT[outcome]
         return outcomes
 
@@ -240,16 +240,20 @@ class LaneWork:
         self.registry.add("kvpool_failures", kind=f"cell_{fault.value}")
         return CellOutcome.CORRUPT
 
-    def _buffers(self, cells: Sequence[WorkCell]) -> list[Buffer]:
-        return [self.arena.buffer(c.slot, c.cell.nbytes) for c in cells if c.slot is not None]
+    def _buffers(self, batch: Batch) -> list[Buffer]:
+        return [
+            self.arena.buffer(slot, cell.nbytes)
+            for cell, slot in zip(batch.cells, batch.slots, strict=True)
+            if slot is not None
+        ]
 
-    def _moves(self, cells: Sequence[WorkCell]) -> list[CellMove]:
+    def _moves(self, batch: Batch) -> list[CellMove]:
         moves = []
         chunk_tokens = self.chunk_tokens
-        for each in cells:
-            cell, local, slot = each.cell, each.cell.local, each.slot
-            assert local is not None, each
-            assert slot is not None, each
+        for cell, slot in zip(batch.cells, batch.slots, strict=True):
+            local = cell.local
+            assert local is not None, cell
+            assert slot is not None, cell
             start = cell.chunk.position * chunk_tokens
             payload = self.arena.payload_address(slot)
             row_bytes = local.row_bytes
@@ -276,19 +280,21 @@ class LaneWork:
                 )
         return moves
 
-    def _count(self, work: Work, outcomes: Sequence[CellOutcome], start: float, end: float) -> None:
-        kind, tier = work.lane
+    def _count(
+        self, batch: Batch, outcomes: Sequence[CellOutcome], start: float, end: float
+    ) -> None:
+        kind, tier = batch.lane
         tier_name = NO_STORE.get(tier) or self.names[tier]
         ends = Counter(outcomes)
         nbytes = sum(
-            cell.cell.nbytes
-            for cell, outcome in zip(work.cells, outcomes, strict=True)
+            cell.nbytes
+            for cell, outcome in zip(batch.cells, outcomes, strict=True)
             if outcome is CellOutcome.DONE
         )
-        waited = max(0.0, start - work.ready_at)
+        waited = max(0.0, start - batch.ready_at)
         self.registry.observe("kvpool_op_seconds", end - start, lane=kind.value, tier=tier_name)
         self.registry.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)
-        if work.attempt > 1:
+        if batch.attempt > 1:
             self.registry.add("kvpool_retries", lane=kind.value, tier=tier_name)
         self.trace.batch(
             kind.value,
@@ -296,12 +302,12 @@ class LaneWork:
             start,
             end,
             tier=tier_name,
-            cells=len(work.cells),
+            cells=len(batch.cells),
             nbytes=nbytes,
             outcomes=outcomes,
-            requests=[owner.request_id for owner in work.owners],
-            jobs=[owner.job_id for owner in work.owners],
-            attempt=work.attempt,
+            requests=[owner.request_id for owner in batch.owners],
+            jobs=[owner.job_id for owner in batch.owners],
+            attempt=batch.attempt,
         )
         if kind in _COPIES:
             self.registry.add("kvpool_copy_bytes", nbytes, direction=kind.value)

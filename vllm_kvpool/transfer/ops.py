@@ -1,9 +1,9 @@
 """The values that travel between the connector, the engine and its lanes. None ever changes.
 
 Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
-planner into a job of `Cell`s. Across: `Work`, a batch of cells for one lane, and its
-`WorkDone`. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`, `HostCacheChange`. What is
-made for every cell or batch is a named tuple: a frozen dataclass takes three times as long to make.
+planner into a job of `Cell`s. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`,
+`HostCacheChange`. What is made for every cell is a named tuple: a frozen dataclass takes three
+times as long to make.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,6 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef
 
 JobId = NewType("JobId", int)
-WorkId = NewType("WorkId", int)
 
 
 NULL_BLOCK = 0  # in a block table: the block's tokens are not read any more, nothing is kept
@@ -190,36 +189,6 @@ class Owner(NamedTuple):
 NOBODY = Owner()
 
 
-class WorkCell(NamedTuple):
-    """A cell in flight and the slot that holds it (None for REMOVE)."""
-
-    cell: Cell
-    slot: Slot | None
-
-
-class Work(NamedTuple):
-    """A batch of ops as a lane sees it."""
-
-    work_id: WorkId
-    lane: LaneName
-    cells: tuple[WorkCell, ...]
-    ready_at: float  # since when the first of them could have started
-    owners: tuple[Owner, ...]  # the first few jobs it is for
-    attempt: int  # of the cell that was tried most often; from 1
-    generation: int = 0  # how many resets came before
-
-
-class WorkDone(NamedTuple):
-    """A lane's report: one outcome per cell, in order.
-
-    `in_use`: the store has given its call up and may still touch the slots, for ever.
-    """
-
-    work_id: WorkId
-    outcomes: tuple[CellOutcome, ...]
-    in_use: bool = False
-
-
 class LoadDone(NamedTuple):
     """A load has ended; chunks before `ok_stop_chunk` are in the pages, nothing is in flight."""
 
@@ -360,13 +329,6 @@ class DropSaves:
 @dataclass(frozen=True, slots=True)
 class Flush:
     """Copy down what is in host memory alone: the process is about to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkStuck:
-    """A store call has not returned in time. Its `WorkDone` may still come, or never."""
-
-    work_id: WorkId
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,6 @@ from vllm_kvpool.transfer.ops import (
     Lent,
     LoanEnded,
     LoanOver,
-    WorkCell,
 )
 
 logger = logging.getLogger(__name__)
@@ -186,7 +185,7 @@ class ReplicaExchange:
         self._lender = _LenderThread(self._listener, self.card.token, self._cards, arena, post)
 
     def borrow(
-        self, cells: Sequence[WorkCell], buffers: Sequence[Buffer], generation: int
+        self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
     ) -> list[CellOutcome]:
         """Copy cells out of the host memory of those that fetch them. Takes `patience_s` at most.
 
@@ -417,21 +416,21 @@ class _Borrower:
         self._closed = False
 
     def borrow(
-        self, cells: Sequence[WorkCell], buffers: Sequence[Buffer], generation: int
+        self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
     ) -> list[CellOutcome]:
         deadline = time.monotonic() + self._patience_s
         outcomes = [CellOutcome.UNREACHABLE] * len(cells)
         places_of: defaultdict[int, list[int]] = defaultdict(list)
-        for place, each in enumerate(cells):
-            assert each.cell.fetcher is not None, each
-            places_of[each.cell.fetcher].append(place)
+        for place, cell in enumerate(cells):
+            assert cell.fetcher is not None, cell
+            places_of[cell.fetcher].append(place)
         loans: dict[int, _OpenLoan] = {}  # by file descriptor
         poll = select.poll()
         for number, places in places_of.items():
             peer = self._connection(number)
             if peer is None:
                 continue
-            names = [cells[place].cell[:3] for place in places]
+            names = [cells[place][:3] for place in places]
             if not self._send(peer, _Ask(generation, names)):
                 self._end(number, peer, failed=True)
                 continue
