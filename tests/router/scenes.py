@@ -8,6 +8,7 @@ from vllm_kvpool.router.control.events import (
     Action,
     Added,
     Arrived,
+    Cancelled,
     Decode,
     DecodeBegan,
     Event,
@@ -99,6 +100,14 @@ class Scene:
             prompt_tokens=request.ask.prompt_tokens,
         )
         return self.step(event, 0.05)
+
+    def measure_prefill(self, prompts: int = 6) -> None:
+        """Prompts are computed, so that their rate is known; their clients go."""
+        for number in range(prompts):
+            name = f"measured-{number}"
+            self.arrived(name)
+            self.prefilled(name)
+            self.step(Cancelled(RequestId(name)))
 
     def tick(self, after_s: float = 1.0) -> None:
         self.step(Tick(), after_s)

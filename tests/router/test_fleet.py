@@ -147,9 +147,9 @@ class Work(RuleBasedStateMachine):
     def go_on(self, data: st.DataObject, ends: bool) -> None:
         request_id = data.draw(st.sampled_from(list(self.replica.stays)))
         if ends:
-            assert self.replica.end_stay(request_id).is_flowing == (request_id in self.flowing)
+            assert self.replica.end_stay(request_id, 0.0).is_flowing == (request_id in self.flowing)
         else:
-            self.replica.flows(request_id)
+            self.replica.flows(request_id, 0.0)
             self.flowing.add(request_id)
 
     @invariant()
@@ -175,9 +175,21 @@ def test_bound_requests_stand_in_their_order() -> None:
 
 @pytest.mark.parametrize(("said", "committed", "used"), [(0, 0, 0), (70, 50, 70), (20, 50, 50)])
 def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, used: int) -> None:
-    replica = Replica(spec("x"), state=State.DECODE, sample=Sample(used_blocks=said))
+    replica = Replica(spec("x"), state=State.DECODE)
     replica.begin_stay(RequestId("r"), Stay(committed, is_handed=False))
+    replica.measured(Sample(used_blocks=said), 0.0)
     assert replica.used_blocks == used
+
+
+def test_what_has_ended_since_an_engine_told_its_metrics_is_not_in_use() -> None:
+    replica = Replica(spec("x"), state=State.DECODE)
+    for name in "ab":
+        replica.begin_stay(RequestId(name), Stay(50, is_handed=False))
+    replica.end_stay(RequestId("a"), 0.5)
+    replica.measured(Sample(used_blocks=110), 1.0)  # as it was before that
+    assert replica.used_blocks == 50 + 10
+    replica.end_stay(RequestId("b"), 1.5)
+    assert replica.used_blocks == 10
 
 
 def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:

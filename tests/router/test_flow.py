@@ -7,6 +7,7 @@ from vllm_kvpool.router.control.desk import Settings
 from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
 from vllm_kvpool.router.control.flow import HANDED_GRACE_S
 from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.rates import COLD_SAMPLES
 from vllm_kvpool.router.control.requests import Phase, RequestId
 from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import ReplicaId
@@ -199,11 +200,23 @@ def test_an_answer_that_has_stopped_is_given_up_in_the_end() -> None:
 def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
     steps = Steps(shed=ShedLimits(ttft_target_s=1.0))
     steps.fleet(prefill="p", decode="d")
+    for number in range(COLD_SAMPLES + 1):
+        steps.ask(f"m{number}")
+        steps.now += 0.1  # 10,000 tokens by second
+        steps.prefilled(f"m{number}", "p")
     steps.ask("large", 9_000)
     [refuse] = steps.ask("r", 9_000)
     assert isinstance(refuse, Refuse)
     assert (refuse.status, refuse.retry_after_s >= 1) == (429, True)
     assert (steps.phase("r"), steps.count("shed")) == (None, 1)
+
+
+def test_nothing_is_refused_by_rates_that_are_only_assumed() -> None:
+    steps = Steps(Settings(budgets=Budgets(permits=2)), shed=ShedLimits(ttft_target_s=1.0))
+    steps.fleet(prefill="p", decode="d")
+    for number in range(40):
+        assert refused(steps.ask(f"r{number}", 9_000, deadline=60.0)) == []
+        assert refused(steps.ask(f"s{number}", 50)) == []
 
 
 def test_without_a_replica_everything_is_refused(steps: Steps) -> None:

@@ -118,8 +118,8 @@ def test_work_and_flow_are_shown_in_units_for_people(
         assert "330 ms" in tiles
         assert "2.5 MiB/s" in tiles.replace("\n", "")
         rates = await browser.text("#rates")
-        assert "10k tokens/s" in rates
-        assert "100 µs/token" in rates
+        assert "not measured yet" in rates
+        assert "tokens/s" in rates
         counts = (await browser.text("#counts")).replace("\n", " ")
         assert "in flight 4" in counts
         assert "arrived 4" in counts

@@ -38,7 +38,7 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
         request_id = RequestId(f"{name}{number}")
         replica.begin_stay(request_id, Stay(blocks, is_handed=True))
         if flowing:
-            replica.flows(request_id)
+            replica.flows(request_id, 0.0)
     return replica
 
 

@@ -1,6 +1,7 @@
 """Rates learned while serving."""
 
 import math
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -8,10 +9,13 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.router.control.rates import (
     COLD_SAMPLES,
+    FORGET_STARTS_S,
     HALF_LIFE_S,
     MAX_READINGS,
     MAX_REPLICAS,
+    MAX_STARTS,
     MIN_SAMPLES,
+    MIN_STARTS,
     OUTLIER_FACTOR,
     Flow,
     Line,
@@ -19,11 +23,13 @@ from vllm_kvpool.router.control.rates import (
     Rate,
     Rates,
     Stage,
+    StartRate,
 )
 from vllm_kvpool.router.control.states import ReplicaId
 
 ONE, TWO = ReplicaId("one"), ReplicaId("two")
 PRIOR = Rates()
+ALL_RATES = {each.name for each in fields(Rates)} - {"unmeasured"}
 
 
 def settled(value: float, now: float = 0.0) -> Rate:
@@ -201,14 +207,14 @@ def serve(measured: Measured, stage: Stage, replica: ReplicaId, samples: int) ->
     [
         (Stage.PREFILL, "prefill_tokens_per_s"),
         (Stage.TRANSFER, "transfer_tokens_per_s"),
-        (Stage.DECODE, "decode_tokens_per_s"),
     ],
 )
 def test_a_stages_rate_is_tokens_by_busy_seconds(stage: Stage, name: str) -> None:
     measured = Measured(PRIOR)
     serve(measured, stage, ONE, COLD_SAMPLES + MIN_SAMPLES)
     rates = measured.snapshot(0.0)
-    assert rates == Rates(**{name: pytest.approx(500.0)})
+    others = ALL_RATES - {name}
+    assert rates == Rates(**{name: pytest.approx(500.0)}, unmeasured=others)
 
 
 def test_pieces_under_way_together_share_their_seconds() -> None:
@@ -236,12 +242,12 @@ def test_what_failed_alone_leaves_no_seconds_behind() -> None:
 
 def test_an_end_that_nobody_began_is_let_pass() -> None:
     measured = Measured(PRIOR)
-    measured.ended(Stage.DECODE, ONE)
-    measured.did(Stage.DECODE, ONE, 1.0, 100)
-    measured.began(Stage.DECODE, ONE, 2.0)
+    measured.ended(Stage.TRANSFER, ONE)
+    measured.did(Stage.TRANSFER, ONE, 1.0, 100)
+    measured.began(Stage.TRANSFER, ONE, 2.0)
     measured.forget(ONE)
-    measured.ended(Stage.DECODE, ONE)
-    assert measured.snapshot(0.0) == PRIOR
+    measured.ended(Stage.TRANSFER, ONE)
+    assert measured.snapshot(0.0).unmeasured == ALL_RATES
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -335,3 +341,56 @@ def test_a_hand_over_that_was_slow_once_is_tried_again() -> None:
     assert measured.snapshot(19.0 + 3600.0).handoff_s(1000) == pytest.approx(prior, rel=0.01)
     measured.handed_over(replica, 3600.0, 1000, 0.9)
     assert measured.snapshot(3600.0).handoff_s(1000) == pytest.approx(0.9, rel=0.1)
+
+
+def test_a_steps_time_is_told_by_how_many_are_decoded() -> None:
+    measured = Measured(PRIOR)
+    for requests in (1, 1, 1, 2, 1, 1, 64):
+        measured.decoded(ONE, 0.0, requests, 0.010 + 0.0001 * requests)
+    rates = measured.snapshot(0.0)
+    assert rates.step_s(256) == pytest.approx(0.010 + 0.0256)
+    assert not {"step_base_s", "step_s_per_request"} & rates.unmeasured
+
+
+def test_of_single_requests_it_follows_that_more_at_a_time_cost_nothing() -> None:
+    measured = Measured(PRIOR)
+    for _ in range(20):
+        measured.decoded(ONE, 0.0, 1.0, 0.010)
+    assert measured.snapshot(0.0).step_s(256) == pytest.approx(0.010)
+
+
+def test_a_light_load_takes_nothing_from_the_rate_of_starts() -> None:
+    starts = StartRate()
+    starts.watch(0.0, is_waiting=True)
+    for number in range(1, 21):
+        starts.started(0.5 * number)
+    starts.watch(10.0, is_waiting=False)
+    for second in range(11, 30):
+        starts.started(float(second))
+    assert starts.per_second(30.0) == pytest.approx(2.0)
+    starts.watch(30.0, is_waiting=True)
+    assert starts.per_second(40.0) == pytest.approx(1.0)  # nobody was started for ten seconds
+
+
+def test_few_starts_say_nothing_and_old_ones_do_not_either() -> None:
+    starts = StartRate()
+    starts.watch(0.0, is_waiting=True)
+    for number in range(1, MIN_STARTS):
+        starts.started(float(number))
+        assert starts.per_second(float(number)) == math.inf
+    starts.started(8.0)
+    assert starts.per_second(8.0) == pytest.approx(1.0)
+    starts.watch(8.0, is_waiting=False)
+    later = 8.1 + FORGET_STARTS_S
+    starts.watch(later, is_waiting=True)
+    assert starts.per_second(later) == math.inf
+
+
+def test_the_last_starts_count() -> None:
+    starts = StartRate()
+    starts.watch(0.0, is_waiting=True)
+    for number in range(1, 1000):
+        starts.started(float(number))
+    for number in range(1, MAX_STARTS + 1):
+        starts.started(999.0 + number / 10)
+    assert starts.per_second(999.0 + MAX_STARTS / 10) == pytest.approx(10.0)

@@ -23,11 +23,12 @@ from vllm_kvpool.router.control.shedding import (
     ShedLimits,
     decode_wait_s,
     prefill_wait_s,
+    start_wait_s,
 )
 
 RATES = Rates(
     prefill_tokens_per_s=10_000.0,
-    decode_tokens_per_s=1000.0,
+    step_base_s=1 / 300,  # 3 replicas with 10 requests: 3000 tokens/s
     handoff_overhead_s=0.5,
     handoff_s_per_token=0.0005,
     local_prefill_s_per_token=0.0002,
@@ -95,6 +96,38 @@ def test_the_wait_for_decode(given_load: dict[str, Any], expected: float) -> Non
     assert decode_wait_s(replace(CALM, **given_load), ASK) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("given_load", "expected"),
+    [
+        ({"queued_requests": 6, "starting_requests": 4}, 0.0),  # nobody waits for a decoder
+        ({"queued_requests": 6, "starting_requests": 4, "is_gated": True}, 2.0),
+        ({"queued_requests": 6, "is_gated": True, "starts_per_s": math.inf}, 0.0),
+    ],
+)
+def test_the_wait_for_a_start(given_load: dict[str, Any], expected: float) -> None:
+    load = {"starts_per_s": 5.0, **given_load}
+    assert start_wait_s(replace(CALM, **load)) == pytest.approx(expected)
+
+
+def test_what_is_only_assumed_delays_nobody() -> None:
+    rates = replace(RATES, unmeasured=frozenset({"prefill_tokens_per_s", "step_base_s"}))
+    full = replace(CALM, queued_tokens=1e6, queued_blocks=1e6, room_blocks=0.0, rates=rates)
+    assert only(full) == Accept(0.0)
+
+
+def test_a_burst_after_a_calm_is_let_in_whole_while_the_wait_stays_in_bounds() -> None:
+    shedder = Shedder(LIMITS)
+    waiting = replace(CALM, queued_tokens=56_000.0)  # of four one would be let in
+    for _ in range(60):
+        assert isinstance(shedder.decide(CALM, ASK), Accept)
+    burst = [shedder.decide(waiting, ASK) for _ in range(160)]
+    assert let_in(burst[:80]) == 1.0
+    assert let_in(burst[80:]) == pytest.approx(0.25)
+    for _ in range(60):
+        shedder.decide(CALM, ASK)
+    assert let_in([shedder.decide(replace(CALM, queued_tokens=64_000.0), ASK)]) == 0.0
+
+
 def test_a_refusal_has_its_numbers() -> None:
     refused = only(replace(CALM, queued_tokens=1e6))
     assert isinstance(refused, Refuse)
@@ -132,6 +165,7 @@ def test_a_long_hand_off_does_not_shut_an_idle_deployment() -> None:
         ({"queued_tokens": 1e6}, 429, Reason.PREFILL_WAIT),
         ({"queued_requests": 80}, 429, Reason.QUEUE_FULL),
         ({"queued_blocks": 1e5}, 503, Reason.DECODE_WAIT),
+        ({"queued_requests": 50, "is_gated": True, "starts_per_s": 5.0}, 429, Reason.START_WAIT),
         ({"queued_tokens": 1e6, "is_saturated": True}, 503, Reason.DECODE_WAIT),
         (
             {"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1},

@@ -101,14 +101,15 @@ def test_a_replica_has_its_blocks_lock_work_and_flow(telemetry: Telemetry) -> No
 
 def test_requests_are_counted_by_how_they_have_ended(scene: Scene, telemetry: Telemetry) -> None:
     scene.step(Cancelled(RequestId("r1")))
+    scene.measure_prefill()
     for number in range(100):
         scene.arrived(f"m{number}", 16_000)
     values = scrape(telemetry)
     ended = {outcome: of(values, "requests_total", outcome=outcome) for outcome in OUTCOMES}
-    assert ended["cancelled"] == 1
+    assert ended["cancelled"] == 7
     assert ended["shed"] > 0
-    assert of(values, "arrivals_total") == 104
-    assert sum(ended.values()) + of(values, "in_flight_requests") == 104
+    assert of(values, "arrivals_total") == 110
+    assert sum(ended.values()) + of(values, "in_flight_requests") == 110
     refused = [of(values, "refusals_total", status=status) for status in ("429", "502", "503")]
     assert sum(refused) == ended["shed"]
     assert of(values, "queue_tokens") == 16_000 * of(values, "queue_requests") > 0
@@ -131,7 +132,7 @@ def test_the_plan_and_the_mode(scene: Scene, telemetry: Telemetry) -> None:
     assert of(values, "planner_mode", mode="dry_run") == 1
     assert of(values, "planner_mode", mode="manual") == 0
     assert of(values, "plan_held") == 0
-    assert of(values, "rate", name="prefill_tokens_per_s") == 10_000
+    assert not [labels for name, labels in values if "prefill_tokens_per_s" in str(labels)]
     assert of(values, "rate", name="asked_tokens_per_s") > 0
 
 

@@ -94,7 +94,11 @@ def test_queues_counts_and_waits_are_shown() -> None:
     assert (view.in_flight, view.counts["arrived"], view.counts["locks"]) == (4, 4, 1)
     assert view.ttft == FirstTokenView(pytest.approx(0.33), pytest.approx(0.33), 1)
     assert view.rates.asked_tokens_per_s > 500
-    assert view.rates.learned.prefill_tokens_per_s == 10_000
+    assert view.rates.learned["prefill_tokens_per_s"] is None
+    scene.measure_prefill()
+    learned = shown(scene).rates.learned["prefill_tokens_per_s"]
+    assert learned is not None
+    assert 1000 < learned < 100_000
     many = [f"m{number}" for number in range(60)]
     for name in many:
         scene.arrived(name, 16_000)

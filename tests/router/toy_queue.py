@@ -43,10 +43,9 @@ class ToySpeeds:
         return (prompt_tokens + self.answer_tokens) // BLOCK_TOKENS + 1
 
     def rates(self, wrong_by: float = 1.0) -> Rates:
-        held = WATERMARK * self.blocks / self.blocks_of(self.prompt_tokens)
         return Rates(
             prefill_tokens_per_s=self.prefill_tokens_per_s * wrong_by,
-            decode_tokens_per_s=held * self.request_tokens_per_s * wrong_by,
+            step_base_s=1 / (self.request_tokens_per_s * wrong_by),
             handoff_overhead_s=self.handoff_s,
             handoff_s_per_token=0.0,
             output_tokens_per_request=float(self.answer_tokens),

@@ -31,6 +31,8 @@ class Kind:
     """For each request that is decoded beside it."""
     total_blocks: int = 2_000
     block_size: int = 16
+    max_running: int = 1_000_000
+    """Requests at a time (`max_num_seqs`); others wait in the engine."""
     load_s: float = 20.0
     """Until an engine that is started answers."""
     wake_s: float = 2.0
@@ -100,12 +102,17 @@ class Engine:
         self.tell(now)
         if call.tokens_to_load:
             call.tokens_to_load += self.kind.transfer_s * self.kind.transfer_tokens_per_s
-        if call.is_prefill or self._blocks + self.blocks_of(call) <= self.kind.total_blocks:
+        if call.is_prefill or self._has_room(call):
             self._admit(call)
         elif self.blocks_of(call) > self.kind.total_blocks:
             self._end(call, Outcome.REJECTED)
         else:
             self._waiting.append(call)
+
+    def _has_room(self, call: Call) -> bool:
+        running = len(self._prompts) + len(self._decoding)
+        fits = self._blocks + self.blocks_of(call) <= self.kind.total_blocks
+        return fits and running < self.kind.max_running
 
     def _admit(self, call: Call) -> None:
         self._blocks += self.blocks_of(call)
@@ -221,7 +228,7 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            if self._blocks + self.blocks_of(self._waiting[0]) > self.kind.total_blocks:
+            if not self._has_room(self._waiting[0]):
                 return
             self._admit(self._waiting.popleft())
 

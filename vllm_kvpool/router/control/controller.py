@@ -94,6 +94,7 @@ class Controller:
         if desk.fleet.num_moves != num_moves:
             self._lock()
             self.dispatch.dispatch()
+        desk.starts.watch(desk.now, is_waiting=len(desk.migration) > 0 and len(desk.servers()) > 0)
         return desk.actions
 
     def next_due(self) -> float:

@@ -13,7 +13,7 @@ from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.prefixes import PrefixMemory
 from vllm_kvpool.router.control.queue import PromptQueue
 from vllm_kvpool.router.control.rates import Flow as Rate
-from vllm_kvpool.router.control.rates import Measured, Rates
+from vllm_kvpool.router.control.rates import Measured, Rates, StartRate
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.shedding import Pressure, Shedder
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
@@ -83,6 +83,7 @@ class Desk:
     """Prompt tokens of all that have been computed apart."""
     asked: Rate = field(default_factory=lambda: Rate(RATE_WINDOW_S))
     handed: Rate = field(default_factory=lambda: Rate(RATE_WINDOW_S))
+    starts: StartRate = field(default_factory=StartRate)
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
     pool_is_up: bool = True
@@ -182,7 +183,9 @@ class Desk:
             is_saturated=self.overload.is_saturated,
             spill_share=SPILL_SHARE if self.settings.spills and not self.locked else 0.0,
             rates=snapshot,
-            is_gated=bool(self.migration.ready(1)),
+            starting_requests=sum(each.num_starting for each in decoders),
+            starts_per_s=self.starts.per_second(self.now),
+            is_gated=len(self.migration) > 0,
         )
 
     def backlog_tokens(self) -> int:

@@ -54,8 +54,13 @@ class Stay:
     """Committed for it."""
     is_handed: bool
     """Whether another replica has computed its prompt."""
+    is_alone: bool = False
+    """Whether nothing else was being started there when it was given, nor has been since."""
     is_flowing: bool = False
     """Whether it has brought a token."""
+    flows_since: float = 0.0
+    decoded_before: float = 0.0
+    """The replica's `decoded_s` then."""
     is_sent_away: bool = False
     """Whether it has been told to go on elsewhere."""
 
@@ -81,12 +86,19 @@ class Replica:
     prefill_tokens: int = 0
     """Tokens it has been asked to compute and has not yet."""
     committed_blocks: int = 0
+    most_committed: int = 0
+    """Blocks, since the sample before the last."""
+    foreign_blocks: int = 0
+    """In use by what the router has not given it, as of the last sample."""
     num_starting: int = 0
     """Of `stays`, those that have not brought a token yet."""
     num_computing: int = 0
     """Of those, the ones whose prompts it computes itself."""
     bound: list[Request] = field(default_factory=list)
     """Requests that wait for it to be loaded, in their order."""
+    decoded_s: float = 0.0
+    """Seconds of decoding, of all its requests together, up to `decoded_at`."""
+    decoded_at: float = 0.0
     busy_until: float = 0.0
     """It has refused work; none before."""
     is_doubted: bool = False
@@ -112,8 +124,18 @@ class Replica:
 
     @property
     def used_blocks(self) -> int:
-        """What the engine says, or the router has committed: its metrics may be of a while ago."""
-        return max(self.sample.used_blocks, self.committed_blocks)
+        """What is committed, and what the engine uses beside that.
+
+        Its metrics are of a while ago: what has ended since does not count as in use.
+        """
+        return self.committed_blocks + self.foreign_blocks
+
+    def measured(self, sample: Sample, now: float) -> None:
+        """Its engine has told its metrics."""
+        self.sample, self.sampled_at = sample, now
+        self.foreign_blocks = max(0, sample.used_blocks - self.most_committed)
+        self.most_committed = self.committed_blocks
+        self.meters.read(now, sample)
 
     def is_open(self, now: float) -> bool:
         """Whether it may be given work, as far as it has answered the last."""
@@ -138,22 +160,39 @@ class Replica:
         return tokens
 
     def begin_stay(self, request_id: RequestId, stay: Stay) -> None:
+        stay.is_alone = self.num_starting == 0 and self.sample.waiting == 0
+        for other in self.stays.values() if self.num_starting else ():
+            other.is_alone = False
         self.stays[request_id] = stay
         self.committed_blocks += stay.blocks
+        self.most_committed = max(self.most_committed, self.committed_blocks)
         self.num_starting += 1
         self.num_computing += not stay.is_handed
 
-    def flows(self, request_id: RequestId) -> None:
+    def flows(self, request_id: RequestId, now: float) -> None:
         """A request has brought its first token here."""
         stay = self.stays[request_id]
+        self._decode_until(now)
         self._started(stay)
         stay.is_flowing = True
+        stay.flows_since, stay.decoded_before = now, self.decoded_s
 
-    def end_stay(self, request_id: RequestId) -> Stay:
+    def end_stay(self, request_id: RequestId, now: float) -> Stay:
+        self._decode_until(now)
         stay = self.stays.pop(request_id)
         self.committed_blocks -= stay.blocks
         self._started(stay)
         return stay
+
+    def decoded_beside(self, stay: Stay) -> float:
+        """Requests decoded side by side during a stay that ends now, itself included; the mean."""
+        seconds = self.decoded_at - stay.flows_since
+        return (self.decoded_s - stay.decoded_before) / seconds if seconds > 0.0 else 0.0
+
+    def _decode_until(self, now: float) -> None:
+        flowing = len(self.stays) - self.num_starting
+        self.decoded_s += flowing * (now - self.decoded_at)
+        self.decoded_at = now
 
     def _started(self, stay: Stay) -> None:
         self.num_starting -= not stay.is_flowing
@@ -164,6 +203,7 @@ class Replica:
         self.prefixes.clear()
         self.sampled_at = None
         self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
+        self.foreign_blocks = 0
 
     def check(self) -> None:
         """The counts are those of what it has; what its state promises of its work holds."""

@@ -131,14 +131,15 @@ class Flow:
         replica = desk.fleet[request.replica]
         if replica.stays[request_id].is_flowing:
             return
-        replica.flows(request_id)
-        desk.rates.began(Stage.DECODE, replica.replica_id, desk.now)
+        stay = replica.stays[request_id]
+        replica.flows(request_id, desk.now)
+        desk.starts.started(desk.now)
         if not is_seen:
             if request.source is not None:
                 desk.rates.ended(Stage.TRANSFER, replica.replica_id)
             return
         self._remember_prompt(request, replica)
-        self._learn_start(request, replica.replica_id)
+        self._learn_start(request, replica.replica_id, is_alone=stay.is_alone)
         if request.first_token is None:
             request.first_token = desk.now
             desk.waits.append(desk.now - request.arrived)
@@ -149,8 +150,11 @@ class Flow:
         if self._desk.pool_is_up:
             self._desk.pool.add(request.ask.prefix)
 
-    def _learn_start(self, request: Request, replica_id: ReplicaId) -> None:
-        """How long it took from the hand-over to the first token, and what of."""
+    def _learn_start(self, request: Request, replica_id: ReplicaId, *, is_alone: bool) -> None:
+        """How long it took from the hand-over to the first token, and what of.
+
+        What waits for others in the engine says nothing of its own time: only who is alone does.
+        """
         desk, ask = self._desk, request.ask
         seconds = desk.now - request.began
         # What goes on elsewhere brings more than its prompt.
@@ -158,19 +162,21 @@ class Flow:
         if request.source is not None:
             desk.rates.did(Stage.TRANSFER, replica_id, desk.now, ask.prompt_tokens)
             desk.rates.ended(Stage.TRANSFER, replica_id)
-            if is_first:
+            if is_first and is_alone:
                 desk.rates.handed_over(replica_id, desk.now, ask.prompt_tokens, seconds)
-        elif is_first and request.uncached > 0:
+        elif is_first and is_alone and request.uncached > 0:
             desk.rates.prefilled_locally(replica_id, desk.now, request.uncached, seconds)
 
     def decode_ended(self, event: DecodeEnded) -> None:
         desk = self._desk
         replica = desk.fleet[event.replica]
-        stay = replica.end_stay(event.request_id)
+        stay = replica.end_stay(event.request_id, desk.now)
         replica.last_work = desk.now
         if stay.is_flowing:
-            desk.rates.did(Stage.DECODE, event.replica, desk.now, event.output_tokens)
-            desk.rates.ended(Stage.DECODE, event.replica)
+            if event.output_tokens > 1:
+                step_s = (desk.now - stay.flows_since) / (event.output_tokens - 1)
+                beside = replica.decoded_beside(stay)
+                desk.rates.decoded(event.replica, desk.now, beside, step_s)
         elif stay.is_handed:
             desk.rates.ended(Stage.TRANSFER, event.replica)
         request = desk.requests.get(event.request_id)

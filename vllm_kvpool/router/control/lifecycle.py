@@ -93,8 +93,7 @@ class Lifecycle:
 
     def measured(self, event: Measured) -> None:
         replica = self._desk.fleet[event.replica]
-        replica.sample, replica.sampled_at = event.sample, self._desk.now
-        replica.meters.read(self._desk.now, event.sample)
+        replica.measured(event.sample, self._desk.now)
         replica.is_doubted = False
         if replica.state in UP:
             self._breaker(replica).succeeded(self._desk.now)

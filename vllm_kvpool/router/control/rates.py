@@ -2,8 +2,10 @@
 
 Every rate is a sum of amounts over a sum of what they took, both fading with a half-life, and
 never a mean of single rates. Time without work is in neither sum, so an idle night does not pull
-a rate down, and many small pieces of work count no more than the time they took. Until
-`MIN_SAMPLES` samples came, a prior from the configuration is blended in.
+a rate down, and many small pieces of work count no more than the time they took.
+
+What decoders can do is no rate of what they did: it follows from the time of a step by the number
+of requests in it (`Rates.step_s`), and, where requests wait to be started, from `StartRate`.
 
 What a hand-over takes is learned only where one is done: without samples it ages towards the prior,
 so that what was slow once is tried again.
@@ -13,7 +15,7 @@ fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thre
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from vllm_kvpool.router.control.states import ReplicaId
@@ -27,6 +29,10 @@ MIN_SPREAD = 0.1  # of the mean: below it, hand-offs are too alike in length to 
 MAX_REPLICAS = 4096  # remembered at once; the one remembered longest is forgotten first
 LEAST_SPAN_S = 1.0  # of a flow: two readings at almost one moment are not a flood
 MAX_READINGS = 128  # of a flow; beyond it the oldest two become one
+STEP_HALF_LIFE_S = 600.0  # of step times: large batches come now and then
+MAX_STARTS = 128  # of which the rate is taken
+MIN_STARTS = 8  # fewer say nothing: the first of a batch has waited for all of it
+FORGET_STARTS_S = 60.0  # without any waiting: the next burst may be of other requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +40,27 @@ class Rates:
     """All rates at one moment. As a value of the configuration: what to assume at the start."""
 
     prefill_tokens_per_s: float = 10_000.0  # of one prefill replica: prompt tokens computed
-    decode_tokens_per_s: float = 1_000.0  # of one decode replica: tokens generated
     transfer_tokens_per_s: float = 50_000.0  # of one decode replica: prompt tokens taken over
     handoff_overhead_s: float = 0.02  # of one hand-off, however short the prompt
     handoff_s_per_token: float = 0.00002  # of one hand-off, beyond that
     local_prefill_s_per_token: float = 0.0001  # of a prompt that its decode replica computes
     local_overhead_s: float = 0.0  # the same as a line: until the first token, however short it is
     local_s_per_token: float = 0.0001  # beyond that
+    step_base_s: float = 0.02  # from one token to the next, however few are decoded side by side
+    step_s_per_request: float = 0.0  # for each request that is
     output_tokens_per_request: float = 256.0
     tokens_per_byte: float = 0.25  # prompt tokens by bytes of the request's body
+    unmeasured: frozenset[str] = frozenset()
+    """Names of rates above that are still what was assumed."""
+
+    def measured(self) -> dict[str, float | None]:
+        """Each rate by its name; None where it is only assumed."""
+        names = (each.name for each in fields(self) if each.name != "unmeasured")
+        return {name: None if name in self.unmeasured else getattr(self, name) for name in names}
+
+    def step_s(self, requests: float) -> float:
+        """Seconds between two tokens of each of so many requests at one replica."""
+        return self.step_base_s + self.step_s_per_request * requests
 
     def handoff_s(self, tokens: float) -> float:
         """Seconds from the end of a prefill to the first decoded token."""
@@ -64,6 +82,8 @@ class Rate:
     prior: float
     outlier_factor: float = OUTLIER_FACTOR
     half_life_s: float = HALF_LIFE_S
+    trusted_after: int = MIN_SAMPLES
+    """Samples until the prior counts nothing."""
     samples: int = 0
     _ratio: float = 0.0  # kept beside the weight: both sums fade to nothing in a long pause
     _weight: float = 0.0  # what was taken, faded
@@ -83,7 +103,7 @@ class Rate:
 
     @property
     def value(self) -> float:
-        share = min(1.0, self.samples / MIN_SAMPLES)
+        share = min(1.0, self.samples / self.trusted_after)
         return self.prior + share * (self._ratio - self.prior)
 
 
@@ -93,11 +113,12 @@ def _quotient(amount: float, ratio: float) -> float:
 
 @dataclass(slots=True)
 class Line:
-    """Seconds of a hand-off by its tokens: an overhead and a slope, by least squares."""
+    """Seconds by tokens (or requests): an overhead and a slope, by least squares."""
 
     prior_overhead_s: float
     prior_s_per_token: float
     half_life_s: float = HALF_LIFE_S
+    trusted_after: int = MIN_SAMPLES
     samples: int = 0
     _weight: float = 0.0
     _at: float = 0.0
@@ -134,7 +155,7 @@ class Line:
     @property
     def value(self) -> tuple[float, float]:
         """Overhead in seconds, and seconds by token; neither is negative."""
-        share = min(1.0, self.samples / MIN_SAMPLES)
+        share = min(1.0, self.samples / self.trusted_after)
         if not share:
             return self.prior_overhead_s, self.prior_s_per_token
         if self._variance > (MIN_SPREAD * self._tokens) ** 2:
@@ -210,12 +231,53 @@ class Busy:
         self.under_way = max(0, self.under_way - 1)
 
 
+@dataclass(slots=True)
+class StartRate:
+    """Requests by second that decoders start while others wait for that.
+
+    Whatever they wait for (blocks, sequences, prompts computed before theirs), they are started as
+    fast as this says. Time in which nobody waits does not count, so a light load says nothing.
+    """
+
+    _seconds: float = 0.0
+    """In which requests have waited."""
+    _at: float = 0.0
+    _is_waiting: bool = False
+    _starts: deque[float] = field(default_factory=lambda: deque([0.0], MAX_STARTS + 1))
+    """`_seconds` at each start, and at the beginning."""
+
+    def watch(self, now: float, *, is_waiting: bool) -> None:
+        """Whether requests wait, from now on."""
+        self._pass(now)
+        if is_waiting and not self._is_waiting and now - self._at > FORGET_STARTS_S:
+            self._starts.clear()
+            self._starts.append(self._seconds)
+        if is_waiting or self._is_waiting:
+            self._at = now
+        self._is_waiting = is_waiting
+
+    def started(self, now: float) -> None:
+        if self._is_waiting:
+            self._pass(now)
+            self._starts.append(self._seconds)
+
+    def per_second(self, now: float) -> float:
+        """Of all decoders; infinite while too few have been seen."""
+        self._pass(now)
+        number, seconds = len(self._starts) - 1, self._seconds - self._starts[0]
+        return number / seconds if number >= MIN_STARTS and seconds > 0.0 else float("inf")
+
+    def _pass(self, now: float) -> None:
+        if self._is_waiting:
+            self._seconds += now - self._at
+            self._at = now
+
+
 class Stage(Enum):
     """What a replica can be busy with."""
 
     PREFILL = "prefill"
     TRANSFER = "transfer"  # from the end of a prefill to the first decoded token
-    DECODE = "decode"
 
 
 @dataclass(slots=True)
@@ -238,13 +300,16 @@ class Measured:
             # Lengths of answers and prompts differ by more than any factor, and rightly.
             return Rate(value, float("inf"), half_life_s)
 
+        def stage(value: float) -> Rate:
+            return Rate(value, half_life_s=half_life_s, trusted_after=1)
+
         self._stages = {
-            Stage.PREFILL: Rate(prior.prefill_tokens_per_s, half_life_s=half_life_s),
-            Stage.TRANSFER: Rate(prior.transfer_tokens_per_s, half_life_s=half_life_s),
-            Stage.DECODE: Rate(prior.decode_tokens_per_s, half_life_s=half_life_s),
+            Stage.PREFILL: stage(prior.prefill_tokens_per_s),
+            Stage.TRANSFER: stage(prior.transfer_tokens_per_s),
         }
+        self._step = Line(prior.step_base_s, prior.step_s_per_request, STEP_HALF_LIFE_S, 1)
         self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
-        self._local = Rate(prior.local_prefill_s_per_token, half_life_s=half_life_s)
+        self._local = stage(prior.local_prefill_s_per_token)
         self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
@@ -287,6 +352,11 @@ class Measured:
             self._local.add(now, seconds, tokens)
             self._local_line.add(now, tokens, seconds)
 
+    def decoded(self, replica: ReplicaId, now: float, requests: float, step_s: float) -> None:
+        """A request got a token each `step_s`, beside so many, itself included."""
+        if requests > 0.0 and step_s > 0.0 and self._is_warm("step", replica):
+            self._step.add(now, requests, step_s)
+
     def answered(self, now: float, output_tokens: int) -> None:
         """A request is over, with so many tokens generated."""
         self._output.add(now, output_tokens, 1.0)
@@ -300,17 +370,33 @@ class Measured:
         """What is known at `now`."""
         overhead_s, s_per_token = self._handoff.aged(now)
         local_overhead_s, local_s_per_token = self._local_line.value
+        step_base_s, step_s_per_request = self._step.value
+        samples = {
+            "prefill_tokens_per_s": self._stages[Stage.PREFILL].samples,
+            "transfer_tokens_per_s": self._stages[Stage.TRANSFER].samples,
+            "handoff_overhead_s": self._handoff.samples,
+            "handoff_s_per_token": self._handoff.samples,
+            "local_prefill_s_per_token": self._local.samples,
+            "local_overhead_s": self._local_line.samples,
+            "local_s_per_token": self._local_line.samples,
+            "step_base_s": self._step.samples,
+            "step_s_per_request": self._step.samples,
+            "output_tokens_per_request": self._output.samples,
+            "tokens_per_byte": self._prompt.samples,
+        }
         return Rates(
             prefill_tokens_per_s=self._stages[Stage.PREFILL].value,
-            decode_tokens_per_s=self._stages[Stage.DECODE].value,
             transfer_tokens_per_s=self._stages[Stage.TRANSFER].value,
             handoff_overhead_s=overhead_s,
             handoff_s_per_token=s_per_token,
             local_prefill_s_per_token=self._local.value,
             local_overhead_s=local_overhead_s,
             local_s_per_token=local_s_per_token,
+            step_base_s=step_base_s,
+            step_s_per_request=step_s_per_request,
             output_tokens_per_request=self._output.value,
             tokens_per_byte=self._prompt.value,
+            unmeasured=frozenset(name for name, number in samples.items() if not number),
         )
 
     def _of(self, replica: ReplicaId) -> _Seen:

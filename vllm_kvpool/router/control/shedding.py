@@ -5,13 +5,18 @@ blocks it needs; the two go on side by side, so the longer one counts:
 
     prefill wait  queued tokens / (prefill replicas * prefill rate)
     decode wait   (queued blocks + its own - room) / blocks freed by second
-                  blocks freed = decode replicas * decode rate / tokens of an answer
-                                 * blocks of a request
+                  blocks freed = committed blocks / (tokens of an answer * time of a step)
+    start wait    where requests wait for decoders: (those + the ones that these are starting)
+                  / requests started by second while others waited
+
+What has not been measured delays nobody: a rate that is only assumed counts as infinite. A step's
+time is that of as many requests as are decoded now: when blocks are short, that is the full batch.
 
 What `ttft_target_s` leaves beside the hand-off is how long that may be. Up to half of it all are
 let in, at all of it none, in between a share that falls evenly: each request adds that share to a
 credit and is let in when one is full. So a steady overload sheds steadily, every second request
-at twice the load, and never all or none by turns.
+at twice the load, and never all or none by turns. While all are let in, credit is saved, up to
+`BURST_CREDIT`: a burst after a calm is let in whole, as long as the wait stays in bounds.
 
 Where more was let in than can be served, as rates were not known yet or have fallen, those that
 still wait at twice the target are refused after all: none gets its first token much later.
@@ -32,6 +37,7 @@ LEAST_BUDGET = 0.25  # of the target, however long the hand-off takes
 OVERDUE = 2.0  # times the target: who still waits then was let in by mistake
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503  # HTTP
 TINY = 1e-9  # requests by second
+BURST_CREDIT = 64.0
 ROUNDING = 1e-9  # of a credit: ten tenths are one
 
 
@@ -66,6 +72,8 @@ class Pressure:
     is_saturated: bool  # every decode replica is full
     rates: Rates
     spill_share: float = 0.0  # of decode replicas' time: prompts that they compute meanwhile
+    starting_requests: int = 0  # on decode replicas, without a token yet
+    starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
     is_gated: bool = False  # some of the queued wait as no decode replica takes them now
 
 
@@ -86,6 +94,7 @@ class Reason(Enum):
     QUEUE_FULL = "too many requests wait"
     PREFILL_WAIT = "prompts would wait too long to be computed"
     DECODE_WAIT = "decode replicas are full"
+    START_WAIT = "requests would wait too long for a decode replica"
     DEADLINE = "its deadline cannot be met"
     NO_REPLICA = "no decode replica serves"
 
@@ -129,7 +138,8 @@ class Shedder:
         if not pressure.decode_replicas:
             return self._refuse(UNAVAILABLE, limits.max_retry_after_s, Reason.NO_REPLICA)
         prefill_s, decode_s = prefill_wait_s(pressure), decode_wait_s(pressure, ask)
-        wait_s = max(prefill_s, decode_s)
+        start_s = start_wait_s(pressure)
+        wait_s = max(prefill_s, decode_s, start_s)
         allowance, all_until = self._allowance(ask.priority)
         handoff_s = rates.handoff_s(ask.prompt_tokens)
         budget_s = max(limits.ttft_target_s - handoff_s, LEAST_BUDGET * limits.ttft_target_s)
@@ -157,9 +167,10 @@ class Shedder:
             f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
             f"of overload.ttft_target_s={limits.ttft_target_s:g}"
         )
-        if decode_s > prefill_s or pressure.is_saturated:
+        if decode_s == wait_s or pressure.is_saturated:
             return self._refuse(UNAVAILABLE, later_s, Reason.DECODE_WAIT, numbers)
-        return self._refuse(TOO_MANY_REQUESTS, later_s, Reason.PREFILL_WAIT, numbers)
+        reason = Reason.START_WAIT if start_s == wait_s else Reason.PREFILL_WAIT
+        return self._refuse(TOO_MANY_REQUESTS, later_s, reason, numbers)
 
     def _allowance(self, priority: int) -> tuple[float, float]:
         """Shares of the budget: up to which any are let in, and up to which all are."""
@@ -171,9 +182,13 @@ class Shedder:
         return most, ALL_UNTIL * most
 
     def _let_in(self, allowance: float, share: float) -> bool:
+        credit = self._credit.get(allowance, 0.0)
         if share >= 1.0:
+            self._credit[allowance] = min(credit + 1.0, max(credit, BURST_CREDIT))
             return True
-        credit = self._credit.get(allowance, 0.0) + max(0.0, share)
+        if share <= 0.0:
+            return False
+        credit += share
         is_in = credit >= 1.0 - ROUNDING
         self._credit[allowance] = credit - 1.0 if is_in else credit
         return is_in
@@ -188,14 +203,19 @@ class Shedder:
 
 
 def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
-    """Prompt tokens by second, of all replicas or of so many."""
+    """Prompt tokens by second, of all replicas or of so many; infinite while not measured."""
     rates = pressure.rates
-    if pressure.prefill_replicas:
-        if replicas is not None:
-            return replicas * rates.prefill_tokens_per_s
-        spilled = pressure.decode_replicas * pressure.spill_share / rates.local_prefill_s_per_token
-        return pressure.prefill_replicas * rates.prefill_tokens_per_s + spilled
-    return (replicas or pressure.decode_replicas) / rates.local_prefill_s_per_token
+    local = 1.0 / rates.local_prefill_s_per_token
+    if "local_prefill_s_per_token" in rates.unmeasured:
+        local = math.inf
+    if not pressure.prefill_replicas:
+        return (replicas or pressure.decode_replicas) * local
+    if "prefill_tokens_per_s" in rates.unmeasured:
+        return math.inf
+    if replicas is not None:
+        return replicas * rates.prefill_tokens_per_s
+    spilled = pressure.decode_replicas * pressure.spill_share * local if pressure.spill_share else 0
+    return pressure.prefill_replicas * rates.prefill_tokens_per_s + spilled
 
 
 def prefill_wait_s(pressure: Pressure) -> float:
@@ -203,19 +223,23 @@ def prefill_wait_s(pressure: Pressure) -> float:
     return pressure.queued_tokens / prefill_speed(pressure)
 
 
+def start_wait_s(pressure: Pressure) -> float:
+    """Seconds until decode replicas have started what is before a request; 0 if nobody waits."""
+    if not pressure.is_gated:
+        return 0.0
+    before = pressure.queued_requests + pressure.starting_requests
+    return before / max(pressure.starts_per_s, TINY)
+
+
 def decode_wait_s(pressure: Pressure, ask: Ask) -> float:
-    """Seconds until decode replicas can take the request; infinite if nothing will be freed."""
+    """Seconds until there are blocks for the request; infinite if none will be freed."""
     rates = pressure.rates
-    tokens_per_s = pressure.decode_replicas * rates.decode_tokens_per_s
-    requests_per_s = tokens_per_s / max(1.0, rates.output_tokens_per_request)
-    # Whatever they wait for, blocks or not, it goes on as fast as others end.
-    is_gated = pressure.is_gated
-    turn_s = pressure.queued_requests / max(requests_per_s, TINY) if is_gated else 0.0
     short = pressure.queued_blocks + ask.blocks - pressure.room_blocks
-    if short <= 0:
-        return turn_s
+    if short <= 0 or "step_base_s" in rates.unmeasured:
+        return 0.0
     if not pressure.committed_requests:
         # Nothing will be freed; but who has nothing takes whatever is next, however large.
-        return math.inf if pressure.queued_requests else turn_s
-    blocks_per_s = requests_per_s * pressure.committed_blocks / pressure.committed_requests
-    return max(turn_s, short / blocks_per_s if blocks_per_s > 0 else math.inf)
+        return math.inf if pressure.queued_requests else 0.0
+    step_s = rates.step_s(pressure.committed_requests / pressure.decode_replicas)
+    answer_s = max(1.0, rates.output_tokens_per_request) * step_s
+    return short * answer_s / pressure.committed_blocks if pressure.committed_blocks else math.inf

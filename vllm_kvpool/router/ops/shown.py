@@ -10,7 +10,6 @@ import msgspec
 
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.means import Means
-from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import TAKES_DECODE, TAKES_PREFILL, Cause, Role, State
 
 OUTCOMES = ("served", "rejected", "hopeless", "cancelled", "shed", "late", "given_up")
@@ -141,7 +140,8 @@ class FirstTokenView(msgspec.Struct, frozen=True):
 
 
 class RatesView(msgspec.Struct, frozen=True, kw_only=True):
-    learned: Rates
+    learned: dict[str, float | None]
+    """By the names of `rates.Rates`; None: not measured yet."""
     asked_tokens_per_s: float
     """Prompt tokens that arrive, those refused too."""
     handed_tokens_per_s: float

@@ -7,7 +7,6 @@ while the router serves. All belongs to the router's loop.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -78,7 +77,7 @@ ROUTER_METRICS = {
         Row("replica_stale", _G, ("replica",), "1 while its metrics are missing or too old."),
         Row("pool_up", _G, (), "0 while all engines say that the pool is down."),
         Row("collapsed", _G, (), "1 while prompts are computed where they are decoded."),
-        Row("rate", _G, ("name",), "What has been learned of the deployment; units in the name."),
+        Row("rate", _G, ("name",), "Measured rates; units in the name. Absent until measured."),
         Row("planner_mode", _G, ("mode",), "1 for the mode that the planner is in."),
         Row("plan_replicas", _G, ("role",), "Replicas that the last plan has counted."),
         Row("plan_wanted", _G, ("role",), "Replicas that the last plan wants."),
@@ -290,8 +289,9 @@ _PER_REPLICA: dict[str, Callable[[ReplicaView], list[_Labelled]]] = {
 
 
 def _rates(rates: RatesView) -> Iterator[_Labelled]:
-    for name, value in asdict(rates.learned).items():
-        yield (name,), value
+    for name, value in rates.learned.items():
+        if value is not None:
+            yield (name,), value
     yield ("asked_tokens_per_s",), rates.asked_tokens_per_s
     yield ("handed_tokens_per_s",), rates.handed_tokens_per_s
 

@@ -55,7 +55,7 @@ def state_of(controller: Controller, now: float) -> RouterView:
         queue=WaitingView(len(desk.queue), desk.queue.tokens),
         migration=WaitingView(len(desk.migration), desk.migration.tokens),
         rates=RatesView(
-            learned=desk.rates.snapshot(desk.now),
+            learned=desk.rates.snapshot(desk.now).measured(),
             asked_tokens_per_s=desk.asked.per_second(now),
             handed_tokens_per_s=desk.handed.per_second(now),
         ),

@@ -327,7 +327,8 @@ function showCounts(state) {
   const { learned, ...seen } = state.rates;
   showNumbers(byId("rates"), Object.entries({ ...learned, ...seen }).map(([name, value]) => {
     const [suffix, text] = UNITS.find(([end]) => name.endsWith(end));
-    return [name.slice(0, -suffix.length).replaceAll("_", " "), text(value)];
+    const shown = value === null ? "not measured yet" : text(value);
+    return [name.slice(0, -suffix.length).replaceAll("_", " "), shown];
   }));
 }
 

@@ -1,0 +1,106 @@
+"""What a fleet is believed able to do: bursts to idle engines, and loads that are too high."""
+
+import random
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from tests.support.router_engines import Kind
+from tests.support.router_world import World
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import Role
+
+SINGLES, BURST = 12, 64
+KIND = Kind(
+    prefill_tokens_per_s=8_000.0, token_s=0.01, token_s_per_request=0.0002, total_blocks=20_000
+)
+OUTPUT_TOKENS = 128
+SECONDS, WARM_UP_S = 150.0, 30.0
+
+
+def ask(number: int, prompt_tokens: int) -> Ask:
+    return Ask(
+        request_id=RequestId(f"r{number}"),
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=OUTPUT_TOKENS,
+    )
+
+
+def one_by_one(world: World, numbers: range, prompt_tokens: int) -> None:
+    for number in numbers:
+        world.arrive(ask(number, prompt_tokens), OUTPUT_TOKENS)
+        while world.calls.clients:
+            world.run(0.1)
+
+
+@pytest.mark.parametrize("prompt_tokens", [50, 300])
+@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("pause_s", [0.0, 600.0])
+def test_a_burst_to_idle_engines_is_served_whole(
+    prompt_tokens: int, num_prefill: int, pause_s: float
+) -> None:
+    """As `vllm bench serve --request-rate inf` sends it, after some single requests."""
+    world = World(Controller(), kind=KIND)
+    world.add("d", Role.DECODE)
+    for number in range(num_prefill):
+        world.add(f"p{number}", Role.PREFILL)
+    world.run(2.0)
+    one_by_one(world, range(SINGLES), prompt_tokens)
+    world.run(pause_s)
+    for number in range(SINGLES, SINGLES + BURST):
+        world.arrive(ask(number, prompt_tokens), OUTPUT_TOKENS)
+    world.run(120.0)
+    assert world.calls.fates["served"] == SINGLES + BURST
+
+
+def sustained(kind: Kind, num_prefill: int, prompt_tokens: int) -> float:
+    """Requests by second that the engines below can do."""
+    running = min(kind.max_running, 256)
+    fits = kind.total_blocks * 0.95 // ((prompt_tokens + OUTPUT_TOKENS) / kind.block_size)
+    running = min(running, int(fits))
+    step_s = kind.token_s + kind.token_s_per_request * running
+    decoded = running / (step_s * OUTPUT_TOKENS)
+    computed = max(1, num_prefill) * kind.prefill_tokens_per_s / prompt_tokens
+    return min(decoded, computed)
+
+
+@pytest.mark.parametrize("times", [2.0, 4.0])
+@pytest.mark.parametrize(
+    ("kind", "num_prefill", "prompt_tokens"),
+    [
+        pytest.param(KIND, 1, 2000, id="prefill"),
+        pytest.param(KIND, 0, 2000, id="prefill-in-decode"),
+        pytest.param(replace(KIND, total_blocks=1000), 2, 500, id="blocks"),
+        pytest.param(replace(KIND, max_running=8), 0, 50, id="few-sequences"),
+        pytest.param(replace(KIND, max_running=32, token_s=0.05), 1, 500, id="slow-steps"),
+    ],
+)
+def test_under_too_much_load_those_let_in_are_answered_soon_and_none_is_lost(
+    kind: Kind, num_prefill: int, prompt_tokens: int, times: float
+) -> None:
+    world = World(Controller(), kind=kind, checks=False)
+    world.add("d", Role.DECODE)
+    for number in range(num_prefill):
+        world.add(f"p{number}", Role.PREFILL)
+    world.run(2.0)
+    capacity = sustained(kind, num_prefill, prompt_tokens)
+    chance, numbers = random.Random(1), count()
+
+    def arrive() -> None:
+        if world.now < SECONDS:
+            tokens = int(prompt_tokens * chance.uniform(0.5, 1.5))
+            world.arrive(ask(next(numbers), tokens), OUTPUT_TOKENS)
+            world.timeline.after(chance.expovariate(times * capacity), arrive)
+
+    world.timeline.after(0.0, arrive)
+    world.run(WARM_UP_S)
+    before = world.calls.fates["served"]
+    world.run(SECONDS - world.now)
+    served = world.calls.fates["served"] - before
+    world.run(60.0)
+    waits = sorted(wait_s for at, wait_s in world.calls.waits if at >= WARM_UP_S)
+    p99 = waits[int(0.99 * len(waits))]
+    assert p99 <= 7.5
+    assert served >= 0.9 * capacity * (SECONDS - WARM_UP_S)
