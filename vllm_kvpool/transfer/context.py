@@ -58,10 +58,16 @@ PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth anot
 
 @dataclass(slots=True)
 class CellOp:
-    """What an op is about: a cell and its place in host memory."""
+    """What an op is about: a cell and its place in host memory (None: the op needs none)."""
 
     cell: Cell
     entry: CacheEntry | None
+
+
+def tier_of(op: Op) -> int:
+    """The tier whose lane the op is in."""
+    assert op.lane is not None, op
+    return int(op.lane.key.tier)
 
 
 @dataclass(slots=True)

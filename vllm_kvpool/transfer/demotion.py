@@ -21,7 +21,7 @@ from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import NOBODY, Cell, DemotionDone, DemotionJob, OpKind
-from vllm_kvpool.transfer.saves import Put, SaveManager
+from vllm_kvpool.transfer.saves import SaveManager
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Demotions:
         # What a store gave is sealed. What a gather brought is not, unless a tier has it.
         seal = context.scheduler.add(graph, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
         lane = context.lane(OpKind.PUT, tier)
-        put = context.scheduler.add(graph, lane, Put(cell, entry, copy, tier), cell.nbytes, (seal,))
+        put = context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,))
         copy.ops += (seal, put)
         lane = context.lane(OpKind.REMOVE, demotion.job.tier)
         demotion.removes.append(context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))

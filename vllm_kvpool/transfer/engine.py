@@ -56,7 +56,7 @@ from vllm_kvpool.transfer.ops import (
     Tick,
     TierHealth,
 )
-from vllm_kvpool.transfer.saves import Copy, Put, SaveManager
+from vllm_kvpool.transfer.saves import Copy, SaveManager
 
 
 class HungCalls:
@@ -396,8 +396,8 @@ class Engine:
             for op, cause in lost:
                 if isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
-                elif isinstance(op.what, Put):
-                    self.saves.settle(op.what.copy)
+                elif isinstance(op.what, Copy):
+                    self.saves.settle(op.what)
                 elif isinstance(op.what, Borrowed):
                     self.loans.lost(op.what)
                 elif isinstance(op.what, Kept):

@@ -52,6 +52,7 @@ from vllm_kvpool.transfer.ops import (
     PrefetchPlan,
     Report,
     SaveDone,
+    SaveGathered,
     SavePlan,
     SavesDropped,
     SpanLoaded,
@@ -151,6 +152,15 @@ Post = (
 )
 
 
+@dataclass(slots=True)
+class _OpenJob:
+    """A load or a save that has not been reported yet."""
+
+    plan: LoadPlan | SavePlan
+    began: float
+    uses_pages: bool = True  # a save does until it is gathered
+
+
 class Lender(Protocol):
     """What tells replicas on this host of the loans that they have asked for. It never blocks."""
 
@@ -190,8 +200,7 @@ class Executor:
         self._load_seconds = registry.histogram("kvpool_load_seconds")
         self._trace = trace
         self._inbox: SimpleQueue[Post | BatchDone | LaneThread] = SimpleQueue()
-        self._open: dict[JobId, LoadPlan | SavePlan] = {}  # pages in use; engine thread
-        self._began: dict[JobId, float] = {}
+        self._open: dict[JobId, _OpenJob] = {}  # not reported yet; engine thread
         self._hung: dict[Batch, LaneThread] = {}  # left behind with what they are doing
         # One thread adds and one takes; `_wake` holds a token for each report while it waits.
         self._reports: deque[Report] = deque()
@@ -315,7 +324,8 @@ class Executor:
         while True:
             hanging = {lane: batch for lane, batch in hanging.items() if lane.thread.is_alive()}
             written = {block for batch in hanging.values() for block in _blocks_of(batch)}
-            for plan in list(self._open.values()):
+            for job in [job for job in self._open.values() if job.uses_pages]:
+                plan = job.plan
                 if not any(written.intersection(pages.block_ids) for pages in plan.pages):
                     del self._open[plan.job_id]
                     self._publish([given_up(plan, CellOutcome.FAILED)])
@@ -326,7 +336,7 @@ class Executor:
             if isinstance(message, Close):
                 return
             if isinstance(message, LoadPlan | SavePlan):
-                self._open[message.job_id] = message
+                self._open[message.job_id] = _OpenJob(message, time.monotonic())
             elif isinstance(message, DropSaves) and message.generation is not None:
                 self._publish([SavesDropped(message.generation)])
 
@@ -388,17 +398,13 @@ class Executor:
     def _as_job(self, plan: Plan) -> Event:
         match plan:
             case LoadPlan():
-                self._begin(plan)
+                self._open[plan.job_id] = _OpenJob(plan, time.monotonic())
                 return self._planner.load(plan)
             case SavePlan():
-                self._begin(plan)
+                self._open[plan.job_id] = _OpenJob(plan, time.monotonic())
                 return self._planner.save(plan)
             case PrefetchPlan():
                 return self._planner.prefetch(plan)
-
-    def _begin(self, plan: LoadPlan | SavePlan) -> None:
-        self._open[plan.job_id] = plan
-        self._began[plan.job_id] = time.monotonic()
 
     def _step(self, event: Event) -> None:
         for action in self._engine.step(event, time.monotonic()):
@@ -414,25 +420,22 @@ class Executor:
     def _note(self, report: Report) -> None:
         match report:
             case SaveDone():
-                began = self._began.pop(report.job_id)
-                self._save_seconds(time.monotonic() - began)
+                self._save_seconds(time.monotonic() - self._open.pop(report.job_id).began)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
                         self._registry.add("kvpool_failures", count, kind=f"save_{outcome.value}")
                 self._trace.instant("save done", job=report.job_id, request=report.request_id)
             case LoadDone():
-                del self._open[report.job_id]
-                began = self._began.pop(report.job_id)
-                self._load_seconds(time.monotonic() - began)
+                self._load_seconds(time.monotonic() - self._open.pop(report.job_id).began)
                 if self._trace.on:
                     name = f"load {report.reason.value}"
                     self._trace.instant(name, job=report.job_id, request=report.request_id)
             case DemotionDone():
                 self._passages.pop(report.job_id).put(report.moved)
+            case SaveGathered():
+                self._open[report.job_id].uses_pages = False
             case HostCacheChange() | SavesDropped() | SpanLoaded():
                 pass
-            case _:
-                del self._open[report.job_id]
 
     def _publish(self, reports: Sequence[Report]) -> None:
         self._reports.extend(reports)

@@ -14,7 +14,7 @@ A cell found further away is copied into the nearer tiers that lack it (`copy_up
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from vllm_kvpool.transfer.context import CellOp, TransferContext
+from vllm_kvpool.transfer.context import CellOp, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import Graph, Op, OpState
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import REPLICA, Cell, CellOutcome, OpKind
@@ -29,13 +29,6 @@ class Fetch(CellOp):
     entry: CacheEntry
     tier: int
     trouble: CellOutcome = CellOutcome.MISSING  # the most telling outcome so far
-
-
-@dataclass(slots=True)
-class Removal(CellOp):
-    """A bad cell that is being taken out of a tier."""
-
-    tier: int
 
 
 class Fetches:
@@ -144,14 +137,14 @@ class Fetches:
         is_down = tier not in self._context.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
-            removal = self._context.scheduler.add(graph, lane, Removal(cell, None, tier))
+            removal = self._context.scheduler.add(graph, lane, CellOp(cell, None))
             self._removing[tier, cell.key] = removal
 
     def removed(self, op: Op, outcome: CellOutcome) -> None:
-        """REMOVE has ended, of a bad cell or of one that was handed down."""
-        what = op.what
-        if isinstance(what, Removal):
-            del self._removing[what.tier, what.cell.key]
+        """REMOVE has ended, of a bad cell or of one that was demoted."""
+        name = tier_of(op), op.what.cell.key
+        if self._removing.get(name) is op:
+            del self._removing[name]
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
         else:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.transfer.context import CellOp, TransferContext
+from vllm_kvpool.transfer.context import CellOp, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
+    HOST,
     NOBODY,
     Cell,
     CellOutcome,
@@ -67,14 +68,6 @@ class Copy(CellOp):
     passing: bool = False  # host memory is not to keep it
     reported: bool = False
     over: bool = False
-
-
-@dataclass(slots=True)
-class Put(CellOp):
-    """One PUT of a copy."""
-
-    copy: Copy
-    tier: int
 
 
 class SaveManager:
@@ -153,9 +146,8 @@ class SaveManager:
         seal = context.scheduler.add(graph, self._seals, copy, cell.nbytes, after)
         copy.ops.append(seal)
         for tier in tiers:
-            put = Put(cell, copy.entry, copy, tier)
             lane = context.lane(OpKind.PUT, tier)
-            copy.ops.append(context.scheduler.add(graph, lane, put, cell.nbytes, (seal,)))
+            copy.ops.append(context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,)))
 
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
         """GATHER has ended."""
@@ -182,13 +174,13 @@ class SaveManager:
         """SEAL has ended."""
         copy, up = op.what, self._context.tiers_writable()
         for put in copy.ops:
-            if put.state is OpState.WAITING and put.what.tier not in up:  # down since they began
+            if put.state is OpState.WAITING and tier_of(put) not in up:  # down since they began
                 self._end(put, copy, CellOutcome.UNREACHABLE)
         self._end(op, copy, outcome)
 
     def put(self, op: Op, outcome: CellOutcome) -> None:
         """PUT has ended."""
-        copy, tier = op.what.copy, op.what.tier
+        copy, tier = op.what, tier_of(op)
         dropped = copy.save is not None and copy.save.dropped is not None
         if not dropped and self._context.try_again(op, tier, outcome):
             return
@@ -199,7 +191,7 @@ class SaveManager:
     def tier_down(self, tier: int) -> None:
         """Give up what waits for a tier that is left alone from now on."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
-            self._end(op, op.what.copy, CellOutcome.UNREACHABLE)
+            self._end(op, op.what, CellOutcome.UNREACHABLE)
 
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
         """Copy a cell that has just come from further away into nearer tiers, if loads do not
@@ -267,7 +259,7 @@ class SaveManager:
             return
         copy.over = True
         del self._copies[id(copy)]
-        self._report(copy, copy.outcome or CellOutcome.DONE, _tier_of(copy))
+        self._report(copy, copy.outcome or CellOutcome.DONE, _nearest_tier(copy))
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
             fate = "demoted" if stored else "lost"
@@ -355,7 +347,7 @@ class SaveManager:
         return self._patience_ends if self._gathers.num_ready else None
 
 
-def _tier_of(copy: Copy) -> int | None:
+def _nearest_tier(copy: Copy) -> int | None:
     """The nearest tier that has taken the cell."""
-    done = (op.what for op in copy.ops if op.state is OpState.DONE)
-    return min((what.tier for what in done if isinstance(what, Put)), default=None)
+    done = [tier_of(op) for op in copy.ops if op.state is OpState.DONE]
+    return min((tier for tier in done if tier != HOST), default=None)
