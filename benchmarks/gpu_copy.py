@@ -47,9 +47,8 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
-from vllm_kvpool.staging.copy_triton import TritonCopier
-from vllm_kvpool.staging.pinned import CudaLocker, PageLock
-from vllm_kvpool.staging.streams import CudaStream, CudaStreams
+from vllm_kvpool.staging.copy_triton import CudaStream, CudaStreams, TritonCopier
+from vllm_kvpool.staging.devices import CudaLocker, PageLock
 from vllm_kvpool.storage.base import Buffer
 
 NUM_LAYERS, LAYER_SPAN = 32, 8

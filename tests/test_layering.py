@@ -85,7 +85,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("vllm_adapt/ascend.py",),
     "numba": ("staging/copy_cpu.py",),
-    "triton": ("staging/copy_triton.py", "staging/move_kernel.py"),
+    "triton": ("staging/copy_triton.py",),
     "threading": (
         *(
             "metrics.py",

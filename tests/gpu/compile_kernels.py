@@ -32,9 +32,8 @@ def compiled_accesses(capability: int, dtype: torch.dtype, page_format: str) -> 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_kvpool.staging.copy_triton import NUM_WARPS, kernel_constants
-    from vllm_kvpool.staging.move_kernel import move_pieces
-    from vllm_kvpool.staging.run_tables import run_tables
+    from vllm_kvpool.staging.copy_triton import NUM_WARPS, kernel_constants, move_fragments
+    from vllm_kvpool.staging.triton_tables import run_tables
 
     tensor = torch.zeros(4, 2, 16, 64, dtype=torch.uint8).view(dtype)
     width = tensor.shape[3]
@@ -47,10 +46,10 @@ def compiled_accesses(capability: int, dtype: torch.dtype, page_format: str) -> 
     for table in run_tables([pages]):
         for is_gather in (True, False):
             constants = kernel_constants(table, is_gather=is_gather)
-            plain = move_pieces.arg_names[1 : -len(constants)]
+            plain = move_fragments.arg_names[1 : -len(constants)]
             signature = {"table": "*i64", **dict.fromkeys(plain, "i32")}
             source = ASTSource(
-                fn=move_pieces,
+                fn=move_fragments,
                 signature=signature | dict.fromkeys(constants, "constexpr"),
                 constexprs=constants,
                 attrs={(0,): [["tt.divisibility", TABLE_ALIGNMENT]]},

@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.conftest import Gpu
 from tests.staging.page_bench import Cell, Pages, block_table, random_rows
-from vllm_kvpool.staging.pinned import CudaLocker, PageLock
+from vllm_kvpool.staging.devices import CudaLocker, PageLock
 from vllm_kvpool.storage.base import Buffer
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvpool.staging.streams import Event
+if TYPE_CHECKING:
+    from vllm_kvpool.staging.copy_triton import Event
 
 CHANGE_OF_ORDER = 0.1  # per piece of work
 
@@ -41,7 +42,7 @@ class LateStream:
         self.do(lambda: setattr(event, "reached", True))
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: "Event") -> None:
         assert isinstance(event, LateEvent)
         self.waiting.append(event)
 

@@ -42,8 +42,7 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
-from vllm_kvpool.staging.devices import Device
-from vllm_kvpool.staging.pinned import PageLock, page_lock_for
+from vllm_kvpool.staging.devices import Device, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.guarded import GuardedStore, Patience

@@ -9,43 +9,260 @@ The copies are large and contiguous and done by the GPU's copy engine; a kernel 
 itself would hold multiprocessors that the model needs for as long as a copy takes.
 Slots should be pinned: copies to pageable memory are correct but slow.
 
-No stream of the model's is ever waited for by a thread; kernels wait for its newest `fence`.
+The kernel knows addresses and strides, not formats, and works on machine words whatever the dtype.
+One program moves one tile: `TILE_TOKENS` tokens by `TILE_WORDS` words of a run of one head and
+layer of one fragment. Its input is one int64 table: rows of runs, rows of fragments, block ids.
+Programs of the same tile of different fragments are neighbours, since fragments are mostly the
+heads of the same tokens, which lie side by side in token-major pages.
+
+No thread waits for the model's stream; kernels wait for the newest `fence`.
 """
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copier import check_move
-from vllm_kvpool.staging.move_kernel import PIECE_COLUMNS, RUN_COLUMNS, move_pieces
-from vllm_kvpool.staging.pieces import Piece, cut
-from vllm_kvpool.staging.run_tables import NUM_COLUMNS, UNITS, RunTable, run_tables
-from vllm_kvpool.staging.streams import Event, Streams
+from vllm_kvpool.staging.triton_tables import (
+    NUM_COLUMNS,
+    UNITS,
+    Fragment,
+    RunTable,
+    cut,
+    run_tables,
+)
 
 BUFFER_BYTES = 8 << 20  # 0.15 ms of PCIe: longer than a round takes to prepare
 NUM_BUFFERS = 2
 PAYLOAD_ALIGNMENT = 256  # of payloads in a buffer
-MAX_PIECE_TOKENS = 8192
-TABLE_ENTRIES = 4 * MAX_PIECE_TOKENS  # int64 for the pieces of a round and their block ids
+MAX_FRAGMENT_TOKENS = 8192
+TABLE_ENTRIES = 4 * MAX_FRAGMENT_TOKENS  # int64 for the fragments of a round and their block ids
 NUM_WARPS = 4
 
-_PIECE_COLUMNS: int = PIECE_COLUMNS.value
+# --- Streams: what the copier needs of a device. Tests have one without a GPU -------------------
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block until it is reached, with the GIL released."""
+
+
+class Stream(Protocol):
+    """Work that a device does in the order in which it was given. No method blocks."""
+
+    def record(self) -> Event:
+        """The point after all that was given so far."""
+
+    def wait(self, event: Event) -> None:
+        """What is given from now on comes after the event."""
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies of contiguous bytes, `(target, source)`, between host and device."""
+
+    def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+        """A Triton kernel."""
+
+
+class Streams(Protocol):
+    """One device."""
+
+    def enter_thread(self) -> None:
+        """To be called by every thread before it uses streams."""
+
+    def new_stream(self) -> Stream:
+        """A stream of the caller's own."""
+
+    def model_event(self) -> Event:
+        """Where the calling thread's current stream, the model's, is now."""
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised uint8 on the device, for use after what the model's stream has been given:
+        the allocator hands out memory that such work may still use."""
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised uint8 on the host that the device reads without a detour."""
+
+
+class CudaStreams:
+    """An NVIDIA GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda", device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+
+    def enter_thread(self) -> None:
+        # A new thread begins on device 0, and would claim memory there.
+        torch.cuda.set_device(self._device)
+
+    def new_stream(self) -> "CudaStream":
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return CudaStream(stream)
+
+    def model_event(self) -> Event:
+        return _record(torch.cuda.current_stream(self._device))
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class CudaStream:
+    """A stream of `CudaStreams`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def record(self) -> Event:
+        return _record(self._stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+        with torch.cuda.stream(self._stream):
+            kernel[(num_programs,)](*args, **constants)
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # Blocking: a thread that spins for the length of a copy takes a core from the model's.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+# --- The kernel ---------------------------------------------------------------------------------
+
+# Columns of a run. Strides, sizes and offsets in words, the base address in bytes.
+BASE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, ELEM_STRIDE = map(tl.constexpr, range(5))
+ELEM_WORDS, NUM_WORDS, ROW_OFFSET, ROW_WORDS = map(tl.constexpr, range(5, 9))
+WORDS_BEFORE, BLOCK_TOKENS, BLOCKS_PER_ID = map(tl.constexpr, range(9, 12))
+RUN_COLUMNS = tl.constexpr(12)
+
+# Columns of a fragment. `FIRST_TOKEN` counts from the first token of the first block id, `IDS_AT`
+# from the start of the table; `SPAN_BYTES` are those of one token in all layers of the fragment.
+PAYLOAD, LAYER_START, NUM_LAYERS, HEAD_START, NUM_HEADS = map(tl.constexpr, range(5))
+FIRST_TOKEN, NUM_TOKENS, IDS_AT, SPAN_BYTES = map(tl.constexpr, range(5, 9))
+FRAGMENT_COLUMNS = tl.constexpr(9)
+
+# Their values change from launch to launch; a kernel compiled for each would stall a lane.
+_PLAIN = (
+    "runs_at", "fragments_at", "num_fragments", "num_heads", "num_token_tiles", "num_word_tiles"
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
+def move_fragments(  # type: ignore[no-untyped-def]
+    table,
+    runs_at,
+    fragments_at,
+    num_fragments,
+    num_heads,
+    num_token_tiles,
+    num_word_tiles,
+    IS_GATHER: tl.constexpr,
+    RUNS_PER_LAYER: tl.constexpr,
+    WORD: tl.constexpr,  # the integer type
+    WORD_BYTES: tl.constexpr,
+    UNIT_WORDS: tl.constexpr,  # all addresses, strides and sizes are multiples of so many words
+    IS_STRIDED: tl.constexpr,  # elements of a run are not adjacent in the page
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    fragment = table + fragments_at + program % num_fragments * FRAGMENT_COLUMNS
+    tile = program // num_fragments
+    first_word = tile % num_word_tiles * TILE_WORDS
+    tile = tile // num_word_tiles
+    first_token = tile % num_token_tiles * TILE_TOKENS
+    tile = tile // num_token_tiles
+    head = tile // RUNS_PER_LAYER % num_heads
+    layer = tile // RUNS_PER_LAYER // num_heads
+    # Fragments of different sizes share a launch, as large as the largest in each direction.
+    num_tokens = tl.load(fragment + NUM_TOKENS).to(tl.int32)
+    is_inside = (layer < tl.load(fragment + NUM_LAYERS)) & (head < tl.load(fragment + NUM_HEADS))
+    if not (is_inside & (first_token < num_tokens)):
+        return
+    first_layer = tl.load(fragment + LAYER_START)
+    first_run = table + runs_at + first_layer * RUNS_PER_LAYER * RUN_COLUMNS
+    run = first_run + (layer * RUNS_PER_LAYER + tile % RUNS_PER_LAYER) * RUN_COLUMNS
+    num_words = tl.multiple_of(tl.load(run + NUM_WORDS).to(tl.int32), UNIT_WORDS)
+    if first_word >= num_words:
+        return
+
+    tokens = first_token + tl.arange(0, TILE_TOKENS)
+    words = first_word + tl.arange(0, TILE_WORDS)
+    is_token = tokens < num_tokens
+    mask = is_token[:, None] & (words < num_words)[None, :]
+
+    block_tokens = tl.load(run + BLOCK_TOKENS).to(tl.int32)
+    blocks_per_id = tl.load(run + BLOCKS_PER_ID).to(tl.int32)
+    in_table = tokens + tl.load(fragment + FIRST_TOKEN).to(tl.int32)
+    index = in_table // block_tokens
+    ids = table + tl.load(fragment + IDS_AT) + index // blocks_per_id
+    blocks = tl.load(ids, mask=is_token, other=0) * blocks_per_id + index % blocks_per_id
+    within = (in_table % block_tokens).to(tl.int64)
+
+    # The hints let the compiler move 16 bytes at a time; `UNIT_WORDS` says that they are true.
+    page = tl.load(run + BASE).to(tl.pointer_type(WORD))
+    page = tl.multiple_of(page, UNIT_WORDS * WORD_BYTES)
+    page += tl.multiple_of(
+        (tl.load(fragment + HEAD_START) + head) * tl.load(run + HEAD_STRIDE), UNIT_WORDS
+    )
+    in_page = blocks * tl.multiple_of(tl.load(run + BLOCK_STRIDE), UNIT_WORDS)
+    in_page += within * tl.multiple_of(tl.load(run + TOKEN_STRIDE), UNIT_WORDS)
+    if IS_STRIDED:
+        elem_words = tl.load(run + ELEM_WORDS).to(tl.int32)
+        elems = (words // elem_words).to(tl.int64)
+        in_row = elems * tl.load(run + ELEM_STRIDE) + words % elem_words
+    else:
+        in_row = words
+    page_words = page + in_page[:, None] + in_row[None, :]
+
+    payload = tl.load(fragment + PAYLOAD).to(tl.pointer_type(WORD))
+    payload = tl.multiple_of(payload, UNIT_WORDS * WORD_BYTES)
+    rows_before = head * (tl.load(fragment + SPAN_BYTES) // WORD_BYTES)
+    rows_before += tl.load(run + WORDS_BEFORE) - tl.load(first_run + WORDS_BEFORE)
+    payload += tl.multiple_of(rows_before * num_tokens + tl.load(run + ROW_OFFSET), UNIT_WORDS)
+    in_payload = tokens.to(tl.int64) * tl.multiple_of(tl.load(run + ROW_WORDS), UNIT_WORDS)
+    payload_words = payload + in_payload[:, None] + words[None, :]
+
+    if IS_GATHER:
+        tl.store(payload_words, tl.load(page_words, mask=mask), mask=mask)
+    else:
+        tl.store(page_words, tl.load(payload_words, mask=mask), mask=mask)
+
+
+_FRAGMENT_COLUMNS: int = FRAGMENT_COLUMNS.value
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 assert RUN_COLUMNS.value == NUM_COLUMNS
+
+# --- The copier ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Pieces that fit into a buffer and a table, and where each lies in the buffer."""
+    """Fragments that fit into a buffer and a table, and where each lies in the buffer."""
 
-    pieces: list[Piece]
+    fragments: list[Fragment]
     offsets: list[int]
 
 
@@ -91,7 +308,7 @@ class TritonCopier:
 
     def warm_up(self) -> None:
         """Compile the kernels, or load them from Triton's cache directory."""
-        nothing = Piece(0, 0, 0, 0, 0, 0, 0, 0, (), 0)
+        nothing = Fragment(0, 0, 0, 0, 0, 0, 0, 0, (), 0)
         for is_gather in (True, False):
             self._move_pages(self._buffers[0], [nothing], [0], is_gather=is_gather)
             self._finish()
@@ -110,15 +327,15 @@ class TritonCopier:
     def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
         for move in moves:
             check_move(move, self._layers)
-        pieces = (
-            piece
+        fragments = (
+            fragment
             for move in moves
-            for piece in cut(move, self._row_bytes, self._buffer_bytes, MAX_PIECE_TOKENS)
+            for fragment in cut(move, self._row_bytes, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
         )
         self._streams.enter_thread()
         self._kernels.wait(self._computed)
         try:
-            for part, buffer in zip(self._rounds(pieces), cycle(self._buffers), strict=False):
+            for part, buffer in zip(self._rounds(fragments), cycle(self._buffers), strict=False):
                 self._start(part, buffer, is_gather=is_gather)
         finally:
             self._finish()  # also what had been started before something failed
@@ -127,19 +344,21 @@ class TritonCopier:
         for stream in (self._kernels, self._copies):
             stream.record().synchronize()
 
-    def _rounds(self, pieces: Iterable[Piece]) -> Iterator[_Round]:
+    def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_Round]:
         part, nbytes, entries = _Round([], []), 0, 0
-        for piece in pieces:
-            wanted = _PIECE_COLUMNS + self._num_ids(piece)
-            is_full = nbytes + piece.nbytes > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
-            if part.pieces and is_full:
+        for fragment in fragments:
+            wanted = _FRAGMENT_COLUMNS + self._num_ids(fragment)
+            is_full = (
+                nbytes + fragment.nbytes > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
+            )
+            if part.fragments and is_full:
                 yield part
                 part, nbytes, entries = _Round([], []), 0, 0
-            part.pieces.append(piece)
+            part.fragments.append(fragment)
             part.offsets.append(nbytes)
-            nbytes += -(-piece.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+            nbytes += -(-fragment.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
             entries += wanted
-        if part.pieces:
+        if part.fragments:
             yield part
 
     def _start(self, part: _Round, buffer: _Buffer, *, is_gather: bool) -> None:
@@ -147,31 +366,31 @@ class TritonCopier:
         assert base % max(UNITS) == 0, base
         addresses = [base + offset for offset in part.offsets]
         on_device = [
-            buffer.payload[offset : offset + piece.nbytes]
-            for piece, offset in zip(part.pieces, part.offsets, strict=True)
+            buffer.payload[offset : offset + fragment.nbytes]
+            for fragment, offset in zip(part.fragments, part.offsets, strict=True)
         ]
-        slots = [_host_bytes(piece.address, piece.nbytes) for piece in part.pieces]
+        slots = [_host_bytes(fragment.address, fragment.nbytes) for fragment in part.fragments]
         first = self._kernels if is_gather else self._copies
         if buffer.busy is not None:
             first.wait(buffer.busy)
         if is_gather:
-            self._move_pages(buffer, part.pieces, addresses, is_gather=True)
+            self._move_pages(buffer, part.fragments, addresses, is_gather=True)
             self._copies.wait(self._kernels.record())
             self._copies.copy(list(zip(slots, on_device, strict=True)))
             buffer.busy = self._copies.record()
         else:
             self._copies.copy(list(zip(on_device, slots, strict=True)))
             self._kernels.wait(self._copies.record())
-            self._move_pages(buffer, part.pieces, addresses, is_gather=False)
+            self._move_pages(buffer, part.fragments, addresses, is_gather=False)
             buffer.busy = self._kernels.record()
 
     def _move_pages(
-        self, buffer: _Buffer, pieces: list[Piece], addresses: list[int], *, is_gather: bool
+        self, buffer: _Buffer, fragments: list[Fragment], addresses: list[int], *, is_gather: bool
     ) -> None:
         """Between pages and payloads at `addresses`, by the stream of the kernels."""
         if buffer.uploading is not None:
             buffer.uploading.synchronize()
-        entries = self._describe(pieces, addresses)
+        entries = self._describe(fragments, addresses)
         buffer.host_table.numpy()[: len(entries)] = entries
         # Runs go along each time: memory of the device may lose its content while vLLM sleeps.
         upload = slice(len(entries))
@@ -179,48 +398,48 @@ class TritonCopier:
         buffer.uploading = self._kernels.record()
         runs_at = 0
         for table in self._tables:
-            self._launch(buffer.table, table, runs_at, pieces, is_gather=is_gather)
+            self._launch(buffer.table, table, runs_at, fragments, is_gather=is_gather)
             runs_at += len(table.rows)
 
-    def _num_ids(self, piece: Piece) -> int:
-        first, last = self._ids_of(piece)
+    def _num_ids(self, fragment: Fragment) -> int:
+        first, last = self._ids_of(fragment)
         return last - first
 
-    def _ids_of(self, piece: Piece) -> tuple[int, int]:
-        """The part of its block table that covers a piece, half open."""
-        if piece.token_start == piece.token_stop:
+    def _ids_of(self, fragment: Fragment) -> tuple[int, int]:
+        """The part of its block table that covers a fragment, half open."""
+        if fragment.token_start == fragment.token_stop:
             return 0, 0
-        pages = self._layers[piece.layer_start]
+        pages = self._layers[fragment.layer_start]
         id_tokens = pages.tokens_per_block * pages.blocks_per_id
-        first = (piece.token_start - piece.table_start) // id_tokens
-        return first, -(-(piece.token_stop - piece.table_start) // id_tokens)
+        first = (fragment.token_start - fragment.table_start) // id_tokens
+        return first, -(-(fragment.token_stop - fragment.table_start) // id_tokens)
 
     def _describe(
-        self, pieces: Sequence[Piece], addresses: Sequence[int]
+        self, fragments: Sequence[Fragment], addresses: Sequence[int]
     ) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """What the kernel reads: runs, pieces, block ids. Columns as in `move_kernel.py`."""
-        ids_at = _num_entries(self._tables) + len(pieces) * _PIECE_COLUMNS
+        """What the kernel reads: runs, fragments, block ids. Columns as above."""
+        ids_at = _num_entries(self._tables) + len(fragments) * _FRAGMENT_COLUMNS
         rows: list[int] = []
         ids: list[int] = []
         known: dict[tuple[int, int, int], int] = {}  # heads and spans of a chunk share their ids
-        for piece, address in zip(pieces, addresses, strict=True):
-            first, last = self._ids_of(piece)
-            key = (id(piece.block_ids), first, last)
+        for fragment, address in zip(fragments, addresses, strict=True):
+            first, last = self._ids_of(fragment)
+            key = (id(fragment.block_ids), first, last)
             if key not in known:
                 known[key] = ids_at + len(ids)
-                ids += piece.block_ids[first:last]
-            pages = self._layers[piece.layer_start]
+                ids += fragment.block_ids[first:last]
+            pages = self._layers[fragment.layer_start]
             id_tokens = pages.tokens_per_block * pages.blocks_per_id
             rows += (
                 address,
-                piece.layer_start,
-                piece.layer_stop - piece.layer_start,
-                piece.head_start,
-                piece.head_stop - piece.head_start,
-                piece.token_start - piece.table_start - first * id_tokens,
-                piece.token_stop - piece.token_start,
+                fragment.layer_start,
+                fragment.layer_stop - fragment.layer_start,
+                fragment.head_start,
+                fragment.head_stop - fragment.head_start,
+                fragment.token_start - fragment.table_start - first * id_tokens,
+                fragment.token_stop - fragment.token_start,
                 known[key],
-                sum(self._row_bytes[piece.layer_start : piece.layer_stop]),
+                sum(self._row_bytes[fragment.layer_start : fragment.layer_stop]),
             )
         runs = (table.rows for table in self._tables)
         return np.concatenate([*runs, np.array(rows + ids, np.int64)])
@@ -230,23 +449,23 @@ class TritonCopier:
         entries: torch.Tensor,
         table: RunTable,
         runs_at: int,
-        pieces: Sequence[Piece],
+        fragments: Sequence[Fragment],
         *,
         is_gather: bool,
     ) -> None:
-        num_layers = max(1, *(p.layer_stop - p.layer_start for p in pieces))
-        num_heads = max(1, *(p.head_stop - p.head_start for p in pieces))
-        num_tokens = max(1, *(p.token_stop - p.token_start for p in pieces))
+        num_layers = max(1, *(p.layer_stop - p.layer_start for p in fragments))
+        num_heads = max(1, *(p.head_stop - p.head_start for p in fragments))
+        num_tokens = max(1, *(p.token_stop - p.token_start for p in fragments))
         token_tiles = -(-num_tokens // table.tile_tokens)
         word_tiles = -(-table.max_words // table.tile_words)
         tiles = num_layers * num_heads * table.runs_per_layer * token_tiles * word_tiles
         self._kernels.launch(
-            move_pieces,
-            len(pieces) * tiles,
+            move_fragments,
+            len(fragments) * tiles,
             entries,
             runs_at,
             _num_entries(self._tables),
-            len(pieces),
+            len(fragments),
             num_heads,
             token_tiles,
             word_tiles,

@@ -11,13 +11,18 @@ through torch's generic streams and events: those exist for NPUs only since some
 when the first NPU is met, never before.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.storage.base import Buffer
+
+logger = logging.getLogger(__name__)
 
 HOST_ALIGNMENT = 64 << 10  # of host memory that Ascend's runtime maps for a device
 HCCS_ALIGNMENT = 2 << 20  # the page tables that HCCS goes by
@@ -200,3 +205,78 @@ _MAKERS: dict[str, Callable[[torch.device], Device]] = {
 def device_for(device: torch.device) -> Device:
     """The seam for a torch device."""
     return _MAKERS.get(device.type, AcceleratorDevice)(device)
+
+
+# Page-locked staging memory, for NVIDIA GPUs
+
+# cudaHostRegister: known to all contexts, and at the same address on the device.
+_PORTABLE, _MAPPED = 1, 2
+
+
+class Locker(Protocol):
+    """What locks memory for a device."""
+
+    def lock(self, address: int, nbytes: int) -> str:
+        """Why it could not be locked; empty if it is."""
+
+    def unlock(self, address: int) -> None:
+        """What `lock` was given; nothing may be copying from or to it."""
+
+
+class CudaLocker:
+    """NVIDIA's driver, on behalf of one GPU."""
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+
+    def lock(self, address: int, nbytes: int) -> str:
+        # A new thread begins on device 0, and would claim memory there.
+        torch.cuda.set_device(self._device_index)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = runtime.cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED)
+        return str(runtime.cudaGetErrorString(result)) if int(result) else ""
+
+    def unlock(self, address: int) -> None:
+        torch.cuda.set_device(self._device_index)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = int(runtime.cudaHostUnregister(address))
+        if result:
+            logger.warning("kvpool: staging memory stays page-locked (CUDA error %d)", result)
+
+
+class PageLock:
+    """The parts of the arena that are locked."""
+
+    def __init__(self, locker: Locker) -> None:
+        self._locker = locker
+        self._locked: list[int] = []
+        self._refused = False
+
+    def lock(self, part: Buffer) -> None:
+        """Lock one part: whole slots, since no copy may cross from one part to another."""
+        if self._refused:
+            return
+        reason = self._locker.lock(part.address, part.nbytes)
+        if reason:
+            self._refused = True
+            logger.warning(
+                "kvpool: staging memory cannot be page-locked (%s); copies between it and the GPU "
+                "will be slow",
+                reason,
+            )
+        else:
+            self._locked.append(part.address)
+
+    def close(self) -> None:
+        """Unlock everything."""
+        while self._locked:
+            self._locker.unlock(self._locked.pop())
+
+
+def page_lock_for(pages: Sequence[LayerPages]) -> PageLock | None:
+    """What locks staging memory for the device that these pages are on, if it wants that."""
+    device = pages[0].owner[0].device
+    if device.type != "cuda":
+        return None
+    assert device.index is not None, device
+    return PageLock(CudaLocker(device.index))

@@ -1,4 +1,4 @@
-"""Pieces cover exactly what a move moves, each contiguous in the payload and within its bounds."""
+"""Fragments cover exactly what a move moves, each contiguous in the payload and in bounds."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.layout.pages import CellMove
-from vllm_kvpool.staging.pieces import Piece, cut
+from vllm_kvpool.staging.triton_tables import Fragment, cut
 
 ROWS = (3, 5, 2, 7)  # bytes of a row in each layer
 
@@ -22,22 +22,22 @@ def index_map(move: CellMove) -> dict[tuple[int, int, int], range]:
     return places
 
 
-def rows_of(piece: Piece) -> dict[tuple[int, int, int], range]:
+def rows_of(fragment: Fragment) -> dict[tuple[int, int, int], range]:
     whole = CellMove(
-        address=piece.address,
-        layer_start=piece.layer_start,
-        layer_stop=piece.layer_stop,
-        head_start=piece.head_start,
-        head_stop=piece.head_stop,
-        block_ids=piece.block_ids,
-        table_start=piece.table_start,
-        chunk_start=piece.token_start,
-        chunk_tokens=piece.token_stop - piece.token_start,
-        token_start=piece.token_start,
-        token_stop=piece.token_stop,
+        address=fragment.address,
+        layer_start=fragment.layer_start,
+        layer_stop=fragment.layer_stop,
+        head_start=fragment.head_start,
+        head_stop=fragment.head_stop,
+        block_ids=fragment.block_ids,
+        table_start=fragment.table_start,
+        chunk_start=fragment.token_start,
+        chunk_tokens=fragment.token_stop - fragment.token_start,
+        token_start=fragment.token_start,
+        token_stop=fragment.token_stop,
     )
     rows = index_map(whole)
-    assert sum(map(len, rows.values())) == piece.nbytes
+    assert sum(map(len, rows.values())) == fragment.nbytes
     return rows
 
 
@@ -55,28 +55,28 @@ def moves(draw: st.DrawFn) -> CellMove:
 
 
 @given(moves(), st.integers(max(ROWS), 300), st.integers(1, 15))
-def test_pieces_cover_the_clip_once(move: CellMove, max_bytes: int, max_tokens: int) -> None:
+def test_fragments_cover_the_clip_once(move: CellMove, max_bytes: int, max_tokens: int) -> None:
     expected = {
         (head, layer, token): place
         for (head, layer, token), place in index_map(move).items()
         if move.token_start <= token < move.token_stop
     }
     found: dict[tuple[int, int, int], range] = {}
-    for piece in cut(move, ROWS, max_bytes, max_tokens):
-        assert 0 < piece.nbytes <= max_bytes
-        assert piece.token_stop - piece.token_start <= max_tokens
-        assert (piece.block_ids, piece.table_start) == (move.block_ids, move.table_start)
-        rows = rows_of(piece)
+    for fragment in cut(move, ROWS, max_bytes, max_tokens):
+        assert 0 < fragment.nbytes <= max_bytes
+        assert fragment.token_stop - fragment.token_start <= max_tokens
+        assert (fragment.block_ids, fragment.table_start) == (move.block_ids, move.table_start)
+        rows = rows_of(fragment)
         assert not found.keys() & rows.keys()
         found |= rows
     assert found == expected
 
 
 @pytest.mark.parametrize(
-    ("max_bytes", "num_pieces"), [(10_000, 1), (2 * 170, 2), (170, 4), (100, 8), (29, 32)]
+    ("max_bytes", "num_fragments"), [(10_000, 1), (2 * 170, 2), (170, 4), (100, 8), (29, 32)]
 )
-def test_no_more_pieces_than_the_bound_asks_for(max_bytes: int, num_pieces: int) -> None:
+def test_no_more_fragments_than_the_bound_asks_for(max_bytes: int, num_fragments: int) -> None:
     move = CellMove(0, 0, 4, 0, 4, (0,), 0, 0, 10, 0, 10)
-    pieces = list(cut(move, ROWS, max_bytes, 100))
-    assert len(pieces) == num_pieces
-    assert np.sum([piece.nbytes for piece in pieces]) == 4 * 10 * sum(ROWS)
+    fragments = list(cut(move, ROWS, max_bytes, 100))
+    assert len(fragments) == num_fragments
+    assert np.sum([fragment.nbytes for fragment in fragments]) == 4 * 10 * sum(ROWS)

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_kvpool.staging import arena as arena_module
 from vllm_kvpool.staging.arena import Arena
-from vllm_kvpool.staging.pinned import PageLock
+from vllm_kvpool.staging.devices import PageLock
 from vllm_kvpool.storage.base import Buffer
 
 CELL_BYTES = 5000

@@ -1,18 +1,21 @@
-"""Page formats as the tables and tile sizes that the Triton kernel works by (pure).
+"""What the Triton kernel works by (pure; imports neither torch nor Triton).
 
-Runs that can be moved by the same compiled kernel, in units of the same size, form one table; most
-models have one.
+* Page formats as tables of runs. Runs that one compiled kernel can move, in units of one size, form
+  one table; most models have one.
+* Moves cut into fragments that are contiguous in their payload and fit a buffer. A payload is laid
+  out `[heads][layers][tokens][row]`, so whole heads, whole layers of one head, and tokens of one
+  layer of one head are contiguous; a clipped move has only fragments of the last kind.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_kvpool.layout.pages import LayerPages, Run
+from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
 
 UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at a time; 16 is the widest on a GPU
 WORD_BYTES = 8  # the widest integer
@@ -100,7 +103,7 @@ def _table(
 
 
 def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[int]:
-    """In the order of `move_kernel.py`."""
+    """In the order of the kernel's columns (`copy_triton.py`)."""
     in_bytes = (
         *(run.block_stride, run.head_stride, run.token_stride),
         *((run.elem_stride, run.elem_bytes) if is_strided(run) else (0, 0)),
@@ -108,3 +111,92 @@ def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[
     )
     in_words = (nbytes // word for nbytes in in_bytes)
     return [run.base, *in_words, pages.tokens_per_block, pages.blocks_per_id]
+
+
+class Fragment(NamedTuple):
+    """`nbytes` at `address`, laid out `[heads][layers][tokens][row]`; ranges are half open.
+
+    Heads, layers and tokens are those of the move, and so are the block table and `table_start`.
+    """
+
+    address: int
+    nbytes: int
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+    token_start: int
+    token_stop: int
+    block_ids: Sequence[int]
+    table_start: int
+
+
+def cut(
+    move: CellMove, row_bytes: Sequence[int], max_bytes: int, max_tokens: int
+) -> Iterator[Fragment]:
+    """The fragments of a move, in the order of the payload; `row_bytes` of every layer."""
+    rows = row_bytes[move.layer_start : move.layer_stop]
+    head_bytes = move.chunk_tokens * sum(rows)
+    chunk = (move.chunk_start, move.chunk_start + move.chunk_tokens)
+    is_whole = (move.token_start, move.token_stop) == chunk and move.chunk_tokens <= max_tokens
+    if move.token_start == move.token_stop or not head_bytes:
+        return
+    if is_whole and head_bytes <= max_bytes:
+        step = max_bytes // head_bytes
+        for head in range(move.head_start, move.head_stop, step):
+            heads = (head, min(head + step, move.head_stop))
+            address = move.address + (head - move.head_start) * head_bytes
+            layers = (move.layer_start, move.layer_stop)
+            yield _fragment(move, address, layers, heads, chunk, sum(rows))
+        return
+    for head in range(move.head_start, move.head_stop):
+        address = move.address + (head - move.head_start) * head_bytes
+        yield from _cut_head(move, head, address, rows, is_whole, max_bytes, max_tokens)
+
+
+def _cut_head(
+    move: CellMove,
+    head: int,
+    address: int,
+    rows: Sequence[int],
+    is_whole: bool,
+    max_bytes: int,
+    max_tokens: int,
+) -> Iterator[Fragment]:
+    heads = (head, head + 1)
+    chunk = (move.chunk_start, move.chunk_start + move.chunk_tokens)
+    before = list(accumulate(rows, initial=0))
+    index = 0
+    while index < len(rows):
+        stop = index
+        if is_whole:
+            limit = before[index] + max_bytes // move.chunk_tokens
+            while stop < len(rows) and before[stop + 1] <= limit:
+                stop += 1
+        at = address + before[index] * move.chunk_tokens
+        layer = move.layer_start + index
+        if stop > index:
+            layers = (layer, move.layer_start + stop)
+            yield _fragment(move, at, layers, heads, chunk, before[stop] - before[index])
+            index = stop
+            continue
+        row = rows[index]
+        step = min(max_bytes // row, max_tokens)
+        assert step > 0, (row, max_bytes)
+        for token in range(move.token_start, move.token_stop, step):
+            tokens = (token, min(token + step, move.token_stop))
+            first = at + (token - move.chunk_start) * row
+            yield _fragment(move, first, (layer, layer + 1), heads, tokens, row)
+        index += 1
+
+
+def _fragment(
+    move: CellMove,
+    address: int,
+    layers: tuple[int, int],
+    heads: tuple[int, int],
+    tokens: tuple[int, int],
+    row_bytes: int,
+) -> Fragment:
+    nbytes = (heads[1] - heads[0]) * (tokens[1] - tokens[0]) * row_bytes
+    return Fragment(address, nbytes, *layers, *heads, *tokens, move.block_ids, move.table_start)
