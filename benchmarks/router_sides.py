@@ -125,7 +125,7 @@ def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator
                 "overload": {"ttft_target_s": 1000.0},
                 "launch": {
                     **{"model": "scripted", "command": started, "stop_timeout_s": 3.0},
-                    **{"log_dir": str(scratch), "state_file": str(scratch / "state.json")},
+                    **{"state_dir": str(scratch), "keep_on_exit": False},
                 },
             },
             [

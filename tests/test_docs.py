@@ -20,10 +20,10 @@ from vllm_kvpool.config import (
     read_embeds_config,
 )
 from vllm_kvpool.metrics import METRICS
-from vllm_kvpool.router.config import SECTIONS
+from vllm_kvpool.router.config import SECTIONS, launch_hosts
 from vllm_kvpool.router.config import load_config as load_router_config
 from vllm_kvpool.router.ops.admin import ROUTES
-from vllm_kvpool.router.ops.settings import controller_of, launch_hosts
+from vllm_kvpool.router.ops.settings import controller_of
 from vllm_kvpool.router.ops.telemetry import PREFIX, ROUTER_METRICS
 from vllm_kvpool.storage.tiers import parse_tiers
 
@@ -93,7 +93,7 @@ def test_every_option_of_the_router_is_documented_with_its_default() -> None:
             given = field.default
             if given is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
                 given = field.default_factory()
-            default = "needed" if field.required else f"`{json.dumps(given)}`"
+            default = "needed" if field.required else f"`{json.dumps(msgspec.to_builtins(given))}`"
             if field.name == "command" and name == "launch":
                 default = "`vllm serve …`"
             expected.append([f"`{head}`", f"`{field.name}`", default])

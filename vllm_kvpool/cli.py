@@ -11,39 +11,43 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @click.group()
+@click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 def main() -> None:
     """Tools around the pool: the router of a disaggregated deployment, and what it starts."""
 
 
 @main.command()
+@click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 @click.option(
     "--config", "path", required=True, type=click.Path(path_type=Path), help="A TOML file."
 )
-@click.option("--check", is_flag=True, help="Say whether the file is valid, and start nothing.")
+@click.option("--check", is_flag=True, help="Say what is wrong with the file, and start nothing.")
+@click.option(
+    "--stop-engines", is_flag=True, help="End the engines that a router has left running."
+)
 @click.option(
     "--log-level",
     default="info",
     type=click.Choice(["debug", "info", "warning", "error"]),
     show_default=True,
 )
-def router(path: Path, check: bool, log_level: str) -> None:
+def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     from vllm_kvpool.router.config import load_config
-    from vllm_kvpool.router.ops.settings import controller_of, launch_hosts, prefetch_commands
-    from vllm_kvpool.router.run import admin_token, serve
+    from vllm_kvpool.router.ops import replicas
+    from vllm_kvpool.router.run import serve
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     try:
         config = load_config(path)
-        controller_of(config)
-        prefetch_commands(config, launch_hosts(config))
         if check:
-            if config.admin.token_file:
-                admin_token(config)
             click.echo(f"{path} is valid")
-            return
-        serve(config)
+        elif stop_engines:
+            ended = replicas.stop_engines(config)
+            click.echo(f"ended: {', '.join(ended) or 'none, as none ran'}")
+        else:
+            serve(config)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

@@ -51,7 +51,7 @@ class Up:
 
     def engines(self) -> list[int]:
         """Process ids."""
-        records = json.loads((self.directory / "up" / "state.json").read_text())["engines"]
+        records = json.loads((self.directory / "up/state/engines.json").read_text())["engines"]
         return [int(each["engine"]["pid"]) for each in records]
 
     def interrupt(self) -> int:

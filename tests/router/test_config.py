@@ -1,10 +1,13 @@
 """Configuration: what is taken, and what each mistake is answered."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from vllm_kvpool.cli import main
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
     MAX_REPLICAS,
@@ -13,8 +16,10 @@ from vllm_kvpool.router.config import (
     load_config,
     read_config,
     replica_ids,
+    state_dir,
 )
 
+ROOT = Path(__file__).parents[2]
 ENGINE = '[[replicas]]\nurl = "http://a:1"\nrole = "decode"\n'
 HOST = '[launch]\nmodel = "m"\n[[hosts]]\nname = "big"\n'
 
@@ -104,25 +109,22 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     "endless": (f"[front]\nmax_wait_s = inf\n{ENGINE}", ("[front] max_wait_s", "at most")),
     "no number": (f"[front]\nmax_wait_s = nan\n{ENGINE}", ("[front] max_wait_s", "choose")),
     "a share above one": (f"[flow]\nheadroom = 95.0\n{ENGINE}", ("[flow] headroom", "share")),
-    "locks that never end": (
-        f"[overload]\nlock_at = 0.7\nrelease_at = 0.8\n{ENGINE}",
-        ("[overload] release_at", "below lock_at"),
-    ),
+    "locks that never end": (f"[overload]\nlock_at = 0.05\n{ENGINE}", ("[overload] lock_at",)),
     "bodies and a body": (
         f"[front]\nmax_bodies_bytes = 1000\n{ENGINE}",
         ("max_bodies_bytes is below max_body_bytes",),
     ),
-    "quarantines that shrink": (
-        f"[health]\nquarantine_s = 700\n{ENGINE}",
-        ("max_quarantine_s is below quarantine_s",),
+    "more than can be": (
+        f"[planner]\nmin_prefill = 1000\nmin_decode = 1000\n{ENGINE}",
+        ("[planner] min_prefill plus min_decode is above 1024",),
     ),
-    "less than none": (
-        f"[planner]\nmin_prefill = 3\nmax_prefill = 2\n{ENGINE}",
-        ("[planner] min_prefill is above max_prefill",),
+    "prefill replicas alone": (
+        '[[replicas]]\nurl = "http://a:1"\nrole = "prefill"\n',
+        ("no engine decodes", '"decode" or "both"'),
     ),
-    "fewer than at least": (
-        f"[planner]\nmin_prefill = 2\nmin_decode = 2\nmax_total = 3\n{ENGINE}",
-        ("[planner] max_total",),
+    "a command without a port": (
+        HOST.replace('model = "m"', 'model = "m"\ncommand = ["serve"]'),
+        ("{port} is missing",),
     ),
     "two tokens": (f"[admin]\ntoken = 'a'\ntoken_file = 'b'\n{ENGINE}", ("[admin]", "choose one")),
     "no variable": (f'api_key = "${{NO_SUCH}}"\n{ENGINE}', ("api_key", "NO_SUCH", "set it")),
@@ -174,6 +176,72 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert "$." not in said, "the words of the file, not of a parser"
 
 
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(
+        "frunt = 1\n[front]\nlisten = 5\nmax_wait = 3\n[health]\ntimeout_s = 'soon'\n"
+        '[[replicas]]\nurl = "http://a:1"\n[[replicas]]\nrole = "decoder"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    places = ("'frunt'", "[front] listen", "'max_wait'", "[health] timeout_s", "`role` is missing")
+    for place in (*places, "number 2 role", "`url` is missing"):
+        assert sum(place in line for line in lines) == 1, (place, lines)
+    path.write_text(
+        "[front]\nlisten = 'x'\n[flow]\nheadroom = 9.0\n"
+        '[[replicas]]\nurl = "a"\nrole = "prefill"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_paths_are_below_the_files_directory_and_not_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "etc/router.toml"
+    path.parent.mkdir()
+    path.write_text(f"{ENGINE}[admin]\ntoken_file = 'token'\n[launch]\nstate_dir = 'state'\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Path("etc/router.toml"))
+    assert config.admin.token_file == str(tmp_path / "etc/token")
+    assert state_dir(config) == tmp_path / "etc/state"
+    path.write_text(f"{ENGINE}[launch]\nstate_dir = '/state'\n")
+    assert state_dir(load_config(path)) == Path("/state")
+
+
+def test_state_is_kept_where_the_user_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/var/lib/state")
+    assert state_dir(RouterConfig()) == Path("/var/lib/state/kvpool-router")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert state_dir(RouterConfig()) == Path("/home/me/.local/state/kvpool-router")
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("configs/*.toml"), *ROOT.glob("examples/*/*.toml")])
+def test_configurations_that_are_shipped_are_valid(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(re.findall(r"\$\{(\w+)\}", path.read_text())):
+        monkeypatch.setenv(name, str(9000 + number) if name.endswith("PORT") else f"x{number}")
+    monkeypatch.setenv("KV_TRANSFER_CONFIG", "{}")
+    answer = CliRunner().invoke(main, ["router", "--check", "--config", str(path)])
+    assert (answer.exit_code, answer.output) == (0, f"{path} is valid\n")
+
+
+def test_the_command_says_all_mistakes_and_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text("[front]\nlisten = 5\n[admin]\nlisten = 5\n")
+    answer = CliRunner().invoke(main, ["router", "--check", "--config", str(path)])
+    assert answer.exit_code == 1
+    assert answer.output.count("listen") == 2
+    for command in (["--version"], ["router", "--version"]):
+        answer = CliRunner().invoke(main, command)
+        assert (answer.exit_code, answer.output.split()[0]) == (0, "kvpool,")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_config(tmp_path / "none.toml")
@@ -210,7 +278,7 @@ def test_variables_stand_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(
         {
             "api_key": "a-${KEY}-b",
-            "replicas": [{"url": "http://${HOST_OF}-0:1", "role": "prefill"}],
+            "replicas": [{"url": "http://${HOST_OF}-0:1", "role": "both"}],
             "hosts": [{"name": "h", "env": {"A": "$HOST_OF ${HOST_OF}"}}],
             "launch": {"model": "m", "args": ["--x=${HOST_OF}"]},
         }

@@ -352,7 +352,7 @@ def test_a_prompt_that_ends_every_prefill_engine_ends_two() -> None:
 
 def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
     async def main() -> None:
-        config = {"health": {"metrics_every_s": 60.0, "health_every_s": 60.0}}
+        config = {"health": {"every_s": 60.0}}
         async with RouterRig(1, 6, config=config) as rig:
             direct = await rig.complete(STREAM, at=rig.reference)
             for number in range(1, 6):

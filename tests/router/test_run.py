@@ -188,7 +188,7 @@ def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back()
 
 def test_a_standby_sleeps_and_wakes() -> None:
     async def main() -> None:
-        config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2, "max_decode": 2}}
+        config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2}}
         async with RouterRig(1, 2, config=config) as rig:
             rig.router.post(Drain(name(2)))
             await rig.in_state(2, State.INACTIVE)
@@ -260,7 +260,7 @@ def test_requests_that_do_not_end_hold_up_no_stop() -> None:
 
 def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
     async def main() -> None:
-        health = {"max_failures": 3, "quarantine_s": 0.4, "max_quarantine_s": 0.4}
+        health = {"max_failures": 3, "quarantine_s": 0.4}
         async with RouterRig(1, 2, config={"health": health}) as rig:
             direct = await rig.complete(STREAM, at=rig.reference)
             for number in range(3):
@@ -296,7 +296,7 @@ def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
 
 def test_sixty_four_replicas() -> None:
     async def main() -> None:
-        health = {"metrics_every_s": 1.0, "health_every_s": 1.0, "timeout_s": 5.0}
+        health = {"every_s": 1.0, "timeout_s": 5.0}
         spec = ScriptedSpec(step_base_s=0.01, put_s=0.005)
         async with RouterRig(16, 48, spec=spec, config={"health": health}) as rig:
             direct = await rig.complete(STREAM, at=rig.reference)
@@ -493,14 +493,14 @@ def test_a_rig_that_does_not_begin_leaves_nothing_open(monkeypatch: pytest.Monke
 
 
 def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
-    (tmp_path / "state.json").mkdir()
+    (tmp_path / "engines.json").mkdir()
     config = read_config(
         {
             **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
             "hosts": [{"name": "here", "first_port": 18_000, "max_replicas": 1}],
             "launch": {
                 **{"model": "scripted", "command": ["true", "{port}"], "prefill": 0, "decode": 1},
-                **{"log_dir": str(tmp_path), "state_file": str(tmp_path / "state.json")},
+                **{"state_dir": str(tmp_path)},
             },
         }
     )

@@ -15,8 +15,10 @@ import pytest
 
 from tests.support.router_rig import QUICK, run
 from tests.support.server_process import free_ports
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.states import State
+from vllm_kvpool.router.ops.replicas import stop_engines
 from vllm_kvpool.router.run import Router
 
 COMMAND = [sys.executable, "-m", "tests.support.scripted_engine", "--port", "{port}"]
@@ -34,7 +36,7 @@ class Bench:
         host = {"name": "here", "first_port": self._port, "max_replicas": 3}
         given = {
             **{"model": "scripted", "command": COMMAND, "prefill": 1, "decode": 1},
-            **{"log_dir": str(self._path / "logs"), "state_file": str(self._path / "state.json")},
+            **{"state_dir": str(self._path)},
             **{"keep_on_exit": keeps, "stop_timeout_s": 3.0, **launch},
         }
         health = {**QUICK["health"], "timeout_s": 0.5, "failures": 2}
@@ -45,7 +47,7 @@ class Bench:
 
     def pids(self) -> dict[str, int]:
         """Of the engines that the router keeps in mind."""
-        content = msgspec.json.decode((self._path / "state.json").read_bytes())
+        content = msgspec.json.decode((self._path / "engines.json").read_bytes())
         return {
             each["replica_id"]: each["engine"]["pid"]
             for each in content["engines"]
@@ -121,6 +123,28 @@ def test_engines_are_started_kept_running_and_found_again(tmp_path: Path) -> Non
     finally:
         for pid in bench.pids().values():
             os.kill(pid, signal.SIGKILL)
+
+
+def test_engines_that_run_on_are_ended_by_a_command(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    config = bench.router(keeps=True).config
+
+    async def main() -> None:
+        router = Router(config)
+        await router.start()
+        try:
+            await serves(router)
+            with pytest.raises(ConfigError, match="another router"):
+                await asyncio.to_thread(stop_engines, config)
+        finally:
+            await router.stop()
+
+    run(main, 120.0)
+    pids = bench.pids()
+    assert all(map(is_alive, pids.values()))
+    assert sorted(stop_engines(config)) == sorted(pids)
+    assert not any(map(is_alive, pids.values()))
+    assert stop_engines(config) == ()
 
 
 def test_an_engine_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:

@@ -6,14 +6,9 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, read_config
+from vllm_kvpool.router.config import RouterConfig, launch_hosts, launch_spec, read_config
 from vllm_kvpool.router.ops.commands import WeightSource
-from vllm_kvpool.router.ops.settings import (
-    controller_of,
-    launch_hosts,
-    launch_spec,
-    prefetch_commands,
-)
+from vllm_kvpool.router.ops.settings import controller_of, prefetch_commands
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
 
@@ -25,24 +20,23 @@ def config(host: dict[str, Any] | None = None, **sections: Any) -> RouterConfig:
 def test_the_controller_has_the_files_numbers() -> None:
     given = {
         "flow": {
-            **{"prefill_tokens": 11, "prefill_requests": 12, "permits": 13, "decode_requests": 14},
+            **{"prefill_tokens": 11, "prefill_requests": 12, "decode_requests": 14},
             **{"headroom": 0.5, "max_attempts": 15, "max_lost": 16, "drain_timeout_s": 17.0},
             **{"hands_over": False, "busy_pause_s": 19.0},
         },
         "health": {"retry_pause_s": 20.0},
-        "planner": {"live_takeover": False, "every_s": 3.0, "mode": "dry_run", "max_decode": 5},
+        "planner": {"live_takeover": False, "mode": "dry_run"},
     }
     controller = controller_of(config(**given))
     settings, scaling = controller.desk.settings, controller.scaling.settings
     budgets = settings.budgets
     assert (budgets.prefill_tokens, budgets.prefill_requests) == (11, 12)
-    assert (budgets.permits, budgets.decode_requests, budgets.headroom) == (13, 14, 0.5)
+    assert (budgets.decode_requests, budgets.headroom) == (14, 0.5)
     assert (settings.max_attempts, settings.max_lost) == (15, 16)
     assert settings.drain_timeout_s == 17.0
     assert (settings.busy_pause_s, settings.retry_pause_s) == (19.0, 20.0)
     assert (settings.hands_over, settings.takes_over) == (False, False)
-    assert (scaling.every_s, scaling.mode.value) == (3.0, "dry_run")
-    assert scaling.limits.max_decode == 5
+    assert scaling.mode.value == "dry_run"
     assert [(each.name, each.first_port, each.slots) for each in scaling.hosts] == [
         ("big", 9000, 4)
     ]
@@ -60,7 +54,7 @@ def test_an_engine_is_started_as_the_file_says() -> None:
     given = config(
         {"env": {"A": "b"}, "command": ["ssh", "{host}", "{command}"], "address": "10.0.0.1"},
         launch={
-            **{"model": "m", "args": ["--x"], "log_dir": "/logs", "stop_timeout_s": 9.0},
+            **{"model": "m", "args": ["--x"], "state_dir": "/state", "stop_timeout_s": 9.0},
             "command": ["serve", "{model}", "--port={port}", "{extra...}"],
         },
     )
@@ -68,10 +62,10 @@ def test_an_engine_is_started_as_the_file_says() -> None:
     assert hosts["big"].address == "10.0.0.1"
     assert hosts["big"].prefix is not None
     spec = launch_spec(
-        given, hosts["big"], replica_id="big-9001", port=9001, role="prefill", weights="disk"
+        given, hosts["big"], replica_id="big-9001", port=9001, role="prefill", from_disk=True
     )
     assert (spec.replica_id, spec.port, spec.role, spec.model) == ("big-9001", 9001, "prefill", "m")
-    assert spec.log_path == Path("/logs/big-9001.log")
+    assert spec.log_path == Path("/state/logs/big-9001.log")
     assert spec.environment == {"A": "b"}
     assert spec.extra == ("--x",)
     assert spec.stop_timeout_s == 9.0
@@ -90,7 +84,7 @@ def test_an_engine_is_started_as_the_file_says() -> None:
 def test_where_weights_are_read(source: str, chosen: str, weights: WeightSource) -> None:
     given = config({"weight_source": source})
     host = launch_hosts(given)["big"]
-    spec = launch_spec(given, host, replica_id="x", port=9002, role="decode", weights=chosen)
+    spec = launch_spec(given, host, replica_id="x", port=9002, from_disk=chosen == "disk")
     assert spec.weights == weights
 
 
@@ -107,9 +101,8 @@ def test_where_weights_are_read(source: str, chosen: str, weights: WeightSource)
     ],
 )
 def test_commands_that_cannot_work(host: dict[str, Any], launch: dict[str, Any], word: str) -> None:
-    given = config(host, launch={"model": "m", **launch})
     with pytest.raises(ConfigError, match=word.replace("{", "\\{")):
-        launch_hosts(given)
+        config(host, launch={"model": "m", **launch})
 
 
 TIERS = '["host://1GiB","file:///x","s3://b?region=eu"]'
@@ -172,6 +165,5 @@ def test_where_a_prefetch_makes_sense(
     [([], "list of arguments"), (["x"], "is missing"), (["{kv_transfer_confg}"], "did you mean")],
 )
 def test_a_prefetch_command_that_cannot_work(command: list[str], word: str) -> None:
-    given = config(launch={"model": "m", "prefetch_command": command})
     with pytest.raises(ConfigError, match=word):
-        prefetch_commands(given, launch_hosts(given))
+        config(launch={"model": "m", "prefetch_command": command})

@@ -5,8 +5,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
-
 from tests.support.router_rig import COMPLETIONS, FAST, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
@@ -17,8 +15,8 @@ from vllm_kvpool.router.dataplane.engines import Engines
 from vllm_kvpool.router.ops.watch import Watch
 
 ONE = ReplicaId("one")
-QUICK = HealthConfig(metrics_every_s=0.02, health_every_s=0.02, timeout_s=0.15, failures=2)
-IDLE = HealthConfig(metrics_every_s=60.0, health_every_s=60.0, timeout_s=0.15, failures=2)
+QUICK = HealthConfig(every_s=0.02, timeout_s=0.15, failures=2)
+IDLE = HealthConfig(every_s=60.0, timeout_s=0.15, failures=2)
 
 
 class Bench:
@@ -260,7 +258,7 @@ def test_a_load_that_was_given_up_reports_nothing() -> None:
 
 def test_models_come_and_go() -> None:
     async def main() -> None:
-        async with bench(msgspec.structs.replace(QUICK, models_every_s=0.05)) as each:
+        async with bench() as each:
             each.watch.load(5.0, wakes=True)
             await each.until(Loaded)
             body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'

@@ -100,7 +100,7 @@ class Deployment:
 
     def engine_pid(self, replica: str) -> int:
         """0 while there is none."""
-        ledger = json.loads((self.directory / "state.json").read_text())
+        ledger = json.loads((self.directory / "state/engines.json").read_text())
         records = {each["replica_id"]: each["engine"] for each in ledger["engines"]}
         engine = records.get(replica)
         return int(engine["pid"]) if engine is not None else 0
@@ -119,7 +119,7 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        ledger = self.directory / "state.json"
+        ledger = self.directory / "state/engines.json"
         records = json.loads(ledger.read_text())["engines"] if ledger.exists() else []
         for record in records:
             if record["engine"] is not None:
@@ -192,7 +192,7 @@ class Deployment:
                 **{"model": str(model), "command": command, "args": list(spec.engine_args)},
                 **{"kv_transfer_config": json.dumps(transfer), "stop_timeout_s": 20},
                 **{"prefill": spec.prefill, "decode": spec.decode},
-                **{"state_file": "state.json", "log_dir": "engines"},
+                **{"state_dir": "state", "keep_on_exit": False},
             },
         }
         for name, more in spec.sections.items():

@@ -48,8 +48,8 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "admin": {"listen": "127.0.0.1:0"},
     "flow": {"spills": False, "busy_pause_s": 0.05},
     "health": {
-        **{"metrics_every_s": 0.05, "health_every_s": 0.05, "timeout_s": 1.0, "failures": 2},
-        **{"max_failures": 100, "quarantine_s": 0.5, "window_s": 60.0, "retry_pause_s": 0.01},
+        **{"every_s": 0.05, "timeout_s": 1.0, "failures": 2},
+        **{"max_failures": 100, "quarantine_s": 0.5, "retry_pause_s": 0.01},
     },
 }
 """Configuration with which failures are noticed soon, and who computes a prompt is certain."""

@@ -1,22 +1,39 @@
 """The router's configuration: a TOML file, read once and checked before anything starts.
 
-Unknown names are errors that say what was probably meant. `${NAME}` in a string stands for a
-variable of the environment, so that secrets need not be in the file.
+All mistakes are named at once; an unknown name with the one that was probably meant. `${NAME}` in a
+string stands for a variable of the environment, so that secrets need not be in the file. Relative
+paths are below the file's own directory.
 """
 
 import os
 import re
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
+from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.router.ops.commands import DEFAULT_ENGINE_COMMAND, DEFAULT_PREFETCH_COMMAND
+from vllm_kvpool.router.ops.commands import (
+    DEFAULT_ENGINE_COMMAND,
+    DEFAULT_PREFETCH_COMMAND,
+    ENGINE_PLACEHOLDERS,
+    HOST_PLACEHOLDERS,
+    PREFETCH_PLACEHOLDERS,
+    LaunchHost,
+    LaunchSpec,
+    WeightSource,
+    check_launch,
+    read_template,
+)
 
 MAX_REPLICAS = 1024
+LOCK_HYSTERESIS = 0.05
+"""How much further below `lock_at` a decoder must be to be given requests again."""
+STATE_NAME = "kvpool-router"
 MAX_TIME_S = 86_400.0
 MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -27,7 +44,6 @@ _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
 Mode = Literal["manual", "dry_run", "automatic"]
-WeightSource = Literal["disk", "host_memory", "preload"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +97,6 @@ class ReplicaConfig(_Section, frozen=True, kw_only=True):
     url: str
     role: RoleName
     id: str = ""
-    host: str = ""
 
 
 class HostConfig(_Section, frozen=True, kw_only=True):
@@ -93,7 +108,7 @@ class HostConfig(_Section, frozen=True, kw_only=True):
     address: str = "127.0.0.1"
     """Where the engines started there are reached."""
     max_replicas: int = 1
-    weight_source: WeightSource = "disk"
+    weight_source: WeightSource = WeightSource.DISK
     first_port: int = 8100
     env: dict[str, str] = {}
 
@@ -108,34 +123,28 @@ class LaunchConfig(_Section, frozen=True, kw_only=True):
     prefill: int = 0
     """Engines started with the router for prefill, and below for decode."""
     decode: int = 0
-    log_dir: str = "kvpool-engines"
-    state_file: str = "kvpool-router.json"
-    """Which engines run, so that a router that is started again finds them."""
+    state_dir: str = ""
+    """Which engines run, so that a router that is started again finds them, and what they print.
+    Empty: `kvpool-router` below XDG_STATE_HOME."""
     stop_timeout_s: float = 60.0
     load_timeout_s: float = 600.0
     prefetch_bytes: int = 4 << 30
     """Brought near for engines that load, at most; 0: nothing."""
     prefetch_command: tuple[str, ...] = DEFAULT_PREFETCH_COMMAND
-    keep_on_exit: bool = False
-    """Leave engines running when the router is stopped (they are, always, when it crashes)."""
+    keep_on_exit: bool = True
+    """Leave engines running when the router is stopped, as when it crashes."""
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True):
     """When roles change and replicas come and go."""
 
     mode: Mode = "manual"
-    every_s: float = 1.0
     min_prefill: int = 1
-    max_prefill: int = MAX_REPLICAS
     min_decode: int = 1
-    max_decode: int = MAX_REPLICAS
-    max_total: int = MAX_REPLICAS
     queue_target_s: float = 2.0
     """Waiting prompts are to be computed within that time."""
     down_hold_s: float = 120.0
-    flip_cooldown_s: float = 20.0
     standby_ttl_s: float = 60.0
-    warm_ttl_s: float = 600.0
     live_takeover: bool = True
 
 
@@ -144,8 +153,6 @@ class OverloadConfig(_Section, frozen=True, kw_only=True):
 
     lock_at: float = 0.98
     """Above `headroom`: else the router locks decoders by what it has given them itself."""
-    release_at: float = 0.93
-    min_hold_s: float = 1.0
     ttft_target_s: float = 5.0
     """Requests that would wait longer for their first token are refused at once."""
     max_queue: int = 2048
@@ -156,7 +163,6 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
 
     prefill_tokens: int = 16_384
     prefill_requests: int = 16
-    permits: int = 16
     decode_requests: int = 256
     headroom: float = 0.95
     max_attempts: int = 4
@@ -176,18 +182,15 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
 class HealthConfig(_Section, frozen=True, kw_only=True):
     """How replicas are watched."""
 
-    metrics_every_s: float = 1.0
-    health_every_s: float = 2.0
-    models_every_s: float = 10.0
-    """How often they are asked what they serve: adapters come and go."""
+    every_s: float = 1.0
+    """Between two looks at a replica's metrics; its health is asked for at every second one."""
     timeout_s: float = 5.0
     failures: int = 3
     """Missed answers in a row until a replica counts as failed; a refused connection is one."""
-    window_s: float = 120.0
     max_failures: int = 3
-    """Failures within the window until a replica is quarantined."""
+    """Failures within two minutes until a replica is quarantined."""
     quarantine_s: float = 30.0
-    max_quarantine_s: float = 600.0
+    """At first; doubled each time."""
     retry_pause_s: float = 1.0
     """A replica that has failed is tried again after it."""
 
@@ -209,24 +212,51 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
 
 
 def load_config(path: Path) -> RouterConfig:
-    """Read a file; ConfigError says what to change in it."""
+    """Read a file; ConfigError says everything that is to be changed in it, a line each."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
-    return read_config(raw, str(path))
+    config = read_config(raw, str(path))
+    admin, launch, below = config.admin, config.launch, path.absolute().parent
+    if admin.token_file:
+        admin = replace(admin, token_file=str(below / admin.token_file))
+    if launch.state_dir:
+        launch = replace(launch, state_dir=str(below / launch.state_dir))
+    return replace(config, admin=admin, launch=launch)
 
 
 def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
-    """Check a file's content; ConfigError says what to change."""
-    _check_names(raw, RouterConfig, where)
-    try:
-        config = msgspec.convert(_expand(raw, where), RouterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error))}") from None
-    _check(config, where)
+    """Check a file's content; ConfigError says everything that is to be changed."""
+    errors: list[str] = []
+    raw = _expand(raw, "", errors)
+    given: dict[str, Any] = {}
+    for name, value in raw.items():
+        table = SECTIONS.get(name)
+        if name not in RouterConfig.__struct_fields__:
+            near = nearest(name, RouterConfig.__struct_fields__)
+            errors.append(f"unknown name {name!r}; {near}")
+        elif table is None:
+            given[name] = _convert(value, str, name, errors)
+        elif isinstance(value, list) and name in _LISTS:
+            entries = [
+                _convert(each, table, f"[[{name}]] number {number}", errors)
+                for number, each in enumerate(value, 1)
+            ]
+            given[name] = tuple(entries)
+        elif isinstance(value, dict) and name not in _LISTS:
+            given[name] = _convert(value, table, f"[{name}]", errors)
+        elif name in _LISTS:
+            errors.append(f"{name}: write [[{name}]], in two brackets, once for each")
+        else:
+            errors.append(f"{name}: write [{name}], in one bracket, once")
+    if not errors:
+        config = RouterConfig(**given)
+        errors += _mistakes(config)
+    if errors:
+        raise ConfigError("\n".join(f"{where}: {each}" for each in errors))
     return config
 
 
@@ -235,21 +265,34 @@ def replica_ids(config: RouterConfig) -> list[str]:
     return [each.id or f"replica-{number}" for number, each in enumerate(config.replicas, 1)]
 
 
-def _expand(value: Any, where: str) -> Any:
-    if isinstance(value, str):
-        return _VARIABLE.sub(lambda match: _variable(match[1], where), value)
-    if isinstance(value, dict):
-        return {name: _expand(each, f"{where}: {name}") for name, each in value.items()}
-    if isinstance(value, list):
-        return [_expand(each, where) for each in value]
-    return value
-
-
-def _variable(name: str, where: str) -> str:
+def state_dir(config: RouterConfig) -> Path:
+    """Where the router keeps what outlives it; ConfigError if there is no such place."""
+    if config.launch.state_dir:
+        return Path(config.launch.state_dir)
+    if home := os.environ.get("XDG_STATE_HOME"):
+        return Path(home) / STATE_NAME
     try:
-        return os.environ[name]
-    except KeyError:
-        raise ConfigError(f"{where}: the environment has no {name}; set it") from None
+        return Path.home() / ".local/state" / STATE_NAME
+    except RuntimeError:
+        raise ConfigError("[launch] state_dir is missing, and the user has no home") from None
+
+
+def _expand(value: Any, place: str, errors: list[str]) -> Any:
+    def variable(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            errors.append(f"{place}: the environment has no {match[1]}; set it")
+        return os.environ.get(match[1], "")
+
+    if isinstance(value, str):
+        return _VARIABLE.sub(variable, value)
+    if isinstance(value, dict):
+        return {
+            name: _expand(each, f"{place}: {name}" if place else name, errors)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_expand(each, place, errors) for each in value]
+    return value
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -257,84 +300,81 @@ SECTIONS: dict[str, type[_Section]] = {
     **{"overload": OverloadConfig, "flow": FlowConfig, "health": HealthConfig},
     **{"launch": LaunchConfig, "replicas": ReplicaConfig, "hosts": HostConfig},
 }
+_LISTS = ("replicas", "hosts")
+_AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<name>\w*).*`")
 
 
-def _check_names(raw: dict[str, Any], struct: type[_Section], where: str) -> None:
-    """msgspec names the unknown field; the nearest known one is said here."""
-    for name, value in raw.items():
-        if name not in struct.__struct_fields__:
-            near = nearest(name, struct.__struct_fields__)
-            raise ConfigError(f"{where}: unknown name {name!r}; {near}")
-        table = SECTIONS.get(name) if struct is RouterConfig else None
-        if table is None:
+def _convert(value: Any, kind: type[Any], place: str, errors: list[str]) -> Any:
+    """A value as the type says; what is wrong with it is added to `errors`, by name."""
+    if not issubclass(kind, _Section):
+        if not isinstance(value, kind):
+            errors.append(f"{place}: Expected `{kind.__name__}`, got `{type(value).__name__}`")
+        return value
+    if not isinstance(value, dict):
+        errors.append(f"{place}: write names and values")
+        return None
+    known, hints = kind.__struct_fields__, get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for name, each in value.items():
+        if name not in known:
+            errors.append(f"{place}: unknown name {name!r}; {nearest(name, known)}")
             continue
-        for number, entry in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(entry, dict):
-                place = (
-                    f"[[{name}]] number {number + 1}" if isinstance(value, list) else f"[{name}]"
-                )
-                _check_names(entry, table, f"{where}: {place}")
+        try:
+            found[name] = msgspec.convert(each, hints[name])
+        except msgspec.ValidationError as error:
+            match = _AT.fullmatch(str(error))
+            what = match["what"] if match else str(error)
+            if what.startswith("Invalid enum value"):
+                what += f"; choose one of {', '.join(_choices(hints[name]))}"
+            errors.append(f"{place} {name}: {what}")
+    missing = [each.name for each in msgspec.structs.fields(kind) if each.required]
+    errors += [f"{place}: `{name}` is missing" for name in missing if name not in value]
+    if any(name not in found for name in missing):
+        return None
+    return kind(**found)
 
 
-_AT = re.compile(r"(?P<what>.*) - at `\$\.(?P<table>\w+)(\[(?P<index>\d+)\])?(\.(?P<name>\w+))?.*`")
+def _choices(hint: Any) -> Iterable[str]:
+    return get_args(hint) or (each.value for each in hint)
 
 
-def _explain(error: str) -> str:
-    """msgspec's error, in the words of the file."""
-    match = _AT.fullmatch(error)
-    if match is None:
-        return error
-    what, table, name = match["what"], match["table"], match["name"]
-    if not name and match["index"] is None:
-        if table in ("replicas", "hosts"):
-            return f"{table}: write [[{table}]], in two brackets, once for each"
-        return f"{table}: write [{table}], in one bracket, once"
-    place = (
-        f"[{table}]" if match["index"] is None else f"[[{table}]] number {int(match['index']) + 1}"
-    )
-    choices = get_args(get_type_hints(SECTIONS[table])[name]) if name else ()
-    if what.startswith("Invalid enum value"):
-        return f"{place} {name}: {what}; choose one of {', '.join(choices)}"
-    return f"{place} {name}: {what}" if name else f"{place}: {what}"
-
-
-def _check(config: RouterConfig, where: str) -> None:
+def _mistakes(config: RouterConfig) -> Iterator[str]:
     for name in ("front", "admin", "planner", "overload", "flow", "health", "launch"):
-        _check_numbers(getattr(config, name), f"{where}: [{name}]")
+        yield from _check_numbers(getattr(config, name), f"[{name}]")
     for name, listen in (("front", config.front.listen), ("admin", config.admin.listen)):
         match = _LISTEN.fullmatch(listen)
         if match is None or int(match[2]) > MAX_PORT:
-            raise ConfigError(f"{where}: [{name}] listen is {listen!r}; write host:port")
+            yield f"[{name}] listen is {listen!r}; write host:port"
     if config.front.listen == config.admin.listen and not config.front.listen.endswith(":0"):
-        raise ConfigError(f"{where}: [front] and [admin] listen at one address; choose another")
+        yield "[front] and [admin] listen at one address; choose another"
     if config.front.max_body_bytes > config.front.max_bodies_bytes:
-        raise ConfigError(f"{where}: [front] max_bodies_bytes is below max_body_bytes")
-    if config.health.quarantine_s > config.health.max_quarantine_s:
-        raise ConfigError(f"{where}: [health] max_quarantine_s is below quarantine_s")
+        yield "[front] max_bodies_bytes is below max_body_bytes"
+    if config.overload.lock_at <= LOCK_HYSTERESIS:
+        yield f"[overload] lock_at is {config.overload.lock_at}; choose more than {LOCK_HYSTERESIS}"
+    if config.planner.min_prefill + config.planner.min_decode > MAX_REPLICAS:
+        yield f"[planner] min_prefill plus min_decode is above {MAX_REPLICAS}"
     if config.admin.token and config.admin.token_file:
-        raise ConfigError(f"{where}: [admin] token and token_file; choose one")
-    _check_hosts(config, where)  # first: it bounds the ports, each of which is a name
-    _check_replicas(config, where)
-    _check_planner(config, where)
-    if config.overload.release_at >= config.overload.lock_at:
-        raise ConfigError(f"{where}: [overload] release_at must be below lock_at")
+        yield "[admin] token and token_file; choose one"
+    yield from _check_hosts(config)
+    yield from _check_replicas(config)
+    yield from _check_commands(config)
 
 
-def _check_numbers(section: _Section, where: str) -> None:
+def _check_numbers(section: _Section, place: str) -> Iterator[str]:
     for name in section.__struct_fields__:
         value = getattr(section, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         least = 0 if name in _MAY_BE_ZERO else 1e-3 if isinstance(value, float) else 1
         if not least <= value:
-            raise ConfigError(f"{where} {name} is {value}; choose {least} or more")
-        if name.endswith("_s") and value > MAX_TIME_S:
-            raise ConfigError(f"{where} {name} is {value}; choose at most {MAX_TIME_S:.0f}")
-        if name == "expect_timeout_ms" and value > MAX_EXPECT_TIMEOUT_MS:
+            yield f"{place} {name} is {value}; choose {least} or more"
+        elif name.endswith("_s") and value > MAX_TIME_S:
+            yield f"{place} {name} is {value}; choose at most {MAX_TIME_S:.0f}"
+        elif name == "expect_timeout_ms" and value > MAX_EXPECT_TIMEOUT_MS:
             # An engine would not take it, and so wait for nothing.
-            raise ConfigError(f"{where} {name} is {value}; choose at most {MAX_EXPECT_TIMEOUT_MS}")
-        if name in ("lock_at", "release_at", "headroom") and value > 1:
-            raise ConfigError(f"{where} {name} is {value}; it is a share, at most 1")
+            yield f"{place} {name} is {value}; choose at most {MAX_EXPECT_TIMEOUT_MS}"
+        elif name in ("lock_at", "headroom") and value > 1:
+            yield f"{place} {name} is {value}; it is a share, at most 1"
 
 
 def url_error(url: str) -> str:
@@ -347,65 +387,122 @@ def url_error(url: str) -> str:
     return ""
 
 
-def _check_replicas(config: RouterConfig, where: str) -> None:
+def _check_replicas(config: RouterConfig) -> Iterator[str]:
     if not config.replicas and not config.hosts:
-        raise ConfigError(f"{where}: no engines; add [[replicas]], or [[hosts]] to start some on")
+        yield "no engines; add [[replicas]], or [[hosts]] to start some on"
     if len(config.replicas) > MAX_REPLICAS:
-        raise ConfigError(f"{where}: more than {MAX_REPLICAS} [[replicas]]")
+        yield f"more than {MAX_REPLICAS} [[replicas]]"
+        return
+    roles = {each.role for each in config.replicas}
+    if roles == {"prefill"} and not config.hosts:
+        yield 'no engine decodes; give one of them the role "decode" or "both"'
     ids = {f"{each.name}-{port}" for each in config.hosts for port in _ports(each)}
     urls: set[str] = set()
     for number, (name, replica) in enumerate(
         zip(replica_ids(config), config.replicas, strict=True), 1
     ):
-        place = f"{where}: [[replicas]] number {number}"
+        place = f"[[replicas]] number {number}"
         url = replica.url.rstrip("/").lower()
         if error := url_error(replica.url):
-            raise ConfigError(f"{place}: {error}")
+            yield f"{place}: {error}"
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{place}: id is {name!r}; choose letters, digits, '.', '_' and '-'")
+            yield f"{place}: id is {name!r}; choose letters, digits, '.', '_' and '-'"
         if name in ids or url in urls:
             said = replica.url if url in urls else f"id {name!r}"
-            raise ConfigError(f"{place}: {said} is there twice; take one out")
+            yield f"{place}: {said} is there twice; take one out"
         ids.add(name)
         urls.add(url)
 
 
 def _ports(host: HostConfig) -> range:
-    return range(host.first_port, host.first_port + host.max_replicas)
+    """Empty where the host's numbers are wrong, which is said elsewhere."""
+    is_right = 0 < host.max_replicas <= MAX_REPLICAS
+    return range(host.first_port, host.first_port + host.max_replicas) if is_right else range(0)
 
 
-def _check_hosts(config: RouterConfig, where: str) -> None:
+def _check_hosts(config: RouterConfig) -> Iterator[str]:
     taken: dict[tuple[str, int], str] = {}
+    names: set[str] = set()
     for host in config.hosts:
-        place = f"{where}: [[hosts]] {host.name!r}"
+        place = f"[[hosts]] {host.name!r}"
         if not _NAME.fullmatch(host.name):
-            raise ConfigError(f"{place}: choose a name of letters, digits, '.', '_' and '-'")
-        if [each.name for each in config.hosts].count(host.name) > 1:
-            raise ConfigError(f"{place} is there twice; take one out")
+            yield f"{place}: choose a name of letters, digits, '.', '_' and '-'"
+        if host.name in names:
+            yield f"{place} is there twice; take one out"
+            continue
+        names.add(host.name)
         if not 0 < host.max_replicas <= MAX_REPLICAS:
-            raise ConfigError(f"{place}: max_replicas must be 1 to {MAX_REPLICAS}")
-        if not 0 < host.first_port <= MAX_PORT - host.max_replicas + 1:
-            raise ConfigError(
-                f"{place}: max_replicas and first_port must leave ports below {MAX_PORT + 1}"
-            )
+            yield f"{place}: max_replicas must be 1 to {MAX_REPLICAS}"
+        elif not 0 < host.first_port <= MAX_PORT - host.max_replicas + 1:
+            yield f"{place}: max_replicas and first_port must leave ports below {MAX_PORT + 1}"
         for port in _ports(host):
             other = taken.setdefault((host.address, port), host.name)
             if other != host.name:
-                raise ConfigError(f"{place}: port {port} is also one of {other!r}; move first_port")
+                yield f"{place}: port {port} is also one of {other!r}; move first_port"
+                break
     wanted = config.launch.prefill + config.launch.decode
     room = sum(host.max_replicas for host in config.hosts)
     if wanted > room:
-        raise ConfigError(
-            f"{where}: [launch] wants {wanted} engines, [[hosts]] have room for {room}"
-        )
+        yield f"[launch] wants {wanted} engines, [[hosts]] have room for {room}"
     if (wanted or config.hosts) and not config.launch.model:
-        raise ConfigError(f"{where}: [launch] model is missing; name the model to serve")
+        yield "[launch] model is missing; name the model to serve"
 
 
-def _check_planner(config: RouterConfig, where: str) -> None:
-    planner = config.planner
-    for side in ("prefill", "decode"):
-        if getattr(planner, f"min_{side}") > getattr(planner, f"max_{side}"):
-            raise ConfigError(f"{where}: [planner] min_{side} is above max_{side}")
-    if planner.min_prefill + planner.min_decode > planner.max_total:
-        raise ConfigError(f"{where}: [planner] max_total is below min_prefill plus min_decode")
+def _check_commands(config: RouterConfig) -> Iterator[str]:
+    """Each command by itself: that one is wrong says nothing of the others."""
+    for host in config.hosts:
+        try:
+            check_launch(launch_spec(config, launch_host(host), replica_id=host.name, port=1))
+        except ConfigError as error:
+            yield str(error)
+    launch = config.launch
+    try:
+        read_template("[launch] prefetch_command", launch.prefetch_command, PREFETCH_PLACEHOLDERS)
+    except ConfigError as error:
+        yield str(error)
+
+
+# What is made of it
+
+
+def launch_hosts(config: RouterConfig) -> dict[str, LaunchHost]:
+    """The hosts that engines are started on, by name."""
+    return {host.name: launch_host(host) for host in config.hosts}
+
+
+def launch_host(host: HostConfig) -> LaunchHost:
+    """ConfigError where its command cannot work."""
+    place = f"[[hosts]] {host.name}: command"
+    prefix = read_template(place, host.command, HOST_PLACEHOLDERS) if host.command else None
+    return LaunchHost(name=host.name, address=host.address, prefix=prefix)
+
+
+def launch_spec(
+    config: RouterConfig,
+    host: LaunchHost,
+    *,
+    replica_id: str,
+    port: int,
+    role: str = "decode",
+    from_disk: bool = False,
+) -> LaunchSpec:
+    """How one engine is started. `from_disk`: its weights are not in the host's memory."""
+    given = next(each for each in config.hosts if each.name == host.name)
+    launch = config.launch
+    weights = given.weight_source
+    if from_disk and weights is WeightSource.PRELOAD:
+        weights = WeightSource.DISK
+    return LaunchSpec(
+        replica_id=replica_id,
+        host=host,
+        port=port,
+        role=role,
+        model=launch.model,
+        log_path=state_dir(config) / "logs" / f"{replica_id}.log",
+        template=read_template("[launch] command", launch.command, ENGINE_PLACEHOLDERS),
+        kv_transfer_config=launch.kv_transfer_config,
+        weights=weights,
+        extra=launch.args,
+        environment=given.env,
+        stop_timeout_s=launch.stop_timeout_s,
+    )

@@ -23,7 +23,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig
+from vllm_kvpool.router.config import RouterConfig, launch_hosts, state_dir
 from vllm_kvpool.router.control.events import (
     Abort,
     Action,
@@ -54,11 +54,7 @@ from vllm_kvpool.router.ops.admin import Admin
 from vllm_kvpool.router.ops.file_limit import allow_connections
 from vllm_kvpool.router.ops.prefetches import Prefetches
 from vllm_kvpool.router.ops.replicas import Replicas
-from vllm_kvpool.router.ops.settings import (
-    controller_of,
-    launch_hosts,
-    prefetch_commands,
-)
+from vllm_kvpool.router.ops.settings import controller_of, prefetch_commands
 from vllm_kvpool.router.ops.telemetry import Telemetry
 from vllm_kvpool.router.ops.view import health_of
 
@@ -91,7 +87,9 @@ class Router:
         self.config = config
         self.controller = controller_of(config)
         self.prefetches = Prefetches(
-            prefetch_commands(config, launch_hosts(config)), Path(config.launch.log_dir)
+            prefetch_commands(config, launch_hosts(config)),
+            # Only engines of hosts have logs, and a user without a home may have none.
+            state_dir(config) / "logs" if config.hosts else Path(),
         )
         self.telemetry = Telemetry(self.controller, self.prefetches.counts, clock=clock)
         self._clock = clock
@@ -343,8 +341,13 @@ def admin_token(config: RouterConfig) -> str:
         made = secrets.token_urlsafe(24)
         log.warning("the administration's token, until the router ends: %s", made)
         return made
+    path = Path(given.token_file)
     try:
-        token = Path(given.token_file).read_text().strip()
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_urlsafe(24))
+            log.info("a token for the administration has been written to %s", path)
+        token = path.read_text().strip()
     except OSError as error:
         raise ConfigError(f"[admin] token_file cannot be read: {error}") from None
     if not token:

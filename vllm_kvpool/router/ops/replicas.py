@@ -6,10 +6,15 @@ Owned by the router's loop. What watches see and what becomes of processes is po
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
-from vllm_kvpool.router.config import RouterConfig, replica_ids
+from vllm_kvpool.router.config import (
+    RouterConfig,
+    launch_hosts,
+    launch_spec,
+    replica_ids,
+    state_dir,
+)
 from vllm_kvpool.router.control.events import (
     Added,
     Event,
@@ -24,17 +29,44 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import UP, ReplicaId, Role
 from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.ops.commands import WeightSource
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.launcher import Launcher
 from vllm_kvpool.router.ops.launches import Exited, LauncherEvent, Started, StopFailed
 from vllm_kvpool.router.ops.ledger import Ledger
-from vllm_kvpool.router.ops.settings import launch_hosts, launch_spec
 from vllm_kvpool.router.ops.watch import Watch
 
 log = logging.getLogger(__name__)
 
 COMPATIBILITY_EVERY_S = 1.0
+LEDGER = "engines.json"
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
+
+
+def stop_engines(config: RouterConfig) -> tuple[str, ...]:
+    """End the engines that a router has left running; their ids.
+
+    ConfigError while a router runs, or where what is left cannot be read.
+    """
+    return asyncio.run(_stop_engines(config))
+
+
+async def _stop_engines(config: RouterConfig) -> tuple[str, ...]:
+    ended: list[str] = []
+
+    def hear(event: LauncherEvent) -> None:
+        match event:
+            case Exited(replica_id=replica_id, why=why):
+                ended.append(replica_id)
+                log.info("engine %s has been stopped: %s", replica_id, why)
+            case StopFailed(replica_id=replica_id, why=why):
+                log.error("engine %s cannot be stopped: %s", replica_id, why)
+
+    launcher = Launcher(launch_hosts(config), Ledger(state_dir(config) / LEDGER), hear)
+    await launcher.adopt()
+    await launcher.stop_all()
+    await launcher.close()
+    return tuple(ended)
 
 
 class Replicas:
@@ -65,14 +97,12 @@ class Replicas:
         """
         self._compatibility = asyncio.create_task(self._watch_compatibility())
         for replica_id, given in zip(replica_ids(self._config), self._config.replicas, strict=True):
-            spec = ReplicaSpec(
-                replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"), host=given.host
-            )
+            spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"))
             self._post(Added(spec=spec, role=ROLES[given.role]))
         if not self._hosts:
             return
         launch = self._config.launch
-        ledger = Ledger(Path(launch.state_file))
+        ledger = Ledger(state_dir(self._config) / LEDGER)
         self._launcher = Launcher(self._hosts, ledger, self._hear)
         missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
         room = launch.prefill + launch.decode
@@ -115,6 +145,12 @@ class Replicas:
         if self._launcher is not None:
             if not self._config.launch.keep_on_exit:
                 await self._launcher.stop_all()
+            elif kept := self._launcher.replica_ids:
+                log.warning(
+                    "engines run on without the router: %s; a router with this configuration finds "
+                    "them again, and --stop-engines ends them",
+                    ", ".join(kept),
+                )
             await self._launcher.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -158,7 +194,7 @@ class Replicas:
                     replica_id=replica_id,
                     port=int(spec.url.rpartition(":")[2]),
                     role=action.role.value,
-                    weights=action.weights,
+                    from_disk=action.weights == WeightSource.DISK.value,
                 )
             )
             return

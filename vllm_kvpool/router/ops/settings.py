@@ -2,11 +2,10 @@
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from vllm_kvpool.config import environment, read_config
 from vllm_kvpool.prefetch.route import pool_options, route_of, scheme_of
-from vllm_kvpool.router.config import HostConfig, RouterConfig
+from vllm_kvpool.router.config import LOCK_HYSTERESIS, MAX_REPLICAS, RouterConfig
 from vllm_kvpool.router.control.breaker import BreakerLimits
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.desk import Settings
@@ -18,23 +17,21 @@ from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.standings import WeightSource as Source
 from vllm_kvpool.router.ops.commands import (
-    ENGINE_PLACEHOLDERS,
-    HOST_PLACEHOLDERS,
     PREFETCH_PLACEHOLDERS,
     LaunchHost,
-    LaunchSpec,
     WeightSource,
-    check_launch,
     in_environment,
     read_template,
 )
 
 log = logging.getLogger(__name__)
 
+FAILURE_WINDOW_S, MAX_QUARANTINE_S = 120.0, 600.0
+FLIP_COOLDOWN_S = 20.0
 _SOURCES = {
-    "disk": Source.DISK,
-    "host_memory": Source.MEMORY,
-    "preload": Source.MEMORY,
+    WeightSource.DISK: Source.DISK,
+    WeightSource.HOST_MEMORY: Source.MEMORY,
+    WeightSource.PRELOAD: Source.MEMORY,
 }
 
 
@@ -52,7 +49,6 @@ def controller_of(config: RouterConfig) -> Controller:
             budgets=Budgets(
                 prefill_tokens=flow.prefill_tokens,
                 prefill_requests=flow.prefill_requests,
-                permits=flow.permits,
                 decode_requests=flow.decode_requests,
                 headroom=flow.headroom,
             ),
@@ -69,17 +65,16 @@ def controller_of(config: RouterConfig) -> Controller:
         scaling=_scaling(config),
         overload=OverloadLimits(
             lock_watermark=overload.lock_at,
-            release_watermark=overload.release_at,
-            min_hold_s=overload.min_hold_s,
+            release_watermark=overload.lock_at - LOCK_HYSTERESIS,
         ),
         shed=ShedLimits(
             ttft_target_s=overload.ttft_target_s, max_queued_requests=overload.max_queue
         ),
         breaker=BreakerLimits(
             failures=health.max_failures,
-            window_s=health.window_s,
+            window_s=FAILURE_WINDOW_S,
             first_quarantine_s=health.quarantine_s,
-            longest_quarantine_s=health.max_quarantine_s,
+            longest_quarantine_s=max(MAX_QUARANTINE_S, health.quarantine_s),
         ),
     )
 
@@ -88,9 +83,7 @@ def _scaling(config: RouterConfig) -> ScalingSettings:
     planner = config.planner
     return ScalingSettings(
         mode=Mode(planner.mode),
-        every_s=planner.every_s,
         standby_ttl_s=planner.standby_ttl_s,
-        warm_ttl_s=planner.warm_ttl_s,
         hosts=tuple(
             HostSpec(
                 name=host.name,
@@ -103,70 +96,16 @@ def _scaling(config: RouterConfig) -> ScalingSettings:
         ),
         limits=PlanLimits(
             min_prefill=planner.min_prefill,
-            max_prefill=planner.max_prefill,
+            # Engines are started on hosts only, so those bound them.
+            max_prefill=MAX_REPLICAS,
             min_decode=planner.min_decode,
-            max_decode=planner.max_decode,
-            max_total=planner.max_total,
+            max_decode=MAX_REPLICAS,
+            max_total=MAX_REPLICAS,
             queue_target_s=planner.queue_target_s,
             down_hold_s=planner.down_hold_s,
-            flip_cooldown_s=planner.flip_cooldown_s,
+            flip_cooldown_s=FLIP_COOLDOWN_S,
         ),
     )
-
-
-def launch_hosts(config: RouterConfig) -> dict[str, LaunchHost]:
-    """The hosts that engines are started on; ConfigError where a command cannot work there."""
-    hosts = {
-        host.name: LaunchHost(
-            name=host.name,
-            address=host.address,
-            prefix=read_template(f"[[hosts]] {host.name}: command", host.command, HOST_PLACEHOLDERS)
-            if host.command
-            else None,
-        )
-        for host in config.hosts
-    }
-    for given in config.hosts:
-        check_launch(
-            launch_spec(
-                config,
-                hosts[given.name],
-                replica_id=given.name,
-                port=given.first_port,
-                role="decode",
-                weights=_SOURCES[given.weight_source].name.lower(),
-            )
-        )
-    return hosts
-
-
-def launch_spec(
-    config: RouterConfig, host: LaunchHost, *, replica_id: str, port: int, role: str, weights: str
-) -> LaunchSpec:
-    """How one engine is started. `weights`: the source that was chosen, or what the host has."""
-    given = next(each for each in config.hosts if each.name == host.name)
-    launch = config.launch
-    return LaunchSpec(
-        replica_id=replica_id,
-        host=host,
-        port=port,
-        role=role,
-        model=launch.model,
-        log_path=Path(launch.log_dir) / f"{replica_id}.log",
-        template=read_template("[launch] command", launch.command, ENGINE_PLACEHOLDERS),
-        kv_transfer_config=launch.kv_transfer_config,
-        weights=_weights(given, weights),
-        extra=launch.args,
-        environment=given.env,
-        stop_timeout_s=launch.stop_timeout_s,
-    )
-
-
-def _weights(host: HostConfig, chosen: str) -> WeightSource:
-    wanted = WeightSource(host.weight_source)
-    if chosen == Source.DISK.name.lower() and wanted is WeightSource.PRELOAD:
-        return WeightSource.DISK
-    return wanted
 
 
 def prefetch_commands(

@@ -29,6 +29,8 @@ FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # of an engine that is not healthy yet
 WARM_TIMEOUT_S = 60.0
 SLEEP_TIMEOUT_S = 60.0
 MAX_MODELS = 1024
+HEALTH_LOOKS, MODELS_LOOKS = 2, 10
+"""Looks at an engine's metrics from one question for its health, or its models, to the next."""
 OK = 200
 BUSY_STATUSES = (429, 503)
 
@@ -125,17 +127,17 @@ class Watch:
                 try:
                     if now >= health_due:
                         await self._check_health()
-                        health_due = now + self._config.health_every_s
+                        health_due = now + HEALTH_LOOKS * self._config.every_s
                     sample = await self._engines.sample(self.url, self._config.timeout_s)
                     self._post(Measured(self.replica, sample))
                     self._missed = 0
                     if self._is_loaded and now >= models_due:
-                        models_due = now + self._config.models_every_s
+                        models_due = now + MODELS_LOOKS * self._config.every_s
                         await self._learn_models()
                 except EngineLost as error:
                     self._misses(error)
             try:
-                async with asyncio.timeout(self._config.metrics_every_s):
+                async with asyncio.timeout(self._config.every_s):
                     await self._asked.wait()
                     health_due = loop.time()
             except TimeoutError:
