@@ -58,7 +58,7 @@ class Engine:
                 is_producer=role is not PeerRole.CONSUMER,
                 is_consumer=role is not PeerRole.PRODUCER,
                 has_peers=bool(configs[0].peers),
-                fingerprint=lambda epoch: f"{fingerprint}/{epoch}",
+                fingerprint=lambda version: f"{fingerprint}/{version}",
                 retain_bytes=configs[0].nbytes("retain_bytes"),
                 max_step_tokens=1 << 20,
                 own_endpoint=self.endpoint,
@@ -101,7 +101,9 @@ class Engine:
         """An encoder computes an item, with further planes, for a request naming consumers."""
         view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
         wait_for(lambda: self.may_go(view))
-        self.workers[0].produced(mm_hash, tensor, self.scheduler.plan((), **BUSY).epoch, aux)
+        self.workers[0].produced(
+            mm_hash, tensor, self.scheduler.plan((), **BUSY).weights_version, aux
+        )
 
     def get(self, mm_hash: str) -> list[list[torch.Tensor]]:
         """Load an item that `ensure` has said is there: of each rank, its planes."""

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from vllm_kvpool.embeds.protocol.messages import Code, Expect, Forget, ItemNews, Message
+from vllm_kvpool.embeds.protocol.messages import Code, Expect, Forget, ItemNews, Message, Requested
 
 
 class WorkerMessage(NamedTuple):
@@ -48,17 +48,22 @@ class FakeWorkerChannel:
         """These ranks, or all, say something."""
         self.words += [WorkerMessage(rank, body) for rank in ranks or range(self.num_ranks)]
 
-    def ready(self, mm_hash: str, *ranks: int, digest: str = "d", epoch: int = 0) -> None:
+    def ready(self, mm_hash: str, *ranks: int, digest: str = "d", weights_version: int = 0) -> None:
         """An item is there."""
-        self.say(ItemNews(mm_hash, digest, epoch=epoch), *ranks)
+        self.say(ItemNews(mm_hash, digest, weights_version=weights_version), *ranks)
 
     def coming(self, mm_hash: str, *ranks: int, digest: str) -> None:
         """An item is on its way to these ranks, in this encoding."""
         self.say(ItemNews(mm_hash, digest, offered=True), *ranks)
 
-    def failed(self, mm_hash: str, *ranks: int, code: Code = Code.GONE, epoch: int = 0) -> None:
+    def failed(
+        self, mm_hash: str, *ranks: int, code: Code = Code.GONE, weights_version: int = 0
+    ) -> None:
         """An item cannot be had."""
-        self.say(ItemNews(mm_hash, code=code, text="for a reason", epoch=epoch), *ranks)
+        self.say(
+            ItemNews(mm_hash, code=code, text="for a reason", weights_version=weights_version),
+            *ranks,
+        )
 
     def taken(self, mm_hash: str) -> None:
         """The engine has loaded an item: the workers do not have it any more."""
@@ -73,6 +78,8 @@ class FakeWorkerChannel:
                 names[body.mm_hash] = None
             elif isinstance(body, Forget):
                 names.pop(body.mm_hash, None)
+            elif isinstance(body, Requested):
+                names = {name: None for name in names if name in body.names}
         return list(names)
 
     def take(self, kind: type[Message], rank: int = 0) -> list[Message]:  # type: ignore[valid-type]

@@ -153,6 +153,18 @@ def test_an_item_is_waited_for_as_long_as_its_most_patient_request(
     assert "not known" in machine.describe("image")
 
 
+def test_a_scheduler_that_is_back_says_which_items_are_requested() -> None:
+    machine = Consumer(1 << 12, limits())
+    machine.peer_up("a", frozenset(), 0.0)
+    for number, name in enumerate(("kept", "gone", "pushed"), 1):
+        if name != "pushed":
+            machine.expect(Expect(name, number), 0.0)
+        machine.offer("a", Offer(number, name, shape_of(3), "digest"), 0.0)
+    machine.keep_requested(("kept", "never heard of"), 0.1)
+    assert set(machine.items) == {"kept", "pushed"}
+    machine.check()
+
+
 def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
     """A named one that is not there yet may have it, whatever others say."""
     machine = Consumer(1 << 12, limits())

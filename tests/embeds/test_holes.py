@@ -243,9 +243,9 @@ def test_holes_11_57_whatever_ends_early_leaves_nothing_and_may_begin_anew(
     if how == "forgotten":
         world.forget(consumer, "image")
     elif how == "failed":
-        consumer.machine.begin_epoch(world.now)
+        consumer.machine.weights_changed(world.now)
     elif how == "withdrawn":
-        producer.machine.begin_epoch(world.now)
+        producer.machine.weights_changed(world.now)
     else:
         world.cut(ends(world)[1])
         world.forget(consumer, "image")

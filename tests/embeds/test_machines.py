@@ -340,8 +340,8 @@ def test_new_weights_make_old_items_stale() -> None:
     world.produce(producer, "image", shape_of(9))
     while producer.preparing:
         world.step()
-    producer.machine.begin_epoch(world.now)
-    consumer.machine.begin_epoch(world.now)
+    producer.machine.weights_changed(world.now)
+    consumer.machine.weights_changed(world.now)
     world.perform()
     assert not producer.sources
     world.expect(consumer, "image")

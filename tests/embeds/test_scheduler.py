@@ -10,15 +10,16 @@ from tests.embeds.fake_worker_channel import FakeWorkerChannel
 from vllm_kvpool.embeds.params import MAX_TARGETS, NOWHERE, Delivery, read_delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
-    Epoch,
     Expect,
     Forget,
     Heartbeat,
     HeldBytes,
     ItemNews,
-    Numbers,
+    MetricSamples,
     Push,
+    Requested,
     Taken,
+    WeightsChanged,
 )
 from vllm_kvpool.embeds.scheduler import (
     PROBE_S,
@@ -53,7 +54,7 @@ class Rig:
         usual = {"is_producer": False, "is_consumer": True, "has_peers": False}
         self.scheduler = EmbedsScheduler(
             self.channel,
-            fingerprint=lambda epoch: f"print {epoch}",
+            fingerprint=lambda version: f"print {version}",
             retain_bytes=1000,
             max_step_tokens=STEP,
             clock=self.clock,
@@ -512,7 +513,7 @@ def test_a_worker_that_has_been_restarted_is_told_everything() -> None:
     rig.ensure(view)
     rig.channel.ready("a")
     rig.scheduler.weights_changed("v1")
-    rig.channel.ready("a", epoch=1)
+    rig.channel.ready("a", weights_version=1)
     rig.scheduler._poll_workers()
     assert rig.scheduler.has("a")
     before = [list(heard) for heard in rig.channel.heard]
@@ -520,30 +521,30 @@ def test_a_worker_that_has_been_restarted_is_told_everything() -> None:
     rig.scheduler._poll_workers()
     assert rig.channel.heard[0] == before[0]
     again = rig.channel.heard[1][len(before[1]) :]
-    assert again[0] == Epoch(1, "print v1")
+    assert again[0] == WeightsChanged(1, "print v1")
     assert [body.mm_hash for body in again if isinstance(body, Expect)] == ["a", "b"]
     assert [body.mm_hash for body in again if isinstance(body, Push)] == ["a", "b"]
     assert not rig.scheduler.has("a"), "it has lost it"
-    rig.channel.ready("a", 1, epoch=1)
-    rig.channel.ready("b", epoch=1)
+    rig.channel.ready("a", 1, weights_version=1)
+    rig.channel.ready("b", weights_version=1)
     assert rig.ensure(view)
 
 
-def test_a_worker_that_was_away_is_told_what_to_forget_once_it_is_back() -> None:
+def test_a_worker_that_was_away_forgets_what_no_request_waits_for() -> None:
+    """But for what a step is loading from it."""
     rig = Rig(ranks=2)
-    gone, kept = request("gone", "a", "b"), request("kept", "b")
-    assert not rig.ensure(gone)
-    assert not rig.ensure(kept)
+    gone, kept, loading = request("gone", "a", "b"), request("kept", "b"), request("l", "c")
+    for view in (gone, kept, loading):
+        assert not rig.ensure(view)
+    rig.channel.ready("c")
+    assert rig.ensure(loading)
+    rig.scheduler.allocated("c")
     rig.channel.are_up = False
     rig.scheduler.finished(gone)
     rig.channel.are_up = True
     rig.channel.say(None, 1)
     assert not rig.ensure(kept)
-    assert rig.channel.expected(1) == ["b"]
-    assert [body.mm_hash for body in rig.channel.take(Forget, 1)] == ["a"]  # type: ignore[attr-defined]
-    rig.channel.say(None, 1)
-    rig.ensure(kept)
-    assert not rig.channel.take(Forget, 1), "it is told once"
+    assert rig.channel.take(Requested, 1) == [Requested(("b", "c"))]
 
 
 def test_without_workers_for_long_requests_go_on_without_them() -> None:
@@ -623,15 +624,15 @@ def test_new_weights_make_what_is_there_stale() -> None:
     rig.channel.ready("a", 0)
     rig.scheduler._poll_workers()
     rig.scheduler.weights_changed("v1")
-    assert rig.channel.take(Epoch) == [Epoch(1, "print v1")]
+    assert rig.channel.take(WeightsChanged) == [WeightsChanged(1, "print v1")]
     assert rig.channel.expected() == ["a"]
-    rig.channel.ready("a", epoch=0)
+    rig.channel.ready("a", weights_version=0)
     assert not rig.ensure(view), "what was said before the change does not count"
-    rig.channel.failed("a", epoch=0)
+    rig.channel.failed("a", weights_version=0)
     assert not rig.ensure(view)
-    rig.channel.ready("a", epoch=1)
+    rig.channel.ready("a", weights_version=1)
     assert rig.ensure(view)
-    assert rig.scheduler.plan((), **BUSY).epoch == 1
+    assert rig.scheduler.plan((), **BUSY).weights_version == 1
 
 
 @pytest.mark.parametrize("again", ["weights", "worker"])
@@ -775,7 +776,7 @@ def test_numbers_of_workers_and_its_own_are_handed_on_once() -> None:
     view = request("r", "a", media=True)
     rig.ensure(view)
     rig.channel.failed("a", 0)
-    rig.channel.say(Numbers({'kvpool_ec_events{event="x"}': 2.0}))
+    rig.channel.say(MetricSamples({'kvpool_ec_events{event="x"}': 2.0}))
     rig.ensure(view)
     numbers = rig.scheduler.take_samples()
     assert sum(numbers.values()) >= 4 + 2  # of two workers; a failure and a local encode

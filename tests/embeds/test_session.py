@@ -146,9 +146,9 @@ def test_another_engines_worker_is_no_worker_of_a_scheduler() -> None:
 
 def test_a_session_that_is_refused_later_is_lost() -> None:
     for refuse in (
-        lambda session: session.hello(hello("peer", fingerprint="new", epoch=1, answer=True), 2.0),
+        lambda session: session.hello(hello("peer", fingerprint="new", answer=True), 2.0),
         lambda session: session.rejected(HelloReject(Code.INCOMPATIBLE, "no"), 2.0),
-        lambda session: session.update_hello(hello("own", fingerprint="new", epoch=1)),
+        lambda session: session.update_hello(hello("own", fingerprint="new")),
     ):
         session = session_with(UP)
         refuse(session)
@@ -173,7 +173,7 @@ def test_incompatible_until_the_peer_changes() -> None:
         session.hello(hello("peer", fingerprint="old", answer=True), now)
         assert session.state is INCOMPATIBLE
     session.take_actions()
-    changed = hello("peer", fingerprint="model", epoch=1, answer=True)
+    changed = hello("peer", fingerprint="model", answer=True)
     session.hello(changed, 4.0)
     assert session.state is UP
     assert news(session) == [PeerUp(changed)]
@@ -184,7 +184,7 @@ def test_incompatible_until_we_change() -> None:
     theirs = hello("peer", fingerprint="new", answer=True)
     session.hello(theirs, 1.0)
     session.take_actions()
-    session.update_hello(hello("own", fingerprint="new", epoch=1))
+    session.update_hello(hello("own", fingerprint="new"))
     assert session.state is UP
     actions = session.take_actions()
     assert PeerUp(theirs) in actions

@@ -244,12 +244,12 @@ def consumers_failures() -> None:
         if state is TransferState.BOOTSTRAPPING:
             world.pass_time(world.limits.bootstrap_timeout_s + 1)
         else:
-            world.consumers[0].machine.begin_epoch(world.now)
+            world.consumers[0].machine.weights_changed(world.now)
             world.perform()
         assert [news.code for news in world.consumers[0].told if news.code]
         world.settle()
     world = in_state(TransferState.SUCCESS)
-    world.consumers[0].machine.begin_epoch(world.now)
+    world.consumers[0].machine.weights_changed(world.now)
     world.perform()
     assert not world.consumers[0].tensors
 
@@ -317,7 +317,7 @@ def producers_in(state: TransferState) -> World:
 def producers_failures() -> None:
     for state in LIVE:
         world = producers_in(state)
-        world.producers[0].machine.begin_epoch(world.now)
+        world.producers[0].machine.weights_changed(world.now)
         world.perform()
         world.settle()
         assert not world.producers[0].machine.transfers

@@ -36,9 +36,8 @@ from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
-from vllm_kvpool.vllm_adapt import ascend
+from vllm_kvpool.vllm_adapt import ascend, weights_version
 from vllm_kvpool.vllm_adapt import embeds as adapt
-from vllm_kvpool.vllm_adapt import weights_version as epochs
 from vllm_kvpool.vllm_adapt.embeds_stats import EmbedsProm, EmbedsStats
 
 if TYPE_CHECKING:
@@ -76,9 +75,9 @@ class KVPoolECConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             self._base = adapt.base_fingerprint(vllm_config, self._config)
             self._scheduler_side = self._make_scheduler()
-            epochs.install()
-            epochs.watch(self._scheduler_side, vllm_config.model_config)
-            epochs.watch_encoder_cache(self._scheduler_side)
+            weights_version.install()
+            weights_version.watch(self._scheduler_side, vllm_config.model_config)
+            weights_version.watch_encoder_cache(self._scheduler_side)
             self._resolver = adapt.metadata_resolver(vllm_config)
         atexit.register(self.shutdown)
 
@@ -93,7 +92,7 @@ class KVPoolECConnector(ECConnectorBase):
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(self._config.peers),
-            fingerprint=partial(adapt.fingerprint_in, self._base),
+            fingerprint=partial(adapt.fingerprint_with, self._base),
             retain_bytes=self._config.nbytes("retain_bytes"),
             max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             own_endpoint=self._endpoints.advertised[0],
@@ -133,14 +132,16 @@ class KVPoolECConnector(ECConnectorBase):
         """A step begins: send what the engine's cache has and consumers wait for."""
         encoder_cache = kwargs.get("encoder_cache")
         if self._worker_side is not None and encoder_cache:
-            self._worker_side.cached(encoder_cache, self._step().epoch)
+            self._worker_side.cached(encoder_cache, self._step().weights_version)
 
     def save_caches(
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
     ) -> None:
         """The encoder has computed an item."""
         if self._worker_side is not None and self.is_producer:
-            self._worker_side.produced(mm_hash, encoder_cache[mm_hash], self._step().epoch)
+            self._worker_side.produced(
+                mm_hash, encoder_cache[mm_hash], self._step().weights_version
+            )
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         """Put the step's items into the engine's cache."""

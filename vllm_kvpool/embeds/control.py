@@ -49,7 +49,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     Code,
     Complete,
     Envelope,
-    Epoch,
     Expect,
     Forget,
     Goodbye,
@@ -59,15 +58,17 @@ from vllm_kvpool.embeds.protocol.messages import (
     Hello,
     ItemNews,
     Message,
-    Numbers,
+    MetricSamples,
     Offer,
     OfferAck,
     Push,
+    Requested,
     Revoke,
     RevokeAck,
     Unknown,
     Want,
     WantAck,
+    WeightsChanged,
     Withdraw,
     WriteFailed,
     Wrote,
@@ -139,8 +140,9 @@ class Control:
         self._reported: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stopping = False
         self._is_over = False
-        # Calls of epochs that have not begun here.
-        self._waiting_for_epoch: list[tuple[int, Call]] = []
+        self.weights_version = 0
+        """Of this rank's weights. Control thread only."""
+        self._waiting_for_weights: list[tuple[int, Call]] = []  # calls of later versions
         self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))
@@ -233,7 +235,7 @@ class Control:
             self._is_over = True
             self.missing = frozenset()
             self._inbox = queue.SimpleQueue()
-            self._waiting_for_epoch.clear()
+            self._waiting_for_weights.clear()
             self._resolver.close()
 
     def _die(self, error: BaseException) -> None:
@@ -343,8 +345,8 @@ class Control:
         # In the order of their frequency.
         match effect:
             case NotifyScheduler(news):
-                if isinstance(news, ItemNews) and news.epoch != self._peers.hello.epoch:
-                    news = msgspec.structs.replace(news, epoch=self._peers.hello.epoch)
+                if isinstance(news, ItemNews) and self.weights_version:
+                    news = msgspec.structs.replace(news, weights_version=self.weights_version)
                 self._peers.notify_scheduler(news, now)
             case DrainRows():
                 self._dataplane.drain(effect)
@@ -397,7 +399,7 @@ class Control:
             self.registry.set("kvpool_ec_peers", states[state], state=state.value)
         changes = self.registry.take_changes()
         if changes:
-            self._peers.notify_scheduler(Numbers(changes), now)
+            self._peers.notify_scheduler(MetricSamples(changes), now)
 
     # Frames
 
@@ -451,13 +453,15 @@ class Control:
                 if not self._guard("expect", self._consumer.expect, body, now):
                     news = ItemNews(mm_hash, code=Code.CLOSED, text="a bug in this engine")
                     self._perform_effect(NotifyScheduler(news), now)
+            case Requested(names) if self._consumer is not None:
+                self._consumer.keep_requested(frozenset(names), now)
             case Forget(mm_hash) if self._consumer is not None:
                 self._consumer.forget(mm_hash, now)
             case Push() if self._producer is not None:
                 self._producer.push(body, now)
-            case Epoch(number, fingerprint):
+            case WeightsChanged():
                 try:
-                    self.begin_epoch(number, fingerprint, now)
+                    self.change_weights(body, now)
                 except Exception as error:  # stale items might still be sent
                     raise ControlThreadError(
                         "the change of the weights could not be applied"
@@ -467,34 +471,28 @@ class Control:
             case _:
                 pass
 
-    def begin_epoch(self, number: int, fingerprint: str, now: float) -> None:
+    def change_weights(self, message: WeightsChanged, now: float) -> None:
         """The weights have changed: sessions continue with peers that have the same."""
-        if number <= self._peers.hello.epoch:
+        if message.version <= self.weights_version:
             return
         if self._consumer is not None:
-            self._consumer.begin_epoch(now)
+            self._consumer.weights_changed(now)
         if self._producer is not None:
-            self._producer.begin_epoch(now)
+            self._producer.weights_changed(now)
         self._perform(now)  # withdraw stale items while there still is a session
-        hello = self._peers.hello
-        self._peers.update_hello(
-            msgspec.structs.replace(hello, fingerprint=fingerprint, epoch=number), now
-        )
-        early, self._waiting_for_epoch = self._waiting_for_epoch, []
-        for epoch, call in early:
-            if epoch > number:
-                self._waiting_for_epoch.append((epoch, call))
+        self.weights_version = message.version
+        hello = msgspec.structs.replace(self._peers.hello, fingerprint=message.fingerprint)
+        self._peers.update_hello(hello, now)
+        early, self._waiting_for_weights = self._waiting_for_weights, []
+        for version, call in early:
+            if version > message.version:
+                self._waiting_for_weights.append((version, call))
             else:
                 call(now)
 
-    def run_at_epoch(self, epoch: int, call: Call) -> None:
-        """Run a call once this epoch has begun. Control thread only."""
-        self._waiting_for_epoch.append((epoch, call))
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the weights. Control thread only."""
-        return self._peers.hello.epoch
+    def run_at_version(self, weights_version: int, call: Call) -> None:
+        """Run a call once the weights have this version. Control thread only."""
+        self._waiting_for_weights.append((weights_version, call))
 
 
 Handler = Callable[..., None]

@@ -38,8 +38,8 @@ from vllm_kvpool.embeds.protocol.messages import (
     HelloReject,
     ItemNews,
     Message,
+    MetricSamples,
     MooncakeWindow,
-    Numbers,
     PeerRole,
     Taken,
     check_hello,
@@ -60,7 +60,6 @@ MAX_SHOWN = 300  # characters of a peer's own text in a log
 class KnownPeer:
     """An incarnation in session, over any of these links."""
 
-    hello: Hello
     links: dict[Link, None] = field(default_factory=dict)
     endpoints: frozenset[str] = frozenset()
 
@@ -274,7 +273,7 @@ class Peers:
         self.outbox.add(link, target, body, now)
 
     def notify_scheduler(
-        self, body: ItemNews | Taken | HeldBytes | Numbers | Heartbeat | Goodbye, now: float
+        self, body: ItemNews | Taken | HeldBytes | MetricSamples | Heartbeat | Goodbye, now: float
     ) -> None:
         """Send to the own scheduler."""
         for link in self._schedulers:
@@ -282,15 +281,15 @@ class Peers:
 
     def flush(self, until: float) -> None:
         """Send what is due by then, in as few frames as possible."""
-        for link, said in self.outbox.take(until):
+        for link, queued in self.outbox.take(until):
             connection = self._connections.get(link)
-            if not self._guard("flush", self._send_frames, link, connection, said):
+            if not self._guard("flush", self._send_frames, link, connection, queued):
                 self._on_broken_link(link, connection)
 
     def _send_frames(
-        self, link: Link, connection: Connection | None, said: list[tuple[str, Message]]
+        self, link: Link, connection: Connection | None, queued: list[tuple[str, Message]]
     ) -> None:
-        for frame in self.outbox.frames(said):
+        for frame in self.outbox.frames(queued):
             if not self._sockets.send(link, frame):
                 self._on_broken_link(link, connection)
                 return
@@ -430,8 +429,7 @@ class Peers:
             self._schedulers.add(link)
             self._on_scheduler()
             return
-        known = self.known.setdefault(hello.incarnation, KnownPeer(hello))
-        known.hello = hello
+        known = self.known.setdefault(hello.incarnation, KnownPeer())
         known.links[link] = None
         reached = {each.endpoint for each in known.links if each.endpoint}
         if hello.rank < len(hello.endpoints):

@@ -18,14 +18,15 @@ import msgspec
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
-    Epoch,
     Expect,
     Forget,
     HeldBytes,
     ItemNews,
-    Numbers,
+    MetricSamples,
     Push,
+    Requested,
     Taken,
+    WeightsChanged,
 )
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import MetricsRegistry, merge_samples
@@ -71,7 +72,7 @@ class ItemLoad(NamedTuple):
 class StepMeta:
     """A step's metadata for the workers."""
 
-    epoch: int = 0
+    weights_version: int = 0
     loads: tuple[ItemLoad, ...] = ()
 
 
@@ -134,10 +135,7 @@ class EmbedsScheduler:
         self._is_encoding_held = False
         self._unreachable_since: float | None = None
         self._is_loss_logged = False
-        # Names to forget that lost workers were not sent.
-        self._unsent_forgets: dict[str, None] = {}
-        self._epoch = 0
-        self._epoch_message = Epoch(0, "")
+        self._weights = WeightsChanged(0, "")  # the last message
         self.registry = MetricsRegistry()
         self._from_workers: dict[str, float] = {}
 
@@ -370,7 +368,7 @@ class EmbedsScheduler:
         self._channel.flush()
         if is_idle and self.is_waiting:
             self._poll_workers(idle_wait_s)
-        return StepMeta(self._epoch, loads)
+        return StepMeta(self._weights.version, loads)
 
     @property
     def is_waiting(self) -> bool:
@@ -384,7 +382,7 @@ class EmbedsScheduler:
             if pending is not None:
                 pending.requests.pop(request.request_id, None)
                 if not pending.requests:
-                    self._send_forget(pending.name)
+                    self._channel.send(Forget(pending.name))
                     self._drop(pending)
         for kept in (self._encoded_here, self._pushed, self._orders):
             kept.pop(request.request_id, None)
@@ -395,11 +393,11 @@ class EmbedsScheduler:
         taken, self._unavailable = self._unavailable, set()
         return taken
 
-    def weights_changed(self, epoch: str) -> None:
+    def weights_changed(self, weights_version: str) -> None:
         """The weights have changed: nothing encoded before is used."""
-        self._epoch += 1
-        self._epoch_message = Epoch(self._epoch, self._fingerprint(epoch))
-        self._channel.send(self._epoch_message)
+        version, fingerprint = self._weights.version + 1, self._fingerprint(weights_version)
+        self._weights = WeightsChanged(version, fingerprint)
+        self._channel.send(self._weights)
         self._offered.clear()
         for pending in self._pending.values():
             pending.ready.clear()
@@ -428,7 +426,7 @@ class EmbedsScheduler:
                     self._loaded(rank, name)
                 case HeldBytes(nbytes):
                     self._held_bytes = nbytes
-                case Numbers(samples):
+                case MetricSamples(samples):
                     merge_samples(self._from_workers, samples)
                 case _:
                     pass
@@ -444,27 +442,27 @@ class EmbedsScheduler:
         return self._clock() < until
 
     def _resync_worker(self, rank: int) -> None:
-        """A worker is in session, maybe again: tell it everything, also what to forget."""
+        """A worker is in session, maybe again: tell it everything."""
+        if self._weights.version:
+            self._channel.send(self._weights, rank)
+        # Workers were told to forget failed items.
+        wanted = [each for each in self._pending.values() if each.failure is None]
+        # What is being loaded stays where it is until the step has taken it.
+        names = (*(each.name for each in wanted), *self._loading)
+        self._channel.send(Requested(names), rank)
         for name in tuple(self._loading):
             self._loaded(rank, name)
-        if self._epoch:
-            self._channel.send(self._epoch_message, rank)
-        for name in self._unsent_forgets:
-            self._channel.send(Forget(name), rank)
-        if self._channel.are_up:
-            self._unsent_forgets.clear()
-        for pending in self._pending.values():
+        for pending in wanted:
             pending.ready.pop(rank, None)
             pending.incoming.pop(rank, None)
-            if pending.failure is None:  # workers were told to forget failed items
-                for expect in pending.requests.values():
-                    self._send_expect(pending, expect, rank)
+            for expect in pending.requests.values():
+                self._send_expect(pending, expect, rank)
         for pushes in self._pushed.values():
             for push in pushes.values():
                 self._channel.send(push, rank)
 
     def _on_item_news(self, rank: int, news: ItemNews) -> None:
-        if news.epoch != self._epoch:
+        if news.weights_version != self._weights.version:
             return
         mm_hash = self._by_name.get(news.mm_hash)
         if news.offered and mm_hash is None:
@@ -515,17 +513,7 @@ class EmbedsScheduler:
     def _fail(self, pending: PendingItem, code: Code, text: str) -> None:
         pending.failure = (code, text)
         self._count("failed_items")
-        self._send_forget(pending.name)  # other ranks may still wait for it, or have it
-
-    def _send_forget(self, name: str) -> None:
-        """Tell all workers to forget an item, also those that are lost now: the same process may
-        come back.
-        """
-        self._channel.send(Forget(name))
-        if not self._channel.are_up:
-            self._unsent_forgets[name] = None
-            while len(self._unsent_forgets) > MAX_OFFERED:
-                del self._unsent_forgets[next(iter(self._unsent_forgets))]
+        self._channel.send(Forget(pending.name))  # other ranks may still wait for it, or have it
 
     def _drop(self, pending: PendingItem) -> None:
         self._pending.pop(pending.mm_hash, None)

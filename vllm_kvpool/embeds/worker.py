@@ -137,9 +137,13 @@ class EmbedsWorker:
     # The model's thread
 
     def produced(
-        self, mm_hash: str, tensor: Tensor, epoch: int, aux: Mapping[str, Tensor] | None = None
+        self,
+        mm_hash: str,
+        tensor: Tensor,
+        weights_version: int,
+        aux: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """The encoder has computed an item, [rows, ...], under the weights of `epoch`.
+        """The encoder has computed an item, [rows, ...], with the weights of this version.
 
         An item that cannot be sent fails the requests that wait for it, not the engine.
         """
@@ -155,10 +159,11 @@ class EmbedsWorker:
         copies = [to_host(_own(each)) for each in (tensor, *(aux or {}).values())]
 
         def call(now: float) -> None:
-            if epoch > self._control.epoch:
-                self._control.run_at_epoch(epoch, call)  # the scheduler's message is on its way
+            if weights_version > self._control.weights_version:
+                # The scheduler's message is on its way.
+                self._control.run_at_version(weights_version, call)
                 return
-            if epoch < self._control.epoch:
+            if weights_version < self._control.weights_version:
                 producer.counts["stale_outputs"] += 1
                 return
             item_id = producer.produced(mm_hash, shape, now)
@@ -167,11 +172,11 @@ class EmbedsWorker:
 
         self._control.post(call)
 
-    def cached(self, encoder_cache: Mapping[str, Tensor], epoch: int) -> None:
+    def cached(self, encoder_cache: Mapping[str, Tensor], weights_version: int) -> None:
         """Send what consumers wait for and the engine still has from earlier steps."""
         for mm_hash in self._control.missing:
             if mm_hash in encoder_cache:
-                self.produced(mm_hash, encoder_cache[mm_hash], epoch)
+                self.produced(mm_hash, encoder_cache[mm_hash], weights_version)
 
     def take(self, mm_hash: str) -> list[Tensor] | None:
         """An item's tensors, one for each plane; the caller's now. None if it is not here.

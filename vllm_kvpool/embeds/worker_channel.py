@@ -41,7 +41,7 @@ from vllm_kvpool.errors import ConfigError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-OF_A_STEP: frozenset[type] = frozenset((Expect, Push))
+STEP_MESSAGES: frozenset[type] = frozenset((Expect, Push))
 """Messages that wait for the end of the step or, if there is none, for a later poll."""
 
 
@@ -79,8 +79,8 @@ class WorkerChannel:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._ask_every_s = heartbeats.heartbeat_s / HEARTBEATS
-        self._longest_silence_s = heartbeats.heartbeat_s * heartbeats.max_failures
+        self._ask_interval_s = heartbeats.heartbeat_s / HEARTBEATS
+        self._max_silence_s = heartbeats.heartbeat_s * heartbeats.max_failures
         self._sockets = ZmqTransport(None, keys)
         self._hello = Hello(
             versions=(OLDEST_VERSION, VERSION),
@@ -90,7 +90,7 @@ class WorkerChannel:
             fingerprint="",
             heartbeat_s=1.0,
         )
-        now = self._looked_at = clock()
+        now = self._polled_at = clock()
         self._ranks: dict[Link, _Worker] = {}
         for rank, endpoint in enumerate(endpoints):
             session = Session(self._hello, heartbeats, active=True, now=now)
@@ -100,7 +100,7 @@ class WorkerChannel:
                 self.close()
                 raise
             self._ranks[link] = _Worker(rank, session)
-        self._outbox = Outbox(self._hello.incarnation, OF_A_STEP)
+        self._outbox = Outbox(self._hello.incarnation, STEP_MESSAGES)
         self.poll()  # send hellos: they are answered by the time of the first request
 
     @property
@@ -128,7 +128,7 @@ class WorkerChannel:
         for link, worker in self._ranks.items():
             if worker.session.is_up and rank in (None, worker.rank):
                 self._add(link, worker.session, body)
-        self._say_due(self._clock())
+        self._send_due(self._clock())
 
     def _add(self, link: Link, session: Session, body: Message) -> None:
         target = session.peer.incarnation if session.peer is not None else ""
@@ -136,36 +136,36 @@ class WorkerChannel:
 
     def flush(self) -> None:
         """The step is planned: send what waits."""
-        self._say_due(float("inf"))
+        self._send_due(float("inf"))
 
-    def _say_due(self, until: float) -> None:
-        for link, said in self._outbox.take(until):
-            if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(said)):
+    def _send_due(self, until: float) -> None:
+        for link, messages in self._outbox.take(until):
+            if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(messages)):
                 self._ranks[link].session.lost()
 
     def poll(self, timeout_s: float = 0.0) -> list[WorkerMessage]:
         """The workers' messages; waits at most `timeout_s` for the first."""
         # A message that is still queued is not answered.
-        self._say_due(float("inf") if timeout_s else self._clock())
-        said: list[WorkerMessage] = []
+        self._send_due(float("inf") if timeout_s else self._clock())
+        messages: list[WorkerMessage] = []
         frames = self._sockets.poll(timeout_s)
         now = self._clock()
         for frame in frames:
             worker = self._ranks[frame.link]
             for body in _bodies(frame.data):
-                said += self._heard(worker, body, now)
-                said += self._act(frame.link, worker, now)
+                messages += self._receive(worker, body, now)
+                messages += self._perform_actions(frame.link, worker, now)
         # Time in which this side did not poll says nothing about a worker.
-        looked_s = min(now - self._looked_at, self._longest_silence_s / 2)
-        self._looked_at = now
+        polled_s = min(now - self._polled_at, self._max_silence_s / 2)
+        self._polled_at = now
         for link, worker in self._ranks.items():
             if worker.session.is_up:
-                self._watch(link, worker, looked_s, now)
+                self._check_silence(link, worker, polled_s, now)
             worker.session.tick(now)
-            said += self._act(link, worker, now)
-        return said
+            messages += self._perform_actions(link, worker, now)
+        return messages
 
-    def _heard(self, worker: _Worker, body: Message, now: float) -> list[WorkerMessage]:
+    def _receive(self, worker: _Worker, body: Message, now: float) -> list[WorkerMessage]:
         match body:
             case Hello():
                 worker.session.hello(body, now)
@@ -179,33 +179,33 @@ class WorkerChannel:
                 return [] if isinstance(body, Heartbeat) else [WorkerMessage(worker.rank, body)]
         return []
 
-    def _watch(self, link: Link, worker: _Worker, looked_s: float, now: float) -> None:
+    def _check_silence(self, link: Link, worker: _Worker, polled_s: float, now: float) -> None:
         """Ask for a heartbeat; a worker that does not answer for long is lost."""
         if not worker.is_asked:
             worker.silent_s = 0.0
-            if now - worker.asked_at >= self._ask_every_s:
+            if now - worker.asked_at >= self._ask_interval_s:
                 worker.asked_at, worker.is_asked = now, True
                 self._add(link, worker.session, Heartbeat())
-                self._say_due(now)
+                self._send_due(now)
             return
-        worker.silent_s += looked_s
-        if worker.silent_s > self._longest_silence_s:
+        worker.silent_s += polled_s
+        if worker.silent_s > self._max_silence_s:
             worker.session.lost()
 
-    def _act(self, link: Link, worker: _Worker, now: float) -> list[WorkerMessage]:
-        said = []
+    def _perform_actions(self, link: Link, worker: _Worker, now: float) -> list[WorkerMessage]:
+        messages = []
         for action in worker.session.take_actions():
             match action:
                 case SendMessage(body):
                     self._add(link, worker.session, body)
-                    self._say_due(now)
+                    self._send_due(now)
                 case PeerUp():
                     worker.is_asked = False
                     worker.asked_at = now if worker.lost_since is None else float("-inf")
-                    said.append(WorkerMessage(worker.rank, None))
+                    messages.append(WorkerMessage(worker.rank, None))
                 case PeerLost() if worker.lost_since is None:
                     worker.lost_since = now - worker.silent_s
-        return said
+        return messages
 
     def close(self) -> None:
         """End the connections."""

@@ -153,11 +153,12 @@ def _plain(part: Any) -> dict[str, Any]:
     return {name: getattr(part, name) for name in _SHAPES if hasattr(part, name)}
 
 
-def fingerprint_in(base: str, epoch: str) -> str:
-    """The fingerprint under an epoch of the weights; the first epoch's is the base."""
-    if not epoch:
+def fingerprint_with(base: str, weights_version: str) -> str:
+    """The fingerprint with this version of the weights; with the first one it is the base."""
+    if not weights_version:
         return base
-    return hashlib.blake2b(f"{base}/{epoch}".encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
+    named = f"{base}/{weights_version}".encode()
+    return hashlib.blake2b(named, digest_size=FINGERPRINT_BYTES).hexdigest()
 
 
 def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:

@@ -68,29 +68,29 @@ class DualQueue(Generic[W]):
     """
 
     def __init__(self) -> None:
-        self._lines: tuple[deque[W], deque[W]] = (deque(), deque())
+        self._queues: tuple[deque[W], deque[W]] = (deque(), deque())
         # A token for each piece of work, put after it: a thread with a token finds work.
-        self._places: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def put(self, line: int, work: W) -> None:
+    def put(self, kind: int, work: W) -> None:
         """Add work of kind 0 or 1."""
-        self._lines[line].append(work)
-        self._places.put(True)
+        self._queues[kind].append(work)
+        self._tokens.put(True)
 
     def close(self, threads: int) -> None:
         """End this many threads after all work that was put before."""
         for _ in range(threads):
-            self._places.put(False)
+            self._tokens.put(False)
 
     def get(self, first: int) -> W | None:
         """The next work of kind `first`, else of the other; None: the thread must end. Blocks."""
-        if not self._places.get():
+        if not self._tokens.get():
             return None
         # There are never more tokens taken than pieces of work put.
         try:
-            return self._lines[first].popleft()
+            return self._queues[first].popleft()
         except IndexError:
-            return self._lines[1 - first].popleft()
+            return self._queues[1 - first].popleft()
 
 
 BUSY_BYTES = 4 << 20  # queued for a thread before the next is woken: under a millisecond's work
@@ -153,8 +153,8 @@ class Drainers:
         self._log = log
         self._window = window
         self._done = done
-        self._lock = threading.Lock()  # guards `_turns`
-        self._turns = DrainLanes(threads)
+        self._lock = threading.Lock()  # guards `_lanes`
+        self._lanes = DrainLanes(threads)
         self._queues = [queue.SimpleQueue[list[DrainJob] | None]() for _ in range(threads)]
         self._threads = [
             WorkThread(
@@ -173,7 +173,7 @@ class Drainers:
         batches: dict[int, list[DrainJob]] = {}
         with self._lock:
             for piece in pieces:
-                lane = self._turns.take(piece.work.mm_hash, piece.nbytes)
+                lane = self._lanes.take(piece.work.mm_hash, piece.nbytes)
                 batches.setdefault(lane, []).append(piece)
         for lane, batch in batches.items():
             for part in batches_of(batch, lambda piece: piece.nbytes):
@@ -193,7 +193,7 @@ class Drainers:
         batch, same = drained
         with self._lock:
             for piece in batch:
-                self._turns.end(piece.work.mm_hash, piece.nbytes)
+                self._lanes.end(piece.work.mm_hash, piece.nbytes)
         self._done([(piece.work.gid, each) for piece, each in zip(batch, same, strict=True)])
 
     def _drain(self, piece: DrainJob) -> bool:
@@ -268,7 +268,7 @@ class _WriteBatch:
 
 
 _Work = _PrepareBatch | _WriteBatch
-_Told = Callable[[], None]
+_Report = Callable[[], None]
 """Reports the end of a piece of work."""
 
 
@@ -314,7 +314,7 @@ class IoWorkers:
                 take=partial(self._work.get, WRITES if n else PREPARATIONS),
                 perform=self._perform,
                 failed=self._failed,
-                report=_tell,
+                report=_run_report,
                 died=died,
             )
             for n in range(writers if plane else 0)
@@ -388,13 +388,13 @@ class IoWorkers:
 
     # Writers' threads
 
-    def _perform(self, work: _Work) -> _Told:
+    def _perform(self, work: _Work) -> _Report:
         if isinstance(work, _PrepareBatch):
             named = [(item_id, self._prepare(output)) for item_id, output in work.sources]
             return partial(self._reports.prepared, named)
         return partial(self._reports.written, self._write_all(work))
 
-    def _failed(self, work: _Work) -> _Told:
+    def _failed(self, work: _Work) -> _Report:
         """The report of work that its thread died of."""
         if isinstance(work, _PrepareBatch):
             return partial(self._reports.prepared, [(item_id, "") for item_id, _ in work.sources])
@@ -441,8 +441,8 @@ class IoWorkers:
             self._landing.close()
 
 
-def _tell(told: _Told) -> None:
-    told()
+def _run_report(report: _Report) -> None:
+    report()
 
 
 def _rows_of(work: DrainRows | Write) -> int:

@@ -8,7 +8,7 @@ producer of the same bytes continues there. Effects wait for `take_effects`.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from vllm_kvpool.embeds.machines.admission import Admission
@@ -239,6 +239,12 @@ class Consumer:
             self._end(item, ItemEvent.CANCEL, Code.CANCELLED, text, now)
             self.changed_at = now
 
+    def keep_requested(self, names: Collection[str], now: float) -> None:
+        """Requests wait for these items and no others: the scheduler is in session, maybe again."""
+        for item in list(self.items.values()):
+            if item.mm_hash not in names:
+                self.forget(item.mm_hash, now)
+
     def taken(self, mm_hash: str, now: float) -> None:
         """The engine has taken the item's tensors."""
         self.effects.append(NotifyScheduler(Taken(mm_hash)))
@@ -274,7 +280,7 @@ class Consumer:
                 self._fail(item, Code.UNREACHABLE, text, now)
                 self.changed_at = now
 
-    def begin_epoch(self, now: float) -> None:
+    def weights_changed(self, now: float) -> None:
         """The weights have changed: drop everything encoded before."""
         for item in list(self.items.values()):
             if item.state is not TransferState.BOOTSTRAPPING:

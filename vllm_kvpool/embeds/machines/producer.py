@@ -386,7 +386,7 @@ class Producer:
         waited_for = self._wants.items | self._pushes.keys()
         return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache}
 
-    def begin_epoch(self, now: float) -> None:
+    def weights_changed(self, now: float) -> None:
         """The weights have changed: send nothing encoded before."""
         for item in self.cache:
             self._withdraw(item, now, Code.STALE, "the weights have changed")

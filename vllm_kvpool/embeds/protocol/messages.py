@@ -1,9 +1,9 @@
 """The messages between two workers, and between a scheduler and its own workers.
 
-A frame is one `Envelope` around one or more messages, in msgpack. Messages
-only grow, at the end, with defaults; an unknown message is counted and ignored. Any message may
-be lost, doubled or late: whoever waits for an answer repeats what it asked (`repeat_s`), and
-repetition is harmless. C is an item's consumer, P its producer, S the scheduler of either.
+A frame is one `Envelope` around one or more messages, in msgpack. Messages only grow, at the end,
+with defaults; an unknown message is counted and ignored. Any message may be lost, doubled or late:
+whoever waits for an answer repeats what it asked (`repeat_s`), and repetition is harmless. C is an
+item's consumer, P its producer, S the scheduler of either.
 """
 
 from enum import Enum
@@ -85,7 +85,7 @@ Window = MooncakeWindow | SharedWindow
 
 
 class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
-    """Who is there. Sent first on every connection, and again with a higher `epoch`."""
+    """Who is there. Sent first on every connection, and again when the fingerprint changes."""
 
     versions: tuple[int, int]
     incarnation: Name
@@ -99,8 +99,6 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     endpoints: tuple[str, ...] = ()
     """Control endpoints of the engine's ranks, by rank."""
     window: Window | None = None
-    epoch: int = 0
-    """Counts the fingerprints of an incarnation."""
     answer: bool = False
     """Whether it answers a hello; then it is not answered."""
 
@@ -285,8 +283,8 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     digest: str = ""
     code: Code | None = None
     text: str = ""
-    epoch: int = 0
-    """Epoch of the weights under which it was encoded."""
+    weights_version: int = 0
+    """Of the weights with which it was encoded."""
     offered: bool = False
     """It is on its way: no request waits for it yet or, with `digest`, other ranks may have been
     offered another encoding."""
@@ -304,10 +302,16 @@ class HeldBytes(msgspec.Struct, frozen=True, gc=False, tag="held"):
     nbytes: int
 
 
-class Numbers(msgspec.Struct, frozen=True, gc=False, tag="numbers"):
+class MetricSamples(msgspec.Struct, frozen=True, gc=False, tag="metrics"):
     """C→S, P→S: metric samples counted since the last time."""
 
     samples: dict[str, float]
+
+
+class Requested(msgspec.Struct, frozen=True, gc=False, tag="requested"):
+    """S→C: the items that requests wait for; none waits for any other. Begins a session."""
+
+    names: tuple[str, ...]
 
 
 class Push(msgspec.Struct, frozen=True, gc=False, tag="push"):
@@ -317,18 +321,20 @@ class Push(msgspec.Struct, frozen=True, gc=False, tag="push"):
     endpoints: tuple[str, ...] = ()
 
 
-class Epoch(msgspec.Struct, frozen=True, gc=False, tag="epoch"):
+class WeightsChanged(msgspec.Struct, frozen=True, gc=False, tag="weights_changed"):
     """S→C, S→P: the weights have changed; nothing encoded before is sent or used."""
 
-    number: int
+    version: int
+    """Counts the changes."""
     fingerprint: str
 
 
 Message = (
-    Hello | HelloReject | Heartbeat | Goodbye | Grant | Want | WantAck | Offer | OfferAck
-    | Wrote | WriteFailed | Revoke | RevokeAck | Complete | Cancel
-    | CancelAck | Withdraw | Unknown | Expect | Forget | ItemNews | Taken | HeldBytes | Numbers
-    | Push | Epoch
+    Hello | HelloReject | Heartbeat | Goodbye
+    | Want | WantAck | Offer | OfferAck | Grant | Wrote | WriteFailed | Revoke | RevokeAck
+    | Complete | Cancel | CancelAck | Withdraw | Unknown
+    | Requested | Expect | Forget | Push | WeightsChanged
+    | ItemNews | Taken | HeldBytes | MetricSamples
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Envelope,
     HeldBytes,
     Message,
-    Numbers,
+    MetricSamples,
     Taken,
     encode,
     encode_body,
@@ -287,7 +287,7 @@ def _address_of(part: zmq.Frame) -> str:
         return ""
 
 
-NOT_URGENT = frozenset((Complete, Taken, HeldBytes, Numbers))
+NOT_URGENT = frozenset((Complete, Taken, HeldBytes, MetricSamples))
 """Messages that nobody waits for: they go with the next frame, or after `LATEST_S`."""
 LATEST_S = 0.002
 
@@ -328,9 +328,9 @@ class Outbox:
             self._late.pop(link, None)
         return [(link, self._waiting.pop(link)) for link in due]
 
-    def frames(self, said: list[tuple[str, Message]]) -> Iterator[bytes]:
+    def frames(self, queued: list[tuple[str, Message]]) -> Iterator[bytes]:
         """The messages in as few frames as possible, each to one target."""
-        for target, messages in groupby(said, key=itemgetter(0)):
+        for target, messages in groupby(queued, key=itemgetter(0)):
             bodies: list[msgspec.Raw] = []
             nbytes = 0
             for _, body in messages:
