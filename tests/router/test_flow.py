@@ -1,5 +1,7 @@
 """What happens to a request: let in, computed, handed over, decoded, and how long it waits."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.router_steps import Steps
@@ -8,7 +10,7 @@ from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillE
 from vllm_kvpool.router.control.flow import HANDED_GRACE_S
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
-from vllm_kvpool.router.control.requests import Phase, RequestId
+from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
 from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -246,3 +248,72 @@ def test_what_the_pool_has_does_not_ask_for_prefill_replicas(steps: Steps) -> No
     assert desk.asked_tokens == 2000 + (2000 - 768)
     steps.ask("c", 100)
     assert desk.asked_tokens == 2000 + (2000 - 768)
+
+
+def test_what_the_pool_has_is_no_work_for_those_that_come_later(steps: Steps) -> None:
+    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=UNHURRIED)
+    steps.fleet(prefill="p", decode="d")
+    prefix = tuple(range(1, 29))
+    steps.ask("known", 8000, prefix=prefix, prefix_tokens=256)
+    steps.prefilled("known", "p")
+    steps.began("known")
+    steps.ask("busy", 5000)
+    for number in range(4):
+        long = {"prefix": (*prefix, 100 + number), "prefix_tokens": 256}
+        assert steps.ask(f"r{number}", 12_000, **long) == []
+    desk = steps.controller.desk
+    assert [steps.phase(f"r{number}") for number in range(4)] == [Phase.QUEUED] * 4
+    assert desk.pressure().queued_tokens == 5000 + 4 * (12_000 - 28 * 256)
+    assert desk.backlog_tokens() == 4 * (12_000 - 28 * 256)
+    assert desk.pressure().queued_blocks >= 4 * 12_000 / 16
+
+
+def decode_of(actions: list[object]) -> Decode:
+    [found] = [each for each in actions if isinstance(each, Decode)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "prefill", "ask", "path"),
+    [
+        ({}, "p", {}, PromptPath.HANDED_OVER),
+        ({}, "p", {"tokens": 50}, PromptPath.FASTER_LOCALLY),
+        ({}, "p", {"prefix": (1, 2, 3), "prefix_tokens": 320}, PromptPath.IN_POOL),
+        ({}, "p", {"hands_over": False}, PromptPath.NOT_SPLITTABLE),
+        ({}, "", {}, PromptPath.NO_PREFILL_REPLICA),
+        ({"hands_over": False}, "p", {}, PromptPath.SWITCHED_OFF),
+    ],
+)
+def test_where_a_prompt_is_computed_is_counted_with_the_reason(
+    settings: dict[str, bool], prefill: str, ask: dict[str, Any], path: PromptPath
+) -> None:
+    steps = Steps(Settings(**settings))
+    steps.fleet(prefill=prefill, decode="d")
+    steps.controller.desk.pool.add((1, 2, 3))
+    actions = steps.ask("r", **ask)
+    if path is PromptPath.HANDED_OVER:
+        actions = steps.prefilled("r", "p")
+    call = decode_of(actions)
+    steps.decoded("r", call.replica, FAILED)  # another attempt is not counted again
+    assert steps.controller.desk.prompts == {path: 1}
+
+
+def test_a_decode_says_how_long_the_request_has_waited_and_what_was_cached_before() -> None:
+    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("r")
+    steps.now += 2.0
+    steps.prefilled("first", "p")
+    steps.now += 0.5  # computing is no waiting
+    event = PrefillEnded(
+        request_id=RequestId("r"),
+        replica=ReplicaId("p"),
+        outcome=Outcome.OK,
+        prompt_tokens=1000,
+        cached_tokens=320,
+    )
+    call = decode_of(steps.step(event))
+    assert (call.waited_s, call.cached_tokens) == (pytest.approx(2.0), 320)
+    alone = decode_of(steps.ask("local", 50))
+    assert (alone.waited_s, alone.cached_tokens) == (0.0, None)

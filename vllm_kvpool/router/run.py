@@ -78,6 +78,8 @@ class _Stopwatch:
     """When an engine was last asked."""
     engine_s: float = 0.0
     """What engines took for its prompt."""
+    waited_s: float = 0.0
+    """In the controller's queues."""
 
 
 class Router:
@@ -227,7 +229,9 @@ class Router:
             if not event.is_seen:
                 return
             self.telemetry.first_token(now - watch.began)
-            self.telemetry.added(max(0.0, watch.called - watch.began - watch.engine_s))
+            self.telemetry.added(
+                max(0.0, watch.called - watch.began - watch.engine_s - watch.waited_s)
+            )
 
     def _fail(self, told: Event | Action) -> None:
         """A bug has met a request, if `told` is of one."""
@@ -254,7 +258,10 @@ class Router:
         match action:
             case Prefill() | Decode() | Refuse():
                 if action.request_id in self._stopwatches:
-                    self._stopwatches[action.request_id].called = self._clock()
+                    watch = self._stopwatches[action.request_id]
+                    watch.called = self._clock()
+                    if isinstance(action, Decode):
+                        watch.waited_s = action.waited_s
                 self._exchanges[action.request_id].give(action)
             case Abort(request_id):
                 exchange = self._exchanges.get(request_id)

@@ -14,7 +14,7 @@ from vllm_kvpool.router.control.prefixes import PrefixMemory
 from vllm_kvpool.router.control.queue import PromptQueue
 from vllm_kvpool.router.control.rates import Flow as Rate
 from vllm_kvpool.router.control.rates import Measured, Rates, StartRate
-from vllm_kvpool.router.control.requests import Ask, Request, RequestId
+from vllm_kvpool.router.control.requests import Ask, PromptPath, Request, RequestId
 from vllm_kvpool.router.control.shedding import Pressure, Shedder
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
@@ -75,6 +75,8 @@ class Desk:
     """What has happened to requests, for the metrics."""
     refusals: Counter[int] = field(default_factory=Counter)
     """Requests refused, by HTTP status."""
+    prompts: Counter[PromptPath] = field(default_factory=Counter)
+    """Prompts given to be decoded for the first time, by where they are computed."""
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     """Seconds from arrival to first token, of the requests that began last."""
     asked_tokens: float = 0.0
@@ -126,14 +128,17 @@ class Desk:
         self.snapshot()
         return self._usual_output
 
+    def collapse(self) -> PromptPath | None:
+        """Why all prompts are computed where they are decoded; None if they are not."""
+        if not self.settings.hands_over:
+            return PromptPath.SWITCHED_OFF
+        if not self.pool_is_up:
+            return PromptPath.POOL_DOWN
+        is_split = self.fleet.prefillers() and self.fleet.decoders()
+        return None if is_split else PromptPath.NO_PREFILL_REPLICA
+
     def is_collapsed(self) -> bool:
-        """Whether prompts are computed where they are decoded, as there is no other way."""
-        return not (
-            self.settings.hands_over
-            and self.pool_is_up
-            and self.fleet.prefillers()
-            and self.fleet.decoders()
-        )
+        return self.collapse() is not None
 
     def servers(self) -> Sequence[Replica]:
         """Who may be given a request whole, or to decode."""
@@ -164,6 +169,7 @@ class Desk:
         decoders = self.servers()
         bound = [request for each in fleet.in_states(HAS_BOUND) for request in each.bound]
         waiting = self.queue.tokens + sum(each.ask.prompt_tokens for each in bound)
+        uncached = self.queue.uncached_tokens + sum(each.uncached for each in bound)
         computing = sum(each.prefill_tokens for each in fleet)
         num_waiting = len(self.queue) + len(bound) + len(self.migration)
         mean_tokens = snapshot.output_tokens_per_request
@@ -171,7 +177,7 @@ class Desk:
         to_come = waiting + self.migration.tokens + num_waiting * mean_tokens
         return Pressure(
             queued_requests=num_waiting,
-            queued_tokens=waiting + computing,
+            queued_tokens=uncached + computing,
             prefill_replicas=len(prefillers),
             decode_replicas=len(decoders),
             queued_blocks=to_come / size,
@@ -196,7 +202,7 @@ class Desk:
             for each in self.fleet
             if each.prefills
         )
-        return self.queue.tokens + sum(each.ask.prompt_tokens for each in bound) + sum(behind)
+        return self.queue.uncached_tokens + sum(each.uncached for each in bound) + sum(behind)
 
     def _room(self, replica: Replica) -> float:
         """Blocks that may still be committed; of an engine that has not said: any number."""

@@ -13,7 +13,7 @@ from vllm_kvpool.router.control.events import Decode, Prefill
 from vllm_kvpool.router.control.fleet import Replica, Stay
 from vllm_kvpool.router.control.flow import Flow
 from vllm_kvpool.router.control.rates import Stage
-from vllm_kvpool.router.control.requests import Request, Turn
+from vllm_kvpool.router.control.requests import PromptPath, Request, Turn
 from vllm_kvpool.router.control.states import HAS_BOUND, OLD, State
 
 LOOK_AHEAD = 32
@@ -84,11 +84,12 @@ class Dispatch:
 
     def _give_prompts(self) -> None:
         desk = self._desk
-        collapsed = desk.is_collapsed()
         while (request := desk.queue.head()) is not None:
-            if collapsed or not self._flow.is_worth_a_prefill(request):
+            path = self._flow.path(request)
+            if path is not PromptPath.HANDED_OVER:
                 if len(desk.migration) >= self._whole_limit():
                     return
+                request.path = path
                 desk.queue.remove(request.ask.request_id)
                 self._flow.hand(request, None)
                 continue
@@ -97,6 +98,7 @@ class Dispatch:
             )
             if self._spills(request, choice):
                 desk.counts["spilled"] += 1
+                request.path = PromptPath.SPILLED
                 desk.queue.remove(request.ask.request_id)
                 self._flow.hand(request, None)
             elif choice is not None:
@@ -197,7 +199,17 @@ class Dispatch:
             desk.rates.began(Stage.TRANSFER, replica.replica_id, desk.now)
         blocks = placement.blocks_for(self._tokens(request), replica)
         replica.begin_stay(request_id, Stay(blocks, is_handed))
-        desk.actions.append(Decode(request_id, replica.replica_id, expected))
+        if request.attempts == 0 and request.first_token is None:
+            desk.prompts[request.path] += 1
+        desk.actions.append(
+            Decode(
+                request_id,
+                replica.replica_id,
+                expected,
+                cached_tokens=request.cached_tokens,
+                waited_s=request.waited_s,
+            )
+        )
 
     def _tokens(self, request: Request) -> int:
         """What a request will take at a replica: its prompt, and the answer expected."""

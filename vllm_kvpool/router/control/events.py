@@ -7,7 +7,7 @@ another `Load` or a `Rest` of that replica comes before. Actions of a replica ma
 dead. Two `Failed` for one end of an engine do no harm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from vllm_kvpool.router.control.requests import Ask, RequestId
@@ -251,6 +251,10 @@ class Decode:
     request_id: RequestId
     replica: ReplicaId
     expect_tokens: int
+    cached_tokens: int | None = field(default=None, compare=False)
+    """What its prefill replica found of the prompt; None: no prefill replica has computed it."""
+    waited_s: float = field(default=0.0, compare=False)
+    """In the router's queues, so far."""
 
 
 REFUSALS = (429, 502, 503)

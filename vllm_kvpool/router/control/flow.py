@@ -18,7 +18,15 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.rates import Stage
-from vllm_kvpool.router.control.requests import ENDS, Ask, Phase, Request, RequestId, Turn
+from vllm_kvpool.router.control.requests import (
+    ENDS,
+    Ask,
+    Phase,
+    PromptPath,
+    Request,
+    RequestId,
+    Turn,
+)
 from vllm_kvpool.router.control.shedding import Ask as Admission
 from vllm_kvpool.router.control.shedding import Refuse as Shed
 from vllm_kvpool.router.control.states import UP, ReplicaId
@@ -27,6 +35,13 @@ BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
 HANDED_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
+APART = frozenset(
+    {
+        *(PromptPath.HANDED_OVER, PromptPath.NO_PREFILL_REPLICA),
+        *(PromptPath.POOL_DOWN, PromptPath.SWITCHED_OFF),
+    }
+)
+"""Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
 LEAST_PREFILL_TOKENS = 256
 """A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
 
@@ -47,7 +62,8 @@ class Flow:
         self._arrivals += 1
         request = Request(ask, desk.now, self._arrivals, began=desk.now)
         desk.requests[ask.request_id] = request
-        is_apart = self.is_worth_a_prefill(request)
+        request.path = self.path(request)
+        is_apart = request.path in APART
         desk.asked_tokens += desk.unknown_tokens(ask) if is_apart else 0
         verdict = desk.shedder.decide(desk.pressure(), self._admission(ask))
         if isinstance(verdict, Shed):
@@ -59,14 +75,20 @@ class Flow:
             # It does not wait behind those that are computed apart.
             self.hand(request, None)
 
-    def is_worth_a_prefill(self, request: Request) -> bool:
-        """Whether a separate prefill costs less than what it keeps from the decoders."""
+    def path(self, request: Request) -> PromptPath:
+        """Where its prompt should be computed.
+
+        On a prefill replica if that costs less than what it keeps from the decoders.
+        """
         ask, desk = request.ask, self._desk
         if not ask.hands_over:
-            return False
+            return PromptPath.NOT_SPLITTABLE
         rates = desk.snapshot()
-        stolen_s = rates.stolen_s(desk.unknown_tokens(ask))
-        return stolen_s > rates.handoff_s(ask.prompt_tokens)
+        handoff_s = rates.handoff_s(ask.prompt_tokens)
+        if rates.stolen_s(desk.unknown_tokens(ask)) > handoff_s:
+            return desk.collapse() or PromptPath.HANDED_OVER
+        is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
+        return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
     def _admission(self, ask: Ask) -> Admission:
         desk = self._desk
@@ -108,6 +130,7 @@ class Flow:
             self._computed(request, event, replica)
         elif event.outcome is Outcome.REJECTED:
             # The client is to read what is wrong with its request in the answer to the request.
+            request.path = PromptPath.REJECTED
             self.hand(request, None)
         elif self._may_go_on(request, replica, event.outcome):
             request.turn(Turn.REQUEUE, desk.now)
@@ -116,7 +139,8 @@ class Flow:
     def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
         """A prompt is computed and on its way into the pool."""
         desk, ask = self._desk, request.ask
-        request.saved_tokens = event.saved_tokens
+        request.path = PromptPath.HANDED_OVER
+        request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
         desk.handed_tokens += ask.prompt_tokens
         replica.prefixes.add(ask.prefix)
         self.hand(request, event.replica)
@@ -201,6 +225,7 @@ class Flow:
     def _wait(self, request: Request) -> None:
         """In the queue, in its place."""
         request.replica = None
+        request.uncached = self._desk.unknown_tokens(request.ask)
         self._desk.queue.append(request)
         self._desk.deadlines.set(request.ask.request_id, self._patience(request))
 

@@ -19,7 +19,9 @@ class PromptQueue:
         # Entries whose request has left stay until they come up, or are too many.
         self._heap: list[tuple[tuple[int, int], RequestId]] = []
         self.tokens = 0
-        """Prompt tokens to be computed, of all that wait."""
+        """Prompt tokens of all that wait."""
+        self.uncached_tokens = 0
+        """Those of them to be computed."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -33,6 +35,7 @@ class PromptQueue:
         self._waiting[request_id] = request
         heapq.heappush(self._heap, (request.order, request_id))
         self.tokens += request.ask.prompt_tokens
+        self.uncached_tokens += request.uncached
 
     def head(self) -> Request | None:
         """Who is next."""
@@ -48,6 +51,7 @@ class PromptQueue:
         request = self._waiting.pop(request_id, None)
         if request is not None:
             self.tokens -= request.ask.prompt_tokens
+            self.uncached_tokens -= request.uncached
             if len(self._heap) > 2 * len(self._waiting) + SLACK:
                 self._heap = [(each.order, key) for key, each in self._waiting.items()]
                 heapq.heapify(self._heap)
@@ -56,5 +60,6 @@ class PromptQueue:
     def check(self) -> None:
         """The counts are those of what waits, and little else is kept."""
         assert self.tokens == sum(each.ask.prompt_tokens for each in self._waiting.values())
+        assert self.uncached_tokens == sum(each.uncached for each in self._waiting.values())
         assert {request_id for _, request_id in self._heap} >= self._waiting.keys()
         assert len(self._heap) <= 2 * len(self._waiting) + SLACK + 1

@@ -32,6 +32,20 @@ class Ask:
     """On the controller's clock: when it is not worth starting any more."""
 
 
+class PromptPath(Enum):
+    """Where a prompt is computed, and why there."""
+
+    HANDED_OVER = "handed_over"  # on a prefill replica, then handed over
+    FASTER_LOCALLY = "faster_locally"  # by the estimates: it is short, say
+    IN_POOL = "in_pool"  # as faster_locally, because the pool has most of it
+    NOT_SPLITTABLE = "not_splittable"  # the request needs one engine for all of it
+    NO_PREFILL_REPLICA = "no_prefill_replica"
+    POOL_DOWN = "pool_down"
+    SWITCHED_OFF = "switched_off"  # flow.hands_over is false
+    SPILLED = "spilled"  # prefill replicas were behind
+    REJECTED = "rejected"  # by the prefill replica; the client reads why in the answer
+
+
 class Phase(Enum):
     """Where a request stands."""
 
@@ -78,6 +92,7 @@ PHASES: Mapping[tuple[Phase, Turn], Phase] = {
         for turn, end in ((_T.REFUSE, _P.REFUSED), (_T.CANCEL, _P.CANCELLED))
     },
 }
+WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})
 ENDS = frozenset({Phase.DONE, Phase.REFUSED, Phase.CANCELLED})
 
 
@@ -106,9 +121,16 @@ class Request:
     """Those of them that were lost with it before it had a token."""
     began: float = 0.0
     """When the present phase began."""
+    waited_s: float = 0.0
+    """In queues, for replicas."""
+    path: PromptPath = PromptPath.HANDED_OVER
+    """Meant, and final once it is being decoded."""
+    cached_tokens: int | None = None
+    """Of its prompt, what its prefill replica had not to compute; None without such a replica."""
     first_token: float | None = None
     uncached: int = 0
-    """Of its prompt, when it was given to be decoded, what the pool was not known to have."""
+    """Of its prompt, when it last began to wait or was given to be decoded, what neither the pool
+    was known to have nor an engine has saved."""
     output_tokens: int = 0
     """What replicas have answered that could not go on."""
     avoid: set[ReplicaId] = field(default_factory=set)
@@ -121,8 +143,11 @@ class Request:
 
     def turn(self, turn: Turn, now: float) -> None:
         """Follow an edge; IllegalTurn where there is none."""
+        before = self.phase
         try:
             self.phase = PHASES[self.phase, turn]
         except KeyError:
             raise IllegalTurn(f"{self.phase.value} does not know {turn.value}") from None
+        if before in WAITS:
+            self.waited_s += now - self.began
         self.began = now

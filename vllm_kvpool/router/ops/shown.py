@@ -173,6 +173,8 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     refusals: dict[int, int]
     """By HTTP status."""
+    prompts: dict[str, int]
+    """By where they were computed and why (`PromptPath`)."""
     transitions: tuple[TransitionView, ...]
     """The last ones, oldest first."""
     ttft: FirstTokenView | None

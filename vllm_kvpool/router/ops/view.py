@@ -15,6 +15,7 @@ from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
 from vllm_kvpool.router.control.means import Means, Step
 from vllm_kvpool.router.control.planner import Plan, Wanted
+from vllm_kvpool.router.control.requests import PromptPath
 from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Cause, Role, State
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.shown import (
@@ -62,6 +63,7 @@ def state_of(controller: Controller, now: float) -> RouterView:
         plan=plan_of(controller),
         counts=dict.fromkeys(COUNTS, 0) | desk.counts,
         refusals=dict(desk.refusals),
+        prompts={each.value: desk.prompts[each] for each in PromptPath},
         transitions=tuple(
             _transition(each) for each in list(desk.fleet.transitions)[-SHOWN_TRANSITIONS:]
         ),

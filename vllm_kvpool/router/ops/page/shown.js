@@ -323,7 +323,8 @@ const UNITS = [
 function showCounts(state) {
   const counts = Object.entries(state.counts).map(([name, many]) => [name.replaceAll("_", " "), count(many)]);
   const refusals = Object.entries(state.refusals).map(([status, many]) => [`refused with ${status}`, count(many)]);
-  showNumbers(byId("counts"), [["in flight", count(state.in_flight)], ...counts, ...refusals]);
+  const prompts = Object.entries(state.prompts).filter(([, many]) => many).map(([path, many]) => [`prompts ${path.replaceAll("_", " ")}`, count(many)]);
+  showNumbers(byId("counts"), [["in flight", count(state.in_flight)], ...counts, ...refusals, ...prompts]);
   const { learned, ...seen } = state.rates;
   showNumbers(byId("rates"), Object.entries({ ...learned, ...seen }).map(([name, value]) => {
     const [suffix, text] = UNITS.find(([end]) => name.endsWith(end));
