@@ -85,10 +85,8 @@ def test_log_health_metric_and_page_say_which_engine_differs(
                 health = await answer.json()
             assert health["status"] == "degraded"
             assert health["mismatches"] == {"odd": mismatch}
-            async with rig.session.get(f"{rig.url}/metrics") as answer:
-                metrics = await answer.text()
-            line = f'replica_mismatch{{mismatch="{mismatch}",replica="odd"}} 1'
-            assert line in metrics
+            line = f'replica_mismatch{{replica="odd",mismatch="{mismatch}"}} 1.0'
+            assert line in rig.router.telemetry.expose().body.decode()
             view = state_of(rig.router.controller, time.monotonic())
             assert view.replicas[-1].mismatch == mismatch
             assert advice in view.replicas[-1].problem

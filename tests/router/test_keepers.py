@@ -2,7 +2,14 @@ import os
 import subprocess
 from pathlib import Path
 
-from vllm_kvpool.router.ops.keepers import LOG_BYTES, end_keeper, keeper_lives, log_text
+from vllm_kvpool.router.ops.keepers import (
+    LOG_BYTES,
+    end_keeper,
+    keeper_lives,
+    log_text,
+    open_log,
+    rotate_log,
+)
 from vllm_kvpool.router.ops.ledger import EngineRecord
 from vllm_kvpool.router.ops.processes import BOOT_ID_PATH, Process, parse_stat
 
@@ -55,3 +62,19 @@ def test_only_the_ends_of_a_log_are_read(tmp_path: Path) -> None:
     assert log_text(entry, from_end=True) == "\ufffdb"
     path.unlink()
     assert log_text(entry) == ""
+
+
+def test_a_log_is_rotated_while_an_engine_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    with open_log(path) as engine:
+        engine.write(b"x" * 100)
+        engine.flush()
+        rotate_log(path, max_bytes=100)
+        assert path.stat().st_size == 100, "it may have so many"
+        engine.write(b"y")
+        engine.flush()
+        rotate_log(path, max_bytes=100)
+        engine.write(b"z")
+    assert path.read_bytes() == b"z"
+    assert (tmp_path / "one.log.1").read_bytes() == b"x" * 100 + b"y"
+    rotate_log(tmp_path / "none.log")

@@ -36,7 +36,7 @@ def scene() -> Scene:
 
 @pytest.fixture
 def telemetry(scene: Scene) -> Telemetry:
-    return Telemetry(scene.controller, clock=scene.clock)
+    return Telemetry(scene.controller, clock=scene.clock, max_age_s=0.0)
 
 
 def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help(
@@ -62,6 +62,32 @@ def test_the_content_type_is_that_of_the_text_form(telemetry: Telemetry) -> None
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert body.startswith(b"# HELP kvpool_router_")
     assert b"_created" not in body
+
+
+def test_clients_are_told_of_no_replica(scene: Scene, telemetry: Telemetry) -> None:
+    names = {
+        family.name.removeprefix(PREFIX)
+        for family in text_string_to_metric_families(
+            telemetry.expose(with_replicas=False).body.decode()
+        )
+    }
+    assert names == {name for name, row in ROUTER_METRICS.items() if "replica" not in row.labels}
+
+
+def test_what_was_read_within_a_second_is_told_again(scene: Scene) -> None:
+    telemetry = Telemetry(scene.controller, clock=scene.clock)
+    first = telemetry.expose().body
+    scene.serving("more", Role.DECODE)
+    assert telemetry.expose().body is first
+    scene.now += 1.0
+    assert b'replica="more"' in telemetry.expose().body
+
+
+def test_without_a_plan_no_wish_is_told() -> None:
+    scene = Scene()
+    scene.serving("d0", Role.DECODE)
+    values = scrape(Telemetry(scene.controller, clock=scene.clock))
+    assert not any(name == "plan_wanted" for name, _ in values)
 
 
 def test_replicas_by_state_and_their_transitions(telemetry: Telemetry) -> None:
@@ -117,7 +143,7 @@ def test_requests_are_counted_by_how_they_have_ended(scene: Scene, telemetry: Te
 
 def test_refusals_are_0_before_the_first() -> None:
     scene = Scene()
-    values = scrape(Telemetry(scene.controller, clock=scene.clock))
+    values = scrape(Telemetry(scene.controller, clock=scene.clock, max_age_s=0.0))
     assert [of(values, "refusals_total", status=status) for status in ("429", "502", "503")] == [
         0
     ] * 3
@@ -164,7 +190,7 @@ def test_what_is_told_falls_into_buckets(telemetry: Telemetry) -> None:
 def test_names_of_replicas_cannot_break_the_form() -> None:
     scene = Scene()
     scene.serving('a"b\\c\nkvpool_router_arrivals_total 9', Role.PREFILL)
-    values = scrape(Telemetry(scene.controller, clock=scene.clock))
+    values = scrape(Telemetry(scene.controller, clock=scene.clock, max_age_s=0.0))
     assert of(values, "arrivals_total") == 0
     assert of(values, "locked", replica='a"b\\c\nkvpool_router_arrivals_total 9') == 0
 

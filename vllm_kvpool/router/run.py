@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ class Router:
             self._serve,
             models=self._list_models,
             health=self._health,
-            metrics=self.telemetry.expose,
+            # Clients need not know who serves them.
+            metrics=partial(self.telemetry.expose, with_replicas=False),
         )
         self.front_port = 0
         self.admin_port = 0

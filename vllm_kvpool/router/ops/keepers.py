@@ -5,7 +5,9 @@ processes.py.
 """
 
 import contextlib
+import logging
 import os
+import shutil
 import signal
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import IO
 from vllm_kvpool.router.ops.ledger import EngineRecord
 from vllm_kvpool.router.ops.processes import BOOT_ID_PATH, is_there
 
+log = logging.getLogger(__name__)
+
 LOG_BYTES = 64 << 10  # read of a log, at its begin or end
+MAX_LOG_BYTES = 64 << 20  # of an engine's log, until it is rotated
 
 
 def open_log(path: Path) -> IO[bytes]:
@@ -23,6 +28,21 @@ def open_log(path: Path) -> IO[bytes]:
     if path.exists():
         path.replace(path.with_name(f"{path.name}.1"))
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600), "ab")
+
+
+def rotate_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+    """Copy a log that has grown too large to `.1`, and begin it anew.
+
+    The engine has it open and appends, so it is truncated in place: what comes between copy and
+    truncation is lost. Takes as long as the copy.
+    """
+    try:
+        if path.stat().st_size <= max_bytes:
+            return
+        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        os.truncate(path, 0)
+    except OSError as error:
+        log.warning("log %s cannot be rotated at %d bytes: %s", path, max_bytes, error)
 
 
 @cache

@@ -15,11 +15,18 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from vllm_kvpool.router.ops.commands import LaunchHost, LaunchSpec
-from vllm_kvpool.router.ops.keepers import end_keeper, keeper_lives, log_text, open_log
+from vllm_kvpool.router.ops.keepers import (
+    end_keeper,
+    keeper_lives,
+    log_text,
+    open_log,
+    rotate_log,
+)
 from vllm_kvpool.router.ops.launches import (
     Adopted,
     End,
@@ -48,6 +55,7 @@ CALL_TIMEOUT_S = 15.0  # a command on a host, with the connection it needs
 IDENTITY_TIMEOUT_S = 30.0  # until a started engine has said who it is, over ssh
 ADOPT_TIMEOUT_S = 5.0  # likewise, of an engine whose router died just then
 WATCH_POLL_S = 0.1
+ROTATE_EVERY_S = 10.0
 LOST_POLL_S = 5.0  # between two questions to a host whose connection has ended
 LOG_TAIL_LINES = 20
 ANSWER_BYTES = 64 << 10  # of what a command prints
@@ -270,8 +278,12 @@ class Launcher:
         self._report(StopFailed(engine.record.replica_id, why))
 
     async def _await_end(self, engine: _Engine) -> None:
+        path, rotate_at = Path(engine.record.log_path), 0.0
         while keeper_lives(engine.record):
             await asyncio.sleep(WATCH_POLL_S)
+            if (now := asyncio.get_running_loop().time()) >= rotate_at:
+                rotate_at = now + ROTATE_EVERY_S
+                await asyncio.to_thread(rotate_log, path)
         # Of an engine elsewhere, only the connection may have ended.
         while await _signal(engine, Signal.NONE) is not Presence.GONE:
             engine.has_lost_connection = True
