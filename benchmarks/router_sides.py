@@ -28,12 +28,12 @@ BURST_ENGINES = (
 
 
 @contextlib.contextmanager
-def process(command: Sequence[str], log: Path) -> Iterator[None]:
-    """A process, ended with all it has started."""
+def process(command: Sequence[str], log: Path) -> Iterator[int]:
+    """A process (its id), ended with all it has started."""
     with log.open("wb") as out:
         started = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
-            yield
+            yield started.pid
         finally:
             os.killpg(started.pid, signal.SIGTERM)
             try:

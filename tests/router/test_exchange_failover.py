@@ -26,9 +26,9 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
-from vllm_kvpool.router.dataplane.clients import Client
-from vllm_kvpool.router.dataplane.engines import Engines
-from vllm_kvpool.router.dataplane.exchange import Exchange, Wiring
+from vllm_kvpool.router.dataplane.downstream import Downstream
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler, Wiring
+from vllm_kvpool.router.dataplane.upstream import Upstream
 
 pytestmark = pytest.mark.alone
 
@@ -637,14 +637,14 @@ def test_an_event_without_end_is_no_event() -> None:
 ONE = RequestId("1")
 
 
-def _exchange(told: list[Event]) -> Exchange:
+def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(Kind.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
-    engines = Engines(
+    engines = Upstream(
         connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=""
     )
     wiring = Wiring(
-        engines=engines,
+        upstream=engines,
         post=told.append,
         url_of=lambda replica: "http://127.0.0.1:9",
         learn=lambda tokens, size: None,
@@ -652,8 +652,8 @@ def _exchange(told: list[Event]) -> Exchange:
         expect_timeout_ms=1,
         prefill_timeout_s=1.0,
     )
-    client = Client(None, 1.0, {})  # type: ignore[arg-type]
-    return Exchange(ONE, request, CIMultiDict({"X-Request-Id": "1"}), client, wiring)
+    client = Downstream(None, 1.0, {})  # type: ignore[arg-type]
+    return RequestHandler(ONE, request, CIMultiDict({"X-Request-Id": "1"}), client, wiring)
 
 
 def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:

@@ -5,9 +5,9 @@ import pytest
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.engines import EngineBroke, EngineLost, EngineUnreached
 from vllm_kvpool.router.dataplane.replies import NoReply, Said
 from vllm_kvpool.router.dataplane.reports import ended, outcome_of_error
+from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineLost, EngineUnreached
 
 ONE, REPLICA = RequestId("1"), ReplicaId("r")
 SAID = Said(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_tokens=8)

@@ -30,7 +30,7 @@ from vllm_kvpool.router.control.events import (
     Tick,
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
-from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.dataplane.upstream import Upstream
 from vllm_kvpool.router.run import Router, _serve
 
 pytestmark = pytest.mark.alone
@@ -504,15 +504,15 @@ def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
             },
         }
     )
-    closed: list[Engines] = []
+    closed: list[Upstream] = []
 
-    class Watched(Engines):
+    class Watched(Upstream):
         async def close(self) -> None:
             closed.append(self)
             await super().close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_kvpool.router.run.Engines", Watched)
+        patch.setattr("vllm_kvpool.router.run.Upstream", Watched)
         with pytest.raises(ConfigError, match="cannot be read"):
             asyncio.run(_serve(config))
     assert len(closed) == 1

@@ -11,7 +11,7 @@ from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import HealthConfig
 from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.dataplane.upstream import Upstream
 from vllm_kvpool.router.ops.watch import Watch
 
 ONE = ReplicaId("one")
@@ -43,10 +43,9 @@ class Bench:
 async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> AsyncIterator[Bench]:
     engine = ScriptedEngine(spec)
     url = await engine.start()
-    engines = Engines(
+    engines = Upstream(
         connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=spec.api_key
     )
-    engines.start()
     events: list[Event] = []
     watch = Watch(ONE, url, engines, config, events.append)
     watch.start()

@@ -2,7 +2,7 @@
 
 Owns the clock, the controller and both servers. Events are applied one after the other, in the
 order in which they were posted; actions are performed right away and never wait: those of requests
-by their `Exchange`, those of replicas by `Replicas`.
+by their `RequestHandler`, those of replicas by `Replicas`.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.bodies import ClientRequest
-from vllm_kvpool.router.dataplane.clients import Client
-from vllm_kvpool.router.dataplane.engines import Answer, EngineLost, Engines
-from vllm_kvpool.router.dataplane.exchange import Exchange, Wiring
-from vllm_kvpool.router.dataplane.front import Front
+from vllm_kvpool.router.dataplane.downstream import Downstream
 from vllm_kvpool.router.dataplane.headers import REQUEST_ID
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler, Wiring
+from vllm_kvpool.router.dataplane.server import Server
+from vllm_kvpool.router.dataplane.upstream import Answer, EngineLost, Upstream
 from vllm_kvpool.router.ops.admin import Admin
 from vllm_kvpool.router.ops.file_limit import allow_connections
 from vllm_kvpool.router.ops.prefetches import Prefetches
@@ -98,7 +98,7 @@ class Router:
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._exchanges: dict[RequestId, Exchange] = {}
+        self._exchanges: dict[RequestId, RequestHandler] = {}
         self._stopwatches: dict[RequestId, _Stopwatch] = {}
         """Of requests without a token."""
         self._numbers = itertools.count(1)
@@ -112,16 +112,16 @@ class Router:
             clock=clock,
         ).app()
         self._admin: web.AppRunner | None = None
-        self._engines = Engines(
+        self._upstream = Upstream(
             connect_timeout_s=config.front.connect_timeout_s,
             silence_timeout_s=config.front.engine_timeout_s,
             answer_timeout_s=config.front.answer_timeout_s,
             api_key=config.api_key,
         )
         fleet = self.controller.desk.fleet
-        self.replicas = Replicas(config, fleet, self._engines, self.post)
+        self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self._wiring = Wiring(
-            engines=self._engines,
+            upstream=self._upstream,
             post=self.post,
             url_of=lambda replica: fleet[replica].spec.url,
             learn=self._learn,
@@ -130,7 +130,7 @@ class Router:
             prefill_timeout_s=config.front.engine_timeout_s,
             named=self.prefetches.learn if self.prefetches.is_on else None,
         )
-        self.front = Front(
+        self.server = Server(
             config.front,
             self._serve,
             models=self._list_models,
@@ -153,8 +153,7 @@ class Router:
         cannot be read; `stop` all the same.
         """
         config = self.config
-        self._engines.start()
-        self.front_port = await self.front.start(*_address(config.front.listen))
+        self.front_port = await self.server.start(*_address(config.front.listen))
         self._admin = web.AppRunner(self._admin_app, access_log=None, shutdown_timeout=1.0)
         await self._admin.setup()
         host, port = _address(config.admin.listen)
@@ -166,7 +165,7 @@ class Router:
     async def stop(self) -> None:
         """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
         are to be kept."""
-        await self.front.stop()
+        await self.server.stop()
         if self._admin is not None:
             await self._admin.cleanup()
         # From here on nobody asks the controller: it would start engines anew that end now.
@@ -175,7 +174,7 @@ class Router:
         try:
             await asyncio.gather(self.replicas.stop(), self.prefetches.close())
         finally:
-            await self._engines.close()
+            await self._upstream.close()
 
     # Events and actions
 
@@ -280,8 +279,8 @@ class Router:
     # Requests
 
     async def _serve(
-        self, request: ClientRequest, headers: CIMultiDict[str], client: Client
-    ) -> web.StreamResponse:
+        self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream
+    ) -> None:
         rates = self.controller.desk.snapshot()
         now = self._clock()
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
@@ -299,12 +298,12 @@ class Router:
             priority=request.priority,
             deadline=now + self.config.front.max_wait_s,
         )
-        exchange = Exchange(request_id, request, headers, client, self._wiring)
+        exchange = RequestHandler(request_id, request, headers, downstream, self._wiring)
         self._exchanges[request_id] = exchange
         self._stopwatches[request_id] = _Stopwatch(now, now)
         try:
             self.post(Arrived(ask))
-            return await exchange.run()
+            await exchange.run()
         finally:
             del self._exchanges[request_id]
             self._stopwatches.pop(request_id, None)
@@ -327,7 +326,7 @@ class Router:
             for each in up[:MAX_ASKED]:
                 with contextlib.suppress(EngineLost):
                     url, timeout_s = f"{each.spec.url}/v1/models", self.config.health.timeout_s
-                    answer = await self._engines.get(url, timeout_s, headers)
+                    answer = await self._upstream.get(url, timeout_s, headers)
                     if answer.status != OK:
                         return answer
                     break

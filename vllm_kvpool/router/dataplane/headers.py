@@ -43,6 +43,14 @@ def _without(headers: Headers, left_out: frozenset[str]) -> CIMultiDict[str]:
     )
 
 
+def encode_headers(headers: Mapping[str, str]) -> bytes:
+    """Their lines; ValueError where one has more than its own line in it."""
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers):
+        raise ValueError("a header has a line end in it")
+    return text.encode("latin-1")
+
+
 def with_request_id(headers: Mapping[str, str], suffix: str) -> CIMultiDict[str]:
     """The same, with another id; for the calls that a client does not know of."""
     changed = CIMultiDict(headers)

@@ -1,8 +1,8 @@
 """What the controller is told of the end of a call (pure)."""
 
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
-from vllm_kvpool.router.dataplane.engines import EngineBroke, EngineUnreached
 from vllm_kvpool.router.dataplane.replies import Said
+from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineUnreached
 
 
 def ended(

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
-from vllm_kvpool.router.dataplane.engines import EngineLost, Engines
 from vllm_kvpool.router.dataplane.headers import Headers
 from vllm_kvpool.router.dataplane.replies import OK, NoReply, read_spelled
 from vllm_kvpool.router.dataplane.splice import Splice
 from vllm_kvpool.router.dataplane.steps import Detokenize, Finish, Refusal, Resume
+from vllm_kvpool.router.dataplane.upstream import EngineLost, Upstream
 
 SPELL_TIMEOUT_S = 5.0
 MAX_SPELLERS = 3
@@ -15,7 +15,7 @@ MAX_SPELLERS = 3
 
 
 async def spell(
-    splice: Splice, step: Detokenize, engines: Engines, urls: Sequence[str], headers: Headers
+    splice: Splice, step: Detokenize, engines: Upstream, urls: Sequence[str], headers: Headers
 ) -> Resume | Finish | Refusal:
     """What `splice` wants done once it knows; any engine of a model knows, and one may not answer.
 

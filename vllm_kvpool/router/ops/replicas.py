@@ -28,7 +28,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import UP, ReplicaId, Role
-from vllm_kvpool.router.dataplane.engines import Engines
+from vllm_kvpool.router.dataplane.upstream import Upstream
 from vllm_kvpool.router.ops.commands import WeightSource
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.launcher import Launcher
@@ -73,7 +73,7 @@ class Replicas:
     """`find`, then `perform` what the controller wants, then `stop`."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, engines: Engines, post: Callable[[Event], None]
+        self, config: RouterConfig, fleet: Fleet, engines: Upstream, post: Callable[[Event], None]
     ) -> None:
         self.watches: dict[ReplicaId, Watch] = {}
         self._config = config

@@ -21,7 +21,8 @@ from vllm_kvpool.router.control.events import (
     Warmed,
 )
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.engines import EngineLost, Engines, EngineUnreached
+from vllm_kvpool.router.dataplane.engine_metrics import sample
+from vllm_kvpool.router.dataplane.upstream import EngineLost, EngineUnreached, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Watch:
         self,
         replica: ReplicaId,
         url: str,
-        engines: Engines,
+        engines: Upstream,
         config: HealthConfig,
         post: Callable[[Event], None],
     ) -> None:
@@ -128,8 +129,8 @@ class Watch:
                     if now >= health_due:
                         await self._check_health()
                         health_due = now + HEALTH_LOOKS * self._config.every_s
-                    sample = await self._engines.sample(self.url, self._config.timeout_s)
-                    self._post(Measured(self.replica, sample))
+                    measured = await sample(self._engines, self.url, self._config.timeout_s)
+                    self._post(Measured(self.replica, measured))
                     self._missed = 0
                     if self._is_loaded and now >= models_due:
                         models_due = now + MODELS_LOOKS * self._config.every_s

@@ -11,12 +11,11 @@ over.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from aiohttp import web
 from multidict import CIMultiDict
 
 from vllm_kvpool.identity.cell_names import ChunkNames
@@ -33,23 +32,15 @@ from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.bodies import ClientRequest
 from vllm_kvpool.router.dataplane.chunks import DONE
-from vllm_kvpool.router.dataplane.clients import (
+from vllm_kvpool.router.dataplane.downstream import (
     EVENT_STREAM,
     JSON,
     SERVER,
     STREAM_HEADERS,
-    Client,
     ClientGone,
+    Downstream,
 )
-from vllm_kvpool.router.dataplane.engines import (
-    Answer,
-    EngineBroke,
-    EngineLost,
-    Engines,
-    finish,
-    read,
-)
-from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_request_id
+from vllm_kvpool.router.dataplane.headers import answer_headers, with_request_id
 from vllm_kvpool.router.dataplane.recovery import Manner
 from vllm_kvpool.router.dataplane.replies import (
     FAILED_FROM,
@@ -66,6 +57,7 @@ from vllm_kvpool.router.dataplane.splice import Splice
 from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
 from vllm_kvpool.router.dataplane.steps import Detokenize, Finish, Refusal, Resume
 from vllm_kvpool.router.dataplane.steps import EngineLost as StreamLost
+from vllm_kvpool.router.dataplane.upstream import Answer, EngineBroke, EngineLost, Upstream
 from vllm_kvpool.router.dataplane.whole_answer import (
     NotAssembled,
     WholeAnswer,
@@ -85,7 +77,7 @@ Directive = Prefill | Decode | Refuse
 class Wiring:
     """What exchanges need of the router."""
 
-    engines: Engines
+    upstream: Upstream
     post: Callable[[Event], None]
     url_of: Callable[[ReplicaId], str]
     learn: Callable[[int, int], None]
@@ -98,7 +90,7 @@ class Wiring:
     """Takes what the cells of a prompt are called; None: nobody wants to know."""
 
 
-class Exchange:
+class RequestHandler:
     """Owned by its task; `give`, `abort` and `fail` are called in the same loop."""
 
     def __init__(
@@ -106,14 +98,14 @@ class Exchange:
         request_id: RequestId,
         request: ClientRequest,
         headers: CIMultiDict[str],
-        client: Client,
+        downstream: Downstream,
         wiring: Wiring,
     ) -> None:
         self.request_id = request_id
         self._client_request = self._request = request
         """As it came, and as engines are asked."""
         self._headers = headers
-        self._client = client
+        self._downstream = downstream
         self._wiring = wiring
         self._directives: deque[Directive] = deque()
         self._wake = asyncio.Event()
@@ -161,7 +153,7 @@ class Exchange:
 
     # The task
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> None:
         """Serve the client; the request has been announced to the controller."""
         try:
             await self._serve()
@@ -173,7 +165,6 @@ class Exchange:
             await self._say_failed()
         finally:
             self._end_all()
-        return self._client.response
 
     async def _serve(self) -> None:
         is_answered = False
@@ -198,13 +189,14 @@ class Exchange:
 
     async def _say_failed(self) -> None:
         try:
-            await self._client.tell(SERVER_ERROR, "The router has failed.", "InternalServerError")
+            await self._downstream.tell(
+                SERVER_ERROR, "The router has failed.", "InternalServerError"
+            )
         except (ClientGone, RuntimeError) as error:
             log.info("%s: its client cannot be told: %s", self.request_id, error)
 
     def _end_all(self) -> None:
         """Report what was begun, or was to be, and is not done; and that it is over."""
-        self._client.leave()
         if not self._is_over or self._has_failed:
             self._wiring.post(Cancelled(self.request_id))
         if self._call is not None:
@@ -257,7 +249,7 @@ class Exchange:
         self._report(outcome, said, asyncio.get_running_loop().time() - began)
 
     async def _ask_prefill(self, directive: Prefill) -> Answer:
-        return await self._wiring.engines.post(
+        return await self._wiring.upstream.post(
             self._wiring.url_of(directive.replica) + self._request.kind.value,
             self._request.prefill_body(name_cells=self._wiring.named is not None),
             with_request_id(self._headers, "prefill"),
@@ -294,7 +286,7 @@ class Exchange:
             assert self._splice is not None
             wiring = self._wiring
             urls = wiring.others(directive.replica)
-            after = await spell(self._splice, after, wiring.engines, urls, self._headers)
+            after = await spell(self._splice, after, wiring.upstream, urls, self._headers)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, said)
             return False
@@ -305,11 +297,11 @@ class Exchange:
         if isinstance(after, Refusal):
             self._report(Outcome.HOPELESS, said)
             log.warning("%s cannot go on: %s", self.request_id, after.why)
-            if self._client.has_status:
-                await self._client.end_with(*after.payloads)
+            if self._downstream.has_status:
+                await self._downstream.end_with(*after.payloads)
             else:
                 headers = CIMultiDict({"Content-Type": JSON, "Server": SERVER})
-                await self._client.send(SERVER_ERROR, headers, after.body)
+                await self._downstream.send(SERVER_ERROR, headers, after.body)
             return True
         self._resume = after
         self._report(outcome, said)
@@ -340,13 +332,13 @@ class Exchange:
         body = self._whole_body(directive, track=False)
         # The time of its first token is unknown: it counts as decoding, and nothing is learned.
         self._wiring.post(DecodeBegan(self.request_id, is_seen=False))
-        answer = await self._wiring.engines.post(url, body, self._headers)
+        answer = await self._wiring.upstream.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         said = read_reply(answer.body)
         self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
         self._report(Outcome.OK, said)
-        await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
+        await self._downstream.send(answer.status, answer_headers(answer.headers), answer.body)
         return True
 
     async def _answer_stream(self, directive: Decode, splice: Splice) -> bool:
@@ -358,14 +350,14 @@ class Exchange:
             path, body = resume.path, resume.body
         url = self._wiring.url_of(directive.replica) + path
         self._num_payloads, self._num_told = 0, splice.answer.num_told
-        async with self._wiring.engines.open(url, body, self._headers) as engine:
+        async with self._wiring.upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
-                return await self._answer_error(directive, await read(engine))
+                return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
                 raise EngineLost("answers what is no stream of events")
             headers = answer_headers(engine.headers)
             events = Events()
-            async for data in engine.content.iter_any():
+            async for data in engine.chunks():
                 out, lost = self._feed(splice, events.feed(data))
                 if self._whole is not None:
                     for payload in out:
@@ -375,26 +367,28 @@ class Exchange:
                         raise NotAssembled("the stream has no usage")
                     self._end_stream(splice)
                     await self._end(out, headers)
-                    await finish(engine)
+                    engine.finish()
                     return True
                 if self._whole is None:
                     # Comments are for proxies, which close what is silent for too long.
                     said = b"".join(map(frame, out)) or events.take_comment()
                     if said:
-                        await self._client.write(said, headers)
+                        await self._downstream.write(said, headers)
                 if lost is not None:
                     raise lost
         raise EngineLost("its stream has no end")
 
-    async def _end(self, payloads: Sequence[bytes], headers: Headers = STREAM_HEADERS) -> None:
+    async def _end(
+        self, payloads: Sequence[bytes], headers: Mapping[str, str] = STREAM_HEADERS
+    ) -> None:
         """The last payloads, of which `_whole` has its part already."""
         if self._whole is None:
-            await self._client.end(b"".join(map(frame, payloads)), headers)
+            await self._downstream.end(b"".join(map(frame, payloads)), headers)
             return
         status, body = self._whole.answer()
         headers = CIMultiDict(headers)
         headers["Content-Type"] = JSON
-        await self._client.send(status, headers, body)
+        await self._downstream.send(status, headers, body)
 
     def _feed(self, splice: Splice, payloads: list[bytes]) -> tuple[list[bytes], StreamLost | None]:
         """What the client is sent, which it must be also if the engine is lost after that."""
@@ -441,24 +435,24 @@ class Exchange:
             self._report(outcome)
             return False
         self._report(outcome)
-        if self._client.has_status:  # of a stream that has brought comments alone
-            await self._client.end_with(error_event(answer.status, answer.body), DONE)
+        if self._downstream.has_status:  # of a stream that has brought comments alone
+            await self._downstream.end_with(error_event(answer.status, answer.body), DONE)
         else:
-            await self._client.send(answer.status, answer_headers(answer.headers), answer.body)
+            await self._downstream.send(answer.status, answer_headers(answer.headers), answer.body)
         return True
 
     async def _refuse(self, directive: Refuse) -> None:
         failure = self._failure
-        if failure is not None and not self._client.has_status and _is_json(failure):
+        if failure is not None and not self._downstream.has_status and _is_json(failure):
             # All that were asked have failed; what they say of it says more.
             headers = answer_headers(failure.headers)
-            await self._client.send(failure.status, headers, failure.body)
+            await self._downstream.send(failure.status, headers, failure.body)
             return
         is_rate = directive.status == TOO_MANY_REQUESTS
         kind = "RateLimitError" if is_rate else "ServiceUnavailable"
         wait_s = directive.retry_after_s
         more = {"Retry-After": str(wait_s)} if wait_s else {}
-        await self._client.tell(directive.status, directive.why, kind, more)
+        await self._downstream.tell(directive.status, directive.why, kind, more)
 
 
 def _is_json(answer: Answer) -> bool:

@@ -5,15 +5,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
 from multidict import CIMultiDict
 
 from tests.support.router_rig import run
-from vllm_kvpool.router.dataplane.clients import CLIENT_CLOSED_REQUEST, Client, ClientGone
+from vllm_kvpool.router.dataplane.downstream import ClientGone, Downstream
+from vllm_kvpool.router.dataplane.http_server import (
+    HttpRequest,
+    HttpServer,
+    Response,
+    ServerLimits,
+)
 
-Handle = Callable[[Client, web.BaseRequest], Awaitable[None]]
+Handle = Callable[[Downstream, HttpRequest], Awaitable[None]]
 HEADERS = CIMultiDict({"Content-Type": "text/event-stream", "X-Mine": "1"})
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LIMITS = ServerLimits(
+    max_body_bytes=1000, max_bodies_bytes=1000, max_connections=10, read_timeout_s=5.0
+)
 
 
 @asynccontextmanager
@@ -23,26 +31,22 @@ async def served(
     """A connection to a server that answers with `handle`; errors in it come out at the end."""
     errors: list[Exception] = []
 
-    async def answer(http: web.BaseRequest) -> web.StreamResponse:
-        client = Client(http, patience_s, {})
+    async def answer(http: HttpRequest) -> None:
         try:
-            await handle(client, http)
+            await handle(Downstream(http, patience_s, {}), http)
         except Exception as error:
             errors.append(error)
-        finally:
-            client.leave()
-        return client.response
 
-    server = web.Server(answer, handler_cancellation=True)
-    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-    port = listening.sockets[0].getsockname()[1]
+    server = HttpServer(
+        LIMITS, answer, check=lambda http: None, refuse=lambda status, why: Response(status, {})
+    )
+    port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
     finally:
         writer.close()
-        listening.close()
-        await server.shutdown(1.0)
+        await server.stop(1.0)
     if errors:
         raise errors[0]
 
@@ -54,7 +58,7 @@ async def _whole(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 
 def test_a_stream() -> None:
-    async def handle(client: Client, http: web.BaseRequest) -> None:
+    async def handle(client: Downstream, http: HttpRequest) -> None:
         assert not client.has_status
         await client.write(b"one", HEADERS)
         assert client.has_status
@@ -76,7 +80,7 @@ def test_a_stream() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 40_000, 3_000_000])
 def test_a_stream_of_one_part(size: int) -> None:
-    async def handle(client: Client, http: web.BaseRequest) -> None:
+    async def handle(client: Downstream, http: HttpRequest) -> None:
         await client.end(b"x" * size, HEADERS)
 
     async def main() -> None:
@@ -89,7 +93,7 @@ def test_a_stream_of_one_part(size: int) -> None:
 
 
 def test_an_answer_in_one_piece() -> None:
-    async def handle(client: Client, http: web.BaseRequest) -> None:
+    async def handle(client: Downstream, http: HttpRequest) -> None:
         await client.send(418, CIMultiDict({"A": "b"}), b"body")
         await client.tell(500, "too late", "InternalServerError")
 
@@ -106,14 +110,14 @@ def test_an_answer_in_one_piece() -> None:
 
 
 def test_an_error_is_told_once_and_where_the_client_is() -> None:
-    async def before(client: Client, http: web.BaseRequest) -> None:
+    async def before(client: Downstream, http: HttpRequest) -> None:
         await client.tell(503, "no", "ServiceUnavailable", {"Retry-After": "7"})
 
-    async def within(client: Client, http: web.BaseRequest) -> None:
+    async def within(client: Downstream, http: HttpRequest) -> None:
         await client.write(b"data: 1\n\n", HEADERS)
         await client.tell(503, "no", "ServiceUnavailable")
 
-    async def after(client: Client, http: web.BaseRequest) -> None:
+    async def after(client: Downstream, http: HttpRequest) -> None:
         await client.end(b"data: 1\n\n", HEADERS)
         await client.tell(503, "no", "ServiceUnavailable")
 
@@ -139,13 +143,13 @@ def test_an_error_is_told_once_and_where_the_client_is() -> None:
 
 def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
     async def main() -> None:
-        async def begin(client: Client) -> None:
+        async def begin(client: Downstream) -> None:
             await client.write(b"x", HEADERS)
 
-        async def send(client: Client) -> None:
+        async def send(client: Downstream) -> None:
             await client.send(200, HEADERS, b"x")
 
-        async def end(client: Client) -> None:
+        async def end(client: Downstream) -> None:
             await client.end(b"x", HEADERS)
 
         for act in (begin, send, end):
@@ -154,11 +158,10 @@ def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
                     continue
                 seen: list[str] = []
 
-                async def handle(client: Client, http: web.BaseRequest) -> None:
+                async def handle(client: Downstream, http: HttpRequest) -> None:
                     if has_begun:  # noqa: B023
                         await client.write(b"before", HEADERS)
-                    assert http.transport is not None
-                    http.transport.abort()
+                    http.abort()
                     try:
                         await act(client)  # noqa: B023
                     except ClientGone as error:
@@ -174,19 +177,11 @@ def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
     run(main)
 
 
-def test_who_was_told_nothing_has_closed_the_request() -> None:
-    async def main() -> None:
-        client = Client(None, 1.0, {})  # type: ignore[arg-type]
-        assert client.response.status == CLIENT_CLOSED_REQUEST
-
-    run(main)
-
-
 def test_a_client_that_takes_nothing_is_let_go() -> None:
     async def main() -> None:
         seen: list[str] = []
 
-        async def handle(client: Client, http: web.BaseRequest) -> None:
+        async def handle(client: Downstream, http: HttpRequest) -> None:
             try:
                 while True:
                     await client.write(b"x" * 100_000, HEADERS)
@@ -198,7 +193,7 @@ def test_a_client_that_takes_nothing_is_let_go() -> None:
             end = asyncio.get_running_loop().time() + 5
             while not seen and asyncio.get_running_loop().time() < end:
                 await asyncio.sleep(0.01)
-            assert seen == ["has taken nothing for 0.2 s"]
+            assert seen == ["has taken nothing for 0.2 s (front.client_timeout_s)"]
 
     run(main)
 
@@ -210,7 +205,7 @@ def test_what_waits_may_be_cancelled_and_goes_on() -> None:
     async def main() -> None:
         cancelled: list[int] = []
 
-        async def handle(client: Client, http: web.BaseRequest) -> None:
+        async def handle(client: Downstream, http: HttpRequest) -> None:
             for number, part in enumerate(parts):
                 try:
                     async with asyncio.timeout(0.01):

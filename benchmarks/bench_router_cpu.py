@@ -1,0 +1,196 @@
+"""What a router costs in CPU, a short request and a streamed token, beside others.
+
+    VLLM_ROUTER=path/to/vllm-router python benchmarks/bench_router_cpu.py [--json FILE] [--quick]
+
+CPU seconds of the router's processes alone, before four engines (`cheap_engine`) and clients that
+cost next to nothing; so a machine that others use as well changes little. A short request is
+a completion of one token in one piece; streams are read one token at a time, as they come from an
+engine. The pass-through is the least that Python with aiohttp can do: it copies.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import psutil  # type: ignore[import-untyped]
+from aiohttp import ClientSession, TCPConnector, web
+
+from benchmarks.common import Result, Row, Target, run_script
+from benchmarks.router_sides import TOKEN, process, router_command, toml, wait_ready, wait_serving
+from tests.support.server_process import free_ports
+
+ENGINES = 4
+TICK_S = 0.005
+CLIENTS, STREAMS, STREAM_TOKENS = 8, 64, 200
+MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
+PEER = os.environ.get("VLLM_ROUTER", "")
+OURS, PASS, THEIRS = "ours", "aiohttp pass-through", "vllm-router"
+_BODY = b'{"model":"scripted","prompt":"a short prompt","max_tokens":%d,"stream":%b}'
+_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def side(name: str, scratch: Path, tick_s: float, workers: int = 1) -> Iterator[tuple[str, int]]:
+    """Engines and a router before them; its address and its process."""
+    ports, (front, admin) = free_ports(ENGINES), free_ports(2)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            engine = [sys.executable, "-m", "benchmarks.cheap_engine", str(port), str(tick_s)]
+            stack.enter_context(process(engine, scratch / "engine.log"))
+        if name == OURS:
+            config = scratch / "router.toml"
+            replicas = [{"in": "replicas", "url": url, "role": "both"} for url in urls]
+            sections: dict[str, dict[str, object]] = {
+                "front": {"listen": f"127.0.0.1:{front}"},
+                "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
+            }
+            config.write_text(toml(sections, replicas))
+            command = router_command(config)
+        elif name == PASS:
+            command = [sys.executable, "-m", "benchmarks.bench_router_cpu", "pass"]
+            command += [str(front), *urls]
+        else:
+            command = [PEER, "--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
+            command += ["--prometheus-port", str(admin), "--worker-urls", *urls]
+        pid = stack.enter_context(process(command, scratch / "router.log"))
+        wait_ready(f"http://127.0.0.1:{front}", scratch / "router.log")
+        if name == OURS:
+            wait_serving(f"http://127.0.0.1:{admin}", ENGINES, scratch / "router.log")
+        yield f"127.0.0.1:{front}", pid
+
+
+async def _pass_through(port: int, urls: list[str]) -> None:
+    """A proxy that copies what comes."""
+    turn = 0
+    session = ClientSession(connector=TCPConnector(limit=0))
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        nonlocal turn
+        turn += 1
+        body = await request.read()
+        headers = {"Content-Type": "application/json"}
+        url = urls[turn % len(urls)] + request.path
+        async with session.request(request.method, url, data=body, headers=headers) as got:
+            response = web.StreamResponse(status=got.status)
+            response.headers["Content-Type"] = got.headers.get("Content-Type", "")
+            response.enable_chunked_encoding()
+            await response.prepare(request)
+            async for data in got.content.iter_any():
+                await response.write(data)
+            await response.write_eof()
+            return response
+
+    await asyncio.get_running_loop().create_server(web.Server(handle), "127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
+class _Client(asyncio.Protocol):
+    """Sends the same request again and again, and looks only for the end of each answer."""
+
+    def __init__(self, request: bytes, is_over: asyncio.Event) -> None:
+        self.request = request
+        self.is_over = is_over
+        self.done = asyncio.get_running_loop().create_future()
+        self.count = 0
+        self.unread = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.unread:
+            assert data.startswith(b"HTTP/1.1 200"), data
+        self.unread = (self.unread + data)[-4096:] if self.unread else data
+        if self.unread.endswith(b"0\r\n\r\n") or self._has_all():
+            self.count += 1
+            self.unread = b""
+            if self.is_over.is_set():
+                self.transport.close()
+                self.done.set_result(self.count)
+            else:
+                self.transport.write(self.request)
+
+    def _has_all(self) -> bool:
+        head, ended, body = self.unread.partition(b"\r\n\r\n")
+        found = _LENGTH.search(head)
+        return bool(ended and found and len(body) >= int(found[1]))
+
+
+async def _load(address: str, clients: int, seconds: float, tokens: int, streams: bool) -> int:
+    """Requests that were answered."""
+    body = _BODY % (tokens, b"true" if streams else b"false")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    host, port = address.split(":")
+    is_over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    all_clients = []
+    for _ in range(clients):
+        _, client = await loop.create_connection(lambda: _Client(request, is_over), host, int(port))
+        all_clients.append(client)
+    await asyncio.sleep(seconds)
+    is_over.set()
+    return sum(await asyncio.gather(*(client.done for client in all_clients)))
+
+
+def _cpu_s(pid: int) -> float:
+    root = psutil.Process(pid)
+    times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def _per_request_us(name: str, scratch: Path, seconds: float, streams: bool) -> float:
+    tokens = STREAM_TOKENS if streams else 1
+    with side(name, scratch, TICK_S if streams else 0.0) as (address, pid):
+        clients = STREAMS if streams else CLIENTS
+        asyncio.run(_load(address, clients, 0.5, tokens, streams))
+        before = _cpu_s(pid)
+        count = asyncio.run(_load(address, clients, seconds, tokens, streams))
+        return 1e6 * (_cpu_s(pid) - before) / count
+
+
+def measure(quick: bool) -> Result:
+    seconds, repeats = (1.5, 1) if quick else (5.0, 3)
+    names = [OURS, PASS, *([THEIRS] if PEER else [])]
+    found: dict[tuple[str, bool], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repeats):
+            for name in names:
+                for streams in (False, True):
+                    each = _per_request_us(name, Path(folder), seconds, streams)
+                    found.setdefault((name, streams), []).append(each)
+    result = Result()
+    for name in names:
+        request, stream = min(found[name, False]), min(found[name, True])
+        row: Row = {
+            "side": name,
+            "us a short request": request,
+            "us a streamed token": max(0.0, stream - request) / STREAM_TOKENS,
+        }
+        result.rows.append(row)
+        if name == OURS:
+            token = (stream - request) / STREAM_TOKENS
+            result.targets += [
+                Target("CPU of a short request", request, MAX_REQUEST_US, False, "us"),
+                Target("CPU of a streamed token", token, MAX_TOKEN_US, False, "us"),
+            ]
+    result.notes.append(f"CPU of the router's processes; the best of {repeats}; {ENGINES} engines")
+    return result
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["pass"]:
+        import uvloop
+
+        uvloop.install()
+        asyncio.run(_pass_through(int(sys.argv[2]), sys.argv[3:]))
+    else:
+        run_script(__doc__, measure)

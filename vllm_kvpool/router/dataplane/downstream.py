@@ -1,0 +1,109 @@
+"""The client's end of a request: what it is sent, and what becomes of one that takes nothing.
+
+A client that has gone raises `ClientGone`, wherever it is noticed, and is never mistaken for an
+engine that has.
+"""
+
+from collections.abc import Mapping
+
+from vllm_kvpool.router.dataplane.bodies import error_body
+from vllm_kvpool.router.dataplane.chunks import DONE
+from vllm_kvpool.router.dataplane.http_server import HttpRequest, Response
+from vllm_kvpool.router.dataplane.sse import frame
+
+JSON = "application/json"
+SERVER = "kvpool"
+"""Of answers that are the router's own."""
+EVENT_STREAM = "text/event-stream"
+STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Server": SERVER}
+OK = 200
+
+
+class ClientGone(Exception):
+    """It has closed its connection, or has taken nothing for too long."""
+
+
+class Downstream:
+    """One request's client. Owned by its task; what waits here may be cancelled and called again.
+
+    `own_headers` are added to answers that are the router's own.
+    """
+
+    def __init__(
+        self, request: HttpRequest, patience_s: float, own_headers: Mapping[str, str]
+    ) -> None:
+        self._request = request
+        self._own_headers = own_headers
+        self._patience_s = patience_s
+
+    @property
+    def has_status(self) -> bool:
+        """Whether its answer has begun."""
+        return self._request.has_status
+
+    async def write(self, data: bytes, headers: Mapping[str, str]) -> None:
+        """A part of a stream, which begins with `headers`."""
+        request = self._request
+        try:
+            if request.has_status:
+                request.write(data)
+            else:
+                request.begin_stream(OK, self._shown(headers), data)
+        except ConnectionError as error:
+            raise ClientGone(str(error)) from None
+        if request.writing_paused:
+            await self._drain()
+
+    async def end(self, data: bytes, headers: Mapping[str, str]) -> None:
+        """The last part of a stream, which may be its first."""
+        request = self._request
+        try:
+            if not request.has_status:
+                request.begin_stream(OK, self._shown(headers), b"")
+            request.end_stream(data)
+        except ConnectionError as error:
+            raise ClientGone(str(error)) from None
+        if request.writing_paused:
+            await self._drain()
+
+    async def end_with(self, *payloads: bytes) -> None:
+        """The last events of a stream."""
+        await self.end(b"".join(map(frame, payloads)), STREAM_HEADERS)
+
+    async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """An answer in one piece."""
+        try:
+            self._request.respond(Response(status, self._shown(headers), body))
+        except ConnectionError as error:
+            raise ClientGone(str(error)) from None
+        if self._request.writing_paused:
+            await self._drain()
+
+    async def tell(
+        self, status: int, why: str, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """An error of the router's own, within the stream if that has begun and not ended."""
+        body = error_body(why, kind=kind, code=status)
+        if self._request.is_answered:
+            return
+        if self.has_status:
+            await self.end_with(body, DONE)
+        else:
+            own = {"Content-Type": JSON, "Server": SERVER, **(headers or {})}
+            await self.send(status, own, body)
+
+    def _shown(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        if headers.get("Server") == SERVER and self._own_headers:
+            return {**headers, **self._own_headers}
+        return headers
+
+    async def _drain(self) -> None:
+        try:
+            await self._request.drain(self._patience_s)
+        except ConnectionError as error:
+            raise ClientGone(str(error)) from None
+        except TimeoutError:
+            self._request.abort()
+            raise ClientGone(
+                f"has taken nothing for {self._patience_s:g} s (front.client_timeout_s)"
+            ) from None

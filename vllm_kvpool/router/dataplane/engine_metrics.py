@@ -1,0 +1,94 @@
+"""What an engine's /metrics say."""
+
+from math import isfinite
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_kvpool.router.control.events import Sample
+from vllm_kvpool.router.dataplane.upstream import EngineLost, Upstream
+
+MAX_METRICS_BYTES = 8 << 20
+OWN_TIER = "host"  # of the engine alone
+
+
+async def sample(upstream: Upstream, url: str, timeout_s: float) -> Sample:
+    """Ask an engine for its metrics; EngineLost where it does not answer with them."""
+    answer = await upstream.get(f"{url}/metrics", timeout_s, most_bytes=MAX_METRICS_BYTES)
+    if answer.status != 200:
+        raise EngineLost(f"/metrics answers {answer.status}")
+    return read_sample(answer.body.decode(errors="replace"))
+
+
+_SUMS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generated_tokens",
+}
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_DIRECTIONS = {"load": "bytes_in", "save": "bytes_out", "get": "bytes_in", "put": "bytes_out"}
+_INFO, _OF_CONNECTOR = "vllm:kvpool_info", "vllm:kvpool_hit_tokens"
+_WANTED = (
+    *(*_SUMS, *_USAGE, _INFO),
+    *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up"),
+)
+
+
+def read_sample(text: str) -> Sample:
+    """Read Prometheus's text form; EngineLost where it is none. Engines of a process add up."""
+    # vLLM has thousands of lines, most of them of histograms, and the parser is slow.
+    lines = [line for line in text.split("\n") if line.startswith(_WANTED)]
+    try:
+        # vLLM exports a connector's metrics, if only their names, from its start.
+        return _sum_up("\n".join(lines) + "\n" if lines else text, _OF_CONNECTOR in text)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise EngineLost(f"/metrics cannot be read: {error}") from None
+
+
+def _sum_up(text: str, has_connector: bool) -> Sample:
+    sums = dict.fromkeys((*_SUMS.values(), "bytes_in", "bytes_out"), 0.0)
+    usage: list[float] = []
+    tiers: list[float] = []
+    blocks = block_size = chunk_tokens = 0
+    namespace = ""
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if name in _SUMS:
+                sums[_SUMS[name]] += value
+            elif name in _USAGE:
+                usage.append(value)
+            elif name == "vllm:cache_config_info":
+                blocks += _whole(labels.get("num_gpu_blocks", ""))
+                block_size = _whole(labels.get("block_size", "")) or block_size
+            elif name == "vllm:kvpool_bytes_total":
+                field = _DIRECTIONS.get(labels.get("direction", ""))
+                if field is not None:
+                    sums[field] += value
+            elif name == "vllm:kvpool_tier_up" and labels.get("tier") != OWN_TIER:
+                tiers.append(value)
+            elif name == _INFO and value:
+                namespace = labels.get("namespace", "")
+                chunk_tokens = _whole(labels.get("chunk_tokens", ""))
+    if not all(map(isfinite, sums.values())):
+        raise ValueError("a count is no number")
+    share = sum(usage) / len(usage) if usage else 0.0
+    return Sample(
+        running=int(sums["running"]),
+        waiting=int(sums["waiting"]),
+        used_blocks=round(min(max(share, 0.0), 1.0) * blocks),
+        total_blocks=blocks,
+        block_size=block_size,
+        prompt_tokens=sums["prompt_tokens"],
+        generated_tokens=sums["generated_tokens"],
+        bytes_in=sums["bytes_in"],
+        bytes_out=sums["bytes_out"],
+        # One tier that engines can share is enough; without any, nothing is known against it.
+        pool_is_up=not tiers or any(tiers),
+        has_connector=has_connector,
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

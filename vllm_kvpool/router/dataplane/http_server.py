@@ -1,0 +1,558 @@
+"""An HTTP/1.1 server over `httptools`: connections, framing, limits of size and time.
+
+A message has one reading or none: llhttp's strict mode refuses conflicting lengths, folded headers
+and malformed chunks, and `_Connection` what that lets pass (other codings, versions, two hosts).
+Such a request is answered with 400 and its connection closed. Requests of one connection are served
+one after the other, in their order; a client that closes its connection cancels its request.
+
+Everything is owned by the loop of `HttpServer.start`.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import NamedTuple
+
+import httptools
+from multidict import CIMultiDict
+
+from vllm_kvpool.router.dataplane.headers import encode_headers
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 16 << 10
+"""Of the request line, and of each header."""
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 128
+MAX_FRAMING_BYTES = 1 << 20
+MAX_FRAMING_RATIO = 8
+"""What chunk sizes, extensions and trailers may take beside a body: a chunk of one byte takes 6."""
+MAX_PIPELINED = 16
+"""Requests that wait behind the one that is served; further ones are not read meanwhile."""
+KEEPALIVE_S = 75.0
+LINGER_S = 2.0
+"""A client that was refused may send the rest of its body for so long, to read the answer."""
+MIN_SWEEP_S, MAX_SWEEP_S = 0.02, 1.0
+BACKLOG = 2048
+WARN_EVERY_S = 10.0
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+_REASONS = {each.value: each.phrase for each in HTTPStatus}
+
+
+class Response(NamedTuple):
+    """An answer in one piece. `closes`: the connection ends with it."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+    closes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What clients may take up of the process."""
+
+    max_body_bytes: int
+    max_bodies_bytes: int
+    """Of all requests that are being read or served."""
+    max_connections: int
+    read_timeout_s: float
+    """For a head, and then for its body."""
+
+
+class HttpRequest:
+    """One request with its whole body, and the way to answer it; of its connection's loop.
+
+    The methods that write do not wait; ConnectionError where the client has gone.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_streams",
+        "body",
+        "has_status",
+        "headers",
+        "is_answered",
+        "is_http_1_1",
+        "keeps_alive",
+        "method",
+        "path",
+    )
+
+    def __init__(self, connection: "_Connection") -> None:
+        self._connection = connection
+        self._streams = False
+        self.method = ""
+        self.path = ""
+        """Without its query, as it came."""
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.body = b""
+        self.is_http_1_1 = True
+        self.keeps_alive = True
+        self.has_status = False
+        self.is_answered = False
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether the client takes less than it is sent."""
+        return self._connection.drained is not None
+
+    async def drain(self, limit_s: float) -> None:
+        """Wait until the client has taken most of what it was sent; TimeoutError, ConnectionError.
+
+        May be cancelled and called again.
+        """
+        drained = self._connection.drained
+        if drained is not None:
+            await asyncio.wait((drained,), timeout=limit_s)
+            if not drained.done():
+                raise TimeoutError
+        self._connection.check_open()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._connection.abort()
+
+    def respond(self, response: Response) -> None:
+        """Answer in one piece."""
+        assert not self.has_status
+        self.keeps_alive &= not response.closes
+        length = b"Content-Length: %d\r\n" % len(response.body)
+        head = self._head(response.status, response.headers, length)
+        self.has_status = self.is_answered = True
+        self._connection.write(head if self.method == "HEAD" else head + response.body)
+
+    def begin_stream(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
+        """Begin an answer of unknown length, with its first part."""
+        assert not self.has_status
+        self._streams = self.is_http_1_1
+        if not self.is_http_1_1:
+            self.keeps_alive = False  # nothing else ends it, though such a client may ask for more
+        more = b"Transfer-Encoding: chunked\r\n" if self._streams else b""
+        head = self._head(status, headers, more)
+        self.has_status = True
+        self._connection.write(head + self._chunk(data))
+
+    def write(self, data: bytes) -> None:
+        """A further part."""
+        assert self.has_status
+        assert not self.is_answered
+        self._connection.write(self._chunk(data))
+
+    def end_stream(self, data: bytes) -> None:
+        """The last part, in one piece with the end of the body."""
+        assert self.has_status
+        assert not self.is_answered
+        self.is_answered = True
+        self._connection.write(self._chunk(data) + _LAST_CHUNK if self._streams else data)
+
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._streams and data else data
+
+    def _head(self, status: int, headers: Mapping[str, str], more: bytes) -> bytes:
+        version = b"1.1" if self.is_http_1_1 else b"1.0"
+        reason = _REASONS.get(status, "").encode()
+        if not self.keeps_alive:
+            more += b"Connection: close\r\n"
+        elif not self.is_http_1_1:
+            more += b"Connection: keep-alive\r\n"
+        date = b"" if "Date" in headers else self._connection.server.date_header()
+        return b"HTTP/%b %d %b\r\n%b%b%b\r\n" % (
+            *(version, status, reason, encode_headers(headers), date, more),
+        )
+
+
+Handle = Callable[[HttpRequest], Awaitable[None]]
+Check = Callable[[HttpRequest], Response | None]
+Refuse = Callable[[int, str], Response]
+
+
+class HttpServer:
+    """Accepts connections, and has each request handled in a task of its own.
+
+    `check` sees a request before its body has come and may refuse it; `refuse` makes the answer to
+    what cannot be read or breaks a limit, of a status and its reason.
+    """
+
+    def __init__(
+        self, limits: ServerLimits, handle: Handle, *, check: Check, refuse: Refuse
+    ) -> None:
+        self.limits = limits
+        self.handle = handle
+        self.check = check
+        self.refuse = refuse
+        self.connections: set[_Connection] = set()
+        self.held_bytes = 0
+        """Of bodies that are being read or served."""
+        self.is_stopping = False
+        self._listening: asyncio.Server | None = None
+        self._sweep: asyncio.TimerHandle | None = None
+        self._warned_at = float("-inf")
+        self._date = (0, b"")
+
+    async def start(self, host: str | None, port: int, *, shares_port: bool = False) -> int:
+        """Listen; the port that it is. OSError if it cannot be had.
+
+        `shares_port`: other processes may listen there as well, and the kernel spreads connections.
+        """
+        self.loop = asyncio.get_running_loop()
+        self._listening = await self.loop.create_server(
+            lambda: _Connection(self), host, port, backlog=BACKLOG, reuse_port=shares_port
+        )
+        self._sweep_s = min(max(self.limits.read_timeout_s / 10, MIN_SWEEP_S), MAX_SWEEP_S)
+        self._look_at_deadlines()
+        return int(self._listening.sockets[0].getsockname()[1])
+
+    async def stop(self, limit_s: float) -> None:
+        """Listen no more; requests have `limit_s` to end, and their connections are cut then."""
+        if self._listening is None:
+            return
+        self.is_stopping = True
+        self._listening.close()
+        for each in tuple(self.connections):
+            each.close_if_idle()
+        tasks = {each.task for each in self.connections if each.task is not None}
+        if tasks:
+            await asyncio.wait(tasks, timeout=limit_s)
+        tasks = {each.task for each in self.connections if each.task is not None}
+        for each in tuple(self.connections):
+            each.abort()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def date_header(self) -> bytes:
+        """Made once a second."""
+        now = int(self.loop.time())
+        if now != self._date[0]:
+            self._date = (now, f"Date: {formatdate(usegmt=True)}\r\n".encode())
+        return self._date[1]
+
+    def warn_full(self) -> None:
+        now = self.loop.time()
+        if now - self._warned_at > WARN_EVERY_S:
+            self._warned_at = now
+            log.warning(
+                "more than %d connections (front.max_connections): new ones are closed",
+                self.limits.max_connections,
+            )
+
+    def _look_at_deadlines(self) -> None:
+        now = self.loop.time()
+        for each in tuple(self.connections):
+            if now >= each.deadline:
+                each.timed_out()
+        self._sweep = self.loop.call_later(self._sweep_s, self._look_at_deadlines)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(slots=True)
+class _Message:
+    """A request that is being read."""
+
+    request: HttpRequest
+    url: bytes = b""
+    has_head: bool = False
+    is_refused: bool = False
+    parts: list[bytes] = field(default_factory=list)
+    body_bytes: int = 0
+    raw_bytes: int = 0
+    """All that has come of it, but what came in the first read."""
+
+
+class _Connection(asyncio.Protocol):
+    """A client's. Parses with `httptools`, whose callbacks (`on_...`) it is itself."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        self.task: asyncio.Task[None] | None = None
+        """Serves one request."""
+        self.deadline = server.loop.time() + server.limits.read_timeout_s
+        self.drained: asyncio.Future[None] | None = None
+        """Set while the transport's buffer is full."""
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._message: _Message | None = None
+        self._waiting: deque[tuple[HttpRequest, Response | None]] = deque()
+        """Requests that have come, with the refusal of those that are not served."""
+        self._is_deaf = False
+        """What comes is not read any more."""
+        self._is_read_paused = False
+
+    # asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        server = self.server
+        self._transport = transport  # type: ignore[assignment]
+        if len(server.connections) >= server.limits.max_connections:
+            server.warn_full()
+            transport.abort()  # type: ignore[attr-defined]
+            return
+        server.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        before = self._message
+        if before is None and self.task is None:
+            self.deadline = self.server.loop.time() + self.server.limits.read_timeout_s
+        try:
+            self._parser.feed_data(data)
+            if before is not None and before is self._message:
+                before.raw_bytes += len(data)
+                _check_framing(before)
+        except httptools.HttpParserUpgrade:
+            self._stop_reading()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, _Refused):
+                self._refuse(cause)
+            else:
+                log.debug("a client sends what is not HTTP: %s", error)
+                self._refuse(_Refused(400, "The request is not HTTP/1.1."))
+        except _Refused as refused:
+            self._refuse(refused)
+        self._serve_next()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._transport = None
+        self.server.connections.discard(self)
+        self._stop_reading()
+        self._drop_waiting()
+        self.resume_writing()
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self.drained = self.server.loop.create_future()
+
+    def resume_writing(self) -> None:
+        drained, self.drained = self.drained, None
+        if drained is not None:
+            drained.set_result(None)
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._message = _Message(HttpRequest(self))
+
+    def on_url(self, url: bytes) -> None:
+        message = self._message
+        assert message is not None
+        message.url += url
+        if len(message.url) > MAX_HEADER_BYTES:
+            raise _Refused(400, f"The request line is longer than {MAX_HEADER_BYTES} bytes.")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        message = self._message
+        assert message is not None
+        if message.has_head:
+            return  # a trailer, which nobody has asked for
+        headers = message.request.headers
+        if len(name) + len(value) > MAX_HEADER_BYTES:
+            raise _Refused(400, f"A header is longer than {MAX_HEADER_BYTES} bytes.")
+        if len(headers) >= MAX_HEADERS:
+            raise _Refused(400, f"The request has more than {MAX_HEADERS} headers.")
+        headers.add(name.decode("latin-1"), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        message = self._message
+        assert message is not None
+        request, parser, limits = message.request, self._parser, self.server.limits
+        message.has_head = True
+        headers, version = request.headers, parser.get_http_version()
+        request.is_http_1_1 = version == "1.1"
+        hosts = headers.getall("Host", ())
+        coding = headers.get("Transfer-Encoding")
+        if version not in ("1.0", "1.1"):
+            raise _Refused(400, "The request is not HTTP/1.1.")
+        if len(hosts) > 1 or (request.is_http_1_1 and not hosts):
+            raise _Refused(400, "A request has one Host header.")
+        if coding is not None and (coding.lower() != "chunked" or not request.is_http_1_1):
+            raise _Refused(400, "The only Transfer-Encoding is chunked, of HTTP/1.1.")
+        request.method = parser.get_method().decode()
+        request.path = _path_of(message.url)
+        request.keeps_alive = (
+            # One that would change the protocol is served with this one, and with no other.
+            parser.should_keep_alive()
+            and not parser.should_upgrade()
+            and not self.server.is_stopping
+        )
+        length = int(headers.get("Content-Length", "0"))
+        has_body = length > 0 or coding is not None
+        refusal = self.server.check(request)
+        if refusal is None and length > limits.max_body_bytes:
+            refusal = self.server.refuse(413, _too_large(limits.max_body_bytes))
+        if refusal is not None:
+            message.is_refused = True
+            self._waiting.append((request, refusal._replace(closes=has_body)))
+        elif has_body:
+            self.deadline = self.server.loop.time() + limits.read_timeout_s
+            asks_first = headers.get("Expect", "").lower() == "100-continue"
+            if asks_first and self._transport is not None and self.task is None:
+                self._transport.write(_CONTINUE)
+
+    def on_body(self, data: bytes) -> None:
+        message, server = self._message, self.server
+        assert message is not None
+        if message.is_refused:
+            return
+        message.parts.append(data)
+        message.body_bytes += len(data)
+        server.held_bytes += len(data)
+        limits = server.limits
+        if message.body_bytes > limits.max_body_bytes:
+            raise _Refused(413, _too_large(limits.max_body_bytes))
+        if server.held_bytes > limits.max_bodies_bytes:
+            why = f"The router is holding {limits.max_bodies_bytes} bytes of request bodies"
+            why += ", its limit (front.max_bodies_bytes). Retry later or raise it."
+            raise _Refused(503, why)
+
+    def on_message_complete(self) -> None:
+        message, self._message = self._message, None
+        assert message is not None
+        if message.is_refused:
+            return
+        message.request.body = b"".join(message.parts)
+        self._waiting.append((message.request, None))
+        if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
+            self._is_read_paused = True
+            self._transport.pause_reading()
+
+    # Requests
+
+    def write(self, data: bytes) -> None:
+        """Of an answer; ConnectionError where the client has gone."""
+        self.check_open()
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def check_open(self) -> None:
+        """ConnectionError where the client has gone."""
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("has closed its connection")
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close_if_idle(self) -> None:
+        """Close it unless a request is being read or served."""
+        if self.task is None and self._message is None and self._transport is not None:
+            self._transport.close()
+
+    def timed_out(self) -> None:
+        """`deadline` has passed."""
+        self.deadline = float("inf")
+        message = self._message
+        if message is not None and message.has_head and not message.is_refused:
+            limit_s = self.server.limits.read_timeout_s
+            why = f"The request's body has not come within {limit_s:g} s (front.read_timeout_s)."
+            self._refuse(_Refused(408, why))
+            self._serve_next()
+        elif self.task is None:
+            self.abort()
+
+    def _refuse(self, refused: _Refused) -> None:
+        """Answer what is being read with an error, in its turn, and read no more."""
+        message = self._message
+        if message is None or not message.is_refused:
+            request = HttpRequest(self) if message is None else message.request
+            refusal = self.server.refuse(refused.status, str(refused))
+            self._waiting.append((request, refusal._replace(closes=True)))
+        self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        self._is_deaf = True
+        message, self._message = self._message, None
+        if message is not None:
+            self.server.held_bytes -= message.body_bytes
+
+    def _serve_next(self) -> None:
+        while self._waiting and self.task is None and self._transport is not None:
+            request, refusal = self._waiting.popleft()
+            if refusal is None:
+                self.deadline = float("inf")
+                self.task = self.server.loop.create_task(self._serve(request))
+                return
+            if not self._transport.is_closing():
+                request.respond(refusal)
+            self._answered(request)
+
+    async def _serve(self, request: HttpRequest) -> None:
+        try:
+            await self.server.handle(request)
+        except Exception:
+            # The top of the connection's lane: a bug costs this request, and no other.
+            log.exception("a request has failed")
+            request.keeps_alive = False
+            if not request.has_status and self._transport is not None:
+                request.respond(self.server.refuse(500, "The router has failed."))
+        finally:
+            self.server.held_bytes -= len(request.body)
+            self.task = None
+            self._answered(request)
+            self._serve_next()
+
+    def _answered(self, request: HttpRequest) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        if request.is_answered and request.keeps_alive and not self.server.is_stopping:
+            if self._is_read_paused:
+                self._is_read_paused = False
+                transport.resume_reading()
+            is_idle = self._message is None
+            limit_s = KEEPALIVE_S if is_idle else self.server.limits.read_timeout_s
+            self.deadline = self.server.loop.time() + limit_s
+            return
+        self._drop_waiting()
+        if not request.is_answered:
+            transport.abort()
+        elif self._is_deaf or self._message is not None:
+            # Closing over what has come unread would reset the connection, and the answer with it.
+            self._stop_reading()
+            self.deadline = self.server.loop.time() + LINGER_S
+            if transport.can_write_eof():
+                transport.write_eof()
+        else:
+            self._stop_reading()
+            transport.close()
+
+    def _drop_waiting(self) -> None:
+        self.server.held_bytes -= sum(len(each.body) for each, _ in self._waiting)
+        self._waiting.clear()
+
+
+def _path_of(url: bytes) -> str:
+    if not url.startswith(b"/"):
+        try:
+            url = httptools.parse_url(url).path or b"/"
+        except httptools.HttpParserInvalidURLError:
+            raise _Refused(400, "The request's target is not a URL.") from None
+    return url.partition(b"?")[0].decode("latin-1")
+
+
+def _too_large(limit: int) -> str:
+    return f"The body is larger than {limit} bytes (front.max_body_bytes)."
+
+
+def _check_framing(message: _Message) -> None:
+    if not message.has_head:
+        if message.raw_bytes > MAX_HEAD_BYTES:
+            raise _Refused(400, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+        return
+    body_bytes = message.body_bytes
+    if message.raw_bytes > MAX_FRAMING_BYTES + (1 + MAX_FRAMING_RATIO) * body_bytes:
+        raise _Refused(400, "The request's chunks or trailers are larger than its body allows.")

@@ -1,0 +1,161 @@
+"""Where clients come in: the paths of OpenAI's API, as vLLM serves it.
+
+Answers itself what needs no engine, and refuses what none would take; every other request is read
+whole, parsed, and served by `serve`.
+"""
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from multidict import CIMultiDict
+
+from vllm_kvpool.router.config import FrontConfig
+from vllm_kvpool.router.dataplane.bodies import (
+    BadRequest,
+    ClientRequest,
+    Kind,
+    error_body,
+    parse_request,
+)
+from vllm_kvpool.router.dataplane.cors import preflight, shown_to
+from vllm_kvpool.router.dataplane.downstream import JSON, SERVER, Downstream
+from vllm_kvpool.router.dataplane.headers import REQUEST_ID, answer_headers, request_headers
+from vllm_kvpool.router.dataplane.http_server import (
+    HttpRequest,
+    HttpServer,
+    Response,
+    ServerLimits,
+)
+from vllm_kvpool.router.dataplane.upstream import Answer
+
+Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
+ListModels = Callable[[CIMultiDict[str]], Awaitable[Answer | list[dict[str, Any]]]]
+
+_ERRORS = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    408: "RequestTimeout",
+    413: "RequestEntityTooLarge",
+    415: "UnsupportedMediaType",
+    500: "InternalServerError",
+    503: "ServiceUnavailable",
+}
+_KINDS = {kind.value: kind for kind in Kind}
+_METHODS = {
+    **dict.fromkeys(_KINDS, ("POST",)),
+    **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
+}
+
+
+class Server:
+    """Owned by the router's loop."""
+
+    def __init__(
+        self,
+        config: FrontConfig,
+        serve: Serve,
+        *,
+        models: ListModels,
+        health: Callable[[], tuple[int, bytes]],
+        metrics: Callable[[], tuple[str, bytes]],
+    ) -> None:
+        self._config = config
+        self._serve = serve
+        self._models = models
+        self._health = health
+        self._metrics = metrics
+        limits = ServerLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_bodies_bytes=config.max_bodies_bytes,
+            max_connections=config.max_connections,
+            read_timeout_s=config.read_timeout_s,
+        )
+        self._http = HttpServer(limits, self._handle, check=self._check, refuse=_error)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of bodies that are being read or served."""
+        return self._http.held_bytes
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port that it is. OSError if it cannot be had."""
+        return await self._http.start(host or None, port)
+
+    async def stop(self) -> None:
+        """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
+        await self._http.stop(self._config.shutdown_timeout_s)
+
+    def _check(self, http: HttpRequest) -> Response | None:
+        """The answer to a request that is not served whatever its body is."""
+        refusal = self._refusal(http)
+        if refusal is None:
+            return None
+        shown = shown_to(http.headers, self._config.allowed_origins)
+        return refusal._replace(headers={**refusal.headers, **shown})
+
+    def _refusal(self, http: HttpRequest) -> Response | None:
+        allowed = _METHODS.get(http.path)
+        if allowed is None:
+            return _error(404, f"There is no {http.path} here.")
+        if http.method not in allowed:
+            if http.method == "OPTIONS":
+                granted = preflight(http.headers, self._config.allowed_origins, allowed)
+                if granted is not None:
+                    return Response(200, {"Server": SERVER} | granted)
+            refusal = _error(405, f"{http.path} takes {allowed[0]}.")
+            return refusal._replace(headers={**refusal.headers, "Allow": ", ".join(allowed)})
+        if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+            # They unpack to any size; vLLM takes none either.
+            return _error(415, "Bodies with a Content-Encoding are not taken.")
+        return None
+
+    async def _handle(self, http: HttpRequest) -> None:
+        shown = shown_to(http.headers, self._config.allowed_origins)
+        kind = _KINDS.get(http.path)
+        if kind is not None:
+            await self._generate(http, kind, shown)
+            return
+        if http.path == "/v1/models":
+            response = await self._list_models(http)
+        elif http.path == "/health":
+            status, body = self._health()
+            response = Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
+        else:
+            content_type, body = self._metrics()
+            response = Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
+        if response.headers.get("Server") == SERVER:
+            response = response._replace(headers={**response.headers, **shown})
+        http.respond(response)
+
+    async def _generate(self, http: HttpRequest, kind: Kind, shown: dict[str, str]) -> None:
+        trusted = self._config.trust_clients
+        try:
+            request = parse_request(kind, http.body, is_trusted=trusted)
+        except BadRequest as error:
+            http.respond(
+                Response(400, {"Server": SERVER, "Content-Type": JSON} | shown, error.body())
+            )
+            return
+        headers = request_headers(http.headers, is_trusted=trusted)
+        if not headers.get(REQUEST_ID):
+            headers[REQUEST_ID] = uuid.uuid4().hex
+        await self._serve(request, headers, Downstream(http, self._config.client_timeout_s, shown))
+
+    async def _list_models(self, http: HttpRequest) -> Response:
+        found = await self._models(request_headers(http.headers))
+        if isinstance(found, Answer):
+            return Response(found.status, answer_headers(found.headers), found.body)
+        if not found:
+            return _error(503, "No engine is up yet.")
+        body = msgspec.json.encode({"object": "list", "data": found})
+        return Response(200, {"Server": SERVER, "Content-Type": JSON}, body)
+
+
+def _error(status: int, why: str) -> Response:
+    headers = {"Server": SERVER, "Content-Type": JSON}
+    if status == 503:
+        headers["Retry-After"] = "1"
+    return Response(status, headers, error_body(why, kind=_ERRORS[status], code=status))

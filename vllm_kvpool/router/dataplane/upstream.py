@@ -1,0 +1,471 @@
+"""Calls to engines over HTTP/1.1: the only place that knows their connections.
+
+A connection serves one call at a time and is kept for the next one. A POST is sent once: an engine
+whose connection ends before it has answered may have executed it. What goes wrong raises
+`EngineLost`; what an engine answers with a status is an answer. Owned by the router's loop.
+"""
+
+import asyncio
+import errno
+import ssl
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httptools
+from multidict import CIMultiDict
+
+from vllm_kvpool.router.dataplane.headers import Headers, encode_headers
+
+MAX_ANSWER_BYTES = 256 << 20  # prompt log-probabilities of a long prompt are large
+MAX_HEADER_BYTES, MAX_HEAD_BYTES = 16 << 10, 64 << 10
+MAX_HEADERS = 128
+MAX_UNREAD_BYTES = 256 << 10
+"""Of an answer that its reader does not take; the engine waits then."""
+COPIED_BYTES = 64 << 10
+"""A larger body is handed to the connection beside its head, not behind it in one piece."""
+END_TIMEOUT_S = 0.1
+"""A stream that has said all may take so long to end, for its connection to be kept."""
+KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that nobody uses
+
+
+class EngineLost(Exception):
+    """An engine does not answer as an engine does."""
+
+
+class EngineUnreached(EngineLost):
+    """There is no connection to it, so it has been sent nothing."""
+
+    def __init__(self, why: str, *, is_refused: bool) -> None:
+        super().__init__(why)
+        self.is_refused = is_refused
+        """Nobody listens there."""
+
+
+class EngineBroke(EngineLost):
+    """It was sent a request; then its connection has ended, or was silent for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class _Target(NamedTuple):
+    origin: tuple[str, str, int]
+    """Scheme, host, port."""
+    host_header: str
+    path: str
+
+
+@lru_cache(4096)
+def _target_of(url: str) -> _Target:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return _Target((parts.scheme, parts.hostname or "", port), parts.netloc, path)
+
+
+class Upstream:
+    """Connections to all engines, kept and shared by all calls."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        silence_timeout_s: float,
+        answer_timeout_s: float,
+        api_key: str,
+    ) -> None:
+        """`silence_timeout_s`: of a stream; `answer_timeout_s`: of an answer in one piece."""
+        self._connect_timeout_s = connect_timeout_s
+        self._silence_timeout_s = silence_timeout_s
+        self._answer_timeout_s = answer_timeout_s
+        self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._idle: dict[tuple[str, str, int], deque[_Connection]] = defaultdict(deque)
+        self._connections: set[_Connection] = set()
+        self._tls: ssl.SSLContext | None = None
+
+    async def close(self) -> None:
+        """Close all connections; calls that run end as broken."""
+        for each in tuple(self._connections):
+            each.abort()
+        while self._connections:
+            await asyncio.sleep(0)
+
+    def open(self, url: str, body: bytes, headers: Mapping[str, str]) -> "_Opened":
+        """POST, for a stream, in an `async with`.
+
+        Leaving it before the answer's end closes the connection, which ends the engine's work.
+        """
+        return _Opened(self, _Call("POST", url, body, headers, self._silence_timeout_s))
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """POST, and read the whole answer. Without headers it is a request of the router's own."""
+        if headers is None:
+            headers = self._own_headers | {"Content-Type": "application/json"}
+        limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
+        return await self._whole(_Call("POST", url, body, headers), limit_s, MAX_ANSWER_BYTES)
+
+    async def get(
+        self,
+        url: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        most_bytes: int = MAX_ANSWER_BYTES,
+    ) -> Answer:
+        """GET. Without headers it is a request of the router's own."""
+        given = self._own_headers if headers is None else headers
+        return await self._whole(_Call("GET", url, b"", given), timeout_s, most_bytes)
+
+    async def _whole(self, call: "_Call", timeout_s: float, most_bytes: int) -> Answer:
+        try:
+            async with asyncio.timeout(timeout_s), _Opened(self, call) as response:
+                return await response.read(most_bytes)
+        except TimeoutError:
+            raise EngineBroke(f"no answer within {timeout_s:g} s") from None
+
+    async def begin(self, call: "_Call") -> "UpstreamResponse":
+        """Send a call; returns once the answer's head has come."""
+        target = _target_of(call.url)
+        idle = self._idle[target.origin]
+        now = asyncio.get_running_loop().time()
+        while idle:
+            connection = idle.pop()
+            if connection.is_open and now - connection.idle_since < KEEP_ALIVE_S:
+                break
+            connection.abort()
+        else:
+            connection = await self._connect(target.origin)
+        length = b"" if call.method == "GET" else b"Content-Length: %d\r\n" % len(call.body)
+        head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%b\r\n" % (
+            call.method.encode(),
+            target.path.encode("latin-1"),
+            target.host_header.encode("latin-1"),
+            encode_headers(call.headers),
+            length,
+        )
+        return await connection.call(head, call.body, call.silence_timeout_s)
+
+    async def _connect(self, origin: tuple[str, str, int]) -> "_Connection":
+        scheme, host, port = origin
+        if scheme == "https" and self._tls is None:
+            self._tls = ssl.create_default_context()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._idle[origin], self._connections),
+                    host,
+                    port,
+                    ssl=self._tls if scheme == "https" else None,
+                )
+        except TimeoutError:
+            why = f"no connection to {host}:{port} within {self._connect_timeout_s:g} s"
+            raise EngineUnreached(why, is_refused=False) from None
+        except OSError as error:
+            is_refused = error.errno == errno.ECONNREFUSED
+            raise EngineUnreached(str(error), is_refused=is_refused) from error
+        return connection
+
+
+class _Call(NamedTuple):
+    method: str
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+    silence_timeout_s: float = float("inf")
+
+
+class _Opened:
+    """The `async with` of one call."""
+
+    __slots__ = ("_call", "_response", "_upstream")
+
+    def __init__(self, upstream: Upstream, call: _Call) -> None:
+        self._upstream = upstream
+        self._call = call
+
+    async def __aenter__(self) -> "UpstreamResponse":
+        self._response = await self._upstream.begin(self._call)
+        return self._response
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._response.leave()
+
+
+class UpstreamResponse:
+    """An answer whose head has come; its body is read once, by one task."""
+
+    def __init__(self, connection: "_Connection") -> None:
+        self.connection = connection
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self._parts: list[bytes] = []
+        self.unread_bytes = 0
+        self.is_complete = False
+        self._has_left = False
+        self._lost: EngineLost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def head(self) -> None:
+        """Wait until its head has come; EngineLost if it does not."""
+        while not self.status:
+            await self._more()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body, as it comes; EngineLost where it breaks off."""
+        while True:
+            if self._parts:
+                data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts.clear()
+                self.unread_bytes = 0
+                self.connection.resume()
+                yield data
+            elif self.is_complete:
+                return
+            else:
+                await self._more()
+
+    async def read(self, most_bytes: int = MAX_ANSWER_BYTES) -> Answer:
+        """The whole answer; EngineLost if it is larger than any engine's."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in self.chunks():
+            size += len(part)
+            if size > most_bytes:
+                raise EngineLost(f"answers more than {most_bytes} bytes")
+            parts.append(part)
+        return Answer(self.status, self.headers, b"".join(parts))
+
+    def finish(self) -> None:
+        """All that matters has come: its connection is kept if the body ends soon."""
+        self._has_left = True
+        if not self.is_complete:
+            asyncio.get_running_loop().call_later(END_TIMEOUT_S, self._give_up)
+
+    def leave(self) -> None:
+        """Nobody reads it any more."""
+        if not self._has_left:
+            self._has_left = True
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if not self.is_complete:
+            self.connection.abort()
+
+    async def _more(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # Called by the connection
+
+    def feed(self, data: bytes) -> None:
+        """A part of the body."""
+        if not self._has_left:
+            self._parts.append(data)
+        self.unread_bytes += len(data)
+
+    def lost(self, why: EngineLost) -> None:
+        """The rest will not come."""
+        if not self.is_complete and self._lost is None:
+            self._lost = why
+
+    def wake(self) -> None:
+        """Something of it has come, or is lost."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One to an engine. Parses with `httptools`, whose callbacks (`on_...`) it is itself."""
+
+    def __init__(self, idle: "deque[_Connection]", connections: "set[_Connection]") -> None:
+        self._idle = idle
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: CIMultiDict[str] = CIMultiDict()
+        self._head_bytes = 0
+        self._response: UpstreamResponse | None = None
+        """Of the call that it is used for."""
+        self._is_paused = False
+        self._silence_s = float("inf")
+        self._last_s = 0.0
+        """When something has last come."""
+        self._timer: asyncio.TimerHandle | None = None
+        self.idle_since = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def local_address(self) -> object:
+        return self._transport.get_extra_info("sockname") if self._transport else None
+
+    async def call(self, head: bytes, body: bytes, silence_s: float) -> UpstreamResponse:
+        """Send a request; returns once the head of its answer has come."""
+        if self._transport is None:
+            raise EngineBroke("has closed its connection")
+        response = self._response = UpstreamResponse(self)
+        self._head_bytes = 0
+        self._silence_s, self._last_s = silence_s, self._loop.time()
+        if self._timer is None:
+            self._check_silence()
+        if len(body) > COPIED_BYTES:
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head + body)
+        try:
+            await response.head()
+        except BaseException:
+            self.abort()
+            raise
+        return response
+
+    def resume(self) -> None:
+        """What has come has been taken."""
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._last_s = self._loop.time()
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None:
+            self.abort()  # nothing was asked
+            return
+        self._last_s = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+            if not response.status:
+                self._head_bytes += len(data)
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    raise _huge_head()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            why = str(cause) if isinstance(cause, EngineLost) else f"is not HTTP/1.1: {error}"
+            self._fail(response, EngineLost(why))
+        except (EngineLost, httptools.HttpParserUpgrade) as error:
+            self._fail(response, EngineLost(str(error)))
+        if response.unread_bytes > MAX_UNREAD_BYTES and not self._is_paused and self._transport:
+            self._is_paused = True
+            self._transport.pause_reading()
+        response.wake()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._transport = None
+        self._connections.discard(self)
+        with suppress(ValueError):
+            self._idle.remove(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        response = self._response
+        if response is None:
+            return
+        has_length = "Content-Length" in self._headers or "Transfer-Encoding" in self._headers
+        if response.status and exc is None and not has_length:
+            response.is_complete = True
+        response.lost(EngineBroke(str(exc) if exc else "has closed its connection"))
+        response.wake()
+
+    def _check_silence(self) -> None:
+        self._timer = None
+        if self._silence_s == float("inf"):
+            return
+        now = self._loop.time()
+        if self._is_paused or self._response is None:
+            self._last_s = now
+        left_s = self._last_s + self._silence_s - now
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._check_silence)
+        elif self._response is not None:
+            why = f"has said nothing for {self._silence_s:g} s (front.engine_timeout_s)"
+            self._fail(self._response, EngineBroke(why))
+            self._response.wake()
+
+    def _fail(self, response: UpstreamResponse, lost: EngineLost) -> None:
+        response.lost(lost)
+        self.abort()
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self._response is None or self._response.status:
+            raise EngineLost("answers what it was not asked")
+        self._headers = CIMultiDict()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self._headers) >= MAX_HEADERS or len(name) + len(value) > MAX_HEADER_BYTES:
+            raise _huge_head()
+        if self._response is not None and not self._response.status:
+            self._headers.add(name.decode("latin-1"), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        response = self._response
+        if response is None or status < 200:
+            return
+        coding = self._headers.get("Transfer-Encoding", "chunked")
+        if coding.lower() != "chunked":
+            raise EngineLost(f"answers with Transfer-Encoding: {coding}")
+        response.status, response.headers = status, self._headers
+
+    def on_body(self, data: bytes) -> None:
+        if self._response is not None:
+            self._response.feed(data)
+
+    def on_message_complete(self) -> None:
+        response = self._response
+        if response is None or not response.status:
+            return  # 100 Continue, and the like
+        response.is_complete = True
+        self._response = None
+        if self._parser.should_keep_alive() and not self._is_paused:
+            self.idle_since = self._loop.time()
+            self._idle.append(self)
+        else:
+            self.abort()
+
+
+def _huge_head() -> EngineLost:
+    return EngineLost(
+        f"answers a head of more than {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers"
+    )
