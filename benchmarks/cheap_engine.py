@@ -59,10 +59,13 @@ def events_of(body: bytes) -> list[bytes]:
     return events
 
 
+_streams: "dict[Engine, None]" = {}
+"""Those that have a stream to write."""
+
+
 class Engine(asyncio.Protocol):
     """One connection."""
 
-    streams: "ClassVar[set[Engine]]" = set()
     tick_s: ClassVar[float] = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -71,7 +74,7 @@ class Engine(asyncio.Protocol):
         self.left: list[bytes] = []
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.streams.discard(self)
+        _streams.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
         self.unread += data
@@ -94,7 +97,7 @@ class Engine(asyncio.Protocol):
             return
         self.transport.write(_HEAD)
         self.left = events[::-1]
-        self.streams.add(self)
+        _streams[self] = None
 
 
 async def _serve(port: int, tick_s: float) -> None:
@@ -102,10 +105,10 @@ async def _serve(port: int, tick_s: float) -> None:
     Engine.tick_s = tick_s
 
     def tick() -> None:
-        for each in tuple(Engine.streams):
+        for each in tuple(_streams):
             each.transport.write(each.left.pop())
             if not each.left:
-                Engine.streams.discard(each)
+                _streams.pop(each, None)
         loop.call_later(tick_s, tick)
 
     if tick_s:

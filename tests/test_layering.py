@@ -104,37 +104,24 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "storage/s3.py",
         *(
             "router/run.py",
-            "router/dataplane/front.py",
-            "router/dataplane/engines.py",
+            "router/dataplane/http_server.py",
+            "router/dataplane/upstream.py",
             "router/ops/watch.py",
         ),
         *(
             "router/ops/launcher.py",
             "router/ops/admin.py",
-            "router/dataplane/exchange.py",
+            "router/dataplane/request_handler.py",
             "router/load.py",
         ),
         *(
-            "router/dataplane/clients.py",
             "router/dataplane/spelling.py",
             "router/ops/prefetches.py",
             "router/ops/replicas.py",
         ),
     ),
-    "aiohttp": (
-        *(
-            "router/run.py",
-            "router/dataplane/front.py",
-            "router/dataplane/engines.py",
-            "router/ops/watch.py",
-        ),
-        *(
-            "router/ops/admin.py",
-            "router/dataplane/exchange.py",
-            "router/load.py",
-            "router/dataplane/clients.py",
-        ),
-    ),
+    "aiohttp": ("router/run.py", "router/ops/watch.py", "router/ops/admin.py"),
+    "httptools": ("router/dataplane/http_server.py", "router/dataplane/upstream.py"),
     "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),
 }
