@@ -27,6 +27,7 @@ from typing import Any
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.file.format import write_tail
+from vllm_kvpool.storage.file.index import _CELL, _Rows
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of, new_namespace
@@ -66,12 +67,6 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
     now = time.time_ns()
     with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db:
         db.execute("PRAGMA synchronous = OFF")
-        # The sums are given with the rows, so that nothing has to keep them meanwhile.
-        triggers = db.execute(
-            "SELECT name, sql FROM sqlite_master WHERE name IN ('chunk_added', 'cell_added')"
-        ).fetchall()
-        for name, _ in triggers:
-            db.execute(f"DROP TRIGGER {name}")
         [first] = db.execute("SELECT max(id) + 1 FROM chunk").fetchone()
         chunks = (
             (
@@ -81,21 +76,14 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
                 first + i - 1 if i % CHAIN else None,
                 int(i % CHAIN < CHAIN - 1 and i + 1 < count),
                 now + i,
+                _CELL.pack(os.urandom(20), FILE_BYTES),
             )
             for i in range(count)
         )
         db.executemany(
-            "INSERT INTO chunk (id, name, namespace, position, parent, children, bytes, score) "
-            f"VALUES (?, ?, 1, ?, ?, ?, {FILE_BYTES}, ?)",
-            chunks,
-        )
-        db.executemany(
-            "INSERT INTO cell VALUES (?, ?, ?)",
-            ((first + i, os.urandom(20), FILE_BYTES) for i in range(count)),
+            f"INSERT INTO chunk VALUES (?, ?, 1, ?, ?, ?, 0, {FILE_BYTES}, ?, 0, ?)", chunks
         )
         db.execute("UPDATE store SET used_bytes = used_bytes + ?", (count * FILE_BYTES,))
-        for _, trigger in triggers:
-            db.execute(trigger)
         db.commit()
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return size
@@ -123,11 +111,11 @@ def put_for(root: str, size: int, num_prompts: int, seed: int) -> dict[str, list
     hold_cpus: list[float] = []
 
     @contextlib.contextmanager
-    def timed_hold() -> Iterator[sqlite3.Connection]:
+    def timed_hold() -> Iterator[_Rows]:
         with contextlib.ExitStack() as transaction:
-            db = transaction.enter_context(begin())
+            rows = transaction.enter_context(begin())
             start, cpu = time.perf_counter(), time.thread_time()
-            yield db
+            yield rows
             transaction.close()
             holds.append(time.perf_counter() - start)
             hold_cpus.append(time.thread_time() - cpu)

@@ -1,33 +1,36 @@
 """Which chunks a `file://` store holds, how many bytes it uses and what goes next, in SQLite.
 
-One row for each chunk and each cell, shared by every process on the directory. The rules:
+One row for each chunk, with its cells, shared by every process on the directory. The rules:
 
-* Only a chunk without children in the store is evicted (`leaf`), the lowest score first. So a
+* Only a chunk without children in the store is evicted (a leaf), the lowest score first. So a
   prompt loses its end before its beginning, whichever process writes, reads or restarts.
 * Rows come before files and go after them: what lies on the disk is charged, and a kill at any
   point leaves a count that is too high until the chunk is evicted.
-* A chunk that is being written or evicted is held by its writer, and no candidate.
+* A chunk that is being written or evicted is held by its writer, and no candidate. What a writer
+  holds is a row of `round`, so that others can end what a killed one began.
 * A transaction is about `MAX_ROWS` rows and `MAX_EVICTED` chunks at most, whatever is stored, and
   calls the file system for nothing but the index.
-* The index can be lost: it is made anew from the files (`is_complete`), which are read without it.
+* The index can be lost: it is made anew from the files, which are read without it.
 
-Triggers keep the sums. Any thread of any process may call; one connection, one lock. The file is
-not synced: after a power loss it is checked and, if damaged, replaced.
+Any thread of any process may call; one connection, one lock. The file is not synced: after a power
+loss it is checked and, if damaged, replaced.
 """
 
 import contextlib
 import errno
-import itertools
+import heapq
 import logging
 import os
 import sqlite3
 import stat
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.base import ChunkRef
@@ -39,10 +42,9 @@ logger = logging.getLogger(__name__)
 WAIT_S = 10.0  # for another process's transaction, each of which takes milliseconds
 POLL_S = 0.0005
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 3
-MAX_ROWS = 128  # cells, hits, holds or chunks without bytes, of one transaction
+SCHEMA_VERSION = 4
+MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it forgets
 MAX_EVICTED = 32  # chunks, in one transaction
-SWEEP_LEVELS = 4  # of chunks without bytes, each with its parent, that a transaction forgets
 MAX_NOTED_HITS = 65_536  # waiting to be written; more are not counted
 SOFT_SHARE = 0.02  # how much the size may be exceeded
 LEAST_BYTES = 256 << 10  # an index and its journal need so much
@@ -50,73 +52,35 @@ LEAST_FILES = 3
 MAX_NAMESPACES = 1024  # remembered
 ID_BYTES = 16
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-LEAVING = -1  # `holders` of a chunk that is being evicted
-NOBODY = 0  # the writer that holds what an index which is not complete has found
-FOUND_ROUND = 0  # in which it holds that
+LEAVING = -1  # `holders` of a chunk that is being evicted; its bytes are not in `used_bytes`
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS store (
     id INTEGER PRIMARY KEY, used_bytes INTEGER NOT NULL DEFAULT 0,
-    found_bytes INTEGER NOT NULL DEFAULT 0, is_complete INTEGER NOT NULL DEFAULT 0,
+    found_bytes INTEGER NOT NULL DEFAULT 0,
+    incomplete_since INTEGER NOT NULL,  -- 0 if every file is known
+    num_evicted INTEGER NOT NULL DEFAULT 0, num_forgotten INTEGER NOT NULL DEFAULT 0,
     boot TEXT NOT NULL DEFAULT '');
-INSERT OR IGNORE INTO store (id) VALUES (1);
+INSERT OR IGNORE INTO store (id, incomplete_since) VALUES (1, {{now_ns}});
 CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
--- A parent's position is lower, so that no chunk comes before itself.
+-- A parent's position is lower, so that no chunk comes before itself. `evicted` is the number of
+-- the chunk's eviction, 0 before its first; a row without bytes is one whose score is remembered,
+-- or one that stands between a chunk and the chunks before it.
 CREATE TABLE IF NOT EXISTS chunk (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
-    position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL DEFAULT 0,
-    holders INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
-    score INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS leaf ON chunk (score) WHERE children = 0 AND holders = 0 AND bytes > 0;
-CREATE INDEX IF NOT EXISTS empty ON chunk (score) WHERE children = 0 AND holders = 0 AND bytes = 0;
-CREATE TABLE IF NOT EXISTS cell (
-    chunk INTEGER NOT NULL, name BLOB NOT NULL, bytes INTEGER NOT NULL,
-    PRIMARY KEY (chunk, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS evicted (
-    id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, score INTEGER NOT NULL);
+    position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL,
+    holders INTEGER NOT NULL, bytes INTEGER NOT NULL, score INTEGER NOT NULL,
+    evicted INTEGER NOT NULL, cells BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS leaf ON chunk (score)
+    WHERE children = 0 AND holders = 0 AND bytes > 0;
+CREATE INDEX IF NOT EXISTS empty ON chunk (evicted)
+    WHERE children = 0 AND holders = 0 AND bytes = 0;
 CREATE TABLE IF NOT EXISTS writer (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, recycled INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS hold (
-    writer INTEGER NOT NULL, round INTEGER NOT NULL, chunk INTEGER NOT NULL,
-    PRIMARY KEY (writer, round, chunk)) WITHOUT ROWID;
-
-CREATE TRIGGER IF NOT EXISTS cell_added AFTER INSERT ON cell BEGIN
-    UPDATE chunk SET bytes = bytes + NEW.bytes WHERE id = NEW.chunk;
-    UPDATE store SET used_bytes = used_bytes + NEW.bytes;
-END;
-CREATE TRIGGER IF NOT EXISTS cell_removed AFTER DELETE ON cell BEGIN
-    UPDATE store SET used_bytes = used_bytes - OLD.bytes
-        WHERE (SELECT holders FROM chunk WHERE id = OLD.chunk) != {LEAVING};
-    UPDATE chunk SET bytes = bytes - OLD.bytes WHERE id = OLD.chunk;
-END;
-CREATE TRIGGER IF NOT EXISTS chunk_evicted AFTER UPDATE OF holders ON chunk
-WHEN NEW.holders = {LEAVING} BEGIN
-    UPDATE store SET used_bytes = used_bytes - NEW.bytes;
-    INSERT OR REPLACE INTO evicted (name, score) VALUES (NEW.name, NEW.score);
-END;
-CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunk WHEN NEW.parent IS NOT NULL BEGIN
-    UPDATE chunk SET children = children + 1 WHERE id = NEW.parent;
-END;
-CREATE TRIGGER IF NOT EXISTS chunk_moved AFTER UPDATE OF parent ON chunk BEGIN
-    UPDATE chunk SET children = children + 1 WHERE id = NEW.parent;
-    UPDATE chunk SET children = children - 1 WHERE id = OLD.parent;
-END;
-CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunk BEGIN
-    UPDATE chunk SET children = children - 1 WHERE id = OLD.parent;
-END;
-CREATE TRIGGER IF NOT EXISTS hold_added AFTER INSERT ON hold BEGIN
-    UPDATE chunk SET holders = holders + 1 WHERE id = NEW.chunk AND holders != {LEAVING};
-END;
-CREATE TRIGGER IF NOT EXISTS hold_removed AFTER DELETE ON hold BEGIN
-    UPDATE chunk SET holders = max(holders - 1, 0) WHERE id = OLD.chunk;
-END;
-CREATE TRIGGER IF NOT EXISTS recycled_changed AFTER UPDATE OF recycled ON writer BEGIN
-    UPDATE store SET used_bytes = used_bytes + NEW.recycled - OLD.recycled;
-END;
-CREATE TRIGGER IF NOT EXISTS writer_removed AFTER DELETE ON writer BEGIN
-    UPDATE store SET used_bytes = used_bytes - OLD.recycled;
-END;
+    name TEXT PRIMARY KEY, recycled INTEGER NOT NULL) WITHOUT ROWID;
+-- The ids of the chunks that a writer holds, and of those that it evicts; 64 bits each.
+CREATE TABLE IF NOT EXISTS round (
+    id INTEGER PRIMARY KEY, writer TEXT NOT NULL, held BLOB NOT NULL, evicted BLOB NOT NULL);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -129,13 +93,13 @@ _ERRNOS = {
     sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
+_DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
+_COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, cells"
+_SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
-_CELLS = (
-    "SELECT n.name, cell.name, cell.bytes, c.name FROM chunk AS c "
-    "JOIN cell ON cell.chunk = c.id JOIN namespace AS n ON n.id = c.namespace "
-)
-_REMOVE = "DELETE FROM cell WHERE name = ? AND chunk = (SELECT id FROM chunk WHERE name = ?)"
+_SCORE = 8  # where it stands in a row
+_CELL = struct.Struct("<20sq")  # of a chunk's `cells`: the digest in the file's name, bytes
 
 
 class IndexBusy(StoreError):
@@ -164,7 +128,7 @@ class Reservation:
     """Room for one round of a put, from `reserve` to `settle`. Used by one thread at a time."""
 
     writer: str
-    round: int
+    round: int = 0
     opened: tuple[int, int, int] | None = None  # the index file that it was made in
     cells: tuple[Cell, ...] = ()
     """What is charged: the cells asked for, without those whose chunk is just being evicted."""
@@ -185,8 +149,283 @@ def chunk_name(namespace: str, chunk_id: str) -> bytes:
     return blake2b(text, digest_size=ID_BYTES).digest()
 
 
+class _Namespaces:
+    """Rows of `namespace`, as far as they are known; such a row is never changed or deleted."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+        self.names: dict[int, str] = {}
+
+    def clear(self) -> None:
+        self.ids.clear()
+        self.names.clear()
+
+    def add(self, number: int, name: str) -> None:
+        if len(self.ids) >= MAX_NAMESPACES:
+            self.clear()
+        self.ids[name], self.names[number] = number, name
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    """A row of `chunk`, as of now in a transaction."""
+
+    id: int
+    name: bytes
+    namespace: int
+    position: int
+    parent: int | None = None
+    children: int = 0
+    holders: int = 0
+    nbytes: int = 0
+    score: int = 0
+    evicted: int = 0
+    cells: bytes = b""
+
+    @property
+    def charged_bytes(self) -> int:
+        return 0 if self.holders == LEAVING else self.nbytes
+
+    def is_leaf(self) -> bool:
+        return self.children == 0 and self.holders == 0 and self.nbytes > 0
+
+    def is_empty(self) -> bool:
+        return self.children == 0 and self.holders == 0 and self.nbytes == 0
+
+    def add(self, name: bytes, nbytes: int) -> None:
+        """Add a cell, if it is not there."""
+        if name not in dict(_CELL.iter_unpack(self.cells)):
+            self.cells += _CELL.pack(name, nbytes)
+            self.nbytes += nbytes
+
+    def remove(self, name: bytes) -> None:
+        """Take a cell out, if it is there."""
+        cells = dict(_CELL.iter_unpack(self.cells))
+        self.nbytes -= cells.pop(name, 0)
+        self.cells = b"".join(_CELL.pack(*cell) for cell in cells.items())
+
+    def row(self) -> tuple[object, ...]:
+        return (
+            *(self.id, self.name, self.namespace, self.position, self.parent, self.children),
+            *(self.holders, self.nbytes, self.score, self.evicted, self.cells),
+        )
+
+
+class _Rows:
+    """The rows that a transaction has read, each one object, and `write`, which writes the changed.
+
+    What the objects say counts, not what the database says of them. Sums follow from them.
+    """
+
+    def __init__(self, db: sqlite3.Connection, namespaces: _Namespaces) -> None:
+        self.db = db
+        self.by_name: dict[bytes, _Chunk] = {}
+        self._by_id: dict[int, _Chunk] = {}
+        self._read: dict[int, tuple[object, ...]] = {}  # as they were read
+        self._namespaces = namespaces
+        self._next_id = 0
+        [row] = db.execute(f"SELECT {_SUMS} FROM store").fetchall()
+        self._sums: tuple[int, ...] = row
+        used, self.found_bytes, self.incomplete_since, self.num_evicted, self.num_forgotten = row
+        self._used_bytes: int = used  # without the chunks that were read or made
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes + sum(chunk.charged_bytes for chunk in self._by_id.values())
+
+    # Chunks
+
+    def of(self, row: tuple[Any, ...]) -> _Chunk:
+        """The object of a row of `_COLUMNS`."""
+        chunk = self._by_id.get(row[0])
+        if chunk is None:
+            chunk = self._by_id[row[0]] = self.by_name[row[1]] = _Chunk(*row)
+            self._read[row[0]] = row
+            self._used_bytes -= chunk.charged_bytes
+        return chunk
+
+    def named(self, names: Iterable[bytes]) -> list[_Chunk]:
+        """Those of these chunks that have a row."""
+        names = dict.fromkeys(names)
+        self._select("name", [name for name in names if name not in self.by_name])
+        return [self.by_name[name] for name in names if name in self.by_name]
+
+    def with_ids(self, ids: Sequence[int]) -> list[_Chunk]:
+        """The chunks of these ids; ValueError if one has no row, which is damage."""
+        self._select("id", [each for each in ids if each not in self._by_id])
+        if not self._by_id.keys() >= set(ids):
+            raise ValueError("a chunk is missing")
+        return [self._by_id[each] for each in ids]
+
+    def _select(self, column: str, values: Sequence[object]) -> None:
+        # By few different statements, as each stays prepared.
+        places = -(-len(values) // 16) * 16
+        if values:
+            query = f"SELECT {_COLUMNS} FROM chunk WHERE {column} IN ({'?, ' * (places - 1)}?)"
+            padded = [*values, *[None] * (places - len(values))]
+            for row in self.db.execute(query, padded).fetchall():
+                self.of(row)
+
+    def new(self, name: bytes, namespace: str, position: int) -> _Chunk:
+        """A chunk that has no row yet."""
+        if self._next_id == 0:
+            [(last,)] = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchall()
+            self._next_id = last + 1
+        chunk = _Chunk(self._next_id, name, self.namespace(namespace), position)
+        self._by_id[chunk.id] = self.by_name[name] = chunk
+        self._next_id += 1
+        return chunk
+
+    def take_leaves(self) -> Generator[_Chunk, None, None]:
+        """Take leaves out of the tree as they are drawn, the lowest score first. To be closed.
+
+        A chunk whose last child is taken is a leaf, too.
+        """
+        oldest = self.incomplete_since or -1
+        query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? ORDER BY score"
+        later: list[tuple[int, int]] = []  # scores and ids of leaves by this transaction
+        with contextlib.closing(self.db.execute(query, (oldest,))) as found:
+            row = found.fetchone()
+            while row is not None or later:
+                if later and (row is None or later[0][0] <= row[_SCORE]):
+                    chunk = self._by_id[heapq.heappop(later)[1]]
+                else:
+                    chunk, read_score = self.of(row), row[_SCORE]
+                    row = found.fetchone()
+                    if chunk.score != read_score:  # it was hit since
+                        heapq.heappush(later, (chunk.score, chunk.id))
+                        continue
+                if not chunk.is_leaf():
+                    continue
+                parent = self._leave_parent(chunk)
+                if parent is not None and parent.is_leaf() and parent.score > oldest:
+                    heapq.heappush(later, (parent.score, parent.id))
+                self.num_evicted += 1
+                chunk.holders, chunk.evicted = LEAVING, self.num_evicted
+                yield chunk
+
+    def _leave_parent(self, chunk: _Chunk) -> _Chunk | None:
+        if chunk.parent is None:
+            return None
+        [parent] = self.with_ids([chunk.parent])
+        chunk.parent = None
+        parent.children -= 1
+        return parent
+
+    def cells_of(self, chunks: Iterable[_Chunk]) -> tuple[Cell, ...]:
+        return tuple(
+            Cell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
+            for chunk in chunks
+            for name, nbytes in _CELL.iter_unpack(chunk.cells)
+        )
+
+    # Namespaces
+
+    def namespace(self, name: str) -> int:
+        """A namespace's row."""
+        known = self._namespaces.ids.get(name)
+        if known is None:
+            self.db.execute("INSERT OR IGNORE INTO namespace VALUES (NULL, ?)", (name,))
+            query = "SELECT id FROM namespace WHERE name = ?"
+            [(known,)] = self.db.execute(query, (name,)).fetchall()
+            self._namespaces.add(known, name)
+        return known
+
+    def _namespace_name(self, number: int) -> str:
+        known = self._namespaces.names.get(number)
+        if known is None:
+            query = "SELECT name FROM namespace WHERE id = ?"
+            [(known,)] = self.db.execute(query, (number,)).fetchall()
+            self._namespaces.add(number, known)
+        return known
+
+    # Writers and their rounds
+
+    def set_recycled(self, writer: str, recycled_bytes: int) -> None:
+        """How much a writer keeps in files of evicted cells."""
+        query = "SELECT recycled FROM writer WHERE name = ?"
+        row = self.db.execute(query, (writer,)).fetchone() or (0,)
+        if recycled_bytes != row[0]:
+            self.db.execute("INSERT OR REPLACE INTO writer VALUES (?, ?)", (writer, recycled_bytes))
+            self._used_bytes += recycled_bytes - row[0]
+
+    def add_round(self, writer: str, held: Iterable[_Chunk], evicted: Iterable[_Chunk]) -> int:
+        """Note what a writer holds and evicts, for whoever ends it."""
+        ids = [array("q", [chunk.id for chunk in each]).tobytes() for each in (held, evicted)]
+        new = self.db.execute("INSERT INTO round VALUES (NULL, ?, ?, ?)", (writer, *ids))
+        return int(new.lastrowid or 0)
+
+    def round_of(self, writer: str) -> int | None:
+        """A round that a writer has not ended."""
+        query = "SELECT id FROM round WHERE writer = ? LIMIT 1"
+        row = self.db.execute(query, (writer,)).fetchone()
+        return None if row is None else row[0]
+
+    def round(self, writer: str, number: int) -> tuple[list[_Chunk], list[_Chunk]]:
+        """The chunks that a round holds and those that it evicts; none if it has been ended.
+
+        A number may be given again, to another writer.
+        """
+        query = "SELECT held, evicted FROM round WHERE id = ? AND writer = ?"
+        row = self.db.execute(query, (number, writer)).fetchone() or (b"", b"")
+        held, evicted = (self.with_ids(array("q", ids)) for ids in row)
+        return held, evicted
+
+    def remove_round(self, writer: str, number: int) -> None:
+        self.db.execute("DELETE FROM round WHERE id = ? AND writer = ?", (number, writer))
+
+    # The end of the transaction
+
+    def write(self) -> None:
+        """Write what has changed."""
+        forgotten = self._forget()
+        self.db.executemany("DELETE FROM chunk WHERE id = ?", [(each,) for each in forgotten])
+        new, changed = [], []
+        for chunk in self._by_id.values():
+            row, before = chunk.row(), self._read.get(chunk.id)
+            if before is None:
+                new.append(row)
+            elif row != before:
+                changed.append((*row[4:], chunk.id))
+        if new:
+            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 10}?)", new)
+        if changed:
+            self.db.executemany(
+                "UPDATE chunk SET parent = ?, children = ?, holders = ?, bytes = ?, score = ?, "
+                "evicted = ?, cells = ? WHERE id = ?",
+                changed,
+            )
+        sums = (
+            *(self.used_bytes, self.found_bytes, self.incomplete_since),
+            *(self.num_evicted, self.num_forgotten),
+        )
+        if sums != self._sums:
+            self.db.execute(f"UPDATE store SET ({_SUMS}) = (?, ?, ?, ?, ?)", sums)
+
+    def _forget(self) -> list[int]:
+        """Take out up to `MAX_ROWS` chunks without bytes whose score is not to be remembered.
+
+        Ids of their rows; the others are forgotten by later transactions.
+        """
+        newest = max(self.num_forgotten, 0)
+        query = f"SELECT {_COLUMNS} {_EMPTY} AND evicted <= ? LIMIT ?"
+        for row in self.db.execute(query, (newest, 2 * MAX_EVICTED)).fetchall():
+            self.of(row)
+        forgotten: list[int] = []
+        todo = [*self._by_id.values()]
+        while todo and len(forgotten) < MAX_ROWS:
+            chunk = todo.pop()
+            if chunk.is_empty() and chunk.evicted <= newest and chunk.id in self._by_id:
+                parent = self._leave_parent(chunk)
+                todo += [] if parent is None else [parent]
+                del self._by_id[chunk.id]
+                if chunk.id in self._read:
+                    forgotten.append(chunk.id)
+        return forgotten
+
+
 class FileIndex:
-    """See the module docstring. Closed by its owner.
+    """The index of one open store. Closed by its owner.
 
     `check_path` raises OSError if a symbolic link is on the way to the index.
     """
@@ -206,9 +445,8 @@ class FileIndex:
         self._pid = os.getpid()
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
-        self._namespaces: dict[str, int] = {}  # of this file
+        self._namespaces = _Namespaces()  # of this file
         self._hits: dict[bytes, int] = {}  # chunks that were read -> when; written at times
-        self._rounds = itertools.count(1)
         with contextlib.suppress(OSError):
             self.used_bytes()
         self.used_bytes()  # if it was damaged it is new now
@@ -230,41 +468,37 @@ class FileIndex:
         since may be as much as the bound is soft, and gives way to what comes next.
         """
         assert len(cells) <= MAX_ROWS, len(cells)
-        made = Reservation(writer, next(self._rounds))
         if sum(cell.nbytes for cell in cells) > size_bytes:
             return None
-        num_leaving = me = 0
-        with contextlib.suppress(_NoRoom), self._writing() as db:
-            me = self._writer(db, writer, recycled_bytes)
-            self._write_hits(db)
-            chunks = self._hold(db, me, made.round, cells)
+        with contextlib.suppress(_NoRoom), self._writing() as rows:
+            rows.set_recycled(writer, recycled_bytes)
+            self._write_hits(rows)
+            chunks = self._find(rows, cells)
+            for chunk in chunks.values():
+                chunk.holders += 1
             accepted = tuple(cell for cell in cells if cell.chunk in chunks)
-            num_leaving, made.room_bytes = self._evict(db, me, made.round, size_bytes, accepted)
-            if made.room_bytes >= 0:
-                self._charge(db, chunks, accepted)
+            evicted, room_bytes = self._evict(rows, size_bytes, accepted)
+            made = Reservation(writer, rows.add_round(writer, chunks.values(), evicted))
+            made.opened, made.room_bytes = self._opened, room_bytes
+            made.evicted = rows.cells_of(evicted)
+            if room_bytes >= 0:
+                self._charge(chunks, accepted)
                 made.cells = accepted
-            made.opened = self._opened
-        if made.opened is None:
-            return None
-        if num_leaving:  # after the transaction, as no other writer changes what we have evicted
-            with self._reading() as db:
-                if self._opened == made.opened:
-                    made.evicted = _cells_of_round(db, me, made.round, LEAVING)
-        return made
+            else:  # until its files are gone too, no other writer may use this room
+                freed_bytes = sum(chunk.nbytes for chunk in evicted)
+                rows.set_recycled(writer, recycled_bytes + freed_bytes)
+            return made
+        return None
 
-    def hold(self, writer: str, chunks: Iterable[bytes], recycled_bytes: int) -> Reservation:
-        """Keep chunks that are there from being evicted, until `settle`."""
-        made, names = Reservation(writer, next(self._rounds)), list(dict.fromkeys(chunks))
-        for i in range(0, len(names), MAX_ROWS):
-            with self._writing() as db:
-                me = self._writer(db, writer, recycled_bytes)
-                made.opened = self._opened
-                db.executemany(
-                    "INSERT OR IGNORE INTO hold SELECT ?, ?, id FROM chunk "
-                    "WHERE name = ? AND holders != ?",
-                    [(me, made.round, name, LEAVING) for name in names[i : i + MAX_ROWS]],
-                )
-        return made
+    def hold(self, writer: str, chunks: Sequence[bytes], recycled_bytes: int) -> Reservation:
+        """Keep up to `MAX_ROWS` chunks that are there from being evicted, until `settle`."""
+        assert len(chunks) <= MAX_ROWS, len(chunks)
+        with self._writing() as rows:
+            rows.set_recycled(writer, recycled_bytes)
+            held = [chunk for chunk in rows.named(chunks) if chunk.holders != LEAVING]
+            for chunk in held:
+                chunk.holders += 1
+            return Reservation(writer, rows.add_round(writer, held, ()), self._opened)
 
     def settle(
         self,
@@ -273,48 +507,46 @@ class FileIndex:
         recycled_bytes: int | None = None,
     ) -> None:
         """The writes have ended, and the evicted files are gone; `absent` are cells without one."""
-        gone = [*reservation.evicted, *absent]
         stored = [cell for cell in reservation.cells if cell.name in reservation.stored]
-        num_released = MAX_ROWS
-        while gone or num_released == MAX_ROWS:
-            with self._writing() as db:
-                me = self._writer(db, reservation.writer, recycled_bytes)
-                if reservation.opened != self._opened:  # made anew since: it knows nothing of them
-                    self._charge(db, self._hold(db, me, reservation.round, stored), stored)
-                    gone, stored = [], []
-                else:
-                    _remove(db, gone[:MAX_ROWS])
-                    gone = gone[MAX_ROWS:]
-                if not gone:
-                    # The row is missing if another writer of the cell has failed meanwhile.
-                    db.executemany(
-                        "INSERT OR IGNORE INTO cell SELECT id, ?, ? FROM chunk WHERE name = ?",
-                        [(cell.name, cell.nbytes, cell.chunk) for cell in stored],
-                    )
-                    num_released = _release(db, me, reservation.round)
+        with self._writing() as rows:
+            if recycled_bytes is not None:
+                rows.set_recycled(reservation.writer, recycled_bytes)
+            if reservation.opened != self._opened:  # made anew since: it knows nothing of them
+                self._charge(self._find(rows, stored), stored)
+                return
+            held, evicted = rows.round(reservation.writer, reservation.round)
+            rows.remove_round(reservation.writer, reservation.round)
+            for chunk in evicted:
+                chunk.holders, chunk.nbytes, chunk.cells = 0, 0, b""
+            chunks = {chunk.name: chunk for chunk in held}
+            for chunk in held:
+                chunk.holders = max(chunk.holders - 1, 0)
+            for cell in absent:
+                if cell.chunk in chunks:
+                    chunks[cell.chunk].remove(cell.name)
+            # The cell is missing if another writer of it has failed meanwhile.
+            for cell in stored:
+                if cell.chunk in chunks:
+                    chunks[cell.chunk].add(cell.name, cell.nbytes)
 
     def left_by(self, writer: str) -> Reservation | None:
         """A round that a writer which was killed has not settled, with what only it has begun.
 
         The caller deletes the files of `evicted` and settles; None if there is no round left.
         """
-        with self._reading() as db:
-            found = db.execute(
-                "SELECT hold.writer, hold.round FROM hold JOIN writer ON writer.id = hold.writer "
-                "WHERE writer.name = ? LIMIT 1",
-                (writer,),
-            ).fetchone()
-            if found is None:
+        with self._writing() as rows:
+            number = rows.round_of(writer)
+            if number is None:
                 return None
-            evicted, begun = (
-                _cells_of_round(db, found[0], found[1], holders) for holders in (LEAVING, 1)
-            )
-            return Reservation(writer, found[1], self._opened, begun, evicted)
+            held, evicted = rows.round(writer, number)
+            begun = rows.cells_of(chunk for chunk in held if chunk.holders == 1)
+            return Reservation(writer, number, self._opened, begun, rows.cells_of(evicted))
 
     def remove_writer(self, writer: str) -> None:
         """Forget a writer that has settled everything, and what it kept of evicted files."""
-        with self._writing() as db:
-            db.execute("DELETE FROM writer WHERE name = ?", (writer,))
+        with self._writing() as rows:
+            rows.set_recycled(writer, 0)
+            rows.db.execute("DELETE FROM writer WHERE name = ?", (writer,))
 
     # Reads
 
@@ -326,24 +558,25 @@ class FileIndex:
 
     def write_hits(self) -> None:
         """Write all hits that were noted, some at a time."""
-        while self._hits:
-            with self._writing() as db:
-                self._write_hits(db)
+        for _ in range(0, len(self._hits), MAX_ROWS):
+            with self._writing() as rows:
+                self._write_hits(rows)
 
     def used_bytes(self) -> int:
         with self._reading() as db:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
-    def coldest(self, max_cells: int) -> list[list[Cell]]:
+    def coldest(self, max_cells: int) -> list[tuple[Cell, ...]]:
         """The cells of leaves, by chunk, in the order in which they would be evicted now.
 
         Whole chunks, so the last one may bring it above `max_cells`.
         """
-        found: list[list[Cell]] = []
+        found: list[tuple[Cell, ...]] = []
         with self._reading() as db:
-            query = f"SELECT id {_LEAVES} ORDER BY score LIMIT ?"
-            for (leaf,) in db.execute(query, (max_cells,)).fetchall():
-                found.append(_cells(db, "WHERE c.id = ?", leaf))
+            rows = _Rows(db, self._namespaces)
+            query = f"SELECT {_COLUMNS} {_LEAVES} ORDER BY score LIMIT ?"
+            for row in db.execute(query, (max_cells,)).fetchall():
+                found.append(rows.cells_of([rows.of(row)]))
                 max_cells -= len(found[-1])
                 if max_cells <= 0:
                     break
@@ -354,24 +587,28 @@ class FileIndex:
     def remove_cells(self, cells: Sequence[tuple[bytes, bytes]]) -> None:
         """Forget cells, by their own names and those of their chunks."""
         for i in range(0, len(cells), MAX_ROWS):
-            with self._writing() as db:
-                db.executemany(_REMOVE, cells[i : i + MAX_ROWS])
+            part = cells[i : i + MAX_ROWS]
+            with self._writing() as rows:
+                chunks = {chunk.name: chunk for chunk in rows.named(name for _, name in part)}
+                for name, chunk_name in part:
+                    if chunk_name in chunks:
+                        chunks[chunk_name].remove(name)
 
     def remove_namespace(self, namespace: str) -> None:
         """Forget every cell of a namespace, some at a time; what is held goes in its turn."""
         last = 0
         while True:
-            with self._reading() as db:
-                rows = db.execute(
-                    "SELECT c.id, cell.name, c.name, n.name FROM (SELECT * FROM chunk WHERE id > ? "
-                    "ORDER BY id LIMIT ?) AS c JOIN namespace AS n ON n.id = c.namespace "
-                    "LEFT JOIN cell ON cell.chunk = c.id AND c.holders = 0",
-                    (last, MAX_ROWS),
-                ).fetchall()
-            if not rows:
+            with self._writing() as rows:
+                number = rows.namespace(namespace)
+                query = f"SELECT {_COLUMNS} FROM chunk WHERE id > ? ORDER BY id LIMIT ?"
+                found = rows.db.execute(query, (last, MAX_ROWS)).fetchall()
+                chunks = [rows.of(row) for row in found]
+                for chunk in chunks:
+                    if chunk.namespace == number and chunk.holders == 0:
+                        chunk.nbytes, chunk.cells = 0, b""
+            if not chunks:
                 return
-            last = max(row[0] for row in rows)
-            self.remove_cells([(row[1], row[2]) for row in rows if row[1] and row[3] == namespace])
+            last = chunks[-1].id
 
     # Making it anew
 
@@ -379,33 +616,31 @@ class FileIndex:
     def is_complete(self) -> bool:
         """Whether every file is known; a new index is not."""
         with self._reading() as db:
-            return bool(db.execute("SELECT is_complete FROM store").fetchone()[0])
+            return not db.execute("SELECT incomplete_since FROM store").fetchone()[0]
 
     def add_found(self, found: Sequence[tuple[Cell, int]]) -> None:
         """Add up to `MAX_ROWS` files that were found, with the times they were written.
 
-        They are held until `complete`, as their children may still be found.
+        Their scores say that they were there before, so they are not evicted until `complete`, as
+        their children may still be found.
         """
         assert len(found) <= MAX_ROWS, len(found)
-        now_ns = self._clock_ns()
-        with self._writing() as db:
-            [(used_bytes,)] = db.execute("SELECT used_bytes FROM store").fetchall()
-            chunks = self._hold(db, NOBODY, FOUND_ROUND, [cell for cell, _ in found])
-            _insert(db, chunks, [cell for cell, _ in found if cell.chunk in chunks])
-            db.executemany(
-                "UPDATE chunk SET score = ?1 WHERE id = ?2 AND score < ?1",
-                [(min(written_ns, now_ns), chunks.get(cell.chunk)) for cell, written_ns in found],
-            )
-            db.execute("UPDATE store SET found_bytes = found_bytes + used_bytes - ?", (used_bytes,))
+        with self._writing() as rows:
+            used_bytes = rows.used_bytes
+            chunks = self._find(rows, [cell for cell, _ in found])
+            for cell, written_ns in found:
+                chunk = chunks.get(cell.chunk)
+                if chunk is not None:
+                    chunk.add(cell.name, cell.nbytes)
+                    chunk.score = max(chunk.score, min(written_ns, rows.incomplete_since))
+            rows.found_bytes += rows.used_bytes - used_bytes
 
     def complete(self) -> None:
         """Every file has been found."""
-        boot, num_released = _boot(), MAX_ROWS
-        while num_released == MAX_ROWS:
-            with self._writing() as db:
-                num_released = _release(db, NOBODY, FOUND_ROUND)
-                if num_released < MAX_ROWS:
-                    db.execute("UPDATE store SET is_complete = 1, boot = ?", (boot,))
+        boot = _boot()
+        with self._writing() as rows:
+            rows.incomplete_since = 0
+            rows.db.execute("UPDATE store SET boot = ?", (boot,))
 
     def check_after_power_loss(self) -> None:
         """Where the machine has started anew since: look for damage; files may be unknown."""
@@ -417,160 +652,103 @@ class FileIndex:
             [first] = db.execute("PRAGMA quick_check(1)").fetchone()
             if first != "ok":
                 raise sqlite3.DatabaseError(first)
-        with self._writing() as db:
-            db.execute(
-                "UPDATE store SET is_complete = 0, found_bytes = used_bytes, boot = ?", (boot,)
-            )
+        with self._writing() as rows:
+            rows.incomplete_since, rows.found_bytes = self._clock_ns(), rows.used_bytes
+            rows.db.execute("UPDATE store SET boot = ?", (boot,))
 
-    # Rows
+    # What a transaction decides
 
-    def _writer(self, db: sqlite3.Connection, name: str, recycled_bytes: int | None) -> int:
-        """A writer's row, which says how much it keeps in recycled files."""
-        db.execute("INSERT OR IGNORE INTO writer (name) VALUES (?)", (name,))
-        [(me,)] = db.execute("SELECT id FROM writer WHERE name = ?", (name,)).fetchall()
-        if recycled_bytes is not None:
-            db.execute(
-                "UPDATE writer SET recycled = ?1 WHERE id = ?2 AND recycled != ?1",
-                (recycled_bytes, me),
-            )
-        return int(me)
+    def _find(self, rows: _Rows, cells: Sequence[Cell]) -> dict[bytes, _Chunk]:
+        """The chunks of cells by name, made if there are none, without those that cannot be put.
 
-    def _hold(
-        self, db: sqlite3.Connection, writer: int, number: int, cells: Sequence[Cell]
-    ) -> dict[bytes, int]:
-        """Hold the chunks of cells in a round; their ids, without those that are being evicted."""
-        rows: dict[bytes, _ChunkRow] = {}  # of these cells' chunks and of their parents
-        held: dict[bytes, int] = {}
-        for cell in cells:
-            if cell.chunk not in held:
-                chunk = self._find(db, cell, rows)
-                if chunk is not None:
-                    held[cell.chunk] = chunk
-        _insert_holds(db, writer, number, held.values())
-        return held
-
-    def _charge(
-        self, db: sqlite3.Connection, chunks: Mapping[bytes, int], cells: Sequence[Cell]
-    ) -> None:
-        """Add the rows of new cells; a chunk that has no other gets its first score."""
-        ids = _places(len(chunks))
-        new = db.execute(
-            f"SELECT id, name FROM chunk WHERE bytes = 0 AND id IN ({ids})", [*chunks.values()]
-        ).fetchall()
-        # Of these some may have been evicted lately.
-        query = f"DELETE FROM evicted WHERE name IN ({_places(len(new))}) RETURNING name, score"
-        known = dict(db.execute(query, [name for _, name in new]).fetchall())
-        now_ns = self._clock_ns()
-        put, hit = self._policy.on_put(now_ns), self._policy.on_hit
-        db.executemany(
-            "UPDATE chunk SET score = ? WHERE id = ?",
-            [(hit(known[name], now_ns) if name in known else put, i) for i, name in new],
-        )
-        _insert(db, chunks, [cell for cell in cells if cell.chunk in chunks])
-
-    def _find(
-        self, db: sqlite3.Connection, cell: Cell, rows: dict[bytes, "_ChunkRow"]
-    ) -> int | None:
-        """The id of a cell's chunk, whose row is made if there is none, below its parent's.
-
-        None if one of the two is being evicted. `rows` are those of this transaction so far.
+        These are being evicted, or the chunk before them is.
         """
-        namespace = self._namespace(db, cell.namespace)
-        chunk = rows.get(cell.chunk) or _chunk(db, cell.chunk)
+        rows.named(name for cell in cells for name in (cell.chunk, cell.parent))
+        found: dict[bytes, _Chunk] = {}
+        for cell in cells:
+            if cell.chunk not in found:
+                chunk = self._find_one(rows, cell)
+                if chunk is not None:
+                    found[cell.chunk] = chunk
+        return found
+
+    def _find_one(self, rows: _Rows, cell: Cell) -> _Chunk | None:
+        chunk = rows.by_name.get(cell.chunk)
         if chunk is not None and chunk.holders == LEAVING:
             return None
-        parent: int | None = None
+        parent: _Chunk | None = None
         if cell.parent and (chunk is None or chunk.parent is None):
             position = cell.position if chunk is None else chunk.position
-            above = rows.get(cell.parent) or _chunk(db, cell.parent)
-            if above is None:
-                # A parent that is not stored, or not yet, has a row without bytes.
-                above = _new_chunk(db, cell.parent, namespace, position - 1, None)
-            rows[cell.parent] = above
-            if above.holders == LEAVING:
+            parent = rows.by_name.get(cell.parent)
+            if parent is None:  # it is not stored, or not yet, and has a row without bytes
+                parent = rows.new(cell.parent, cell.namespace, position - 1)
+            if parent.holders == LEAVING:
                 return None
-            if above.position < position:
-                parent = above.id
+            if parent.position >= position:
+                parent = None
         if chunk is None:
-            chunk = _new_chunk(db, cell.chunk, namespace, cell.position, parent)
-        elif parent is not None:
-            db.execute("UPDATE chunk SET parent = ? WHERE id = ?", (parent, chunk.id))
-            chunk = chunk._replace(parent=parent)
-        rows[cell.chunk] = chunk
-        return chunk.id
+            chunk = rows.new(cell.chunk, cell.namespace, cell.position)
+        if parent is not None:
+            chunk.parent = parent.id
+            parent.children += 1
+        return chunk
 
-    def _namespace(self, db: sqlite3.Connection, name: str) -> int:
-        """A namespace's row; they are never deleted."""
-        known = self._namespaces.get(name)
-        if known is None:
-            db.execute("INSERT OR IGNORE INTO namespace VALUES (NULL, ?)", (name,))
-            [(known,)] = db.execute("SELECT id FROM namespace WHERE name = ?", (name,)).fetchall()
-            if len(self._namespaces) < MAX_NAMESPACES:
-                self._namespaces[name] = known
-        return known
+    def _charge(self, chunks: Mapping[bytes, _Chunk], cells: Sequence[Cell]) -> None:
+        """Add new cells; a chunk that has no other gets its first score, or its next one if it was
+        evicted lately."""
+        now_ns = self._clock_ns()
+        for chunk in chunks.values():
+            if chunk.nbytes == 0:
+                is_known, chunk.evicted = chunk.evicted > 0, 0
+                score = self._policy.on_hit(chunk.score, now_ns) if is_known else None
+                chunk.score = self._policy.on_put(now_ns) if score is None else score
+        for cell in cells:
+            if cell.chunk in chunks:
+                chunks[cell.chunk].add(cell.name, cell.nbytes)
 
     def _evict(
-        self,
-        db: sqlite3.Connection,
-        writer: int,
-        number: int,
-        size_bytes: int,
-        cells: Sequence[Cell],
-    ) -> tuple[int, int]:
+        self, rows: _Rows, size_bytes: int, cells: Sequence[Cell]
+    ) -> tuple[list[_Chunk], int]:
         """Take up to `MAX_EVICTED` leaves out of the tree, until there is room for cells.
 
-        Their number and the room that is left then; _NoRoom if there are not enough. Their rows
-        stay for `settle`. Their scores are remembered, of as many chunks as the policy asks for.
+        These and the room that is left then; _NoRoom if there are not enough. Their rows stay for
+        `settle`. Their scores are remembered, of as many chunks as the policy asks for.
         """
-        [(used_bytes, found_bytes, is_complete)] = db.execute(
-            "SELECT used_bytes, found_bytes, is_complete FROM store"
-        ).fetchall()
-        if not is_complete:
-            size_bytes = min(found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
+        if rows.incomplete_since:
+            size_bytes = min(rows.found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
+        used_bytes = rows.used_bytes
         free_bytes = room_bytes = size_bytes - used_bytes - sum(cell.nbytes for cell in cells)
+        evicted: list[_Chunk] = []
         if room_bytes < 0:
-            self._repair_scores(db)
-        leaving: list[int] = []
-        while room_bytes < 0 and len(leaving) < MAX_EVICTED:
-            rows = db.execute(
-                "UPDATE chunk SET holders = ?, parent = NULL "
-                f"WHERE id = (SELECT id {_LEAVES} ORDER BY score LIMIT 1) RETURNING id, bytes",
-                (LEAVING,),
-            ).fetchall()
-            if not rows:
-                raise _NoRoom
-            leaving.append(rows[0][0])
-            room_bytes += rows[0][1]
-        if leaving:
-            _insert_holds(db, writer, number, leaving)
-            freed_bytes = room_bytes - free_bytes
+            self._repair_scores(rows)
+            with contextlib.closing(rows.take_leaves()) as leaves:
+                for chunk in leaves:
+                    evicted.append(chunk)
+                    room_bytes += chunk.nbytes
+                    if room_bytes >= 0 or len(evicted) == MAX_EVICTED:
+                        break
+                else:
+                    raise _NoRoom
             # As many as fit if all are as large as these.
-            remembered = self._policy.remembered * (used_bytes * len(leaving) // freed_bytes)
-            db.execute(
-                "DELETE FROM evicted WHERE id IN (SELECT id FROM evicted WHERE "
-                "id <= (SELECT max(id) FROM evicted) - ? ORDER BY id LIMIT ?)",
-                (remembered, MAX_ROWS),
-            )
-            if room_bytes < 0:  # until its files are gone too, no other writer may use this room
-                db.execute(
-                    "UPDATE writer SET recycled = recycled + ? WHERE id = ?", (freed_bytes, writer)
-                )
-        return len(leaving), room_bytes
+            num_chunks = used_bytes * len(evicted) // (room_bytes - free_bytes)
+            rows.num_forgotten = rows.num_evicted - self._policy.remembered * num_chunks
+        return evicted, room_bytes
 
-    def _repair_scores(self, db: sqlite3.Connection) -> None:
+    def _repair_scores(self, rows: _Rows) -> None:
         """Bring leaves down to now whose score no clock can have given."""
         now_ns = self._clock_ns()
-        db.execute(
-            f"UPDATE chunk SET score = ? WHERE id IN (SELECT id {_LEAVES} AND score > ? LIMIT ?)",
-            (now_ns, highest_score(now_ns), MAX_ROWS),
-        )
+        query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? LIMIT ?"
+        for row in rows.db.execute(query, (highest_score(now_ns), MAX_ROWS)).fetchall():
+            rows.of(row).score = now_ns
 
-    def _write_hits(self, db: sqlite3.Connection) -> None:
-        hits = [self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits)))]
-        db.executemany(
-            "UPDATE chunk SET score = on_hit(score, ?) WHERE name = ?",
-            [(now_ns, name) for name, now_ns in hits],
-        )
+    def _write_hits(self, rows: _Rows) -> None:
+        if (
+            rows.incomplete_since
+        ):  # of what was found the scores stay as they are until all is known
+            return
+        hits = dict(self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits))))
+        for chunk in rows.named(hits):
+            chunk.score = self._policy.on_hit(chunk.score, hits[chunk.name])
 
     # The connection
 
@@ -580,8 +758,8 @@ class FileIndex:
             yield self._connected()
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction; it is undone by an exception."""
+    def _writing(self) -> Iterator[_Rows]:
+        """A transaction, which ends by writing the rows; it is undone by an exception."""
         with self._locked(), self._replacing_damage():
             db = self._connected()
             deadline = time.monotonic() + WAIT_S
@@ -598,8 +776,9 @@ class FileIndex:
                         ) from None
                 time.sleep(POLL_S)
             try:
-                yield db
-                _sweep(db)
+                rows = _Rows(db, self._namespaces)
+                yield rows
+                rows.write()
                 db.execute("COMMIT")
             except BaseException:
                 self._namespaces.clear()  # a new one is undone, too
@@ -623,7 +802,7 @@ class FileIndex:
         """Put a new index in the place of one that cannot be read; the call itself has failed."""
         try:
             yield
-        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        except _DAMAGE as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise IndexBusy(f"{self._path} is locked by another process") from None
@@ -652,8 +831,7 @@ class FileIndex:
         status = os.lstat(self._path)
         db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
-            _prepare(db)
-            db.create_function("on_hit", 2, self._policy.on_hit)
+            _prepare(db, self._clock_ns())
         except BaseException:
             db.close()
             raise
@@ -692,7 +870,7 @@ def _delete(path: str) -> None:
             os.unlink(each)
 
 
-def _prepare(db: sqlite3.Connection) -> None:
+def _prepare(db: sqlite3.Connection, now_ns: int) -> None:
     """Set the connection up, and the tables if they are not there; DatabaseError if foreign."""
     db.execute(f"PRAGMA busy_timeout = {int(WAIT_S * 1000)}")
     # A file system of a network has no memory that its hosts share: there a journal does it, whose
@@ -709,7 +887,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
         if num_tables:
             raise sqlite3.DatabaseError("it is no index of this release")
-        db.executescript(_SCHEMA)  # another process may be at it, too
+        db.executescript(_SCHEMA.format(now_ns=now_ns))  # another process may be at it, too
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
 
@@ -731,81 +909,3 @@ def _boot() -> str:
     with contextlib.suppress(OSError), open(BOOT_ID) as file:
         return file.read().strip()
     return "unknown"
-
-
-class _ChunkRow(NamedTuple):
-    id: int
-    position: int
-    parent: int | None
-    holders: int
-
-
-def _chunk(db: sqlite3.Connection, name: bytes) -> _ChunkRow | None:
-    row = db.execute(
-        "SELECT id, position, parent, holders FROM chunk WHERE name = ?", (name,)
-    ).fetchone()
-    return None if row is None else _ChunkRow(*row)
-
-
-def _new_chunk(
-    db: sqlite3.Connection, name: bytes, namespace: int, position: int, parent: int | None
-) -> _ChunkRow:
-    new = db.execute(
-        "INSERT INTO chunk (name, namespace, position, parent) VALUES (?, ?, ?, ?)",
-        (name, namespace, position, parent),
-    )
-    return _ChunkRow(int(new.lastrowid or 0), position, parent, 0)
-
-
-def _insert_holds(db: sqlite3.Connection, writer: int, number: int, chunks: Iterable[int]) -> None:
-    db.executemany(
-        "INSERT OR IGNORE INTO hold VALUES (?, ?, ?)",
-        [(writer, number, chunk) for chunk in chunks],
-    )
-
-
-def _places(count: int) -> str:
-    """So many places for values in a query."""
-    return ", ".join("?" * count)
-
-
-def _cells(db: sqlite3.Connection, which: str, *values: int) -> list[Cell]:
-    return [Cell(*row) for row in db.execute(_CELLS + which, values).fetchall()]
-
-
-def _cells_of_round(
-    db: sqlite3.Connection, writer: int, number: int, holders: int
-) -> tuple[Cell, ...]:
-    """The cells of the chunks that a round holds and that have so many holders."""
-    of_round = "JOIN hold ON hold.chunk = c.id WHERE hold.writer = ? AND hold.round = ? "
-    return tuple(_cells(db, f"{of_round} AND c.holders = ?", writer, number, holders))
-
-
-def _insert(db: sqlite3.Connection, chunks: Mapping[bytes, int], cells: Sequence[Cell]) -> None:
-    db.executemany(
-        "INSERT OR IGNORE INTO cell VALUES (?, ?, ?)",
-        [(chunks[cell.chunk], cell.name, cell.nbytes) for cell in cells],
-    )
-
-
-def _remove(db: sqlite3.Connection, cells: Iterable[Cell]) -> None:
-    db.executemany(_REMOVE, [(cell.name, cell.chunk) for cell in cells])
-
-
-def _release(db: sqlite3.Connection, writer: int, number: int) -> int:
-    """End up to `MAX_ROWS` holds of a writer's round; how many there were."""
-    return db.execute(
-        "DELETE FROM hold WHERE writer = ?1 AND round = ?2 AND chunk IN "
-        "(SELECT chunk FROM hold WHERE writer = ?1 AND round = ?2 LIMIT ?3)",
-        (writer, number, MAX_ROWS),
-    ).rowcount
-
-
-def _sweep(db: sqlite3.Connection) -> None:
-    """Forget chunks without bytes that neither hold the tree together nor are being written."""
-    for _ in range(SWEEP_LEVELS):
-        if not db.execute(
-            f"DELETE FROM chunk WHERE id IN (SELECT id {_EMPTY} LIMIT ?)",
-            (MAX_ROWS // SWEEP_LEVELS,),
-        ).rowcount:
-            return

@@ -64,13 +64,13 @@ class SymlinkGuard:
 
     def check(self, path: str) -> None:
         """OSError unless every directory above it is one itself, or missing."""
-        if not self._is_plain(os.path.dirname(path)):
+        if not self._is_plain(path.rpartition("/")[0]):
             raise OSError(errno.ENOTDIR, "refused, as a symbolic link is on the way", path)
 
     def _is_plain(self, directory: str) -> bool:
         known = self._are_plain.get(directory)
         if known is None:
-            known = self._is_plain(os.path.dirname(directory)) and not os.path.islink(directory)
+            known = self._is_plain(directory.rpartition("/")[0]) and not os.path.islink(directory)
             self._are_plain[directory] = known
         return known
 

@@ -24,6 +24,7 @@ import os
 import secrets
 import shutil
 import stat
+import struct
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -31,12 +32,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import count
 
+import numpy as np
+
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictionPolicy
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
-from vllm_kvpool.storage.file.index import MAX_ROWS, Cell, FileIndex, Reservation, new_cell
+from vllm_kvpool.storage.file.index import (
+    ID_BYTES,
+    MAX_ROWS,
+    Cell,
+    FileIndex,
+    Reservation,
+    new_cell,
+)
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
     SymlinkGuard,
@@ -70,6 +80,8 @@ SHRINK_STEPS = 64  # of evictions that one reservation waits for
 END_S = 2.0
 
 _NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
+_FOUND = struct.Struct(f"<qI{NAME_DIGEST_BYTES}sq{ID_BYTES}s{ID_BYTES}sI")
+_NO_PARENT = bytes(ID_BYTES)
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
 
 
@@ -120,6 +132,40 @@ class RecycledFiles:
                         break
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(paths.pop())
+
+
+class FoundFiles:
+    """The cells of files with the times they were written, in `_FOUND.size` bytes of memory each.
+
+    By time, as chunks that follow each other were mostly written together, and their rows cost a
+    third less if they are made together.
+    """
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+        self._namespaces: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._packed) // _FOUND.size
+
+    def add(self, cell: Cell, written_ns: int) -> None:
+        namespace = self._namespaces.setdefault(cell.namespace, len(self._namespaces))
+        self._packed += _FOUND.pack(written_ns, namespace, *cell[1:])
+
+    def by_time(self, count: int) -> Iterator[list[tuple[Cell, int]]]:
+        """All, so many at a time."""
+        names = list(self._namespaces)
+        fields = np.dtype([("written_ns", "<i8"), ("cell", f"V{_FOUND.size - 8}")])
+        order = np.argsort(np.frombuffer(self._packed, fields)["written_ns"])
+        for start in range(0, len(self), count):
+            part = []
+            for at in order[start : start + count].tolist():
+                written_ns, namespace, *rest = _FOUND.unpack_from(self._packed, at * _FOUND.size)
+                name, nbytes, chunk, parent, position = rest
+                parent = b"" if parent == _NO_PARENT else parent
+                cell = Cell(names[namespace], name, nbytes, chunk, parent, position)
+                part.append((cell, written_ns))
+            yield part
 
 
 class WriterDirectory:
@@ -313,13 +359,15 @@ class FileSpace:
         return None
 
     @contextlib.contextmanager
-    def holding(self, chunks: Iterable[bytes]) -> Iterator[None]:
+    def holding(self, chunks: Sequence[bytes]) -> Iterator[None]:
         """Keep chunks from being evicted while others are written that may come after them."""
         with contextlib.ExitStack() as ends:
             with contextlib.suppress(OSError):  # then the put itself will say so
                 recycled_bytes = self._recycled.charged_bytes()
-                held = self.index.hold(self._own[-1].name, chunks, recycled_bytes)
-                ends.callback(self.settle, held)
+                for i in range(0, len(chunks), MAX_ROWS):
+                    part = chunks[i : i + MAX_ROWS]
+                    held = self.index.hold(self._own[-1].name, part, recycled_bytes)
+                    ends.callback(self.settle, held)
             yield
 
     def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
@@ -494,19 +542,17 @@ class FileSpace:
                 directory,
             )
             shutil.rmtree(directory, ignore_errors=True)
-        found: list[tuple[Cell, int]] = []
-        num_found = 0
-        for item in self._found():
+        found = FoundFiles()
+        for cell, written_ns in self._found():
             if self._closing.is_set():
                 raise Closing
-            found.append(item)
-            num_found += 1
-            if len(found) == MAX_ROWS:
-                self.index.add_found(found)
-                found.clear()
-        self.index.add_found(found)
+            found.add(cell, written_ns)
+        for part in found.by_time(MAX_ROWS):
+            if self._closing.is_set():
+                raise Closing
+            self.index.add_found(part)
         self.index.complete()
-        logger.info("file store %s: its index was made anew, of %d files", self.root, num_found)
+        logger.info("file store %s: its index was made anew, of %d files", self.root, len(found))
 
     def _old_formats(self) -> list[str]:
         paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]

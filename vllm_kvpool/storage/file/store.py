@@ -712,4 +712,5 @@ class FileStore(_Reader):
         nbytes = sum(item.file_bytes for item in items)
         if num_parts < 2 and nbytes <= ROUND_BYTES and len(items) <= ROUND_CELLS:
             return contextlib.nullcontext()
-        return self._space.holding(item.cell.parent for item in items)
+        parents = dict.fromkeys(item.cell.parent for item in items)
+        return self._space.holding(list(parents))
