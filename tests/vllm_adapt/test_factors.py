@@ -6,8 +6,10 @@ Runs under both releases: a field that one of them adds and nobody has classifie
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +23,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.support.models import LlamaShape, LlavaShape, make_model
 from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.engine_config import read_engine
 from vllm_kvpool.vllm_adapt.factors import (
     _FORMS,
+    ENVIRONMENT_LEFT_OUT,
     LEFT_OUT_OF_EMBEDDINGS,
     LEFT_OUT_OF_KV,
     NEUTRAL,
     _as_it_is,
     canonical,
+    environment_factors,
     factors,
 )
 from vllm_kvpool.vllm_adapt.namespace import engine_namespace, model_values
@@ -189,6 +196,161 @@ def test_a_field_that_nobody_knows_counts(
     )
     monkeypatch.setattr(owner, "later", value, raising=False)
     assert namespace(whole) != before
+
+
+# The environment
+
+# Patterns of the table that match nothing in one of the releases, or are vLLM-Ascend's.
+PATTERNS_OF_OTHERS = {
+    *("ASCEND_HOME_PATH", "COMPILE_CUSTOM_KERNELS", "CXX_COMPILER", "C_COMPILER", "DYNAMIC_EPLB"),
+    *("HCCL_SO_PATH", "SOC_VERSION", "VLLM_ASCEND_ENABLE_BATCH_MEMCPY", "VLLM_VERSION"),
+}
+PATTERNS_OF_OLDER = {"VLLM_MM_HASHER_ALGORITHM", "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"}
+PATTERNS_OF_NEWER = {
+    "FORCE_COLOR",
+    *("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "VLLM_KV_OFFLOAD_*", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"),
+    *("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_STOP_STRINGS"),
+    *("VLLM_RAISE_ON_LOGIT_NANS", "VLLM_SKIP_VERSION_SUFFIX"),
+    "VLLM_TRITON_JIT_WARMUP_NUM_THREADS",
+}
+
+
+def leaves_out(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in ENVIRONMENT_LEFT_OUT)
+
+
+def test_every_variable_of_vllms_counts_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = compat.environment_variables()
+    for name in known:
+        monkeypatch.delenv(name, raising=False)
+    assert environment_factors(known) == {}
+    for name in known:
+        monkeypatch.setenv(name, "1")
+        assert list(environment_factors(known)) == ([] if leaves_out(name) else [name])
+        monkeypatch.delenv(name)
+
+
+def test_the_patterns_match_only_what_there_is() -> None:
+    known = compat.environment_variables()
+    unused = {p for p in ENVIRONMENT_LEFT_OUT if not any(fnmatchcase(n, p) for n in known)}
+    elsewhere = PATTERNS_OF_OLDER if NEWER else PATTERNS_OF_NEWER
+    assert unused == PATTERNS_OF_OTHERS | elsewhere
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+        *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_ROCM_USE_AITER_FP4BMM"),
+        *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_VIDEO_LOADER_BACKEND"),
+        *("VLLM_TEST_FORCE_LOAD_FORMAT", "VLLM_USE_MODELSCOPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
+        *("VLLM_DISABLED_KERNELS", "VLLM_PLUGINS", "VLLM_MEDIA_CONNECTOR"),
+    ],
+)
+def test_variables_that_change_what_is_computed_keep_engines_apart(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They choose what is quantised on its way, other weights, or other frames of a video."""
+    monkeypatch.delenv(name, raising=False)
+    before = namespace(whole)
+    monkeypatch.setenv(name, "1")
+    assert namespace(whole) != before
+
+
+def test_a_variable_that_vllm_does_not_know_counts_as_none(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes gives every pod the addresses of a service named vllm."""
+    before = namespace(whole)
+    monkeypatch.setenv("VLLM_SERVICE_HOST", "10.0.0.1")
+    assert namespace(whole) == before
+
+
+def test_pages_that_aiter_shuffles_are_refused(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    with pytest.raises(ConfigError, match="VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"):
+        read_engine(whole, None, read_config({}, env={}))  # type: ignore[arg-type]
+
+
+# Options that are left out, and that the code of some models reads
+
+# By module of vLLM's: why what it reads of them changes no KV, or where it counts.
+READERS_OF_LEFT_OUT = {
+    "model_executor/models/llama4.py": "`attn_temperature_tuning` counts",
+    "model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py": "`rope` counts",
+    "model_executor/models/config.py": "limits of models that have no KV cache; output tokens",
+    "model_executor/models/voxtral_realtime.py": "ends a stream",
+}
+READS = re.compile(r"max_model_len\s*[<>]|[<>]=?\s*[\w.]*max_model_len|override_generation_config")
+
+
+def test_models_that_compute_by_options_that_are_left_out_are_known() -> None:
+    """By a limit of lengths, or by what says how tokens are chosen."""
+    root = Path(vllm.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for part in ("models", "layers")
+        for path in (root / "model_executor" / part).rglob("*.py")
+        if READS.search(path.read_text())
+    }
+    assert found == READERS_OF_LEFT_OUT.keys()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_seen"),
+    [
+        ({"max_model_len": 32768}, {"max_model_len": 32769}, True),
+        ({"max_model_len": 4096}, {"max_model_len": 32768}, False),
+        (
+            {"max_model_len": 4096},
+            {
+                "max_model_len": 4096,
+                "override_generation_config": {"attn_temperature_tuning": True},
+            },
+            True,
+        ),
+        (
+            {"max_model_len": 4096},
+            {"max_model_len": 4096, "override_generation_config": {"temperature": 0.5}},
+            False,
+        ),
+    ],
+)
+def test_what_scales_the_queries_of_llama_4_keeps_engines_apart(
+    directory: Path, one: dict[str, Any], other: dict[str, Any], is_seen: bool
+) -> None:
+    model = make_model(directory, LlamaShape(max_position=65536))
+    configs = [engine(model, **each) for each in (one, other)]
+    assert namespace(configs[0]) == namespace(configs[1])
+    for config in configs:
+        config.model_config.hf_text_config.model_type = "llama4_text"
+    assert (namespace(configs[0]) != namespace(configs[1])) is is_seen
+
+
+def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "quantization.json"
+    config = engine(make_model(directory, LlamaShape()))
+    config.model_config.hf_overrides = {"quantization_config_file": str(file)}
+    names = []
+    for bits in (4, 8, 4):
+        file.write_text(json.dumps({"bits": bits}))
+        names.append(namespace(config))
+    assert names[0] == names[2] != names[1]
+
+
+def test_weights_in_two_forms_count_by_which_are_read(copied: Path) -> None:
+    """vLLM takes Mistral's own by default, where they are there."""
+
+    def names() -> list[str]:
+        formats = ("auto", "mistral", "safetensors", "hf")
+        return [namespace(engine(copied, load_format=name)) for name in formats]
+
+    assert len(set(names())) == 1
+    [weights] = copied.glob("*.safetensors")
+    shutil.copy(weights, copied / "consolidated.safetensors")
+    assert names()[0] == names()[1] != names()[2] == names()[3]
 
 
 # Engines that differ

@@ -16,7 +16,12 @@ from tests.test_config import NOT_READ
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.vllm_adapt.requests import AdapterDigests, RequestReader, VllmRequest
+from vllm_kvpool.vllm_adapt.requests import (
+    LORA_LEFT_OUT,
+    AdapterDigests,
+    RequestReader,
+    VllmRequest,
+)
 
 CHUNK = 16
 IDS = list(range(100, 148))
@@ -108,6 +113,47 @@ def test_chunks_have_the_same_names_in_every_release(tmp_path: Path) -> None:
         prompt_is_token_ids=[i < 24 for i in range(len(IDS))],
     )
     assert hashes(seen)[-1].hex() == "4a3452b03cbc1629fb48695cbc63236092612cb5"
+
+
+SHAPE_KV = {
+    *(
+        "_all_token_ids",
+        "all_token_ids",
+        "prompt_token_ids",
+        "prompt_embeds",
+        "prompt_is_token_ids",
+    ),
+    *("cache_salt", "lora_request", "mm_features", "resumable"),
+}
+SHAPE_NO_KV = {
+    *("_block_hasher", "_output_token_ids", "_prompt_embeds_per_block_hashes", "abort_immediately"),
+    *("arrival_time", "block_hashes", "client_index", "drop_stale_output", "ec_transfer_params"),
+    *("events", "is_prefill_chunk", "kv_cache_report_mode", "kv_hints", "kv_transfer_params"),
+    *("last_sched_seq", "max_tokens", "next_decode_eligible_step", "num_computed_tokens"),
+    *("num_in_flight_tokens", "num_nans_in_logits", "num_output_placeholders", "num_preemptions"),
+    *("num_prompt_tokens", "num_stale_output_tokens", "output_token_ids", "pooling_params"),
+    *("prefill_stats", "priority", "replay_start", "request_id", "sampling_params", "session_id"),
+    *("shared_prefix_boundary", "skip_reading_prefix_cache", "spec_decode_metrics"),
+    *("spec_token_ids", "status", "stop_reason", "streaming_queue", "structured_output_request"),
+    "trace_headers",
+}
+
+
+def test_everything_that_a_request_has_is_known_to_shape_kv_or_not() -> None:
+    """A release that adds something to it has to be looked at."""
+    assert vars(request()).keys() <= SHAPE_KV | SHAPE_NO_KV
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LoRARequest.__struct_fields__ if name not in LORA_LEFT_OUT]
+)
+def test_what_a_request_says_of_how_its_adapter_is_read_keeps_requests_apart(
+    tmp_path: Path, name: str
+) -> None:
+    lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
+    before = hashes(view(lora_request=lora))
+    setattr(lora, name, {"tensorizer_uri": "s3://elsewhere"} if "dict" in name else True)
+    assert hashes(view(lora_request=lora)) != before
 
 
 def test_an_adapters_name_and_place_do_not_matter(tmp_path: Path) -> None:

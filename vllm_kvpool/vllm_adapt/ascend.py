@@ -9,7 +9,7 @@ here alone, lazily.
 Legend: B kernel blocks, N tokens per kernel block, H KV heads, D key row, E value row.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,6 +35,17 @@ def _engine_of_vllm_ascend(host: str) -> NativeEngine:
     shared: Any = mooncake_transfer_engine.global_te
     # Its `register_buffer` works once in a process, for the first caller: we register ourselves.
     return cast("NativeEngine", shared.get_transfer_engine(host, device_name=None))
+
+
+def environment_variables() -> Mapping[str, Callable[[], Any]]:
+    """vLLM-Ascend's readers of its environment variables, by name; none on other devices."""
+    if compat.device_type() != "npu":
+        return {}
+    try:
+        from vllm_ascend import envs
+    except ImportError:  # another plugin runs the device
+        return {}
+    return cast("Mapping[str, Callable[[], Any]]", envs.env_variables)
 
 
 NZ_COLUMNS = 16  # FRACTAL_NZ cuts rows into pieces of so many elements

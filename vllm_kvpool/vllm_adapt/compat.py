@@ -8,7 +8,7 @@ for each: such an engine must not hand wrong values to others, nor be given what
 them. docs/failures.md and tests have the same rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,19 @@ def tokens_per_state(spec: Any) -> int:
     """How many tokens share one row."""
     ratio = getattr(spec, "tokens_per_state", None)
     return int(ratio if ratio is not None else getattr(spec, "compress_ratio", 1))
+
+
+def environment_variables() -> Mapping[str, Callable[[], Any]]:
+    """vLLM's readers of its environment variables, by name."""
+    from vllm import envs
+
+    known: Mapping[str, Callable[[], Any]] = envs.environment_variables
+    return known
+
+
+def shuffles_pages() -> bool:
+    """Whether AITER's attention on ROCm keeps the tokens of a block interleaved."""
+    return bool(environment_variables()["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"]())
 
 
 def device_type() -> str:

@@ -109,6 +109,11 @@ def read_engine(
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
             "a checkpoint with static scales or another kv_cache_dtype"
         )
+    if compat.shuffles_pages():
+        raise ConfigError(
+            "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT interleaves the tokens of a block, so its pages "
+            "cannot be cut by token; unset it"
+        )
     layer_groups = rank_layer_groups(vllm_config, kv_cache_config)
     shared = shared_layer_groups(vllm_config, layer_groups, config)
     context = shared[0].topology.context

@@ -1,9 +1,9 @@
-"""What of vLLM's configuration changes the values that an engine computes.
+"""What of vLLM's configuration and environment changes the values that an engine computes.
 
-Every field of every configuration object counts, but for those that a table leaves out, each with
-its reason; a field in no table counts. So a new release of vLLM can cost hits, never
-give wrong bytes. The tables hold for both releases that are tested;
-`tests/vllm_adapt/test_factors.py` walks every field of them.
+Every field of every configuration object counts, and every environment variable of vLLM's that is
+set, but for those that a table leaves out, each with its reason; what is in no table counts. So a
+new release of vLLM can cost hits, never give wrong bytes. The tables hold for both releases that
+are tested; `tests/vllm_adapt/test_factors.py` walks every field and variable of them.
 
 A field whose value a table knows as neutral is left out of the result, so that a field which only
 one release has does not keep engines of two releases apart. Defaults are not asked of the release
@@ -16,10 +16,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from vllm_kvpool.config import environment
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,7 +88,7 @@ LEFT_OUT_OF_KV: Table = {
     "ModelConfig.skip_tokenizer_init": _TOKENS,
     "ModelConfig.trust_remote_code": "the model's own code counts by content where it may run",
     "ModelConfig.seed": _SAMPLING + "; of random weights it is in their identity",
-    "ModelConfig.max_model_len": "a limit; what long rope makes of it counts",
+    "ModelConfig.max_model_len": "a limit; what long rope and Llama 4 make of it counts",
     "ModelConfig.spec_target_max_model_len": "a limit",
     "ModelConfig.allow_deprecated_quantization": "a permission",
     "ModelConfig.allowed_local_media_path": _ACCESS,
@@ -101,8 +104,8 @@ LEFT_OUT_OF_KV: Table = {
     "ModelConfig.pooler_config": _OUTPUT,
     "ModelConfig.use_fp64_gumbel": _SAMPLING,
     "ModelConfig.enable_trace_replay": _SAMPLING,
-    "ModelConfig.generation_config": _SAMPLING,
-    "ModelConfig.override_generation_config": _SAMPLING,
+    "ModelConfig.generation_config": _SAMPLING + "; what Llama 4 makes of it counts",
+    "ModelConfig.override_generation_config": _SAMPLING + "; what Llama 4 makes of it counts",
     "ModelConfig.logits_processors": _SAMPLING,
     "ModelConfig.io_processor_plugin": _TOKENS,
     "ModelConfig.renderer_num_workers": "says how many threads prepare requests",
@@ -194,6 +197,81 @@ LEFT_OUT_OF_EMBEDDINGS: Table = {
     "MultiModalConfig.mm_encoder_only": "says that the language model is not here",
     "MultiModalConfig.language_model_only": "says that the encoder is not here",
 }
+
+_BUILD = "says how vLLM was built or installed"
+_COMMUNICATION = "says how processes find each other and exchange the same values"
+_COMPILER = "the same operations, compiled or started otherwise"
+_FETCHING = "says how media are fetched; they count by content"
+_HARDWARE = "says which of the machine's devices and cores are used"
+_PLACES = "says where caches and files are kept"
+_SERVER = "says which requests are taken, and how they are answered"
+
+ENVIRONMENT_LEFT_OUT: Table = {
+    pattern: reason
+    for reason, patterns in {
+        _BUILD: """ASCEND_HOME_PATH CMAKE_BUILD_TYPE COMPILE_CUSTOM_KERNELS CUDA_HOME CXX_COMPILER
+            C_COMPILER HCCL_SO_PATH LD_LIBRARY_PATH MAX_JOBS NVCC_THREADS SOC_VERSION VERBOSE
+            VLLM_BUILD_* VLLM_CUDART_SO_PATH VLLM_CUDA_COMPATIBILITY_PATH VLLM_DOCKER_BUILD_CONTEXT
+            VLLM_ENABLE_CUDA_COMPATIBILITY VLLM_IMAGE_TAG VLLM_MAIN_CUDA_VERSION
+            VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_SKIP_VERSION_SUFFIX VLLM_TARGET_DEVICE
+            VLLM_USE_PRECOMPILED* VLLM_VERSION""",
+        _COMMUNICATION: """DYNAMIC_EPLB LOCAL_RANK MOONCAKE_* VLLM_ALLREDUCE_USE_*
+            VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_DISABLE_PYNCCL VLLM_DISTRIBUTED_USE_SPLIT_GROUP
+            VLLM_DP_* VLLM_EC_SIDE_CHANNEL_* VLLM_ELASTIC_EP_*
+            VLLM_ENABLE_V1_MULTIPROCESSING VLLM_FLASHINFER_ALLREDUCE_BACKEND
+            VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_MOONCAKE_* VLLM_MQ_MAX_CHUNK_BYTES_MB
+            VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_NCCL_*_PATH VLLM_NIXL_* VLLM_P2P_* VLLM_PORT
+            VLLM_PP_LAYER_PARTITION VLLM_PROCESS_NAME_PREFIX VLLM_RAY_*
+            VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_RPC_BASE_PATH VLLM_SKIP_P2P_CHECK
+            VLLM_USE_NCCL_SYMM_MEM VLLM_USE_RAY_* VLLM_USE_SPINLOOP_EXT VLLM_WORKER_*""",
+        _COMPILER: """VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_DEEP_GEMM_WARMUP
+            VLLM_DISABLE_COMPILE_CACHE VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_ENABLE_CUDAGRAPH_GC
+            VLLM_ENABLE_INDUCTOR_*
+            VLLM_ENABLE_PREGRAD_PASSES VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS VLLM_FORCE_AOT_LOAD
+            VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+            VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_USE_AOT_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH
+            VLLM_USE_BYTECODE_HOOK VLLM_USE_LAYERNAME VLLM_USE_MEGA_AOT_ARTIFACT
+            VLLM_USE_STANDALONE_COMPILE VLLM_XLA_*""",
+        _EVENTS: """FORCE_COLOR NO_COLOR VLLM_CONFIGURE_LOGGING VLLM_CUSTOM_SCOPES_FOR_PROFILING
+            VLLM_DEBUG_* VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_GPU_SYNC_CHECK
+            VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_LOGGING_* VLLM_LOG_* VLLM_NO_USAGE_STATS
+            VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_PATTERN_MATCH_DEBUG VLLM_TRACE_FUNCTION
+            VLLM_USAGE_*""",
+        _FETCHING: """VLLM_*_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB
+            VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB
+            VLLM_MEDIA_CACHE* VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT
+            VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MM_HASHER_ALGORITHM""",
+        _HARDWARE: """CUDA_VISIBLE_DEVICES VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND
+            VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS""",
+        _MEMORY: """VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE
+            VLLM_ASCEND_ENABLE_BATCH_MEMCPY VLLM_CPU_KVCACHE_SPACE
+            VLLM_ENABLE_STARTUP_PLAN VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_KV_CACHE_LAYOUT
+            VLLM_KV_OFFLOAD_* VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+            VLLM_PREFIX_CACHE_RETENTION_INTERVAL VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE
+            VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_SIMPLE_KV_OFFLOAD VLLM_WEIGHT_OFFLOADING_*
+            VLLM_WSL2_ENABLE_PIN_MEMORY""",
+        _PLACES: """S3_* VLLM_ASSETS_* VLLM_CACHE_ROOT VLLM_CONFIG_ROOT
+            VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR
+            VLLM_MODEL_REDIRECT_PATH VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME
+            VLLM_TUNED_CONFIG_FOLDER""",
+        _SERVER: """VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_LONG_MAX_MODEL_LEN
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_API_KEY VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT
+            VLLM_COMPUTE_NANS_IN_LOGITS VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ENABLE_COHERE_API
+            VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENFORCE_STRICT_TOOL_CALLING
+            VLLM_ENGINE_*_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_GPT_OSS_*
+            VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_LORA_RESOLVER_*
+            VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_NUM_BAD_WORDS
+            VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS VLLM_RAISE_ON_LOGIT_NANS
+            VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RUST_FRONTEND_PATH
+            VLLM_SERVER_DEV_MODE VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SYSTEM_START_DATE VLLM_TOOL_*
+            VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_USE_FASTOKENS VLLM_USE_FLASHINFER_SAMPLER
+            VLLM_USE_RUST_* VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_V1_USE_OUTLINES_CACHE
+            VLLM_XGRAMMAR_CACHE_MB VLLM_XPU_USE_SAMPLER_KERNEL""",
+    }.items()
+    for pattern in patterns.split()
+}
+"""Names of vLLM's environment variables, some as patterns. Those that choose a kernel count: many
+also choose what is quantised on its way."""
 
 NEUTRAL: Mapping[str, Any] = {
     # Defaults, which mean the same in every release that is known.
@@ -319,6 +397,26 @@ def _factors(
             raise UnstableValueError(f"{where}: {error}") from None
 
 
+def environment_factors(known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """The environment variables that are set and count, by name.
+
+    `known` has vLLM's own readers of its variables. One that a reader refuses counts as written.
+    """
+    given = environment()
+    return {
+        name: _value_of(read, given[name])
+        for name, read in known.items()
+        if name in given and not any(fnmatchcase(name, pattern) for pattern in ENVIRONMENT_LEFT_OUT)
+    }
+
+
+def _value_of(read: Callable[[], Any], text: str) -> Any:
+    try:
+        return canonical(read())
+    except (ValueError, UnstableValueError):
+        return text
+
+
 def _is_section(value: Any) -> bool:
     return (
         is_dataclass(value)
@@ -370,6 +468,9 @@ def _as_it_is(value: Any, vllm_config: "VllmConfig") -> Any:
 
 def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
     """What a function does to a configuration is seen in the configuration."""
+    if isinstance(value, Mapping):
+        named = "quantization_config_file"
+        return {**value, named: _file(value[named], vllm_config)} if named in value else value
     if not callable(value):
         return value
     config = vllm_config.model_config.hf_config

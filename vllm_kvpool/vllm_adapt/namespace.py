@@ -21,7 +21,7 @@ from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.identity.weights import known_sample
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import FORMAT_VERSION
-from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.factors import (
     LEFT_OUT_OF_KV,
     Table,
@@ -29,6 +29,7 @@ from vllm_kvpool.vllm_adapt.factors import (
     canonical,
     digest_of,
     encoded,
+    environment_factors,
     factors,
 )
 
@@ -121,6 +122,7 @@ FILES_LEFT_OUT = {
     "consolidated.safetensors.index.json": "the same",
 }
 
+_LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
 _MOST_SHOWN_BYTES = 1 << 20  # of a file; a longer one counts by a digest
 
 
@@ -181,6 +183,11 @@ def model_values(
         ),
         "files": configuration_files(model, with_config=not weights_id),
     }
+    known = {**compat.environment_variables(), **ascend.environment_variables()}
+    if variables := environment_factors(known):
+        values["environment"] = variables
+    if text.model_type.startswith("llama4"):
+        values["attn_temperature_tuning"] = _llama4_temperature(model)
     try:
         values["engine"] = factors(vllm_config, left_out)
         if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
@@ -269,6 +276,12 @@ def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
     return rope
 
 
+def _llama4_temperature(model: Any) -> Any:
+    """Whether vLLM scales queries by their position, by its own rule for Llama 4."""
+    generation = model.try_get_generation_config() | (model.override_generation_config or {})
+    return generation.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_LONG_TOKENS)
+
+
 def weights_identity(vllm_config: "VllmConfig") -> str:
     """The weights' identity: a sample of their files, or the next best thing that is known."""
     model = vllm_config.model_config
@@ -279,14 +292,22 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         return f"dummy:{model.seed}:tp{tp}"
     weights = local_weights(str(model.model), model.revision)
     sampled = known_sample(weights) if weights is not None else None
-    if sampled is not None:
-        return f"sample:{sampled}"
+    if weights is not None and sampled is not None:
+        # Of weights in two forms, only these take Mistral's own.
+        takes_mistrals = load_format in ("auto", "mistral")
+        return f"sample:{sampled}{'' if takes_mistrals else _other_form_than_mistrals(weights)}"
     logger.warning(
         "kvpool: the weights of %s are not in local files, so engines are taken to have the same "
         "weights if name and revision are the same; set weights_id to say what they are",
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
+
+
+def _other_form_than_mistrals(weights: Path) -> str:
+    """What tells weights apart that lie beside Mistral's `consolidated.safetensors`."""
+    has_mistrals = weights.is_dir() and any(weights.glob("consolidated*.safetensors"))
+    return ":not-consolidated" if has_mistrals else ""
 
 
 def local_weights(name: str, revision: str | None) -> Path | None:

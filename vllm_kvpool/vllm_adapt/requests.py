@@ -16,9 +16,11 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity
 from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.vllm_adapt.factors import canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import local_directory
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,7 @@ class VllmRequest:
         adapter = b""
         if (lora := request.lora_request) is not None:
             adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
+            adapter += _how_read(lora)
         media = tuple(
             MediaItem(
                 f.identifier,
@@ -167,6 +170,26 @@ class VllmRequest:
             for f in request.mm_features
         )
         return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
+
+
+LORA_LEFT_OUT = {
+    "lora_name": "a name",
+    "lora_int_id": "a name; content under it is known by the files' times",
+    "lora_path": "the files count by content",
+    "base_model_name": "a name",
+    "load_inplace": "says when the files are read",
+}
+"""Fields of vLLM's LoRARequest that do not change what its files mean. Any other counts."""
+
+
+def _how_read(lora: "LoRARequest") -> bytes:
+    """What a request says of an adapter besides its files; nothing if all of it is default."""
+    said = {
+        name: value
+        for name in lora.__struct_fields__
+        if name not in LORA_LEFT_OUT and (value := getattr(lora, name))
+    }
+    return encoded(canonical(said)) if said else b""
 
 
 def _embed_rows(request: "Request") -> EmbedRows | None:
