@@ -17,6 +17,7 @@ from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
 PATIENCE_S = 20.0
+MAX_PAUSE_S = 0.01  # between two looks, where it takes long: a look costs as much as a round
 
 
 class Engine:
@@ -169,9 +170,11 @@ def wait_for(
 ) -> None:
     """Until something real has happened."""
     deadline = time.monotonic() + patience_s
+    pause_s = 0.001
     while not condition():
         assert time.monotonic() < deadline, f"still waiting: {describe()}"
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.05, MAX_PAUSE_S)
 
 
 def embeddings(rows: int, width: int = 64, seed: int = 0) -> torch.Tensor:

@@ -31,11 +31,11 @@ from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport
 ROWS = 40
 OPTIONS = {
     "arena_bytes": 16 * 64 * 4,
-    "heartbeat_s": 0.3,
-    "bootstrap_timeout_s": 1.0,
-    "waiting_timeout_s": 1.5,
+    "heartbeat_s": 0.15,
+    "bootstrap_timeout_s": 0.5,
+    "waiting_timeout_s": 0.75,
 }
-PATIENCE_S = 30.0  # of a busy machine; what is waited for ends within about two seconds
+PATIENCE_S = 30.0  # of a busy machine; what is waited for ends within a second
 MESSAGES: list[tuple[type, str]] = [
     *((Consumer, name) for name in ("expect", "forget", "offer", "want_ack", "wrote", "drained")),
     *((Consumer, name) for name in ("taken", "peer_up", "peer_lost", "tick", "take_effects")),

@@ -1,22 +1,17 @@
 """Processes that are killed, stopped and cut off from each other, and strangers at the port."""
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
 import zmq
 import zmq.auth
 
-from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of
+from tests.embeds.engine_child import HEARTBEAT_S, Order, digest_of, forks, serve, slow_writes
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.sessions import frame
 from tests.support.relay import Relay
@@ -33,12 +28,18 @@ from vllm_kvpool.embeds.protocol.messages import (
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.embeds.scheduler import EmbedsRequest
 
-ROOT = Path(__file__).parents[2]
 ROW_BYTES = 64 * 4
 WINDOW_BYTES = 16 * ROW_BYTES
-ROWS = 20_000  # more than a thousand rounds
+ROWS = 2_000  # hundreds of rounds, each of which waits for its write
 LONG = 3 * ROWS
 PATIENCE_S = 60.0
+
+pytestmark = pytest.mark.usefixtures("slow_network")
+
+
+@pytest.fixture
+def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_writes(monkeypatch)
 
 
 class Child:
@@ -47,34 +48,27 @@ class Child:
     def __init__(self, role: PeerRole, port: int | None = None) -> None:
         self.port = port or free_ports(1)[0]
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "tests.embeds.engine_child"]
-        self.process = subprocess.Popen(
-            [*command, role.value, str(self.port), str(WINDOW_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        self.orders, theirs = forks.Pipe()
+        self.process = forks.Process(
+            target=serve, args=(role, self.port, WINDOW_BYTES, theirs), daemon=True
         )
-        assert self.read() == "READY"
+        self.process.start()
+        theirs.close()
+        assert self.orders.recv() == "ready"
 
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def ask(self, verb: str, mm_hash: str, rows: int, peer: str = "") -> str:
+        self.orders.send(Order(verb, mm_hash, rows, peer))
+        answer: str = self.orders.recv()
+        return answer
 
-    def order(self, verb: str, mm_hash: str = "", rows: int = 0, **more: Any) -> None:
-        assert self.process.stdin is not None
-        frame = msgspec.json.encode(Order(verb, mm_hash, rows, **more))
-        self.process.stdin.write(frame.decode() + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, verb: str, mm_hash: str = "", rows: int = 0, **more: Any) -> Any:
-        self.order(verb, mm_hash, rows, **more)
-        return msgspec.json.decode(self.read())
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.join(PATIENCE_S)
+        self.orders.close()
 
     def windows(self) -> list[Path]:
         return list(DIRECTORY.glob(f"{PREFIX}{self.process.pid}-*"))
@@ -86,12 +80,7 @@ def children() -> Iterator[list[Child]]:
     started: list[Child] = []
     yield started
     for child in started:
-        child.process.send_signal(signal.SIGCONT) if child.process.poll() is None else None
         child.kill()
-        for stream in (child.process.stdin, child.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 def consumer(**options: object) -> Engine:
@@ -198,11 +187,11 @@ def test_a_producer_that_was_stopped_for_long_writes_over_nothing(children: list
             others = begin(engine, f"other{number}", other.endpoint)
             assert "success" not in engine.describe("film"), "it is over before it can be stopped"
             before = losses(engine)
-            stopped.process.send_signal(signal.SIGSTOP)
+            stopped.signal(signal.SIGSTOP)
             wait_for(lambda before=before: losses(engine) > before)  # type: ignore[misc]
             assert engine.gauges()["quarantined_bytes"] > 0
             finish(engine, others, seed=number)
-            stopped.process.send_signal(signal.SIGCONT)
+            stopped.signal(signal.SIGCONT)
         finish(engine, view)
         assert engine.counts()["resumed_rows"] > 0
         assert_nothing_is_lent(engine)

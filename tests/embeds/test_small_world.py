@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -59,40 +60,38 @@ _LEFT_OUT = {
 }
 
 
+_ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
+_MACHINES = (
+    *(World, Consumer, Producer, Admission, AdmissionQueue, LandingBudget, OfferTable),
+    *(WindowLedger, ExtentAllocator, RecentRows, EncodedItemCache, PendingWants),
+)
+
+
+@cache
+def _freezer(kind: type) -> Callable[[Any], Any]:
+    """How values of a type are frozen; found once, since thousands of states are."""
+    if issubclass(kind, _ATOMS):
+        return lambda value: value
+    if issubclass(kind, bytearray):
+        return bytes
+    if issubclass(kind, Mapping):
+        return lambda value: tuple([(frozen(key), frozen(each)) for key, each in value.items()])
+    if issubclass(kind, set | frozenset):
+        return lambda value: frozenset([frozen(each) for each in value])
+    if issubclass(kind, list | tuple | deque):
+        return lambda value: tuple([frozen(each) for each in value])
+    if is_dataclass(kind):
+        names = tuple(each.name for each in fields(kind) if each.name not in _LEFT_OUT)
+        return lambda value: tuple([frozen(getattr(value, name)) for name in names])
+    assert issubclass(kind, _MACHINES), kind
+    return lambda value: tuple(
+        [frozen(each) for name, each in sorted(vars(value).items()) if name not in _LEFT_OUT]
+    )
+
+
 def frozen(value: Any) -> Any:
     """Two worlds in the same state are equal."""
-    if value is None or isinstance(value, str | bytes | int | float | Enum | ConsumerLimits):
-        return value
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if isinstance(value, msgspec.Struct):
-        return value
-    if isinstance(value, Mapping):
-        return tuple((frozen(key), frozen(each)) for key, each in value.items())
-    if isinstance(value, set | frozenset):
-        return frozenset(frozen(each) for each in value)
-    if isinstance(value, list | tuple | deque):
-        return tuple(frozen(each) for each in value)
-    if is_dataclass(value):
-        names = [field.name for field in fields(value)]
-    else:
-        assert isinstance(
-            value,
-            World
-            | Consumer
-            | Producer
-            | EncodedItemCache
-            | Admission
-            | OfferTable
-            | WindowLedger
-            | ExtentAllocator
-            | AdmissionQueue
-            | LandingBudget
-            | RecentRows
-            | PendingWants,
-        )
-        names = sorted(vars(value))
-    return tuple(frozen(getattr(value, name)) for name in names if name not in _LEFT_OUT)
+    return _freezer(type(value))(value)
 
 
 def good_steps(world: World) -> Iterator[Step]:
@@ -191,9 +190,10 @@ def walk(first: World, budget: Budget) -> tuple[int, int]:
     path: list[tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]] = []
     quiesced = 0
 
-    def enter(world: World, left: Budget) -> tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]:
+    def enter(
+        key: Any, world: World, left: Budget
+    ) -> tuple[Any, Iterator[tuple[Any, bytes, Budget, bool]]]:
         nonlocal quiesced
-        key = (frozen(world), left)
         packed = pickle.dumps(world)
         good = list(good_steps(world))
         if not good:
@@ -211,7 +211,7 @@ def walk(first: World, budget: Budget) -> tuple[int, int]:
         seen[key] = False
         return key, following()
 
-    path.append(enter(first, budget))
+    path.append(enter((frozen(first), budget), first, budget))
     while path:
         key, following = path[-1]
         found = next(following, None)
@@ -225,7 +225,7 @@ def walk(first: World, budget: Budget) -> tuple[int, int]:
             assert seen[next_key] or not is_good, "it goes round in a circle"
             continue
         assert len(seen) < MOST_STATES, "this world is not small"
-        path.append(enter(world, left))
+        path.append(enter(next_key, world, left))
     return len(seen), quiesced
 
 
@@ -242,6 +242,7 @@ def begun(
     bounds = limits(default_allocate_tokens=1, repeat_s=0.5, backoff_s=0.1)
     senders = ProducerLimits(writers=1, small_bytes=0, repeat_s=0.5)
     world = World(0, producers=producers, arena_bytes=window, bounds=bounds, sender_limits=senders)
+    del world.random  # nothing is left to chance, and its state is large
     world.connect_all()
     if known:
         for number, producer in enumerate(world.producers):
