@@ -5,15 +5,20 @@
 
 Engines are real vLLM servers on CPU; they share a pool of files. All that is written is below
 `up/`: the router's configuration, its log and those of the engines. The planner only says what it
-would do (`dry_run`); roles can be changed at the administration's address, with the token.
+would do (`dry_run`); roles can be changed at the administration's address, with the token. Ctrl-C
+and SIGTERM end everything; a second one in the same directory is refused.
 """
 
 import argparse
 import contextlib
+import fcntl
+import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
 from tests.support.deployment import TOKEN, Deployment, DeploymentSpec
@@ -30,13 +35,19 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--once", action="store_true", help="end after the first answer")
     args = parser.parse_args()
-    shutil.rmtree(UP, ignore_errors=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    lock = take_directory()
     spec = DeploymentSpec(
         prefill=args.prefill, decode=args.decode, sections={"planner": {"mode": "dry_run"}}
     )
     print(f"starting {args.prefill} prefill and {args.decode} decode engines (a minute or two)")
     began = time.monotonic()
-    deployment = Deployment.start(spec, UP.absolute())
+
+    def say(what: str) -> None:
+        print(f"  {time.monotonic() - began:4.0f} s  {what}", flush=True)
+
+    deployment = Deployment.start(spec, UP.absolute(), say)
     try:
         (UP / "addresses.sh").write_text(f"FRONT={deployment.front}\nADMIN={deployment.admin}\n")
         (UP / "token").write_text(TOKEN)
@@ -57,8 +68,31 @@ def main() -> None:
                 while True:
                     time.sleep(1)
     finally:
-        print("ending")
+        print("ending", flush=True)
         deployment.stop()
+        lock.close()
+
+
+def take_directory() -> IO[str]:
+    """Empty the directory and hold it, unless another one does, or what that has started runs."""
+    UP.mkdir(exist_ok=True)
+    lock = (UP / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The router of one that was killed holds this, and has engines.
+        if (held := UP / "state/engines.json.lock").exists():
+            with held.open() as router:
+                fcntl.flock(router, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pids = [each.read_text() for each in (UP / "pid", UP / "router.pid") if each.exists()]
+        sys.exit(f"a deployment runs already in {UP.absolute()}; end it: kill {' '.join(pids)}")
+    for each in UP.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        elif each.name != "lock":
+            each.unlink()
+    (UP / "pid").write_text(str(os.getpid()))
+    return lock
 
 
 if __name__ == "__main__":

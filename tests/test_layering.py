@@ -110,7 +110,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         ),
         *(
             "router/ops/launcher.py",
-            "router/ops/admin.py",
             "router/dataplane/request_handler.py",
             "router/load.py",
         ),
@@ -120,7 +119,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "router/ops/replicas.py",
         ),
     ),
-    "aiohttp": ("router/run.py", "router/ops/watch.py", "router/ops/admin.py"),
+    "aiohttp": (),
     "httptools": ("router/dataplane/http_server.py", "router/dataplane/upstream.py"),
     "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),

@@ -1,4 +1,4 @@
-"""`make up` as a newcomer runs it: one deployment, a load of `vllm bench serve`, Ctrl-C."""
+"""`make up` as a newcomer runs it: a load of `vllm bench serve`, Ctrl-C; SIGTERM; a second one."""
 
 import contextlib
 import json
@@ -54,9 +54,9 @@ class Up:
         records = json.loads((self.directory / "up/state/engines.json").read_text())["engines"]
         return [int(each["engine"]["pid"]) for each in records]
 
-    def interrupt(self) -> int:
-        """Ctrl-C; the exit status."""
-        self._process.send_signal(signal.SIGINT)
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Ctrl-C, or another signal; the exit status."""
+        self._process.send_signal(number)
         return self._process.wait(STOP_LIMIT_S)
 
     def end(self) -> None:
@@ -108,3 +108,33 @@ def test_a_newcomers_deployment_and_load(up: Up) -> None:
     assert len(pids) == 2
     assert up.interrupt() == 0, up.said()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_sigterm_while_it_starts_ends_all_that_it_has_started(up: Up) -> None:
+    up.wait_until_it_says("engine here-")
+    second = subprocess.run(
+        [sys.executable, str(ROOT / "examples/07_router.py")],
+        cwd=up.directory,
+        capture_output=True,
+        text=True,
+        timeout=LOAD_LIMIT_S,
+    )
+    assert second.returncode == 1
+    assert "runs already" in second.stderr
+    deadline = time.monotonic() + UP_LIMIT_S
+    while not (up.directory / "up/state/logs").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    router = int((up.directory / "up/router.pid").read_text())
+    assert up.interrupt(signal.SIGTERM) == 128 + signal.SIGTERM, up.said()
+    assert not Path(f"/proc/{router}").exists()
+    directory = str(up.directory / "up")
+    left = [each for each in Path("/proc").glob("[0-9]*") if _directory_of(each) == directory]
+    assert not left, left
+
+
+def _directory_of(process: Path) -> str:
+    try:
+        return os.readlink(process / "cwd")
+    except OSError:
+        return ""

@@ -1,13 +1,14 @@
 """The admin address as clients see it: real requests to the real application."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from aiohttp import ClientResponse
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientResponse, ClientSession
 from yarl import URL
 
 from tests.router.scenes import HOST, Scene, busy_scene
@@ -25,28 +26,36 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
-from vllm_kvpool.router.ops.admin import HEADERS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
+from vllm_kvpool.router.dataplane.http_server import ServerLimits
+from vllm_kvpool.router.ops.admin import HEADERS, LIMITS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
 from vllm_kvpool.router.ops.telemetry import Telemetry
 
 TOKEN = "s3cret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
-def with_client(scene: Scene, use: Callable[[TestClient], Awaitable[None]]) -> None:
+def with_client(
+    scene: Scene, use: Callable[[ClientSession], Awaitable[None]], limits: ServerLimits = LIMITS
+) -> None:
     """Serve the admin address of a scene, and use it."""
 
     async def serve() -> None:
         telemetry = Telemetry(scene.controller, clock=scene.clock)
         admin = Admin(
-            scene.controller, scene.post, telemetry, TOKEN, hosts=["router.test"], clock=scene.clock
+            *(scene.controller, scene.post, telemetry, TOKEN),
+            hosts=["router.test"],
+            clock=scene.clock,
+            limits=limits,
         )
-        async with TestClient(TestServer(admin.app())) as client:
+        port = await admin.start("127.0.0.1", 0)
+        async with ClientSession(f"http://127.0.0.1:{port}") as client:
             await use(client)
+        await admin.stop()
 
     asyncio.run(serve())
 
 
-async def ask(client: TestClient, method: str, path: str, **given: Any) -> tuple[int, Any]:
+async def ask(client: ClientSession, method: str, path: str, **given: Any) -> tuple[int, Any]:
     """Status and answer of a request with the token."""
     async with client.request(method, path, headers=BEARER, **given) as response:
         assert response.content_type == "application/json"
@@ -58,7 +67,7 @@ def test_nothing_but_the_page_is_answered_without_the_token() -> None:
     before = len(scene.events)
     paths = [(method, path.replace("{id}", "d1")) for method, path in ROUTES if path != "/"]
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
             for method, path in [*paths, ("GET", "/nothing"), ("HEAD", "/"), ("POST", "/")]:
                 async with client.request(method, path, headers=headers) as response:
@@ -74,7 +83,7 @@ def test_nothing_but_the_page_is_answered_without_the_token() -> None:
 
 
 def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         async def check(response: ClientResponse) -> None:
             assert HEADERS.items() <= dict(response.headers).items()
 
@@ -103,7 +112,7 @@ def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
 def test_requests_meant_for_another_host_or_of_another_page_are_refused(
     headers: dict[str, str], status: int
 ) -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         for path in ("/", "/state"):
             async with client.get(path, headers=BEARER | headers) as response:
                 assert response.status == status
@@ -112,7 +121,7 @@ def test_requests_meant_for_another_host_or_of_another_page_are_refused(
 
 
 def test_state_replicas_and_metrics_can_be_read() -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         status, state = await ask(client, "GET", "/state")
         assert status == 200
         assert [each["id"] for each in state["replicas"]] == ["p0", "p1", "d0", "d1", "d2"]
@@ -132,7 +141,7 @@ def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
     scene.tick()
     before = len(scene.events)
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         status, plan = await ask(client, "GET", "/plan")
         assert (status, plan["mode"], plan["at"]) == (200, "automatic", scene.now)
         assert plan["prefill"] == {"have": 1, "wanted": 1}
@@ -145,7 +154,7 @@ def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
 def test_an_engine_is_added_and_loaded() -> None:
     scene = busy_scene()
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         body = {"url": "http://10.0.0.8:8000", "role": "prefill"}
         assert await ask(client, "POST", "/replicas", json=body) == (
             202,
@@ -167,7 +176,7 @@ def test_an_engine_is_added_and_loaded() -> None:
 def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_none() -> None:
     scene = busy_scene()
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         body = {"role": "decode", "host": "h1"}
         assert await ask(client, "POST", "/replicas/spawn", json=body) == (
             202,
@@ -194,7 +203,7 @@ def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_non
 def test_a_replica_is_drained_given_a_role_and_removed() -> None:
     scene = busy_scene()
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "POST", "/replicas/p1/drain")
         assert (status, answer["state"]) == (202, "shutting_prefill")
         assert answer["follows"] == "draining: 2 prompts to end first"
@@ -221,7 +230,7 @@ def test_a_replica_is_drained_given_a_role_and_removed() -> None:
 def test_an_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
     scene = busy_scene()
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "DELETE", "/replicas/d1")
         assert (status, answer) == (
             202,
@@ -236,7 +245,7 @@ def test_the_last_one_of_a_role_needs_force() -> None:
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         for method, path, body in (
             ("DELETE", "/replicas/d0", None),
             ("POST", "/replicas/d0/drain", None),
@@ -259,7 +268,7 @@ def test_an_id_may_have_any_signs(name: str) -> None:
     for each in (name, "other"):
         scene.serving(each, Role.DECODE)
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         path = URL(f"/replicas/{quote(name, safe='')}", encoded=True)
         status, answer = await ask(client, "DELETE", path)
         assert (status, answer["id"]) == (202, name)
@@ -270,7 +279,7 @@ def test_an_id_may_have_any_signs(name: str) -> None:
 def test_the_mode_of_the_planner_is_changed() -> None:
     scene = Scene()
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         body = {"mode": "automatic"}
         assert await ask(client, "POST", "/planner/mode", json=body) == (200, body)
         status, answer = await ask(client, "POST", "/planner/mode", json={"mode": "on"})
@@ -285,7 +294,7 @@ def test_instances_come_and_go_as_with_the_proxy_of_vllm_ascend() -> None:
     scene = busy_scene()
     decode = ["10.0.0.1:8002", "10.0.0.1:8003"]
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         body: dict[str, Any] = {"type": "prefill", "instances": ["10.0.0.7:1", "10.0.0.1:8000"]}
         assert await ask(client, "POST", "/instances/add", json=body) == (
             200,
@@ -312,7 +321,7 @@ def test_instances_come_and_go_as_with_the_proxy_of_vllm_ascend() -> None:
 
 
 def test_what_is_not_there_says_what_is() -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "GET", "/nothing")
         assert status == 404
         assert "no '/nothing' here; there are /, /instances/add, " in answer["error"]
@@ -326,7 +335,7 @@ def test_what_is_not_there_says_what_is() -> None:
 
 
 def test_a_body_that_is_too_large_is_not_read() -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "POST", "/replicas", data=b" " * (MAX_BODY_BYTES + 1))
         assert status == 413
         assert str(MAX_BODY_BYTES) in answer["error"]
@@ -334,23 +343,49 @@ def test_a_body_that_is_too_large_is_not_read() -> None:
     with_client(Scene(), use)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_kvpool.router.ops.admin.READ_TIMEOUT_S", 0.05)
+async def connected(client: ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = client._base_url
+    assert url is not None
+    return await asyncio.open_connection(url.host, url.port)
 
-    async def use(client: TestClient) -> None:
-        reader, writer = await asyncio.open_connection(client.host, client.port)
-        head = f"POST /replicas HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-        writer.write(head.encode() + b"Content-Length: 10\r\n\r\n{")
+
+HEAD = f"POST /replicas HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"), [(HEAD, b""), (HEAD + b"Content-Length: 10\r\n\r\n{", b"HTTP/1.1 408 ")]
+)
+def test_a_request_that_does_not_come_whole_is_not_waited_for(sent: bytes, answer: bytes) -> None:
+    async def use(client: ClientSession) -> None:
+        reader, writer = await connected(client)
+        writer.write(sent)
         async with asyncio.timeout(10):
-            assert b" 408 " in await reader.readline()
+            assert (await reader.read()).startswith(answer)
         writer.close()
         await writer.wait_closed()
 
-    with_client(Scene(), use)
+    with_client(Scene(), use, replace(LIMITS, read_timeout_s=0.05))
+
+
+def test_connections_are_bounded() -> None:
+    async def use(client: ClientSession) -> None:
+        held = [await connected(client) for _ in range(3)]
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):
+                assert await held[2][0].read() == b"", "one too many is closed"
+        for reader, writer in held[:2]:
+            writer.write(b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+        for _, writer in held:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    with_client(Scene(), use, replace(LIMITS, max_connections=2))
 
 
 def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         await ask(client, "POST", "/replicas/d1/drain")
 
     with caplog.at_level("INFO", logger="vllm_kvpool.router.ops.admin"):
@@ -362,7 +397,7 @@ def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture
 def test_first_tokens_show_up_in_the_state_at_once() -> None:
     scene = busy_scene()
 
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         _, before = await ask(client, "GET", "/state")
         scene.prefilled("r1")
         scene.step(DecodeBegan(RequestId("r1")))
@@ -373,7 +408,7 @@ def test_first_tokens_show_up_in_the_state_at_once() -> None:
 
 
 def test_a_body_is_read_as_json_whatever_type_curl_gives_it() -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         headers = BEARER | {"Content-Type": "application/x-www-form-urlencoded"}
         path, sent = "/replicas/p0/role", b'{"role": "decode"}'
         async with client.post(path, headers=headers, data=sent) as response:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from PIL import Image
 
 from tests.router.browser import Browser, Chromium
@@ -37,7 +36,7 @@ def visit(browser: Browser) -> Callable[..., None]:
 
     def visit(
         scene: Scene,
-        use: Callable[[str, web.AppRunner], Awaitable[None]],
+        use: Callable[[str, Admin], Awaitable[None]],
         suffix: str = HASH,
         *,
         allowed: str = "",
@@ -45,20 +44,17 @@ def visit(browser: Browser) -> Callable[..., None]:
         async def serve() -> None:
             telemetry = Telemetry(scene.controller, clock=scene.clock)
             admin = Admin(scene.controller, scene.post, telemetry, TOKEN, clock=scene.clock)
-            runner = web.AppRunner(admin.app(), shutdown_timeout=0.1)
-            await runner.setup()
             try:
-                await web.TCPSite(runner, "127.0.0.1", 0).start()
-                url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+                url = f"http://127.0.0.1:{await admin.start('127.0.0.1', 0)}/"
                 await browser.prefer("light")
                 await browser.open(f"{url}{suffix}")
-                await use(url, runner)
+                await use(url, admin)
                 said = await browser.console()
                 assert [each for each in said if not allowed or allowed not in each] == []
             finally:
                 await browser.open("about:blank")
                 await browser.console()
-                await runner.cleanup()
+                await admin.stop()
 
         asyncio.run(serve())
 
@@ -75,7 +71,7 @@ def row(name: str, selector: str = "") -> str:
 def test_every_replica_has_a_row_with_its_state_its_lock_and_its_load(
     browser: Browser, visit: Callable[..., None]
 ) -> None:
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         names = "[...document.querySelectorAll('#rows tr')].map((e) => e.dataset.id)"
         assert await browser.read(names) == ["p0", "p1", "d0", "d1", "d2"]
@@ -106,7 +102,7 @@ def test_every_replica_has_a_row_with_its_state_its_lock_and_its_load(
 def test_work_and_flow_are_shown_in_units_for_people(
     browser: Browser, visit: Callable[..., None]
 ) -> None:
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         d0 = await browser.read(f"{row('d0')}.innerText")
         for said in ("1 answer", "3 running", "1 waiting", "generated", "1.2 MiB/s"):
@@ -134,7 +130,7 @@ def test_the_plan_is_shown_with_its_equations_and_steps(
     scene.serving("d0", Role.DECODE)
     scene.tick()
 
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         plan = (await browser.text("#plan")).replace("\n", " ")
         for said in (
@@ -154,7 +150,7 @@ def test_what_happens_is_shown_within_a_moment_without_a_reload(
 ) -> None:
     scene = busy_scene()
 
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         await browser.run("window.mark = 1")
         scene.step(SetRole(ReplicaId("p0"), Role.DECODE))
@@ -184,7 +180,7 @@ def test_what_happens_is_shown_within_a_moment_without_a_reload(
 def test_the_token_of_the_address_is_gone_from_it_and_kept_for_the_tab(
     browser: Browser, visit: Callable[..., None]
 ) -> None:
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         assert await browser.read("location.href") == url
         assert await browser.read("Object.values(localStorage)") == []
@@ -202,7 +198,7 @@ def test_the_token_of_the_address_is_gone_from_it_and_kept_for_the_tab(
 def test_a_wrong_token_is_said_and_the_right_one_may_be_entered(
     browser: Browser, visit: Callable[..., None]
 ) -> None:
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         assert not await browser.read(SHOWN)
         assert not await browser.read("document.getElementById('wrong').checkVisibility()")
         await browser.write("#token", "not it\n")
@@ -225,7 +221,7 @@ def test_texts_of_others_stay_texts(browser: Browser, visit: Callable[..., None]
     scene.serving(ATTACK, Role.DECODE, host=ATTACK)
     scene.step(Failed(ReplicaId("p0"), ATTACK))
 
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         whys = (
             "[...document.querySelectorAll('#transitions td:last-child')].map((e) => e.textContent)"
@@ -245,24 +241,25 @@ def test_texts_of_others_stay_texts(browser: Browser, visit: Callable[..., None]
 def test_a_router_that_cannot_be_reached_is_said_and_what_was_is_kept(
     browser: Browser, visit: Callable[..., None]
 ) -> None:
-    async def use(url: str, runner: web.AppRunner) -> None:
+    async def use(url: str, admin: Admin) -> None:
         await browser.until(SHOWN)
         assert await browser.text("#link") == "live"
-        port = runner.addresses[0][1]
-        (site,) = runner.sites
-        await site.stop()
-        await runner.server.shutdown(0.1)  # type: ignore[union-attr]
+        await admin.stop()
         await browser.until("document.getElementById('alarm').checkVisibility()")
         alarm = await browser.text("#alarm")
         assert "The router cannot be reached: no connection." in alarm
         assert "Below is what it said" in alarm
         assert await browser.text("#link") == "cannot be reached"
         assert await browser.read(row("d0")), "the last state is still there"
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        telemetry = Telemetry(scene.controller, clock=scene.clock)
+        again = Admin(scene.controller, scene.post, telemetry, TOKEN, clock=scene.clock)
+        await again.start("127.0.0.1", int(url.rpartition(":")[2].strip("/")))
         await browser.until("!document.getElementById('alarm').checkVisibility()")
         assert await browser.text("#link") == "live"
+        await again.stop()
 
-    visit(busy_scene(), use, allowed="net::ERR_")
+    scene = busy_scene()
+    visit(scene, use, allowed="net::ERR_")
 
 
 def test_replicas_can_be_chosen_by_their_state(
@@ -273,7 +270,7 @@ def test_replicas_can_be_chosen_by_their_state(
         scene.serving(f"gpu-{number:02}", list(Role)[number % 2])
     scene.step(Drain(ReplicaId("gpu-00")))
 
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.until(SHOWN)
         seen = (
             "[...document.querySelectorAll('#rows tr')].filter((e) => e.checkVisibility()).length"
@@ -330,7 +327,7 @@ def test_it_can_be_read_and_used_by_everybody(
     for name in ("p1", "d0", "d1"):
         scene.measured(name, 990)
 
-    async def use(url: str, _: web.AppRunner) -> None:
+    async def use(url: str, _: Admin) -> None:
         await browser.prefer(scheme)
         await browser.until(SHOWN)
         assert await browser.run(CONTRAST) == []

@@ -56,18 +56,22 @@ class Deployment:
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def start(cls, spec: DeploymentSpec, directory: Path) -> Self:
-        """Start everything, and wait until all engines serve."""
+    def start(
+        cls, spec: DeploymentSpec, directory: Path, say: Callable[[str], None] = lambda _: None
+    ) -> Self:
+        """Start everything, and wait until all engines serve; `say` is called with what goes on."""
         self = cls(spec, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            say("making a tiny model")
             model = make_model(directory / "models", LlamaShape(vocab=TEXT_VOCAB))
             add_tokenizer(model)
             front, admin, first = free_ports(2 + max(spec.slots, spec.prefill + spec.decode))[:3]
             self.front, self.admin = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"
             self._write_config(model, front, admin, first)
             self.start_router()
-            self.wait_for_engines(spec.prefill, spec.decode)
+            say(f"the router has been started; its log: {directory / 'router.log'}")
+            self.wait_for_engines(spec.prefill, spec.decode, say)
         except BaseException:
             self.stop()
             raise
@@ -85,6 +89,8 @@ class Deployment:
                 cwd=self.directory,
                 env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
             )
+
+        (self.directory / "router.pid").write_text(str(self._process.pid))
 
     def kill_router(self) -> None:
         """kill -9; engines go on."""
@@ -144,11 +150,19 @@ class Deployment:
         answer.raise_for_status()
         return answer.json()
 
-    def wait_for_engines(self, prefill: int, decode: int) -> None:
+    def wait_for_engines(
+        self, prefill: int, decode: int, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Until so many serve."""
+        known: dict[str, str] = {}
 
         def are_up() -> bool:
-            states = list(self.states().values())
+            now = self.states()
+            for replica, state in now.items():
+                if known.get(replica) != state:
+                    say(f"engine {replica}: {state}")
+            known.update(now)
+            states = list(now.values())
             return states.count("prefill") >= prefill and states.count("decode") >= decode
 
         self.wait(are_up, START_TIMEOUT_S)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
@@ -103,15 +102,14 @@ class Router:
         """Of requests without a token."""
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
-        self._admin_app = Admin(
+        self._admin = Admin(
             self.controller,
             self.post,
             self.telemetry,
             admin_token(config),
             hosts=config.admin.hosts,
             clock=clock,
-        ).app()
-        self._admin: web.AppRunner | None = None
+        )
         self._upstream = Upstream(
             connect_timeout_s=config.front.connect_timeout_s,
             silence_timeout_s=config.front.engine_timeout_s,
@@ -154,11 +152,7 @@ class Router:
         """
         config = self.config
         self.front_port = await self.server.start(*_address(config.front.listen))
-        self._admin = web.AppRunner(self._admin_app, access_log=None, shutdown_timeout=1.0)
-        await self._admin.setup()
-        host, port = _address(config.admin.listen)
-        await web.TCPSite(self._admin, host or None, port).start()
-        self.admin_port = int(self._admin.addresses[0][1])
+        self.admin_port = await self._admin.start(*_address(config.admin.listen))
         self._tick()
         await self.replicas.find()
 
@@ -166,8 +160,7 @@ class Router:
         """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
         are to be kept."""
         await self.server.stop()
-        if self._admin is not None:
-            await self._admin.cleanup()
+        await self._admin.stop()
         # From here on nobody asks the controller: it would start engines anew that end now.
         if self._timer is not None:
             self._timer.cancel()

@@ -82,6 +82,7 @@ class HttpRequest:
         "keeps_alive",
         "method",
         "path",
+        "query",
     )
 
     def __init__(self, connection: "_Connection") -> None:
@@ -90,6 +91,7 @@ class HttpRequest:
         self.method = ""
         self.path = ""
         """Without its query, as it came."""
+        self.query = ""
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.body = b""
         self.is_http_1_1 = True
@@ -206,7 +208,8 @@ class HttpServer:
         )
         self._sweep_s = min(max(self.limits.read_timeout_s / 10, MIN_SWEEP_S), MAX_SWEEP_S)
         self._look_at_deadlines()
-        return int(self._listening.sockets[0].getsockname()[1])
+        self.port = int(self._listening.sockets[0].getsockname()[1])
+        return self.port
 
     async def stop(self, limit_s: float) -> None:
         """Listen no more; requests have `limit_s` to end, and their connections are cut then."""
@@ -239,8 +242,9 @@ class HttpServer:
         if now - self._warned_at > WARN_EVERY_S:
             self._warned_at = now
             log.warning(
-                "more than %d connections (front.max_connections): new ones are closed",
-                self.limits.max_connections,
+                "port %d: more than %d connections (of clients: front.max_connections), new ones "
+                "are closed",
+                *(self.port, self.limits.max_connections),
             )
 
     def _look_at_deadlines(self) -> None:
@@ -383,6 +387,7 @@ class _Connection(asyncio.Protocol):
             raise _Refused(400, "The only Transfer-Encoding is chunked, of HTTP/1.1.")
         request.method = parser.get_method().decode()
         request.path = _path_of(message.url)
+        request.query = message.url.partition(b"?")[2].decode("latin-1")
         request.keeps_alive = (
             # One that would change the protocol is served with this one, and with no other.
             parser.should_keep_alive()

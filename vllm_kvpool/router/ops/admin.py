@@ -5,21 +5,25 @@ before it returns, so that the answer can say what follows. Without the token no
 but the page's own files.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from urllib.parse import parse_qs, unquote
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Event
+from vllm_kvpool.router.dataplane.http_server import (
+    HttpRequest,
+    HttpServer,
+    Response,
+    ServerLimits,
+)
 from vllm_kvpool.router.ops import orders
-from vllm_kvpool.router.ops.access import Access, Denial
+from vllm_kvpool.router.ops.access import Access
 from vllm_kvpool.router.ops.orders import OrderError
 from vllm_kvpool.router.ops.shown import RouterView
 from vllm_kvpool.router.ops.telemetry import Telemetry
@@ -28,7 +32,13 @@ from vllm_kvpool.router.ops.view import plan_now, plan_of, state_of
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 10
-READ_TIMEOUT_S = 10.0
+LIMITS = ServerLimits(
+    max_body_bytes=MAX_BODY_BYTES,
+    max_bodies_bytes=64 * MAX_BODY_BYTES,
+    max_connections=128,
+    read_timeout_s=10.0,
+)
+STOP_S = 1.0
 ROUTES = {
     ("GET", "/"): "The status page. It asks for the token.",
     ("GET", "/state"): "Everything the page shows, as JSON.",
@@ -76,8 +86,12 @@ HEADERS = {
 }
 
 
+Handler = Callable[[HttpRequest, str], Response]
+"""Answers a request; it is told the `{id}` of its path."""
+
+
 class Admin:
-    """`app()` is to be served by the router's loop."""
+    """Served by the router's loop: `start`, then `stop`."""
 
     def __init__(
         self,
@@ -88,6 +102,7 @@ class Admin:
         *,
         hosts: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        limits: ServerLimits = LIMITS,
     ) -> None:
         """`hosts`: names that the address goes by. `clock` is that of the controller's events."""
         self._controller = controller
@@ -97,15 +112,12 @@ class Admin:
         self._clock = clock
         page = Path(__file__).with_name("page")
         self._page = {path: (page / name).read_bytes() for path, (name, _) in PAGE.items()}
-
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._middleware()])
-        handlers: dict[tuple[str, str], Handler] = {
+        self._handlers: dict[tuple[str, str], Handler] = {
             ("GET", "/"): self._file,
-            ("GET", "/state"): self._state,
+            ("GET", "/state"): lambda *_: _json(self._view()),
             ("GET", "/metrics"): self._metrics,
-            ("GET", "/replicas"): self._replicas,
-            ("GET", "/plan"): self._plan,
+            ("GET", "/replicas"): lambda *_: _json({"replicas": self._view().replicas}),
+            ("GET", "/plan"): lambda *_: _json(plan_now(self._controller)),
             ("POST", "/planner/mode"): self._set_mode,
             ("POST", "/replicas"): self._add,
             ("POST", "/replicas/spawn"): self._spawn,
@@ -115,114 +127,95 @@ class Admin:
             ("POST", "/instances/add"): self._add_instances,
             ("POST", "/instances/remove"): self._remove_instances,
         }
-        assert handlers.keys() == ROUTES.keys()
-        for (method, path), handler in handlers.items():
-            app.router.add_route(method, path, handler)
-        for path in PAGE.keys() - {"/"}:
-            app.router.add_get(path, self._file, allow_head=False)
-        return app
+        assert self._handlers.keys() == ROUTES.keys()
+        self._handlers |= {("GET", path): self._file for path in PAGE}
+        self._http = HttpServer(limits, self._handle, check=self._check, refuse=_refuse)
 
-    def _middleware(self) -> Middleware:
-        @web.middleware
-        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-            response = await self._answer(request, handler)
-            response.headers.update(HEADERS)
-            return response
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port that it is. OSError if it cannot be had."""
+        return await self._http.start(host or None, port)
 
-        return guarded
+    async def stop(self) -> None:
+        await self._http.stop(STOP_S)
 
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _check(self, http: HttpRequest) -> Response | None:
+        """A request that may not be made is refused before its body is read."""
+        headers = http.headers
+        denial = self._access.check_place(headers.get("Host"), headers.get("Origin"))
+        if denial is None and not (http.method == "GET" and http.path in PAGE):
+            denial = self._access.check_token(headers.get("Authorization"))
+        return None if denial is None else _error(denial.status, denial.error)
+
+    async def _handle(self, http: HttpRequest) -> None:
+        http.respond(self._answer(http))
+
+    def _answer(self, http: HttpRequest) -> Response:
         """A handler's answer; whatever goes wrong is said in JSON."""
-        if (denial := self._denial(request)) is not None:
-            return _error(denial.status, denial.error)
+        route, replica_id = _route_of(http.path)
+        handler = self._handlers.get((http.method, route))
+        if handler is None:
+            allowed = ", ".join(sorted(m for m, path in self._handlers if path == route))
+            if not allowed:
+                known = ", ".join(sorted({path for _, path in ROUTES}))
+                return _error(404, f"no {http.path!r} here; there are {known}")
+            return _error(405, f"{http.method} is not for {http.path}; use {allowed}")
         try:
-            return await handler(request)
+            return handler(http, replica_id)
         except OrderError as error:
             return _error(error.status, str(error))
         except ConfigError as error:
             return _error(409, str(error))
-        except web.HTTPNotFound:
-            known = ", ".join(sorted({path for _, path in ROUTES}))
-            return _error(404, f"no {request.path!r} here; there are {known}")
-        except web.HTTPMethodNotAllowed as error:
-            allowed = ", ".join(sorted(error.allowed_methods))
-            return _error(405, f"{request.method} is not for {request.path}; use {allowed}")
-        except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"the body is too large; send at most {MAX_BODY_BYTES} bytes")
-
-    def _denial(self, request: web.Request) -> Denial | None:
-        headers = request.headers
-        denial = self._access.check_place(headers.get("Host"), headers.get("Origin"))
-        if denial is not None or (request.method == "GET" and request.path in PAGE):
-            return denial
-        return self._access.check_token(headers.get("Authorization"))
 
     # To be read
 
-    async def _file(self, request: web.Request) -> web.Response:
-        content_type = PAGE[request.path][1]
-        return web.Response(
-            body=self._page[request.path], content_type=content_type, charset="utf-8"
-        )
+    def _file(self, http: HttpRequest, _: str) -> Response:
+        return _response(200, f"{PAGE[http.path][1]}; charset=utf-8", self._page[http.path])
 
-    async def _state(self, _request: web.Request) -> web.Response:
-        return _json(self._view())
-
-    async def _replicas(self, _request: web.Request) -> web.Response:
-        return _json({"replicas": self._view().replicas})
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        content_type, body = self._telemetry.expose()
-        return web.Response(body=body, headers={"Content-Type": content_type})
-
-    async def _plan(self, _request: web.Request) -> web.Response:
-        return _json(plan_now(self._controller))
+    def _metrics(self, _http: HttpRequest, _: str) -> Response:
+        return _response(200, *self._telemetry.expose())
 
     # Orders
 
-    async def _set_mode(self, request: web.Request) -> web.Response:
-        self._carry_out(orders.set_mode(await _body(request)))
+    def _set_mode(self, http: HttpRequest, _: str) -> Response:
+        self._carry_out(orders.set_mode(http.body))
         return _json({"mode": plan_of(self._controller).mode})
 
-    async def _add(self, request: web.Request) -> web.Response:
-        event = orders.add(self._view(), await _body(request))
+    def _add(self, http: HttpRequest, _: str) -> Response:
+        event = orders.add(self._view(), http.body)
         self._carry_out(event)
         return self._following(event.spec.replica_id)
 
-    async def _spawn(self, request: web.Request) -> web.Response:
-        event = orders.spawn(await _body(request))
+    def _spawn(self, http: HttpRequest, _: str) -> Response:
+        event = orders.spawn(http.body)
         before = {each.id for each in self._view().replicas}
         self._carry_out(event)
         (started,) = [each.id for each in self._view().replicas if each.id not in before]
         return self._following(started)
 
-    async def _remove(self, request: web.Request) -> web.Response:
-        replica_id = request.match_info["id"]
-        self._carry_out(orders.remove(self._view(), replica_id, force=_is_forced(request)))
+    def _remove(self, http: HttpRequest, replica_id: str) -> Response:
+        self._carry_out(orders.remove(self._view(), replica_id, force=_is_forced(http)))
         return self._following(replica_id)
 
-    async def _drain(self, request: web.Request) -> web.Response:
-        replica_id = request.match_info["id"]
-        self._carry_out(orders.drain(self._view(), replica_id, force=_is_forced(request)))
+    def _drain(self, http: HttpRequest, replica_id: str) -> Response:
+        self._carry_out(orders.drain(self._view(), replica_id, force=_is_forced(http)))
         return self._following(replica_id)
 
-    async def _set_role(self, request: web.Request) -> web.Response:
-        replica_id, body = request.match_info["id"], await _body(request)
-        force = _is_forced(request)
-        self._carry_out(orders.set_role(self._view(), replica_id, body, force=force))
+    def _set_role(self, http: HttpRequest, replica_id: str) -> Response:
+        force = _is_forced(http)
+        self._carry_out(orders.set_role(self._view(), replica_id, http.body, force=force))
         return self._following(replica_id)
 
-    async def _add_instances(self, request: web.Request) -> web.Response:
-        events = orders.add_instances(self._view(), await _body(request))
+    def _add_instances(self, http: HttpRequest, _: str) -> Response:
+        events = orders.add_instances(self._view(), http.body)
         for event in events:
             self._carry_out(event)
         names = [event.spec.replica_id for event in events]
         message = f"Instances {names} are waiting to be added." if names else "Nothing to add."
         return _json(orders.instances_answer(self._view(), message))
 
-    async def _remove_instances(self, request: web.Request) -> web.Response:
-        body, view, force = await _body(request), self._view(), _is_forced(request)
-        events = orders.remove_instances(view, body, force=force)
+    def _remove_instances(self, http: HttpRequest, _: str) -> Response:
+        view = self._view()
+        events = orders.remove_instances(view, http.body, force=_is_forced(http))
         for event in events:
             self._carry_out(event)
         names = orders.addresses(view, [event.replica for event in events])
@@ -236,30 +229,42 @@ class Admin:
         log.info("an administrator asks: %s", event)
         self._post(event)
 
-    def _following(self, replica_id: str) -> web.Response:
+    def _following(self, replica_id: str) -> Response:
         found = [each for each in self._view().replicas if each.id == replica_id]
         return _json(orders.follows(replica_id, found[0] if found else None), 202)
 
 
-async def _body(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            return await request.read()
-    except TimeoutError:
-        raise OrderError(408, f"the body has not come within {READ_TIMEOUT_S:g} s") from None
+def _route_of(path: str) -> tuple[str, str]:
+    """A path as `ROUTES` writes it, and the id in it."""
+    match path.split("/"):
+        case ["", "replicas", replica_id, *rest] if replica_id != "spawn" or rest:
+            return "/".join(("", "replicas", "{id}", *rest)), unquote(replica_id)
+    return path, ""
 
 
-def _is_forced(request: web.Request) -> bool:
-    return request.query.get("force") in ("1", "true")
+def _is_forced(http: HttpRequest) -> bool:
+    return parse_qs(http.query).get("force", [""])[-1] in ("1", "true")
 
 
-def _json(value: object, status: int = 200) -> web.Response:
-    body = msgspec.json.encode(value) + b"\n"
-    return web.Response(body=body, status=status, content_type="application/json")
+def _json(value: object, status: int = 200) -> Response:
+    return _response(status, "application/json", msgspec.json.encode(value) + b"\n")
 
 
-def _error(status: int, error: str) -> web.Response:
-    response = _json({"error": error}, status)
+def _error(status: int, error: str) -> Response:
+    answer = _json({"error": error}, status)
     if status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
+        return answer._replace(headers={**answer.headers, "WWW-Authenticate": "Bearer"})
+    return answer
+
+
+def _refuse(status: int, why: str) -> Response:
+    """What cannot be read as HTTP, or breaks a limit of this address."""
+    own = {
+        408: f"the body has not come within {LIMITS.read_timeout_s:g} s",
+        413: f"the body is too large; send at most {MAX_BODY_BYTES} bytes",
+    }
+    return _error(status, own.get(status, why))
+
+
+def _response(status: int, content_type: str, body: bytes) -> Response:
+    return Response(status, {**HEADERS, "Content-Type": content_type}, body)
