@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.bodies import (
-    MAX_PREFIX_SPANS,
     MEDIA_TOKENS,
-    PREFIX_SPAN_BYTES,
     BadRequest,
     ClientRequest,
     Kind,
@@ -143,6 +142,25 @@ def test_a_conversation_that_goes_on_has_the_prefix_of_the_one_before() -> None:
     assert len(set(longer.prefix)) == 7
 
 
+def test_prompts_that_differ_late_are_told_apart_late() -> None:
+    one, other = (conversation("a" * 600_000, end * 100_000).prefix for end in "bc")
+    shared = sum(1 for pair in zip(one, other, strict=True) if pair[0] == pair[1])
+    assert 500_000 < spans_of(shared) * SPAN_BYTES <= 600_100
+    assert len(set(one) - set(other)) == len(one) - shared > 0
+
+
+def test_an_inline_image_does_not_use_the_prefix_up() -> None:
+    def chat(image: str, text: str) -> ClientRequest:
+        url = {"url": f"data:image/png;base64,{image}"}
+        content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
+        return request(CHAT, messages=[{"role": "user", "content": content}])
+
+    one, again, other = (chat(each * 500_000, "x" * 5000) for each in "aab")
+    assert one.prefix == again.prefix
+    assert len(one.prefix) == 5  # of the text alone
+    assert not set(one.prefix) & set(other.prefix)
+
+
 @pytest.mark.parametrize(
     "more",
     [{"model": "other"}, {"cache_salt": "x"}, {"tools": [1]}, {"chat_template_kwargs": {"a": 1}}],
@@ -154,12 +172,14 @@ def test_what_shapes_the_beginning_of_a_prompt_is_in_all_its_hashes(more: dict[s
 
 
 def test_the_hashes_of_a_prompt_are_bounded_and_say_how_many_tokens_they_are_of() -> None:
-    assert len(conversation("a" * 1_000_000).prefix) == MAX_PREFIX_SPANS
+    known = conversation("a" * 8_000_000).prefix
+    assert len(known) < len(SEGMENT_ENDS) < 200
+    assert spans_of(len(known)) * SPAN_BYTES > 7_000_000
     assert conversation("a" * 100).prefix == ()
-    assert conversation("a" * 5000).prefix_tokens(0.25) == PREFIX_SPAN_BYTES // 4
+    assert conversation("a" * 5000).prefix_tokens(0.25) == SPAN_BYTES // 4
     ids = request(COMPLETION, prompt=[123] * 4096)
-    assert ids.prefix_tokens(0.25) == pytest.approx(PREFIX_SPAN_BYTES / len("123, "), abs=1)
-    assert len(ids.prefix) == 4096 * 5 // PREFIX_SPAN_BYTES
+    assert ids.prefix_tokens(0.25) == pytest.approx(SPAN_BYTES / len("123, "), abs=1)
+    assert len(ids.prefix) == 4096 * 5 // SPAN_BYTES
 
 
 @pytest.mark.parametrize(

@@ -194,10 +194,10 @@ def test_what_has_ended_since_an_engine_told_its_metrics_is_not_in_use() -> None
 
 def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:
     replica = Replica(spec("x"), sample=Sample(used_blocks=70, total_blocks=100), sampled_at=1.0)
-    replica.prefixes.add((1, 2))
+    replica.remember((1, 2))
     replica.forget_engine()
     assert (replica.used_blocks, replica.sample.total_blocks, replica.sampled_at) == (0, 100, None)
-    assert len(replica.prefixes) == 0
+    assert replica.num_prefixes == 0
 
 
 @pytest.mark.parametrize("state", [State.INACTIVE, State.SHUTTING_NULL, State.LOADING_DECODE])

@@ -7,7 +7,7 @@ import pytest
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.desk import Settings
 from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
-from vllm_kvpool.router.control.flow import HANDED_GRACE_S
+from vllm_kvpool.router.control.flow import HANDED_GRACE_S, POOL
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
 from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
@@ -289,7 +289,7 @@ def test_where_a_prompt_is_computed_is_counted_with_the_reason(
 ) -> None:
     steps = Steps(Settings(**settings))
     steps.fleet(prefill=prefill, decode="d")
-    steps.controller.desk.pool.add((1, 2, 3))
+    steps.controller.desk.pool.add((1, 2, 3), POOL)
     actions = steps.ask("r", **ask)
     if path is PromptPath.HANDED_OVER:
         actions = steps.prefilled("r", "p")

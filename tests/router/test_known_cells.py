@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.router.control.known_cells import MAX_LAYOUTS, KnownCells
-from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
+from vllm_kvpool.router.control.prefix_index import SPAN_BYTES
 
 STEMS = (KeyPrefix("a@", 100), KeyPrefix("b@", 100))
-SPAN = PREFIX_SPAN_BYTES
+SPAN = SPAN_BYTES
 
 
 def prefix_of(text: str) -> tuple[int, ...]:

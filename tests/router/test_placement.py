@@ -15,7 +15,6 @@ from vllm_kvpool.router.control.placement import (
     choose_to_clear,
     fits,
     open_gates,
-    uncached_tokens,
 )
 from vllm_kvpool.router.control.requests import Request, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
@@ -27,7 +26,7 @@ def prefiller(name: str, *loads: int, cached: tuple[int, ...] = (), busy: float 
     replica = Replica(spec(name), state=State.PREFILL, busy_until=busy)
     for number, tokens in enumerate(loads):
         replica.begin_prefill(RequestId(f"{name}{number}"), tokens)
-    replica.prefixes.add(cached)
+    replica.remember(cached)
     return replica
 
 
@@ -86,7 +85,7 @@ def test_a_prompt_larger_than_the_budget_goes_to_who_has_nothing() -> None:
     [(1000, (), 1000), (1000, (1, 2), 488), (1000, (1, 2, 3), 232), (500, (1, 2), 1)],
 )
 def test_what_is_cached_does_not_count(prompt: int, cached: tuple[int, ...], tokens: int) -> None:
-    assert uncached_tokens(request(prompt), prefiller("a", cached=cached)) == tokens
+    assert prefiller("a", cached=cached).uncached_tokens(request(prompt).ask) == tokens
 
 
 @pytest.mark.parametrize(

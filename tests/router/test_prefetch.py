@@ -12,9 +12,9 @@ from vllm_kvpool.router.control.events import ReplicaSpec
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.known_cells import KnownCells
 from vllm_kvpool.router.control.prefetch import MAX_HOSTS, Begin, Bring, End, PrefetchPlan, Wish
+from vllm_kvpool.router.control.prefix_index import SPAN_BYTES
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import Cause, ReplicaId
-from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
 
 STEMS = (KeyPrefix("a@", 100),)
 LONG, OTHER, UNKNOWN = (1, 2), (1, 3), (9,)
@@ -23,8 +23,8 @@ LONG, OTHER, UNKNOWN = (1, 2), (1, 3), (9,)
 def known() -> KnownCells:
     """A prompt of four chunks, and one that begins alike, which has three."""
     cells = KnownCells()
-    cells.learn(LONG, 2 * PREFIX_SPAN_BYTES, ChunkNames(STEMS, ("a", "b", "c", "d")))
-    cells.learn(OTHER, 2 * PREFIX_SPAN_BYTES, ChunkNames(STEMS, ("a", "b", "x")))
+    cells.learn(LONG, 2 * SPAN_BYTES, ChunkNames(STEMS, ("a", "b", "c", "d")))
+    cells.learn(OTHER, 2 * SPAN_BYTES, ChunkNames(STEMS, ("a", "b", "x")))
     return cells
 
 
@@ -61,7 +61,7 @@ def test_what_was_learned_meanwhile_is_told() -> None:
     cells = KnownCells()
     plan = PrefetchPlan(["h"], cells)
     assert plan.step({"h": [UNKNOWN]}) == []
-    cells.learn(UNKNOWN, PREFIX_SPAN_BYTES, ChunkNames(STEMS, ("u",)))
+    cells.learn(UNKNOWN, SPAN_BYTES, ChunkNames(STEMS, ("u",)))
     assert plan.step({"h": [UNKNOWN]}) == [Begin("h"), bring("h", "u")]
 
 
@@ -113,7 +113,7 @@ class Hosts(RuleBasedStateMachine):
     def learn(self, prefix: list[int], salt: int) -> None:
         spans = tuple(hash(tuple(prefix[: i + 1])) for i in range(len(prefix)))
         chunks = tuple(f"{prefix[: i + 1]}{salt}" for i in range(len(prefix)))
-        self.cells.learn(spans, len(prefix) * PREFIX_SPAN_BYTES, ChunkNames(STEMS, chunks))
+        self.cells.learn(spans, len(prefix) * SPAN_BYTES, ChunkNames(STEMS, chunks))
 
     @rule(
         bound=st.dictionaries(

@@ -13,9 +13,9 @@ from tests.support.router_rig import run
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
 from vllm_kvpool.router.control.events import ReplicaSpec
 from vllm_kvpool.router.control.fleet import Fleet
+from vllm_kvpool.router.control.prefix_index import SPAN_BYTES
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import Cause, ReplicaId, State
-from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
 from vllm_kvpool.router.ops import prefetches as module
 from vllm_kvpool.router.ops.prefetches import Prefetches
 
@@ -41,7 +41,7 @@ class Bench:
         self.logs = tmp_path / "logs"
         command = (sys.executable, "-c", script, str(self.told))
         self.prefetches = Prefetches({"h": command}, self.logs)
-        self.prefetches.known.learn(PREFIX, 2 * PREFIX_SPAN_BYTES, NAMES)
+        self.prefetches.known.learn(PREFIX, 2 * SPAN_BYTES, NAMES)
         self.fleet = Fleet()
         spec = ReplicaSpec(replica_id=ReplicaId("r"), url="http://r", host="h", is_ours=True)
         self.replica = self.fleet.add(spec, 0.0)
@@ -100,7 +100,7 @@ def test_one_that_fails_is_counted_and_not_tried_again(tmp_path: Path, script: s
         bench.binds()
         await until(lambda: bench.counts.get("failed"), "it fails")
         other = msgspec.structs.replace(NAMES, chunks=("z",))
-        bench.prefetches.known.learn((7,), PREFIX_SPAN_BYTES, other)
+        bench.prefetches.known.learn((7,), SPAN_BYTES, other)
         bench.binds((7,))
         bench.serves()
         await bench.prefetches.close()
@@ -113,7 +113,7 @@ def test_a_command_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
     async def main() -> None:
         bench = Bench(tmp_path, "")
         bench.prefetches = Prefetches({"h": ["/no/such/command"]}, tmp_path)
-        bench.prefetches.known.learn(PREFIX, 2 * PREFIX_SPAN_BYTES, NAMES)
+        bench.prefetches.known.learn(PREFIX, 2 * SPAN_BYTES, NAMES)
         bench.binds()
         await until(lambda: bench.counts.get("failed"), "it fails")
         await bench.prefetches.close()

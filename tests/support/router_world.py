@@ -41,6 +41,7 @@ from vllm_kvpool.router.control.events import (
     Warm,
     Warmed,
 )
+from vllm_kvpool.router.control.prefix_index import spans_of
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 
@@ -329,7 +330,7 @@ class Calls:
 def _known(ask: Ask, hashes: set[int]) -> int:
     """Tokens of a prompt that a replica or the pool has."""
     number = max((n for n, each in enumerate(ask.prefix, 1) if each in hashes), default=0)
-    return number * ask.prefix_tokens
+    return spans_of(number) * ask.prefix_tokens
 
 
 MISSED_UNTIL_FAILED = 3

@@ -10,7 +10,7 @@ from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.migration import MigrationQueue
 from vllm_kvpool.router.control.overload import Load, Overload
 from vllm_kvpool.router.control.placement import Budgets
-from vllm_kvpool.router.control.prefixes import PrefixMemory
+from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
 from vllm_kvpool.router.control.queue import PromptQueue
 from vllm_kvpool.router.control.rates import Flow as Rate
 from vllm_kvpool.router.control.rates import Measured, Rates, StartRate
@@ -18,7 +18,6 @@ from vllm_kvpool.router.control.requests import Ask, PromptPath, Request, Reques
 from vllm_kvpool.router.control.shedding import Pressure, Shedder
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
-MAX_POOL_HASHES = 500_000
 MAX_WAITS = 1024
 SPILL_SHARE = 0.5
 """Of a decoder's time that prompts of the queue may be counted on to get, while it decodes."""
@@ -67,7 +66,7 @@ class Desk:
     deadlines: Deadlines = field(default_factory=Deadlines)
     """Of requests that wait, wherever that is."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    pool: PrefixMemory = field(default_factory=lambda: PrefixMemory(MAX_POOL_HASHES))
+    pool: PrefixIndex = field(default_factory=PrefixIndex)
     """Beginnings of prompts that the pool should have."""
     locked: frozenset[ReplicaId] = frozenset()
     """Decoders that get nothing new until they have less to do."""
@@ -147,7 +146,7 @@ class Desk:
 
     def unknown_tokens(self, ask: Ask) -> int:
         """Prompt tokens that the pool is not known to have."""
-        known = self.pool.match(ask.prefix) if self.pool_is_up else 0
+        known = spans_of(self.pool.depth(ask.prefix)) if self.pool_is_up else 0
         return max(0, ask.prompt_tokens - known * ask.prefix_tokens)
 
     def loads(self) -> dict[ReplicaId, Load]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
 from vllm_kvpool.router.control.meters import Meters
-from vllm_kvpool.router.control.prefixes import PrefixMemory
-from vllm_kvpool.router.control.requests import Request, RequestId
+from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
+from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
@@ -31,7 +31,6 @@ from vllm_kvpool.router.control.states import (
 log = logging.getLogger(__name__)
 
 MAX_KEPT_TRANSITIONS = 1000
-MAX_REPLICA_HASHES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,13 @@ class Replica:
     """The role it is to take once it has been drained."""
     retry_at: float = float("inf")
     """When to try again after a failure."""
-    prefixes: PrefixMemory = field(default_factory=lambda: PrefixMemory(MAX_REPLICA_HASHES))
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    """Of the whole fleet."""
+    holder: int = 0
+    """What its engine's cache is called there."""
+
+    def __post_init__(self) -> None:
+        self.holder = self.prefixes.new_holder()
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -140,6 +145,20 @@ class Replica:
     def is_open(self, now: float) -> bool:
         """Whether it may be given work, as far as it has answered the last."""
         return now >= self.busy_until and not self.is_doubted
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        """It has computed or loaded a prompt."""
+        self.prefixes.add(prefix, self.holder)
+
+    @property
+    def num_prefixes(self) -> int:
+        """Beginnings of prompts that its cache is likely to have."""
+        return self.prefixes.num_held(self.holder)
+
+    def uncached_tokens(self, ask: Ask) -> int:
+        """Prompt tokens that it is not known to have; at least 1."""
+        depth = self.prefixes.depth(ask.prefix, self.holder)
+        return max(1, ask.prompt_tokens - spans_of(depth) * ask.prefix_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -200,7 +219,8 @@ class Replica:
 
     def forget_engine(self) -> None:
         """Its engine has ended: nothing that was known of it holds for the next one."""
-        self.prefixes.clear()
+        self.prefixes.forget(self.holder)
+        self.holder = self.prefixes.new_holder()
         self.sampled_at = None
         self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
         self.foreign_blocks = 0
@@ -232,6 +252,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
+        self.prefixes = PrefixIndex()
         # Asked for many times an event, changed rarely.
         self._in_states: dict[frozenset[State], Sequence[Replica]] = {}
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
@@ -256,13 +277,17 @@ class Fleet:
 
     def add(self, spec: ReplicaSpec, now: float) -> Replica:
         assert spec.replica_id not in self._replicas
-        replica = self._replicas[spec.replica_id] = Replica(spec, since=now, last_work=now)
+        replica = self._replicas[spec.replica_id] = Replica(
+            spec, since=now, last_work=now, prefixes=self.prefixes
+        )
         self._in_states.clear()
         return replica
 
     def forget(self, replica_id: ReplicaId) -> None:
-        assert not self._replicas[replica_id].has_work
+        replica = self._replicas[replica_id]
+        assert not replica.has_work
         del self._replicas[replica_id]
+        self.prefixes.forget(replica.holder)
         self._in_states.clear()
 
     def move(self, replica: Replica, cause: Cause, why: str, now: float) -> None:
@@ -299,6 +324,7 @@ class Fleet:
         """See `Replica.check`; what is kept of states holds."""
         for each in self:
             each.check()
+        self.prefixes.check()
         if self._checked_moves != self.num_moves:
             self._checked_moves = self.num_moves
             for states, found in self._in_states.items():

@@ -33,6 +33,8 @@ from vllm_kvpool.router.control.states import UP, ReplicaId
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
+POOL = 0
+"""The only holder of `ControllerState.pool`."""
 HANDED_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
 APART = frozenset(
@@ -142,7 +144,7 @@ class Flow:
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
         desk.handed_tokens += ask.prompt_tokens
-        replica.prefixes.add(ask.prefix)
+        replica.remember(ask.prefix)
         self.hand(request, event.replica)
 
     def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
@@ -170,9 +172,9 @@ class Flow:
 
     def _remember_prompt(self, request: Request, replica: Replica) -> None:
         """It is computed: the replica has its beginnings, and so has the pool."""
-        replica.prefixes.add(request.ask.prefix)
+        replica.remember(request.ask.prefix)
         if self._desk.pool_is_up:
-            self._desk.pool.add(request.ask.prefix)
+            self._desk.pool.add(request.ask.prefix, POOL)
 
     def _learn_start(self, request: Request, replica_id: ReplicaId, *, is_alone: bool) -> None:
         """How long it took from the hand-over to the first token, and what of.

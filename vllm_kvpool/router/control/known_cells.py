@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
-from vllm_kvpool.router.dataplane.bodies import PREFIX_SPAN_BYTES
+from vllm_kvpool.router.control.prefix_index import SPAN_BYTES, spans_of
 
 MAX_CHUNKS = 1 << 17
 MAX_SPANS = 1 << 16
@@ -91,9 +91,9 @@ class KnownCells:
         assert all(span in self._prompts[key].prefix for span, key in self._by_span.items())
 
 
-def _count(prompt: _Prompt, num_spans: int) -> int:
-    """How many of a prompt's chunks so many spans of its bytes are in, begun ones included."""
-    if num_spans == len(prompt.prefix):
+def _count(prompt: _Prompt, depth: int) -> int:
+    """How many of a prompt's chunks so many of its beginnings have, begun ones included."""
+    if depth == len(prompt.prefix):
         return len(prompt.chunks)
-    share = num_spans * PREFIX_SPAN_BYTES / max(1, prompt.prompt_bytes)
+    share = spans_of(depth) * SPAN_BYTES / max(1, prompt.prompt_bytes)
     return min(len(prompt.chunks), int(len(prompt.chunks) * share) + 1)

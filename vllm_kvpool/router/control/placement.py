@@ -1,8 +1,10 @@
 """Which replica computes a prompt, and which one decodes (pure).
 
-A prompt goes where it will be computed soonest: what the replica has been given already and what is
-not in its own cache, counted in tokens. A request goes to the decoder with the most room left
-relative to its size; BlitzScale takes the first that fits.
+A prompt goes where it will be computed soonest: what the replica has been given already and what
+is not in its own cache, counted in tokens. A request goes to the decoder that has most of its
+prompt, of those with a bounded load (at most LOAD_BOUND times the mean and LOAD_SLACK requests
+more, as in consistent hashing with bounded loads); else to the one with the most room left relative
+to its size.
 """
 
 import math
@@ -15,6 +17,9 @@ from vllm_kvpool.router.control.requests import Request
 from vllm_kvpool.router.control.states import ReplicaId
 
 DEFAULT_BLOCK_SIZE = 16
+LOAD_BOUND, LOAD_SLACK = 1.25, 4.0
+MISSING_STEPS = 8
+"""Eighths of a prompt: smaller differences in what decoders have of it do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +41,6 @@ class PrefillChoice(NamedTuple):
     uncached_tokens: int
 
 
-def uncached_tokens(request: Request, replica: Replica) -> int:
-    """Prompt tokens that a replica is not known to have; at least 1."""
-    ask = request.ask
-    known = replica.prefixes.match(ask.prefix) * ask.prefix_tokens
-    return max(1, ask.prompt_tokens - known)
-
-
 def blocks_for(tokens: int, replica: Replica) -> int:
     """Blocks that so many tokens take at a replica."""
     return math.ceil(tokens / (replica.sample.block_size or DEFAULT_BLOCK_SIZE))
@@ -57,7 +55,7 @@ def choose_prefill(
         load = replica.prefill_tokens
         if not replica.is_open(now) or len(replica.prefills) >= budgets.prefill_requests:
             continue
-        uncached = uncached_tokens(request, replica)
+        uncached = replica.uncached_tokens(request.ask)
         if load and load + uncached > budgets.prefill_tokens:
             continue
         # Who has failed it is asked again only if nobody else is left.
@@ -97,14 +95,19 @@ def open_gates(
 def choose_decode(
     request: Request, tokens: int, gates: Collection[Replica], budgets: Budgets
 ) -> Replica | None:
-    """The gate with the most room for so many tokens, answer included; None if all are too full."""
-    best: tuple[tuple[bool, float, int, ReplicaId], Replica] | None = None
+    """The gate for so many tokens, answer included; None if all are too full."""
+    ask = request.ask
+    bound = LOAD_SLACK + LOAD_BOUND * sum(len(each.stays) for each in gates) / max(1, len(gates))
+    best: tuple[tuple[bool, int, float, int, ReplicaId], Replica] | None = None
     for replica in gates:
         blocks = blocks_for(tokens, replica)
         if not fits(replica, blocks, budgets):
             continue
+        missing = MISSING_STEPS
+        if ask.prefix and len(replica.stays) < bound:
+            missing = MISSING_STEPS * replica.uncached_tokens(ask) // ask.prompt_tokens
         rank = (
-            *(replica.replica_id in request.avoid, _share(replica, blocks)),
+            *(replica.replica_id in request.avoid, missing, _share(replica, blocks)),
             *(len(replica.stays) + len(replica.prefills), replica.replica_id),
         )
         if best is None or rank < best[0]:

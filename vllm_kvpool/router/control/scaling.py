@@ -279,7 +279,7 @@ class Scaling:
             replica.replica_id,
             Standing.MUTATING if is_flipping else self._standing(replica),
             load=replica.used_blocks + replica.prefill_tokens,
-            warmth=len(replica.prefixes),
+            warmth=replica.num_prefixes,
             idle_since=max(replica.last_work, replica.since),
         )
 

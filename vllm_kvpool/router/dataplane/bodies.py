@@ -17,8 +17,8 @@ import msgspec
 import xxhash
 from msgspec import Raw
 
-PREFIX_SPAN_BYTES = 1024
-MAX_PREFIX_SPANS = 128
+from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
+
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
@@ -71,8 +71,7 @@ class ClientRequest:
     prompt_ids: Raw | None
     """The prompt's own JSON where it is one of token ids."""
     prefix: tuple[int, ...]
-    """Hashes of ever longer beginnings of the prompt, each by PREFIX_SPAN_BYTES of JSON longer;
-    at most MAX_PREFIX_SPANS."""
+    """Hashes of ever longer beginnings of the prompt's JSON, as in `prefix_index`."""
     wants_handoff: bool
     """Whether computing its prompt on one replica and decoding on another can make sense."""
 
@@ -107,7 +106,7 @@ class ClientRequest:
     def prefix_tokens(self, tokens_per_byte: float) -> int:
         """Tokens that one entry of `prefix` stands for, at least 1."""
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
-        return max(1, round(PREFIX_SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
+        return max(1, round(SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
     def prefill_body(self, *, name_cells: bool = False) -> bytes:
         """Have the same prompt computed, and one token only.
@@ -329,12 +328,17 @@ def _prefix(fields: Mapping[str, Raw], prompts: list[Raw]) -> tuple[int, ...]:
         if name in fields:
             digest.update(b"%b:%b\n" % (name.encode(), bytes(fields[name])))
     seed, hashes = digest.intdigest(), []
-    prompt = memoryview(bytes(prompts[0])) if prompts else memoryview(b"")
-    for end in range(PREFIX_SPAN_BYTES, len(prompt) + 1, PREFIX_SPAN_BYTES):
-        seed = xxhash.xxh3_64_intdigest(prompt[end - PREFIX_SPAN_BYTES : end], seed)
-        hashes.append(seed)
-        if len(hashes) == MAX_PREFIX_SPANS:
+    text, begin = bytes(prompts[0]) if prompts else b"", 0
+    if b";base64," in text:
+        # An image stands for few tokens, however many bytes it has.
+        text = _BASE64.sub(lambda match: xxhash.xxh3_128_hexdigest(match[0]).encode(), text)
+    prompt = memoryview(text)
+    for end in SEGMENT_ENDS:
+        if end * SPAN_BYTES > len(prompt):
             break
+        seed = xxhash.xxh3_64_intdigest(prompt[begin : end * SPAN_BYTES], seed)
+        hashes.append(seed)
+        begin = end * SPAN_BYTES
     return tuple(hashes)
 
 

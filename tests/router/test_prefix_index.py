@@ -1,0 +1,95 @@
+"""Which beginnings of prompts are known, and who has them."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvpool.router.control.prefix_index import (
+    GROWTH,
+    LINEAR_SPANS,
+    MAX_HOLDERS,
+    MAX_SPANS,
+    SEGMENT_ENDS,
+    PrefixIndex,
+    spans_of,
+)
+
+
+def chain(root: int, length: int) -> tuple[int, ...]:
+    return tuple(root * 1000 + number for number in range(length))
+
+
+def test_a_prompt_of_any_length_has_few_beginnings_near_to_each_other() -> None:
+    assert SEGMENT_ENDS[:LINEAR_SPANS] == tuple(range(1, LINEAR_SPANS + 1))
+    assert SEGMENT_ENDS[-1] >= MAX_SPANS
+    assert len(SEGMENT_ENDS) < 200
+    steps = pairwise(SEGMENT_ENDS)
+    assert all(0 < later - end <= max(1, GROWTH * end) for end, later in steps)
+    assert [spans_of(depth) for depth in (0, 1, LINEAR_SPANS)] == [0, 1, LINEAR_SPANS]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12), st.integers(1, 3)), max_size=30),
+    st.integers(1, 20),
+)
+def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most: int) -> None:
+    index = PrefixIndex(most)
+    for root, length, holder in adds:
+        index.add(chain(root, length), holder)
+        index.check()
+        assert index.depth(chain(root, length), holder) == min(length, most)
+    for root in range(1, 5):
+        for holder in (None, 1, 2, 3):
+            known = [index.depth(chain(root, 12)[:length], holder) for length in range(13)]
+            assert known == [min(length, known[-1]) for length in range(13)]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "known"),
+    [((), 0), ((1,), 1), ((1, 2, 3), 3), ((1, 2, 3, 4), 3), ((1, 9), 1), ((9, 2), 0)],
+)
+def test_the_longest_known_beginning_counts(prefix: tuple[int, ...], known: int) -> None:
+    index = PrefixIndex()
+    index.add((1, 2, 3), 7)
+    assert index.depth(prefix) == index.depth(prefix, 7) == known
+    assert index.depth(prefix, 8) == 0
+    assert index.holders(prefix, 4) == ({7: known} if known else {})
+
+
+def test_those_with_the_longest_beginnings_are_found_first() -> None:
+    index = PrefixIndex()
+    for holder, length in ((1, 2), (2, 5), (3, 4), (4, 5), (5, 1)):
+        index.add(chain(1, length), holder)
+    assert index.holders(chain(1, 8), 3) == {4: 5, 2: 5, 3: 4}
+    assert index.holders(chain(1, 8), 9) == {4: 5, 2: 5, 3: 4, 1: 2, 5: 1}
+
+
+def test_what_was_not_seen_for_longest_is_forgotten_its_end_first() -> None:
+    index = PrefixIndex(4)
+    index.add(chain(1, 2), 1)
+    index.add(chain(2, 2), 1)
+    index.add(chain(1, 2), 1)
+    index.add(chain(3, 1), 1)
+    assert [index.depth(chain(root, 2)) for root in (1, 2, 3)] == [2, 1, 1]
+    assert index.num_held(1) == 4
+
+
+def test_of_what_many_have_the_last_ones_are_known() -> None:
+    index = PrefixIndex()
+    for holder in range(MAX_HOLDERS + 3):
+        index.add((1,), holder)
+    assert sorted(index.holders((1,), 100)) == list(range(3, MAX_HOLDERS + 3))
+    index.check()
+
+
+def test_nothing_is_known_of_a_cache_that_is_gone() -> None:
+    index = PrefixIndex()
+    one, other = index.new_holder(), index.new_holder()
+    index.add((1, 2), one)
+    index.add((1,), other)
+    index.forget(one)
+    assert index.holders((1, 2), 4) == {other: 1}
+    index.clear()
+    assert (len(index), index.depth((1, 2))) == (0, 0)

@@ -1,0 +1,120 @@
+"""Which replicas, or the pool, are likely to have the beginning of a prompt (pure).
+
+A prompt is known by the hashes of its beginnings, `Ask.prefix`, shortest first: one each SPAN_BYTES
+up to LINEAR_SPANS, then each longer than the one before by a share of GROWTH. So a prompt of any
+length has at most some hundred, and what two share is known to within that share. An approximation
+of caches: it says where to look first, nothing depends on its being right.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+SPAN_BYTES = 1024
+LINEAR_SPANS = 32
+GROWTH = 0.0625
+MAX_SPANS = 1 << 16
+MAX_HOLDERS = 16
+"""Of one beginning, those remembered: the last ones. What all have helps no choice."""
+MAX_HASHES = 1 << 18
+
+
+def _segment_ends() -> Iterator[int]:
+    end = 0
+    while end < MAX_SPANS:
+        end += max(1, int(end * GROWTH)) if end >= LINEAR_SPANS else 1
+        yield end
+
+
+SEGMENT_ENDS = tuple(_segment_ends())
+"""Where the beginnings of a prompt end, in spans."""
+
+
+def spans_of(depth: int) -> int:
+    """Spans that the first `depth` hashes of a prompt stand for."""
+    return SEGMENT_ENDS[depth - 1] if depth else 0
+
+
+class PrefixIndex:
+    """Beginnings of prompts by who has them; those not seen for longest are forgotten first.
+
+    Of one prompt the longest beginnings go first, as an engine's cache lets go of a prompt's end
+    first. So what is known of a prompt is all that is shorter than some beginning.
+    """
+
+    def __init__(self, max_hashes: int = MAX_HASHES) -> None:
+        self._max_hashes = max_hashes
+        self._holders: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # the last one first
+        self._held: Counter[int] = Counter()
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def new_holder(self) -> int:
+        """A number for a cache that is empty."""
+        return next(self._numbers)
+
+    def forget(self, holder: int) -> None:
+        """Its cache is gone, and the number with it: entries that have it go in time."""
+        self._held.pop(holder, None)
+
+    def num_held(self, holder: int) -> int:
+        """Beginnings that a cache is taken to have."""
+        return self._held[holder]
+
+    def add(self, prefix: Sequence[int], holder: int) -> None:
+        holders = self._holders
+        for each in reversed(prefix):
+            known = holders.get(each, ())
+            if not known or known[0] != holder:
+                self._held[holder] += holder not in known
+                kept = [other for other in known if other != holder]
+                for dropped in kept[MAX_HOLDERS - 1 :]:
+                    self._let_go(dropped)
+                holders[each] = (holder, *kept[: MAX_HOLDERS - 1])
+            holders.move_to_end(each)
+        while len(holders) > self._max_hashes:
+            for holder in holders.popitem(last=False)[1]:
+                self._let_go(holder)
+
+    def depth(self, prefix: Sequence[int], holder: int | None = None) -> int:
+        """How many of the prompt's beginnings are known, of one cache or of any."""
+
+        def is_known(each: int) -> bool:
+            found = self._holders.get(each)
+            return found is not None and (holder is None or holder in found)
+
+        low, high = 0, len(prefix)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if is_known(prefix[middle - 1]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def holders(self, prefix: Sequence[int], most: int) -> dict[int, int]:
+        """Who has the longest beginnings, with how many of them; so many at most."""
+        found: dict[int, int] = {}
+        for depth in range(self.depth(prefix), 0, -1):
+            for holder in self._holders.get(prefix[depth - 1], ()):
+                if holder in self._held and len(found) < most:
+                    found.setdefault(holder, depth)
+            if len(found) == most:
+                break
+        return found
+
+    def clear(self) -> None:
+        self._holders.clear()
+        self._held.clear()
+
+    def _let_go(self, holder: int) -> None:
+        if holder in self._held:
+            self._held[holder] -= 1
+
+    def check(self) -> None:
+        """The counts are those of the entries."""
+        assert len(self._holders) <= self._max_hashes
+        held = Counter(holder for each in self._holders.values() for holder in each)
+        assert all(held[holder] == number for holder, number in self._held.items())
