@@ -91,7 +91,7 @@ def test_an_output_that_cannot_be_sent_does_not_end_the_engine(tensor: torch.Ten
         producer.workers[0].produced("odd", tensor, 0)
         wait_for(lambda: producer.counts().get("unsendable_outputs") == 1)
         producer.encode("image", embeddings(4))
-        wait_for(lambda: producer.gauges()["sources"] == 1)
+        wait_for(lambda: producer.gauges()["encoded_items"] == 1)
 
 
 def test_planes_travel_with_their_rows() -> None:

@@ -85,9 +85,9 @@ class Group:
 def test_ranks_are_told_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Group(0)
     monkeypatch.setattr(embeds, "get_tp_group", lambda: first)
-    assert embeds.told_by_first_rank(lambda: "print") == "print"
+    assert embeds.broadcast_from_first_rank(lambda: "print") == "print"
     monkeypatch.setattr(embeds, "get_tp_group", lambda: Group(1, first.told))
-    assert embeds.told_by_first_rank(pytest.fail) == "print"
+    assert embeds.broadcast_from_first_rank(pytest.fail) == "print"
 
 
 def test_what_the_first_rank_cannot_read_is_said_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,4 +99,4 @@ def test_what_the_first_rank_cannot_read_is_said_by_all(monkeypatch: pytest.Monk
         group.told = first.told
         monkeypatch.setattr(embeds, "get_tp_group", lambda group=group: group)
         with pytest.raises(OSError, match="gone"):
-            embeds.told_by_first_rank(fail)
+            embeds.broadcast_from_first_rank(fail)

@@ -116,7 +116,7 @@ class KVPoolECConnector(ECConnectorBase):
         identity = WorkerIdentity(
             role,
             self._engine_id,
-            adapt.told_by_first_rank(
+            adapt.broadcast_from_first_rank(
                 lambda: adapt.base_fingerprint(self._vllm_config, self._config)
             ),
             adapt.tp_rank(self._vllm_config),

@@ -93,7 +93,7 @@ Call = Callable[[float], None]
 class DataPlane(Protocol):
     """Moves rows. None of these calls blocks, and work that ends in a report posts it.
 
-    What is to be drained, prepared and written starts with `begin`, once for all of a turn.
+    `drain`, `prepare` and `write` only queue work; `begin` starts it, once a turn.
     """
 
     def allocate(self, mm_hash: str, shape: ItemShape) -> None:
@@ -132,7 +132,7 @@ class Control:
         self._endpoints = tuple(peers)
         self._clock = clock
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._is_asleep = False  # or about to be: whoever posts must wake it
+        self._is_asleep = False  # or about to: `post` must wake it
         self._held = 0
         self._next_tick = self._next_numbers = 0.0
         self._next_refresh = float("inf")
@@ -239,7 +239,7 @@ class Control:
             self._resolver.close()
 
     def _die(self, error: BaseException) -> None:
-        """Report the error while that works; the scheduler otherwise finds out by its own clock."""
+        """Report the error while that works; the scheduler otherwise notices its silence."""
         logger.critical(
             "kvpool: the thread %s has died: this rank sends and receives no embeddings until "
             "the engine is restarted; requests whose media are here are encoded here, others fail",
@@ -255,7 +255,7 @@ class Control:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something, and do all that is due."""
-        # Whoever posts after the inbox was read sees that this thread sleeps.
+        # A `post` after the inbox was read sees that this thread sleeps.
         self._is_asleep = True
         frames = self._sockets.poll(timeout_s if self._inbox.empty() else 0.0)
         self._is_asleep = False

@@ -3,7 +3,7 @@ is logged.
 
 A dying thread is reported once, by `died`. A work thread continues with its next piece of work,
 and the piece that it died of is reported as failed. The control thread cannot continue:
-`Control.run` tells the engine's scheduler, which also finds out by its own clock
+`Control.run` reports to the engine's scheduler, which otherwise notices the silence
 (`worker_channel`).
 """
 
@@ -80,11 +80,11 @@ class WorkThread(Generic[W, R]):
         if work is None:
             return False
         try:
-            said = self._perform(work)
+            report = self._perform(work)
         except BaseException as error:
             self._died(self._thread.name, error)
-            said = self._failed(work)
-        self._report(said)
+            report = self._failed(work)
+        self._report(report)
         return True
 
 

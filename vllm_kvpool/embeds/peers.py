@@ -1,4 +1,4 @@
-"""Connections of the control port: which peers they are with, and what is sent to each.
+"""Connections of the control port: the peer of each, and the messages queued for it.
 
 Owner of all sessions and of the turn's outbox; control thread. It tells the machines which peers
 are in session, at which endpoints, which are lost, and which endpoints are refused.
@@ -159,7 +159,7 @@ class Peers:
             self._apply_decision(endpoint, self._allowed.judge_addresses(named, addresses), now)
 
     def _refuse(self, endpoint: str, why: str, now: float) -> None:
-        """Do not connect to an endpoint; whoever waits for its items is told."""
+        """Do not connect to an endpoint: both machines end what waits for it."""
         self._counts["refused_endpoints"] += 1
         shown = shown_text(endpoint)
         text = f"{shown} is not connected to: {why}; add its host to {OPTION} to allow it"
@@ -459,7 +459,7 @@ class Peers:
             return  # keep the connection: the peer reports when it has changed
         self.outbox.drop(link)
         if link.endpoint:
-            # What is queued for this incarnation is not for the next one.
+            # Frames queued for this incarnation must not reach the next one.
             self._sockets.disconnect(link)
             self._open(link, connection.at if connection is not None else "")
         else:

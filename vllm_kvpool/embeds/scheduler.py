@@ -416,7 +416,7 @@ class EmbedsScheduler:
     # From the workers
 
     def _poll_workers(self, timeout_s: float = 0.0) -> None:
-        for rank, body in ((said.rank, said.body) for said in self._channel.poll(timeout_s)):
+        for rank, body in self._channel.poll(timeout_s):
             match body:
                 case None:
                     self._resync_worker(rank)

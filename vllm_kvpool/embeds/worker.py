@@ -197,10 +197,10 @@ class EmbedsWorker:
         for gid, same in grants:
             self._control.post(partial(consumer.drained, gid, same))
 
-    def prepared(self, sources: Sequence[tuple[int, str]]) -> None:
+    def prepared(self, items: Sequence[tuple[int, str]]) -> None:
         producer = self._producer
         assert producer is not None
-        for item_id, digest in sources:
+        for item_id, digest in items:
             self._control.post(partial(producer.prepared, item_id, digest))
 
     def written(self, results: Sequence[Wrote | WriteFailed]) -> None:

@@ -155,7 +155,7 @@ class WorkerChannel:
             for body in _bodies(frame.data):
                 messages += self._receive(worker, body, now)
                 messages += self._perform_actions(frame.link, worker, now)
-        # Time in which this side did not poll says nothing about a worker.
+        # Time in which this side did not poll does not count as a worker's silence.
         polled_s = min(now - self._polled_at, self._max_silence_s / 2)
         self._polled_at = now
         for link, worker in self._ranks.items():

@@ -123,7 +123,7 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
     return hashlib.blake2b(encoded(values), digest_size=FINGERPRINT_BYTES).hexdigest()
 
 
-def told_by_first_rank(make: Callable[[], str]) -> str:
+def broadcast_from_first_rank(make: Callable[[], str]) -> str:
     """What `make` gives in the first rank of this tensor-parallel group; every rank calls this.
 
     Raises what `make` raises, in every rank.
@@ -135,10 +135,10 @@ def told_by_first_rank(make: Callable[[], str]) -> str:
             made = make()
         except Exception as error:
             made = error
-    told = group.broadcast_object(made, src=0)
-    if isinstance(told, Exception):
-        raise told
-    return str(told)
+    received = group.broadcast_object(made, src=0)
+    if isinstance(received, Exception):
+        raise received
+    return str(received)
 
 
 _SHAPES = (

@@ -230,7 +230,7 @@ class Completions(Protocol):
     """Where ends of work are reported; any thread."""
 
     def drained(self, grants: Sequence[tuple[int, bool]]) -> None: ...
-    def prepared(self, sources: Sequence[tuple[int, str]]) -> None: ...
+    def prepared(self, items: Sequence[tuple[int, str]]) -> None: ...
     def written(self, results: Sequence[Wrote | WriteFailed]) -> None: ...
     def thread_died(self, name: str, error: BaseException) -> None: ...
 
@@ -256,7 +256,7 @@ class EncoderOutput:
 class _PrepareBatch:
     """Outputs that one writer brings into host memory."""
 
-    sources: list[tuple[int, EncoderOutput]]
+    outputs: list[tuple[int, EncoderOutput]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +377,8 @@ class IoWorkers:
             landed, self._landed = self._landed, []
             self._drainers.put(landed)
         if self._to_prepare:
-            sources, self._to_prepare = self._to_prepare, []
-            for batch in batches_of(sources, lambda each: sampled_bytes(each[1].shape)):
+            outputs, self._to_prepare = self._to_prepare, []
+            for batch in batches_of(outputs, lambda each: sampled_bytes(each[1].shape)):
                 self._work.put(PREPARATIONS, _PrepareBatch(batch))
         if self._to_write:
             windows, self._to_write = self._to_write, {}
@@ -390,14 +390,14 @@ class IoWorkers:
 
     def _perform(self, work: _Work) -> _Report:
         if isinstance(work, _PrepareBatch):
-            named = [(item_id, self._prepare(output)) for item_id, output in work.sources]
+            named = [(item_id, self._prepare(output)) for item_id, output in work.outputs]
             return partial(self._reports.prepared, named)
         return partial(self._reports.written, self._write_all(work))
 
     def _failed(self, work: _Work) -> _Report:
         """The report of work that its thread died of."""
         if isinstance(work, _PrepareBatch):
-            return partial(self._reports.prepared, [(item_id, "") for item_id, _ in work.sources])
+            return partial(self._reports.prepared, [(item_id, "") for item_id, _ in work.outputs])
         error = WriteError("the thread that wrote it has died", quiesced=False)
         return partial(self._reports.written, [_result(each, error) for each, _ in work.writes])
 

@@ -119,7 +119,7 @@ class SharedLandingWindow:
         self.window = SharedWindow(host, str(path), nbytes)
 
     def close(self) -> None:
-        """Remove the file; a process that still writes to it writes to memory that nobody reads."""
+        """Remove the file; what is still written to it is never read."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._lock_fd)

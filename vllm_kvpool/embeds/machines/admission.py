@@ -163,8 +163,8 @@ class Admission:
         return len(self._active)
 
     def grantable(self) -> list[Item]:
-        """Items that lack rows nobody has been granted, requests' items first, the oldest request
-        first.
+        """Items with rows that are neither received nor granted: requests' items first, the oldest
+        request first.
         """
         return sorted(self._grantable.values(), key=_rank)
 
@@ -287,7 +287,7 @@ class Admission:
             )
             if mm_hash in self._active and mm_hash not in self._grantable:
                 assert item.shape is not None
-                assert item.covered().holds(0, item.shape.rows), "rows that nobody will grant"
+                assert item.covered().holds(0, item.shape.rows), "rows that are never granted"
         assert self._grantable.keys() <= self._active.keys() <= self._items.keys()
         taken = sum(_nbytes(item) for item in self._items.values() if item.admitted)
         assert taken == self._landing.taken

@@ -61,7 +61,7 @@ FEWEST_RECENT = 8  # with fewer, the first grant is default_allocate_tokens
 MAX_ENDED = 1 << 16  # transfers whose final message is kept, to be sent again
 MAX_ITEMS = 1 << 16  # items a consumer knows of
 MAX_ACTIVE = 64  # items that are granted rows at the same time
-NOBODY_SENDS = frozenset((TransferState.BOOTSTRAPPING, TransferState.SUSPENDED))
+WITHOUT_SENDER = frozenset((TransferState.BOOTSTRAPPING, TransferState.SUSPENDED))
 OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
 QUARANTINE_S = 70.0  # more than twice the time after which Mooncake gives a transfer up
 
@@ -183,7 +183,7 @@ class Consumer:
         self.counts: defaultdict[str, float] = defaultdict(float)
 
     def take_effects(self) -> list[Effect]:
-        """What is to be done, in order; rows are granted here, once for all events of a turn."""
+        """The effects since the last call, in order. Rows are granted here, once a turn."""
         if self.changed_at is not None:
             now, self.changed_at = self.changed_at, None
             self._admit(now)
@@ -308,12 +308,12 @@ class Consumer:
         self.offer_table.forget_finals_of(peer)
         self.changed_at = now
 
-    # Asking for items that nobody sends
+    # Discovery: asking producers for items without a sender
 
     def _want(self, item: Item, now: float, only: str | None = None) -> None:
-        """Ask for an item that nobody sends, at most every `repeat_s`."""
+        """Ask producers for an item without a sender, at most every `repeat_s`."""
         is_due = now - item.want_sent_at > self.limits.repeat_s
-        if not item.requested or not is_due or item.state not in NOBODY_SENDS:
+        if not item.requested or not is_due or item.state not in WITHOUT_SENDER:
             return
         patience = self._patience_s(item.patience_s)
         for peer, known in self.peers.items():
@@ -362,7 +362,7 @@ class Consumer:
             self._fail(item, Code.GONE, text, now)
 
     def _is_gone_everywhere(self, item: Item) -> bool:
-        """Whether every producer that may have it has said that it does not."""
+        """Whether every producer that may have it has answered that it does not."""
         gone = [known.endpoints for peer, known in self.peers.items() if peer in item.gone]
         if item.peers:
             return item.peers <= item.refused.union(*gone)
@@ -383,7 +383,7 @@ class Consumer:
         refusal = self._refusal(shape, item)
         if refusal is not None:
             self._refuse(ref, refusal[0])
-            if item is not None and not item.offers and item.state in NOBODY_SENDS:
+            if item is not None and not item.offers and item.state in WITHOUT_SENDER:
                 self._fail(item, *refusal, now)
             return
         if peer in self.peers:
@@ -514,7 +514,7 @@ class Consumer:
         """Refuse an offer of another encoding than the engine's other ranks have."""
         self._refuse(ref, Code.CONFLICT)
         item.gone.add(ref[0])
-        if item.state in NOBODY_SENDS and self._is_gone_everywhere(item):
+        if item.state in WITHOUT_SENDER and self._is_gone_everywhere(item):
             text = "no encoder that is there has the encoding that the other ranks have"
             self._fail(item, Code.GONE, text, now)
 
@@ -561,9 +561,7 @@ class Consumer:
     def _drop_source(
         self, item: Item, ref: TransferRef, code: Code | None, text: str, now: float
     ) -> None:
-        """Remove an offer; `code` says why its producer does not have the item, None that it is
-        lost.
-        """
+        """Remove an offer. `code`: why its producer does not have the item; None: it is lost."""
         was_sender = item.sender == ref
         del item.offers[ref]
         if not was_sender:

@@ -2,8 +2,8 @@
 
 A transfer brings an encoded item to one rank of a consumer: offered when the item is prepared
 and a session is up, written as rows are granted, over when the consumer has every row. The own
-scheduler (`push`) or consumers (`want`) say who gets an item. An item stays while a transfer
-needs it, then as long as there is room; one that nobody has taken stays for `waiting_timeout_s`.
+scheduler (`push`) or a consumer (`want`) names who gets an item. An item stays while a transfer
+needs it, then as long as there is room; one that no consumer takes stays for `waiting_timeout_s`.
 Effects wait for `take_effects`.
 """
 
@@ -55,7 +55,7 @@ class ProducerLimits:
     retain_bytes: int = 4 << 30
     """Items kept: beyond it encoding waits for consumers, and taken items are dropped."""
     waiting_timeout_s: float = 60.0
-    """How long an item that nobody takes is kept, and a push of one that is not encoded yet."""
+    """How long an item is kept that no consumer takes, and a push of one not encoded yet."""
     writers: int = 4
     small_bytes: int = 8 << 20
     """More than `writers` writes run at a time while all of them have fewer bytes than this."""
@@ -95,13 +95,13 @@ class EncodedItemCache:
         self._max_gone = max_gone
         self._release = release
         self._items: OrderedDict[str, EncodedItem] = OrderedDict()  # least recently used first
-        self._untaken: dict[str, EncodedItem] = {}  # of `_items`: those that nobody has taken
+        self._untaken: dict[str, EncodedItem] = {}  # of `_items`: those that no consumer has taken
         self._read: dict[int, EncodedItem] = {}  # all that are not released, by id
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._kept_bytes = 0
         self._next_item_id = 1
         self.held_bytes = 0
-        """Bytes of items that somebody is still to take."""
+        """Bytes of items that a consumer has still to take."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -161,7 +161,7 @@ class EncodedItemCache:
             self.release_if_unused(item)
 
     def expired(self, now: float, timeout_s: float) -> list[EncodedItem]:
-        """Items that nobody has taken for so long and nobody reads."""
+        """Items that no consumer has taken for so long and nothing reads."""
         return [
             each
             for each in self._untaken.values()
@@ -325,7 +325,7 @@ class Producer:
         self._next_tid = 1
 
     def take_effects(self) -> list[Effect]:
-        """What is to be done, in order; writes start here, once for all events of a turn."""
+        """The effects since the last call, in order. Writes start here, once a turn."""
         if self.changed_at is not None:
             now, self.changed_at = self.changed_at, None
             self._start_writes(now)
@@ -380,9 +380,7 @@ class Producer:
                 self._end(transfer, TransferEvent.CANCEL, now)
 
     def missing(self) -> set[str]:
-        """Items that somebody waits for and that are not here; the engine's own cache may have
-        them.
-        """
+        """Items that consumers wait for and that are not here; the engine's cache may have them."""
         waited_for = self._wants.items | self._pushes.keys()
         return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache}
 
@@ -429,7 +427,7 @@ class Producer:
         for transfer in [each for each in self.transfers.values() if each.peer == peer]:
             transfer.due.clear()
             transfer.results = OrderedDict(
-                (gid, said) for gid, said in transfer.results.items() if gid in transfer.writing
+                (gid, result) for gid, result in transfer.results.items() if gid in transfer.writing
             )
             if transfer.state not in _NOT_OFFERED and transfer.state is not TransferState.SUSPENDED:
                 transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.LOST)
@@ -495,15 +493,15 @@ class Producer:
             return
         transfer.since = now
         if message.gid in transfer.results:
-            said = transfer.results[message.gid]
-            if said is not None:
-                self._send(peer, said)
+            result = transfer.results[message.gid]
+            if result is not None:
+                self._send(peer, result)
             return
         if not self.is_valid_grant(transfer, message):
             self.counts["bad_grants"] += 1
-            said = WriteFailed(message.tid, message.gid, True, "the grant does not fit the item")
-            self._record_result(transfer, message.gid, said)
-            self._send(peer, said)
+            failed = WriteFailed(message.tid, message.gid, True, "the grant does not fit the item")
+            self._record_result(transfer, message.gid, failed)
+            self._send(peer, failed)
             return
         self._accept_grant(transfer, message, now)
         self.changed_at = now
@@ -524,10 +522,10 @@ class Producer:
         if message.gid in transfer.writing:
             self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
             return
-        said = transfer.results.get(message.gid)
-        if isinstance(said, Wrote):
+        result = transfer.results.get(message.gid)
+        if isinstance(result, Wrote):
             self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.WROTE))
-            self._send(peer, said)
+            self._send(peer, result)
             return
         # A grant that has not arrived yet is refused when it does.
         transfer.due = deque(each for each in transfer.due if each[0].gid != message.gid)
@@ -585,9 +583,9 @@ class Producer:
         transfer.due.append((message, now + message.ttl_s * START_SHARE))
         self.peers[transfer.peer].due[transfer.tid] = None
 
-    def _record_result(self, transfer: ItemTransfer, gid: int, said: Message | None) -> None:
+    def _record_result(self, transfer: ItemTransfer, gid: int, result: Message | None) -> None:
         """Keep the answer to a grant, at most `max_results` of a transfer."""
-        transfer.results[gid] = said
+        transfer.results[gid] = result
         while len(transfer.results) > self.limits.max_results:
             oldest = next((gid for gid, each in transfer.results.items() if each is not None), None)
             if oldest is None:
@@ -662,7 +660,7 @@ class Producer:
                     self._unresolved.popitem(last=False)
         has_ended = transfer.state in ENDED
         if transfer.peer in self.peers and (is_unresolved or not has_ended):
-            # Before the final message, which says that nothing is in flight.
+            # Before the final message, after which nothing is in flight.
             self._send(transfer.peer, result)
         if has_ended:
             self._finalize(transfer, now)
@@ -769,7 +767,7 @@ class Producer:
         self.cache.end(transfer.item, transfer.tid, now)
 
     def _withdraw(self, item: EncodedItem, now: float, code: Code, text: str) -> None:
-        """Drop an item and withdraw it from all who still want it."""
+        """Drop an item and withdraw it from its consumers."""
         self.cache.drop(item)
         for tid in list(item.transfers):
             transfer = self.transfers[tid]
@@ -797,7 +795,9 @@ class Producer:
                 del self._pushes[mm_hash]
         for item in self.cache.expired(now, self.limits.waiting_timeout_s):
             self.counts["never_taken"] += 1
-            self._withdraw(item, now, Code.TIMEOUT, "nobody has taken it")
+            self._withdraw(
+                item, now, Code.TIMEOUT, "no consumer has taken it within waiting_timeout_s"
+            )
         self.cache.make_room()
         self.changed_at = now
 
@@ -819,12 +819,12 @@ class Producer:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of items that somebody is still to take."""
+        """Bytes of items that a consumer has still to take."""
         return self.cache.held_bytes
 
     def gauges(self) -> dict[str, float]:
         return {
-            "sources": len(self.cache),
+            "encoded_items": len(self.cache),
             "held_bytes": self.held_bytes,
             "transfers": len(self.transfers),
             "writes": self.num_writes,

@@ -1,9 +1,9 @@
 """A session with one peer: greeted, alive, silent, lost, refused (pure; control thread).
 
-Whoever has connected sends hellos until they are answered. Any frame is a sign of life. A peer
-that is silent for `heartbeat_max_failures` heartbeats is lost, and greeted again at growing
-intervals. A peer with another protocol or fingerprint gets nothing but hellos until it reports a
-change.
+The side that has connected sends hellos until they are answered. Any frame is a sign of life. A
+peer that is silent for `heartbeat_max_failures` heartbeats is lost, and greeted again at growing
+intervals. A peer with another protocol or fingerprint gets nothing but hellos until its own hello
+changes.
 """
 
 from dataclasses import dataclass
@@ -113,7 +113,7 @@ class Session:
         self._actions: list[Action] = []
 
     def take_actions(self) -> list[Action]:
-        """What is to be done, in order."""
+        """The actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 

@@ -188,7 +188,7 @@ class AllowedPeers:
         return Refused(f"{address}, port {named.port}, is neither this machine's nor listed")
 
     def allows_address(self, text: str) -> bool:
-        """Whether a peer may connect from an address; its port says nothing."""
+        """Whether a peer may connect from an address, whatever its port."""
         address = address_of(text)
         return address is not None and (
             self._is_own(address) or self._is_listed(address, 1, MAX_PORT)

@@ -2,8 +2,8 @@
 
 A frame is one `Envelope` around one or more messages, in msgpack. Messages only grow, at the end,
 with defaults; an unknown message is counted and ignored. Any message may be lost, doubled or late:
-whoever waits for an answer repeats what it asked (`repeat_s`), and repetition is harmless. C is an
-item's consumer, P its producer, S the scheduler of either.
+a side that waits for an answer repeats its message (`repeat_s`), and repetition is harmless. C is
+an item's consumer, P its producer, S the scheduler of either.
 """
 
 from enum import Enum
@@ -265,7 +265,7 @@ class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
     """Rows that the request has room for; 0: unknown."""
     patience_s: float = 0.0
     is_pushed: bool = False
-    """An encoder was told to send it: producers are asked only after `repeat_s`."""
+    """The encoder was given the consumers and sends unasked: ask only after `repeat_s`."""
     digest: str = ""
     """The encoding that all ranks must have; empty: any."""
 

@@ -288,7 +288,7 @@ def _address_of(part: zmq.Frame) -> str:
 
 
 NOT_URGENT = frozenset((Complete, Taken, HeldBytes, MetricSamples))
-"""Messages that nobody waits for: they go with the next frame, or after `LATEST_S`."""
+"""Messages that wait for the next frame to the same peer, at most `LATEST_S`."""
 LATEST_S = 0.002
 
 
@@ -303,7 +303,7 @@ class Outbox:
         self._late: dict[Link, float] = {}  # when messages that are not urgent must go
 
     def add(self, link: Link, target: str, body: Message, now: float) -> None:
-        """Queue a message to an incarnation, or to whoever is at the other end ('')."""
+        """Queue a message to an incarnation, or ('') to the one at the other end."""
         self._waiting.setdefault(link, []).append((target, body))
         if type(body) in self._not_urgent:
             self._late.setdefault(link, now + LATEST_S)
