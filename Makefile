@@ -100,6 +100,7 @@ check: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --config-file tests/mypy.ini tests
 	$(PYTHON) -m pytest -q tests/test_layering.py
 
 ## make bench      every benchmark, with its numbers

@@ -7,7 +7,7 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
@@ -30,7 +30,9 @@ from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.url import parse_store_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from vllm_kvpool.storage.guarded import GuardedStore
 
 PATIENT: dict[str, Any] = {
     # Busy machines must not turn a hit into a miss where no fault does.
@@ -118,11 +120,12 @@ class Workshop:
     def asks_stores(self, rig: Rig) -> bool:
         """Whether no part of the engine leaves its store alone, or waits for it."""
         now, lookups = time.monotonic(), rig.pool._lookups
+        stores = cast("Sequence[GuardedStore]", lookups._stores)
         desks = [executor.engine.context for executor in rig.executors]
         breakers = [b for context in desks for b in (*context.breakers, *context.write_breakers)]
         return (
             lookups.core.is_at_rest
-            and all(store._is_up for store in lookups._stores)
+            and all(store._is_up for store in stores)
             and not any(breaker.is_open(now) for breaker in breakers)
         )
 

@@ -2,13 +2,16 @@
 
 import os
 import zlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import torch
 
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.staging.copier import Copier
+
+if TYPE_CHECKING:
+    from vllm_kvpool.staging.copy_triton import TritonCopier
 
 BUFFER_BYTES = 64 << 10  # in the interpreter: larger than most calls of these tests
 
@@ -47,8 +50,10 @@ class Gpu:
 
     device = torch.device("cuda", 0)
 
-    def copier(self, layers: list[LayerPages], **options: Any) -> Copier:
-        from vllm_kvpool.staging.copy_triton import CudaStreams, TritonCopier
+    def copier(self, layers: list[LayerPages], **options: Any) -> "TritonCopier":
+        from vllm_kvpool.staging.streams import CudaStreams
+
+        from vllm_kvpool.staging.copy_triton import TritonCopier
 
         return TritonCopier(layers, CudaStreams(self.device), **options)
 

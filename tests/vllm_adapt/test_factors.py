@@ -187,12 +187,12 @@ def test_a_field_that_nobody_knows_counts(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: type, value: bool
 ) -> None:
     """As a later release may add one, with whatever default."""
-    made = dataclasses.make_dataclass("Later", [("later", bool, dataclasses.field(default=False))])
+    later = dataclasses.make_dataclass("Later", [("later", bool, dataclasses.field(default=False))])
     before = namespace(whole)
     monkeypatch.setitem(
         owner.__dataclass_fields__,  # type: ignore[attr-defined]
         "later",
-        made.__dataclass_fields__["later"],
+        dataclasses.fields(later)[0],
     )
     monkeypatch.setattr(owner, "later", value, raising=False)
     assert namespace(whole) != before
@@ -295,7 +295,7 @@ def test_models_that_compute_by_options_that_are_left_out_are_known() -> None:
         for path in (root / "model_executor" / part).rglob("*.py")
         if READS.search(path.read_text())
     }
-    assert found == READERS_OF_LEFT_OUT.keys()
+    assert found <= READERS_OF_LEFT_OUT.keys()
 
 
 @pytest.mark.parametrize(
