@@ -4,7 +4,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientSession
 from hatchling.builders.wheel import WheelBuilder
 
 from tests.router.scenes import Scene
@@ -17,7 +17,7 @@ FILES = ROOT / "vllm_kvpool" / "router" / "ops" / "page"
 
 
 def test_the_files_of_the_page_are_served_with_their_types() -> None:
-    async def use(client: TestClient) -> None:
+    async def use(client: ClientSession) -> None:
         for path, (name, content_type) in PAGE.items():
             async with client.get(path) as response:
                 assert response.content_type == content_type
@@ -28,8 +28,10 @@ def test_the_files_of_the_page_are_served_with_their_types() -> None:
     admin = Admin(scene.controller, scene.post, telemetry, "token", clock=scene.clock)
 
     async def serve() -> None:
-        async with TestClient(TestServer(admin.app())) as client:
+        port = await admin.start("127.0.0.1", 0)
+        async with ClientSession(f"http://127.0.0.1:{port}") as client:
             await use(client)
+        await admin.stop()
 
     asyncio.run(serve())
 
