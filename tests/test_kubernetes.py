@@ -263,15 +263,15 @@ def test_the_two_sets_differ_in_their_names_alone() -> None:
 def test_the_router_knows_the_engines_that_are_started() -> None:
     text = named("ConfigMap")["kvpool-router"]["data"]["router.toml"]
     config = router_config.read_config(tomllib.loads(text))
-    expected = set()
-    for title, workload in SETS.items():
+    expected = {}
+    for workload in SETS.values():
         service = workload["spec"]["serviceName"]
         assert named("Service")[service]["spec"]["clusterIP"] == "None"
         (port,) = [each["port"] for each in named("Service")[service]["spec"]["ports"]]
         role = workload["spec"]["template"]["metadata"]["labels"]["kvpool/engines"]
-        for number in range(workload["spec"]["replicas"]):
-            expected.add((f"http://{title}-{number}.{service}:{port}", role))
-    assert {(replica.url, replica.role) for replica in config.replicas} == expected
+        expected[f"{role}_dns"] = f"{service}:{port}"
+        assert named("Service")[service]["spec"]["publishNotReadyAddresses"] is True
+    assert {name: getattr(config.discovery, name) for name in expected} == expected
     router = named("Deployment")["kvpool-router"]
     (front,) = container(router)["ports"]
     assert config.front.listen == f"0.0.0.0:{front['containerPort']}"

@@ -115,6 +115,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         ),
         *(
             "router/dataplane/spelling.py",
+            "router/ops/discovery.py",
             "router/ops/prefetches.py",
             "router/ops/replicas.py",
         ),

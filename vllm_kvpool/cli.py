@@ -1,6 +1,7 @@
 """The command `kvpool`."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import click
@@ -47,7 +48,7 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
             ended = replicas.stop_engines(config)
             click.echo(f"ended: {', '.join(ended) or 'none, as none ran'}")
         else:
-            serve(config)
+            serve(config, partial(load_config, path))
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

@@ -40,6 +40,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAY_BE_ZERO = ("prefill", "decode", "prefetch_bytes")
+_DNS = re.compile(r"[A-Za-z0-9._-]+:[1-9]\d{0,4}")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
@@ -97,6 +98,16 @@ class ReplicaConfig(_Section, frozen=True, kw_only=True):
     url: str
     role: RoleName
     id: str = ""
+
+
+class DiscoveryConfig(_Section, frozen=True, kw_only=True):
+    """Where engines that run already are found, beside `[[replicas]]`."""
+
+    file: str = ""
+    """A TOML file of `[[replicas]]`, which is watched."""
+    prefill_dns: str = ""
+    """`host:port`: each address of the name is an engine for prefill; below likewise for decode."""
+    decode_dns: str = ""
 
 
 class HostConfig(_Section, frozen=True, kw_only=True):
@@ -205,6 +216,7 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     flow: FlowConfig = FlowConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
     replicas: tuple[ReplicaConfig, ...] = ()
     hosts: tuple[HostConfig, ...] = ()
     api_key: str = ""
@@ -225,7 +237,29 @@ def load_config(path: Path) -> RouterConfig:
         admin = replace(admin, token_file=str(below / admin.token_file))
     if launch.state_dir:
         launch = replace(launch, state_dir=str(below / launch.state_dir))
-    return replace(config, admin=admin, launch=launch)
+    discovery = config.discovery
+    if discovery.file:
+        discovery = replace(discovery, file=str(below / discovery.file))
+    return replace(config, admin=admin, launch=launch, discovery=discovery)
+
+
+def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
+    """The engines that a file of `discovery.file` names; OSError, ConfigError."""
+    errors: list[str] = []
+    try:
+        raw = _expand(tomllib.loads(path.read_text(encoding="utf-8")), "", errors)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is not TOML: {error}") from None
+    errors += [f"unknown name {name!r}; write [[replicas]]" for name in raw if name != "replicas"]
+    found = [
+        _convert(each, ReplicaConfig, f"[[replicas]] number {number}", errors)
+        for number, each in enumerate(raw.get("replicas", ()), 1)
+    ]
+    if not errors:
+        errors += [wrong for each in found if (wrong := url_error(each.url))]
+    if errors:
+        raise ConfigError("; ".join(errors))
+    return tuple(found)
 
 
 def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
@@ -298,7 +332,8 @@ def _expand(value: Any, place: str, errors: list[str]) -> Any:
 SECTIONS: dict[str, type[_Section]] = {
     **{"front": FrontConfig, "admin": AdminConfig, "planner": PlannerConfig},
     **{"overload": OverloadConfig, "flow": FlowConfig, "health": HealthConfig},
-    **{"launch": LaunchConfig, "replicas": ReplicaConfig, "hosts": HostConfig},
+    **{"launch": LaunchConfig, "discovery": DiscoveryConfig},
+    **{"replicas": ReplicaConfig, "hosts": HostConfig},
 }
 _LISTS = ("replicas", "hosts")
 _AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<name>\w*).*`")
@@ -388,13 +423,18 @@ def url_error(url: str) -> str:
 
 
 def _check_replicas(config: RouterConfig) -> Iterator[str]:
-    if not config.replicas and not config.hosts:
-        yield "no engines; add [[replicas]], or [[hosts]] to start some on"
+    discovery = config.discovery
+    finds = bool(discovery.file or discovery.prefill_dns or discovery.decode_dns)
+    if not config.replicas and not config.hosts and not finds:
+        yield "no engines; add [[replicas]], [discovery], or [[hosts]] to start some on"
+    for name in ("prefill_dns", "decode_dns"):
+        if (value := getattr(discovery, name)) and not _DNS.fullmatch(value):
+            yield f"[discovery] {name} is {value!r}; write host:port"
     if len(config.replicas) > MAX_REPLICAS:
         yield f"more than {MAX_REPLICAS} [[replicas]]"
         return
     roles = {each.role for each in config.replicas}
-    if roles == {"prefill"} and not config.hosts:
+    if roles == {"prefill"} and not config.hosts and not finds:
         yield 'no engine decodes; give one of them the role "decode" or "both"'
     ids = {f"{each.name}-{port}" for each in config.hosts for port in _ports(each)}
     urls: set[str] = set()

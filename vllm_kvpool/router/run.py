@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
@@ -51,6 +52,7 @@ from vllm_kvpool.router.dataplane.request_handler import RequestHandler, Wiring
 from vllm_kvpool.router.dataplane.server import Server
 from vllm_kvpool.router.dataplane.upstream import Answer, EngineLost, Upstream
 from vllm_kvpool.router.ops.admin import Admin
+from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.file_limit import allow_connections
 from vllm_kvpool.router.ops.prefetches import Prefetches
 from vllm_kvpool.router.ops.replicas import Replicas
@@ -118,6 +120,7 @@ class Router:
         )
         fleet = self.controller.desk.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
+        self.discovery = Discovery(config, self.post)
         self._wiring = Wiring(
             upstream=self._upstream,
             post=self.post,
@@ -154,6 +157,7 @@ class Router:
         self.front_port = await self.server.start(*_address(config.front.listen))
         self.admin_port = await self._admin.start(*_address(config.admin.listen))
         self._tick()
+        self.discovery.start()
         await self.replicas.find()
 
     async def stop(self) -> None:
@@ -165,6 +169,7 @@ class Router:
         if self._timer is not None:
             self._timer.cancel()
         try:
+            await self.discovery.stop()
             await asyncio.gather(self.replicas.stop(), self.prefetches.close())
         finally:
             await self._upstream.close()
@@ -361,22 +366,37 @@ def _address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def serve(config: RouterConfig) -> None:
-    """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen."""
+def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
+    """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen.
+
+    On SIGHUP the configuration is read again, by `read`, for its replicas.
+    """
     with contextlib.suppress(ImportError):
         import uvloop
 
         uvloop.install()
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, read))
 
 
-async def _serve(config: RouterConfig) -> None:
+async def _serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
     allow_connections(config.front.max_connections)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     router = Router(config)
+
+    def reload() -> None:
+        try:
+            changed = read()
+        except ConfigError as error:
+            log.error("SIGHUP: the configuration stays as it was: %s", error)
+            return
+        router.discovery.reload(changed)
+        if replace(changed, replicas=config.replicas) != config:
+            log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         await router.start()
     except (OSError, ConfigError) as error:

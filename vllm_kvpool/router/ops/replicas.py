@@ -12,7 +12,6 @@ from vllm_kvpool.router.config import (
     RouterConfig,
     launch_hosts,
     launch_spec,
-    replica_ids,
     state_dir,
 )
 from vllm_kvpool.router.control.events import (
@@ -40,7 +39,6 @@ log = logging.getLogger(__name__)
 
 COMPATIBILITY_EVERY_S = 1.0
 LEDGER = "engines.json"
-ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
 
 
 def stop_engines(config: RouterConfig) -> tuple[str, ...]:
@@ -91,14 +89,11 @@ class Replicas:
         return not model or any(model in each.models for each in self.watches.values())
 
     async def find(self) -> None:
-        """Engines of the configuration, those of a former router, and what is missing of ours.
+        """Engines of ours that a former router has left, and what is missing of them.
 
         ConfigError where what a former router has left cannot be read.
         """
         self._compatibility = asyncio.create_task(self._watch_compatibility())
-        for replica_id, given in zip(replica_ids(self._config), self._config.replicas, strict=True):
-            spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=given.url.rstrip("/"))
-            self._post(Added(spec=spec, role=ROLES[given.role]))
         if not self._hosts:
             return
         launch = self._config.launch
@@ -107,7 +102,7 @@ class Replicas:
         missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
         room = launch.prefill + launch.decode
         for found in await self._launcher.adopt():
-            role = ROLES[found.role]
+            role = Role(found.role)
             missing[role] -= 1
             room -= 1
             url = f"http://{self._address_of(found.host)}:{found.port}"
