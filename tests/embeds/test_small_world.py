@@ -50,7 +50,6 @@ _LEFT_OUT = {
     "_on_end",
     "_release",
     "_send",
-    "_orders",
     "random",
     "log",
     "limits",

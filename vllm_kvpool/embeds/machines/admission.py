@@ -8,8 +8,8 @@ nothing has changed for `OLDEST_WAITS_S`: requests that wait for each other's me
 deadlock, and the excess is bounded by what one request needs.
 """
 
-import heapq
-from collections import OrderedDict, deque
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,9 +17,6 @@ from vllm_kvpool.embeds.machines.items import NOT_REQUESTED, Item
 from vllm_kvpool.embeds.machines.states import TransferState
 
 UNREQUESTED_SHARE = 2  # 1/n of max_landing_bytes is for items that no request waits for
-MOST_ENTRIES = 8  # entries of the queue per waiting item, before stale ones are removed
-
-
 OLDEST_WAITS_S = 0.25  # without progress, before the oldest request exceeds the limit
 
 
@@ -60,85 +57,57 @@ class LandingBudget:
 
 
 class AdmissionQueue:
-    """Items that wait for memory: by request, then one of each producer in turn.
-
-    Only an item's newest entry counts; stale entries are removed when they come up, or when they
-    are most of all.
-    """
+    """Items that wait for memory: by request, then one of each producer in turn."""
 
     def __init__(self) -> None:
-        self._requested: list[tuple[int, int, str]] = []  # heap of order, number, item
-        self._by_producer: OrderedDict[str, deque[tuple[int, str]]] = OrderedDict()
-        self._waiting: dict[str, tuple[int, int]] = {}  # item -> order, number of its last entry
+        self._entries: dict[str, tuple[int, int, str]] = {}  # item -> order, number, producer
+        self._requested: list[tuple[int, int, str]] = []  # sorted: order, number, item
+        self._by_producer: OrderedDict[str, dict[str, None]] = OrderedDict()  # in turn
         self._number = 0
-        self._entries = 0  # added since stale ones were last removed
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._entries)
 
     def __contains__(self, mm_hash: str) -> bool:
-        return mm_hash in self._waiting
+        return mm_hash in self._entries
 
     def add(self, mm_hash: str, producer: str, order: int) -> None:
         """Queue an item; again with another order moves it."""
-        waiting = self._waiting.get(mm_hash)
-        if waiting is not None and waiting[0] == order:
+        entry = self._entries.get(mm_hash)
+        if entry is not None and entry[0] == order:
             return
+        self.remove(mm_hash)
         self._number += 1
-        self._entries += 1
-        self._waiting[mm_hash] = (order, self._number)
+        self._entries[mm_hash] = (order, self._number, producer)
         if order == NOT_REQUESTED:
-            self._by_producer.setdefault(producer, deque()).append((self._number, mm_hash))
+            self._by_producer.setdefault(producer, {})[mm_hash] = None
         else:
-            heapq.heappush(self._requested, (order, self._number, mm_hash))
+            insort(self._requested, (order, self._number, mm_hash))
 
     def remove(self, mm_hash: str) -> None:
-        self._waiting.pop(mm_hash, None)
-        if self._entries > MOST_ENTRIES * len(self._waiting):
-            self._drop_old()
-
-    def _drop_old(self) -> None:
-        self._requested = [
-            each for each in self._requested if self._waiting.get(each[2]) == each[:2]
-        ]
-        heapq.heapify(self._requested)
-        for producer, items in tuple(self._by_producer.items()):
-            last = deque(each for each in items if self._is_last(*each))
-            if last:
-                self._by_producer[producer] = last
-            else:
-                del self._by_producer[producer]
-        self._entries = len(self._waiting)
-
-    def _is_last(self, number: int, mm_hash: str) -> bool:
-        return self._waiting.get(mm_hash) == (NOT_REQUESTED, number)
+        entry = self._entries.pop(mm_hash, None)
+        if entry is None:
+            return
+        order, number, producer = entry
+        if order != NOT_REQUESTED:
+            del self._requested[bisect_left(self._requested, (order, number))]
+            return
+        items = self._by_producer[producer]
+        del items[mm_hash]
+        if not items:
+            del self._by_producer[producer]
 
     def first_requested(self) -> str | None:
-        while self._requested:
-            order, number, mm_hash = self._requested[0]
-            if self._waiting.get(mm_hash) == (order, number):
-                return mm_hash
-            heapq.heappop(self._requested)
-        return None
+        return self._requested[0][2] if self._requested else None
 
     def unrequested(self) -> Iterator[str]:
         """The first item of each producer, in the order of their turns."""
-        for producer in list(self._by_producer):
-            items = self._by_producer[producer]
-            while items and not self._is_last(*items[0]):
-                items.popleft()
-            if items:
-                yield items[0][1]
-            else:
-                del self._by_producer[producer]
+        return (next(iter(items)) for items in self._by_producer.values())
 
     def took(self, producer: str) -> None:
         """An unrequested item of this producer was admitted: its next turn is last."""
         if producer in self._by_producer:
             self._by_producer.move_to_end(producer)
-
-
-SPARE_ORDERS = 64  # stale entries of `_orders`, beside one per item, before it is rebuilt
 
 
 class Admission:
@@ -153,7 +122,7 @@ class Admission:
         self._queue = AdmissionQueue()
         self._active: dict[str, Item] = {}
         self._grantable: dict[str, Item] = {}
-        self._orders: list[tuple[int, str]] = []  # heap, of all items that requests wait for
+        self._orders: list[int] = []  # sorted, of all items that requests wait for
         self._generations = 0
         self._memory_released = False  # since the last `admit`
         self._progress_at = float("-inf")  # when memory was last freed, or an item admitted
@@ -173,19 +142,21 @@ class Admission:
     def wait(self, item: Item) -> None:
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
-    def reorder(self, item: Item, was_requested: bool) -> None:
-        """A request, or an older one, now waits for an item."""
-        heapq.heappush(self._orders, (item.order, item.mm_hash))
-        if len(self._orders) > 2 * len(self._items) + SPARE_ORDERS:
-            self._orders = [
-                (each.order, name) for name, each in self._items.items() if each.requested
-            ]
-            heapq.heapify(self._orders)
-        if not was_requested and item.admitted:
+    def request(self, item: Item, order: int) -> None:
+        """A request of this age now waits for an item, maybe beside others."""
+        if item.requested and item.order <= order:
+            return
+        if item.requested:
+            self._forget_order(item)
+        elif item.admitted:
             self._landing.mark_requested(_nbytes(item))
+        item.order = order
+        insort(self._orders, order)
         if item.mm_hash in self._queue:
-            producer = item.sender[0] if item.offers else ""
-            self._queue.add(item.mm_hash, producer, item.order)
+            self._queue.add(item.mm_hash, item.sender[0], order)
+
+    def _forget_order(self, item: Item) -> None:
+        del self._orders[bisect_left(self._orders, item.order)]
 
     def admit(self, now: float) -> Iterator[Item]:
         """Admit what fits; each is admitted by the time that the next one is asked for."""
@@ -223,13 +194,7 @@ class Admission:
 
     def _is_oldest(self, item: Item) -> bool:
         """Whether no older request waits for any item."""
-        while self._orders:
-            order, mm_hash = self._orders[0]
-            known = self._items.get(mm_hash)
-            if known is not None and known.order == order:
-                return order >= item.order
-            heapq.heappop(self._orders)
-        return True
+        return self._orders[0] == item.order
 
     def _others_progress(self, item: Item, has_room: bool) -> bool:
         """Whether another request's item is about to free the memory, or the place among the
@@ -265,8 +230,15 @@ class Admission:
         self._grantable.pop(item.mm_hash, None)
 
     def remove(self, item: Item) -> None:
+        """An item has no sender any more."""
         self._queue.remove(item.mm_hash)
         self.deactivate(item)
+
+    def forget(self, item: Item) -> None:
+        """An item has ended."""
+        self.remove(item)
+        if item.requested:
+            self._forget_order(item)
 
     def release_memory(self, item: Item) -> None:
         self._landing.release_memory(_nbytes(item), item.requested)
@@ -279,8 +251,7 @@ class Admission:
     def check(self) -> None:
         """Assert the invariants; tests call it."""
         requested = [item for item in self._items.values() if item.requested]
-        least = min((item.order for item in requested), default=0)
-        assert all(self._is_oldest(item) == (item.order == least) for item in requested)
+        assert self._orders == sorted(item.order for item in requested)
         for mm_hash, item in self._items.items():
             assert (mm_hash in self._active) == (
                 item.admitted and bool(item.offers) and item.state is not TransferState.SUCCESS

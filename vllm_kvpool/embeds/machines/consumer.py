@@ -205,8 +205,7 @@ class Consumer:
         if message.digest:
             item.wanted_digest = message.digest
             self._refuse_other_encodings(item, message.digest)
-        item.order = min(item.order, message.order) if was_requested else message.order
-        self.admission.reorder(item, was_requested)
+        self.admission.request(item, message.order)
         item.patience_s = max(item.patience_s, self._patience_s(message.patience_s))
         item.peers |= frozenset(message.peers)
         item.expected_rows = message.rows or item.expected_rows
@@ -839,7 +838,7 @@ class Consumer:
     def _drop(self, item: Item) -> None:
         """Forget an item."""
         self._release_rows(item)
-        self.admission.remove(item)
+        self.admission.forget(item)
         del self.items[item.mm_hash]
 
     def _release_rows(self, item: Item) -> None:

@@ -95,7 +95,6 @@ class EncodedItemCache:
         self._max_gone = max_gone
         self._release = release
         self._items: OrderedDict[str, EncodedItem] = OrderedDict()  # least recently used first
-        self._untaken: dict[str, EncodedItem] = {}  # of `_items`: those that no consumer has taken
         self._read: dict[int, EncodedItem] = {}  # all that are not released, by id
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._kept_bytes = 0
@@ -132,7 +131,7 @@ class EncodedItemCache:
         assert mm_hash not in self._items
         item = EncodedItem(self._next_item_id, mm_hash, shape, now, readers=1)
         self._next_item_id += 1
-        self._items[mm_hash] = self._untaken[mm_hash] = self._read[item.item_id] = item
+        self._items[mm_hash] = self._read[item.item_id] = item
         self._kept_bytes += shape.nbytes
         self._update_held_bytes(item)
         self._dropped.pop(mm_hash, None)
@@ -147,8 +146,6 @@ class EncodedItemCache:
     def mark_taken(self, item: EncodedItem, now: float) -> None:
         """A consumer has all of it."""
         item.taken, item.since = True, now
-        if self._untaken.get(item.mm_hash) is item:
-            del self._untaken[item.mm_hash]
 
     def end(self, item: EncodedItem, tid: int, now: float) -> None:
         """A transfer of it has ended and writes nothing any more."""
@@ -164,8 +161,8 @@ class EncodedItemCache:
         """Items that no consumer has taken for so long and nothing reads."""
         return [
             each
-            for each in self._untaken.values()
-            if not each.transfers and not each.readers and now - each.since > timeout_s
+            for each in self._items.values()
+            if now - each.since > timeout_s and not (each.taken or each.transfers or each.readers)
         ]
 
     def make_room(self) -> None:
@@ -179,7 +176,6 @@ class EncodedItemCache:
     def drop(self, item: EncodedItem) -> None:
         """Start no new transfer of it, and release it when nothing reads it."""
         del self._items[item.mm_hash]
-        self._untaken.pop(item.mm_hash, None)
         self._kept_bytes -= item.shape.nbytes
         self._update_held_bytes(item)
         self._dropped[item.mm_hash] = None
@@ -213,8 +209,6 @@ class EncodedItemCache:
         held = (each for each in self._items.values() if not each.is_spare)
         assert self.held_bytes == sum(each.shape.nbytes for each in held)
         assert self._kept_bytes == sum(each.shape.nbytes for each in self._items.values())
-        untaken = {mm_hash: each for mm_hash, each in self._items.items() if not each.taken}
-        assert self._untaken == untaken
 
 
 class PendingWants:
