@@ -298,7 +298,7 @@ def test_what_a_full_directory_would_evict_is_handed_to_the_next_tier(
     rank = one_rank([small, tiers.file], write_policy="back")
     kvs = []
     while tiers.num_in_files(0) < NUM_CELLS:
-        assert len(kvs) < MOST_PROMPTS, "nothing was handed down"
+        assert len(kvs) < MOST_PROMPTS, "nothing was demoted"
         kvs.append(random_kv(HEADS))
         rank.save(kvs[-1], len(kvs) - 1)
         full = len(kvs) * NUM_CELLS * 4096 > 3 << 20

@@ -2,7 +2,7 @@
 
 from queue import Empty, SimpleQueue
 
-from vllm_kvpool.transfer.executor import Executor, PassOn
+from vllm_kvpool.transfer.executor import Demote, Executor
 
 WAIT_S = 1.0
 
@@ -13,7 +13,7 @@ def has_taken_all(executor: Executor) -> bool:
     Asked through the same inbox, by a demotion of no cells; not so once the engine has ended.
     """
     answer: SimpleQueue[int] = SimpleQueue()
-    executor.post(PassOn(0, (), answer))
+    executor.post(Demote(0, (), answer))
     try:
         return answer.get(timeout=WAIT_S) == 0
     except Empty:

@@ -124,7 +124,7 @@ def in_words(action: Action) -> str:
         case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
         case DemotionDone(job, moved):
-            return f"handed down {job}: {moved}"
+            return f"demoted {job}: {moved}"
         case Lent(loan, slots):
             return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"
         case LoanEnded(loan, held):
@@ -216,7 +216,7 @@ class Bench:
     def drop_saves(self, *, forget: bool = False) -> list[str]:
         return self.step(DropSaves(forget))
 
-    def hand_down(self, job: int, tier: int, cells: str) -> list[str]:
+    def demote(self, job: int, tier: int, cells: str) -> list[str]:
         return self.step(DemotionJob(JobId(job), tier, tuple(map(name_of, cells.split()))))
 
     def flush(self) -> list[str]:

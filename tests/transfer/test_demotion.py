@@ -18,13 +18,13 @@ LIMIT_S = 10.0
 
 def test_cells_are_fetched_put_into_the_next_tier_and_removed() -> None:
     bench = Bench(DISK, FAR, write_back=True)
-    assert bench.hand_down(-1, 0, "a b") == ["0 get-0 a b"]
+    assert bench.demote(-1, 0, "a b") == ["0 get-0 a b"]
     assert bench.run() == [
         "check a b",
         "seal a b",
         "put-1 a b",
         "remove-0 a b",
-        "handed down -1: 2",
+        "demoted -1: 2",
     ]
     assert bench.is_clean
     assert bench.cells() == ""
@@ -33,7 +33,7 @@ def test_cells_are_fetched_put_into_the_next_tier_and_removed() -> None:
 
 def test_host_memory_does_not_keep_them() -> None:
     bench = Bench(DISK, FAR, slots=8, keep=4, write_back=True)
-    bench.hand_down(-1, 0, "a")
+    bench.demote(-1, 0, "a")
     bench.run()
     assert bench.cells() == ""
 
@@ -42,21 +42,21 @@ def test_what_is_in_host_memory_is_not_read_again_and_stays() -> None:
     bench = Bench(DISK, FAR, slots=8, keep=4, write_back=True)
     bench.load(1, "a")
     bench.run()
-    assert bench.hand_down(-1, 0, "a") == ["3 seal a"]
-    assert bench.run() == ["put-1 a", "remove-0 a", "handed down -1: 1"]
+    assert bench.demote(-1, 0, "a") == ["3 seal a"]
+    assert bench.run() == ["put-1 a", "remove-0 a", "demoted -1: 1"]
     assert bench.cells() == "a"
 
 
 @pytest.mark.parametrize("lane", ["get-0", "put-1", "remove-0"])
 def test_what_fails_stays_where_it_is(lane: str) -> None:
     bench = Bench(DISK, DISK, write_back=True)
-    bench.hand_down(-1, 0, "a b")
+    bench.demote(-1, 0, "a b")
 
     def outcome(name: LaneName, key: str) -> CellOutcome:
         return FAILED if str(name).startswith(lane[:3]) and key == "a" else CellOutcome.DONE
 
     told = bench.run(outcome)
-    assert told[-1] == "handed down -1: 1"
+    assert told[-1] == "demoted -1: 1"
     removed = [line for line in told if line.startswith("remove-0")]
     assert removed == (["remove-0 a b"] if lane == "remove-0" else ["remove-0 b"])
     assert bench.is_clean
@@ -64,35 +64,35 @@ def test_what_fails_stays_where_it_is(lane: str) -> None:
 
 def test_a_cell_that_has_gone_meanwhile_is_asked_of_the_next_tier_and_does_no_harm() -> None:
     bench = Bench(DISK, DISK, write_back=True)
-    bench.hand_down(-1, 0, "a")
+    bench.demote(-1, 0, "a")
 
     def outcome(name: LaneName, key: str) -> CellOutcome:
         return MISSING if name.kind is OpKind.GET else CellOutcome.DONE
 
-    assert bench.run(outcome)[-1] == "handed down -1: 0"
+    assert bench.run(outcome)[-1] == "demoted -1: 0"
     assert bench.is_clean
 
 
 def test_with_no_tier_after_it_nothing_is_done() -> None:
     bench = Bench(DISK, write_back=True)
-    assert bench.hand_down(-1, 0, "a b") == ["handed down -1: 0"]
+    assert bench.demote(-1, 0, "a b") == ["demoted -1: 0"]
     assert bench.is_clean
 
 
 def test_cells_of_larger_models_are_left_alone() -> None:
     bench = Bench(DISK, FAR, write_back=True)
     bench.engine.context.slot_bytes = 10
-    assert bench.hand_down(-1, 0, "a") == ["handed down -1: 0"]
+    assert bench.demote(-1, 0, "a") == ["demoted -1: 0"]
 
 
 def test_a_load_of_a_cell_on_its_way_shares_the_fetch() -> None:
     bench = Bench(DISK, FAR, write_back=True)
-    bench.hand_down(-1, 0, "a")
+    bench.demote(-1, 0, "a")
     bench.load(2, "a")
     told = bench.run()
     assert "loaded 2 to 1 done" in told
     assert sum(line.startswith("get-") for line in told) == 0  # the one that ran already
-    assert "handed down -1: 1" in told
+    assert "demoted -1: 1" in told
     assert bench.is_clean
 
 
@@ -130,20 +130,20 @@ def test_the_thread_asks_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) 
         ],
         [EvictionCandidate("n@x@cc", ChunkRef("n@x@cc"), 30)],
     )
-    custodian = DemotionThread({3: store}, post)
+    thread = DemotionThread({3: store}, post)
     assert posted.get(timeout=LIMIT_S) == (
         3,
         (Cell("n@x@aa", ChunkRef("n@x@aa"), 10), Cell("n@x@bb", ChunkRef("n@x@bb"), 20)),
     )
     assert posted.get(timeout=LIMIT_S) == (3, (Cell("n@x@cc", ChunkRef("n@x@cc"), 30),))
-    custodian.close()
+    thread.close()
     assert store.turns_ended == 2
     with pytest.raises(Empty):
         posted.get_nowait()
-    assert "kvpool-custodian" not in [thread.name for thread in threading.enumerate()]
+    assert "kvpool-demotion" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_hand_down_without_an_end_does_not_keep_others_from_their_turn(
+def test_a_demote_without_an_end_does_not_keep_others_from_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.01)
@@ -153,26 +153,26 @@ def test_a_hand_down_without_an_end_does_not_keep_others_from_their_turn(
         [EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)],
         [EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)],
     )
-    custodian = DemotionThread({0: store}, lambda tier, cells, answer: asked.put(tier))
+    thread = DemotionThread({0: store}, lambda tier, cells, answer: asked.put(tier))
     for _ in range(2):
         asked.get(timeout=LIMIT_S)
-    custodian.close()
+    thread.close()
     assert store.turns_ended >= 1
 
 
-def test_closing_waits_for_no_hand_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_no_demote(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may end before it; the thread lived on for a minute, and then asked the store."""
     monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.01)
     asked: SimpleQueue[int] = SimpleQueue()
     store = Store([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
-    custodian = DemotionThread({0: store}, lambda tier, cells, answer: asked.put(tier))
+    thread = DemotionThread({0: store}, lambda tier, cells, answer: asked.put(tier))
     assert asked.get(timeout=LIMIT_S) == 0
-    assert custodian.close()
+    assert thread.close()
     assert store.turns_ended == 1
-    assert "kvpool-custodian" not in [thread.name for thread in threading.enumerate()]
+    assert "kvpool-demotion" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_hand_down_that_begins_while_closing_is_not_waited_for(
+def test_a_demote_that_begins_while_closing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.01)
@@ -185,13 +185,13 @@ def test_a_hand_down_that_begins_while_closing_is_not_waited_for(
             return super().surplus(max_keys)
 
     store = SlowStore([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
-    custodian = DemotionThread({0: store}, lambda tier, cells, answer: None)
+    thread = DemotionThread({0: store}, lambda tier, cells, answer: None)
     assert asked.wait(LIMIT_S)
     monkeypatch.setattr(demotion, "JOIN_S", 0.01)
-    assert not custodian.close(), "the store is still being asked"
+    assert not thread.close(), "the store is still being asked"
     go_on.set()
     monkeypatch.setattr(demotion, "JOIN_S", LIMIT_S)
-    assert custodian.close()
+    assert thread.close()
     assert store.turns_ended == 1
 
 
@@ -209,12 +209,12 @@ def test_a_store_that_fails_is_asked_again(
         answer.put(0)
         asked.put(tier)
 
-    custodian = DemotionThread({0: store}, post)
+    thread = DemotionThread({0: store}, post)
     for _ in range(3):
         store.failures.get(timeout=LIMIT_S)
     assert asked.empty()
     store.fails = None
     assert asked.get(timeout=LIMIT_S) == 0
-    custodian.close()
+    thread.close()
     is_told = any(str(fails) in each.getMessage() for each in caplog.records)
     assert is_told is not isinstance(fails, StoreUnreachable)

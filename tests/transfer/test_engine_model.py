@@ -153,7 +153,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.told[job] = Told(event, self.weights_version, float("inf"))
         self.step(event)
 
-    @precondition(lambda self: self.host_cache.keep)
+    @precondition(lambda self: self.host_cache.capacity)
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4))
     def prefetch(self, first: int, chunks: int) -> None:
         cells = map(name_of, self.keys(first, chunks).split())
@@ -347,7 +347,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.idle or self.flying or due is not None
         assert not self.engine.idle or not (waiting or self.flying)
         assert self.whole == self.whole_groups()
-        assert self.host_cache.keep or not self.whole
+        assert self.host_cache.capacity or not self.whole
 
     def lent_memory_is_kept(self) -> None:
         """What a call that hangs may write is nobody's, what it may read stays as it is."""
@@ -370,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
     def whole_groups(self) -> set[str]:
         """Chunks all of whose cells are in host memory."""
         groups = [e.chunk.id for e in self.host_cache if e.state is CacheEntryState.PRESENT]
-        kept = self.host_cache.keep > 0
+        kept = self.host_cache.capacity > 0
         return {group for group in groups if kept and groups.count(group) == self.cells}
 
     def teardown(self) -> None:
@@ -386,7 +386,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.run_dry()
         assert self.engine.idle
         assert not any(entry.pins for entry in self.host_cache)
-        assert self.host_cache.keep or not list(self.host_cache)
+        assert self.host_cache.capacity or not list(self.host_cache)
         slots = self.host_cache.slots
         assert slots.num_held == len(list(self.host_cache))
         assert slots.num_free == slots.count - slots.num_held

@@ -227,7 +227,7 @@ def test_slots_of_a_call_that_the_store_gave_up_are_never_used_again(
         ward.give_up(rank)
     ward.gates.hangs.clear()
     gate.set()
-    wait_for(lambda: rank.executor._lost_slots)
+    wait_for(lambda: rank.executor._memory_in_use)
     assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, TIMED_OUT)]
     wait_for(lambda: level(rank, "kvpool_slots{state=quarantined}") == 1)
     rank.executor.post(one_cell_plan(LoadPlan, 2))
@@ -429,7 +429,7 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
         busy = busy_since()
         if busy is not None and not looked.is_set():
             gate.set()
-            wait_for(lambda: lane.doing is None)
+            wait_for(lambda: lane.batch is None)
             looked.set()
             rank.executor._call_timeout_s = -1.0
         return busy

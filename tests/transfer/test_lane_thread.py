@@ -59,14 +59,14 @@ def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_left(
         assert busy[0] is BATCHES[number]
         assert before <= busy[1] <= time.monotonic()
         if number == 1:
-            assert not lane.leave(BATCHES[0])  # it is past that
+            assert not lane.abandon(BATCHES[0])  # it is past that
         if number == 2:
-            assert lane.leave(busy[0])
+            assert lane.abandon(busy[0])
             inbox.put(BATCHES[3])
         deed.may_end.put(None)
         assert outbox.get(timeout=LIMIT_S) == BatchDone(BATCHES[number], ())
     assert ended([lane.thread])
-    assert lane.ended
+    assert lane.has_ended
     assert lane.busy_since() is None
     assert inbox.get_nowait() is BATCHES[3]
 

@@ -25,8 +25,8 @@ from vllm_kvpool.transfer.ops import Cell, CellOutcome, DropSaves, Lend, LoanOve
 
 ME, SECOND, THIRD = 0, 1, 2
 LOAN_S = 20.0
-SET = ReplicaSet(ME, {"": frozenset({ME, SECOND, THIRD})}, LOAN_S, max_kept=2)
-PAIR = ReplicaSet(ME, {"": frozenset({ME, SECOND})}, LOAN_S, max_kept=2)
+SET = ReplicaSet(ME, {"": frozenset({ME, SECOND, THIRD})}, LOAN_S, max_retained=2)
+PAIR = ReplicaSet(ME, {"": frozenset({ME, SECOND})}, LOAN_S, max_retained=2)
 
 
 def lend(bench: Bench, loan: int, cells: str, who: int = SECOND, generation: int = 0) -> list[str]:

@@ -52,7 +52,7 @@ from vllm_kvpool.storage.url import StoreSpec, uses_device
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.engine import Engine
-from vllm_kvpool.transfer.executor import Executor, PassOn, UseNamespace
+from vllm_kvpool.transfer.executor import Demote, Executor, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
@@ -383,7 +383,7 @@ class WorkerSide:
         }
         if shedding and config.write_policy is WritePolicy.BACK:
             self._demotion_thread = DemotionThread(
-                shedding, lambda tier, cells, answer: executor.post(PassOn(tier, cells, answer))
+                shedding, lambda tier, cells, answer: executor.post(Demote(tier, cells, answer))
             )
         return executor
 

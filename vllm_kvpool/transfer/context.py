@@ -144,7 +144,7 @@ class TransferContext:
             registry.set("kvpool_tier_up", 0 if breaker.is_open(self.now) else 1, tier=tier.name)
             is_open = writes.is_open(self.now)
             registry.set("kvpool_tier_writable", 0 if is_open else 1, tier=tier.name)
-        if self.host_cache.keep:
+        if self.host_cache.capacity:
             clean, dirty, pinned = self.host_cache.num_slots()
             slot_bytes = self.slot_bytes
             registry.set("kvpool_host_bytes", clean * slot_bytes, state="clean")

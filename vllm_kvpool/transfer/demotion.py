@@ -20,7 +20,7 @@ from vllm_kvpool.transfer.context import CellOp, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
-from vllm_kvpool.transfer.ops import NOBODY, Cell, DemotionDone, DemotionJob, OpKind
+from vllm_kvpool.transfer.ops import NO_OWNER, Cell, DemotionDone, DemotionJob, OpKind
 from vllm_kvpool.transfer.saves import SaveManager
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Demotions:
     def submit(self, job: DemotionJob) -> None:
         """Start to move the cells; with no tier after it that can be asked, it ends at once."""
         context = self._context
-        graph = Graph(NOBODY, Priority.DEMOTE)
+        graph = Graph(NO_OWNER, Priority.DEMOTE)
         demotion = Demotion(job, [])
         further = context.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
@@ -61,13 +61,13 @@ class Demotions:
             entry = context.host_cache.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin_at(job.tier, cell, graph)
-                self._pass_on(demotion, graph, cell, entry, further[0], passing=True)
+                self._move(demotion, graph, cell, entry, further[0], transient=True)
             elif entry.state is CacheEntryState.PRESENT and not entry.dirty:
-                self._pass_on(demotion, graph, cell, entry, further[0], passing=False)
+                self._move(demotion, graph, cell, entry, further[0], transient=False)
         context.scheduler.add(graph, None, demotion, after=demotion.removes, always=True)
         context.scheduler.close(graph)
 
-    def _pass_on(
+    def _move(
         self,
         demotion: Demotion,
         graph: Graph,
@@ -75,11 +75,11 @@ class Demotions:
         entry: CacheEntry,
         tier: int,
         *,
-        passing: bool,
+        transient: bool,
     ) -> None:
         context = self._context
         copy = self._saves.begin_copy(entry)
-        copy.passing = passing
+        copy.transient = transient
         before = () if entry.op is None else (entry.op,)
         # What a store gave is sealed. What a gather brought is not, unless a tier has it.
         seal = context.scheduler.add(graph, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
@@ -110,7 +110,7 @@ class DemotionThread:
         self._post = post
         self._closing = threading.Event()
         self._answer: SimpleQueue[int] = SimpleQueue()  # that is waited for, or was
-        self._thread = threading.Thread(target=self._run, name="kvpool-custodian", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvpool-demotion", daemon=True)
         self._thread.start()
 
     def close(self) -> bool:

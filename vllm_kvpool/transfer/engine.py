@@ -30,10 +30,10 @@ from vllm_kvpool.transfer.graph import (
 )
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.loads import Load, Loads, Scatter
-from vllm_kvpool.transfer.loans import Borrowed, Kept, Loans, ReplicaSet
+from vllm_kvpool.transfer.loans import Borrowed, Loans, ReplicaSet, Retained
 from vllm_kvpool.transfer.ops import (
     HOST,
-    NOBODY,
+    NO_OWNER,
     REPLICA,
     WRITES,
     CancelRequest,
@@ -131,8 +131,8 @@ def _slots_of(batch: Batch) -> list[Slot]:
 OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
-Told = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
-Event = Job | BatchDone | BatchHung | Told | Tick
+Command = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
+Event = Job | BatchDone | BatchHung | Command | Tick
 Action = Batch | Report | Lent | LoanEnded  # a lane performs the batch
 
 
@@ -199,8 +199,8 @@ class Engine:
         if self.saves.demote_dirty() or context.scheduler.has_news:
             self._settle()
             started += self._start()
-        if context.host_cache.keep:
-            self._look_at_host()
+        if context.host_cache.capacity:
+            self._report_host_cache()
         reports, context.reports = context.reports, []
         return [*reports, *started]
 
@@ -286,7 +286,7 @@ class Engine:
                 ready_at = op.ready_at
             if op.attempts > attempts:
                 attempts = op.attempts
-        owners.pop(NOBODY, None)
+        owners.pop(NO_OWNER, None)
         batch.cells, batch.slots = cells, slots
         batch.owners, batch.ready_at, batch.attempt = tuple(owners), ready_at, 1 + attempts
         batch.generation = self.context.generation
@@ -322,7 +322,7 @@ class Engine:
         context.host_cache.clear()
         if generation is not None:
             context.generation = generation
-            graph = Graph(NOBODY, Priority.SAVE)
+            graph = Graph(NO_OWNER, Priority.SAVE)
             dropped = SavesDropped(generation)
             context.scheduler.add(graph, None, dropped, after=still, always=True)
             context.scheduler.close(graph)
@@ -375,7 +375,7 @@ class Engine:
         self._fetches.tier_down(tier)
         self.saves.tier_down(tier)
 
-    def _look_at_host(self) -> None:
+    def _report_host_cache(self) -> None:
         """Report and count what has come into host memory and left it."""
         context, host_cache = self.context, self.context.host_cache
         change = host_cache.take_change()
@@ -400,8 +400,8 @@ class Engine:
                     self.saves.settle(op.what)
                 elif isinstance(op.what, Borrowed):
                     self.loans.lost(op.what)
-                elif isinstance(op.what, Kept):
-                    self.loans.keep_nothing(op.what)
+                elif isinstance(op.what, Retained):
+                    self.loans.retain_nothing(op.what)
             for marker in reached:
                 if isinstance(marker.what, Demotion):
                     self._demotions.ended(marker.what)
@@ -411,8 +411,8 @@ class Engine:
                     self.context.reports.append(marker.what)
                 elif isinstance(marker.what, Borrowed):
                     self.loans.here(marker.what)
-                elif isinstance(marker.what, Kept):
-                    self.loans.keep(marker.what)
+                elif isinstance(marker.what, Retained):
+                    self.loans.retain(marker.what)
                 else:
                     self.saves.all_gathered(marker.what)
         for graph in scheduler.take_ended():

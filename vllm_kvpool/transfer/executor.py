@@ -92,13 +92,13 @@ class Gauges:
             registry.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
             trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
         context.fill(registry)
-        self._say_what_changed()
+        self._log_tier_changes()
         dropped = trace.dropped
         if dropped > self._num_untraced:
             registry.add("kvpool_trace_dropped", dropped - self._num_untraced)
         self._num_untraced = dropped
 
-    def _say_what_changed(self) -> None:
+    def _log_tier_changes(self) -> None:
         now = time.monotonic()
         for place, tier in enumerate(self._engine.context.tiers):
             up = not self._engine.context.breakers[place].is_open(now)
@@ -131,7 +131,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn:
+class Demote:
     """Hand cells of a tier down; how many have moved goes into `answer`."""
 
     tier: int
@@ -148,7 +148,7 @@ class UseNamespace:
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
 Post = (
-    Plan | CancelRequest | DropSaves | Close | PassOn | TierHealth | UseNamespace | Lend | LoanOver
+    Plan | CancelRequest | DropSaves | Close | Demote | TierHealth | UseNamespace | Lend | LoanOver
 )
 
 
@@ -206,14 +206,14 @@ class Executor:
         self._reports: deque[Report] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._waiting = False
-        self._passages: dict[JobId, SimpleQueue[int]] = {}
-        self._num_passages = 0
-        self._begun: list[Batch] = []
-        self._said: list[Report] = []
+        self._demotions: dict[JobId, SimpleQueue[int]] = {}
+        self._num_demotions = 0
+        self._started: list[Batch] = []
+        self._unpublished: list[Report] = []
         self._gauges = Gauges(engine, registry, trace)
         self._num_new_lanes = 0
-        self._lost_slots = False
-        self._refused: set[LaneName] = set()  # lanes without a thread
+        self._memory_in_use = False
+        self._dead_lanes: set[LaneName] = set()  # lanes without a thread
         self._next_watch = self._next_gauge = 0.0
         self._lane_counts = lanes
         self._lane_inboxes: dict[LaneName, SimpleQueue[Batch | None]] = {}
@@ -258,8 +258,8 @@ class Executor:
         lanes = [*self._lanes, *self._hung.values()]
         for lane in lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
-        in_use = any(lane.thread.is_alive() or lane.lost_slots for lane in lanes)
-        return not (in_use or self._lost_slots)
+        in_use = any(lane.thread.is_alive() or lane.memory_in_use for lane in lanes)
+        return not (in_use or self._memory_in_use)
 
     # The engine thread
 
@@ -285,7 +285,7 @@ class Executor:
             message = self._next_message(closing)
             match message:
                 case BatchDone(batch, in_use=in_use):
-                    self._lost_slots |= in_use
+                    self._memory_in_use |= in_use
                     if batch in self._engine.running:
                         self._step(BatchHung(batch) if in_use else message)
                     elif batch in self._hung:
@@ -297,8 +297,8 @@ class Executor:
                 case Close():
                     closing = message.deadline
                     self._step(Flush())
-                case PassOn():
-                    self._pass_on(message)
+                case Demote():
+                    self._demote(message)
                 case UseNamespace():
                     self._planner = self._planner.named(message.namespace)
                 case LaneThread():
@@ -307,7 +307,7 @@ class Executor:
                     self._step(message)
             self._watch()
         self._step(DropSaves())
-        self._hand_out()
+        self._dispatch()
         self._gauges.update()
 
     def _end_lanes(self) -> None:
@@ -320,7 +320,7 @@ class Executor:
         A copy that hangs keeps the jobs of the blocks that it writes, and no others.
         """
         hanging = self._leave_hanging_copies()
-        self._publish(self._said)  # what had ended just before is as it was decided
+        self._publish(self._unpublished)  # what had ended just before is as it was decided
         while True:
             hanging = {lane: batch for lane, batch in hanging.items() if lane.thread.is_alive()}
             written = {block for batch in hanging.values() for block in _blocks_of(batch)}
@@ -351,7 +351,7 @@ class Executor:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
             while lane.thread.is_alive() and lane not in hanging:
                 busy = lane.busy_since()
-                if busy is not None and lane.leave(busy[0]):
+                if busy is not None and lane.abandon(busy[0]):
                     hanging[lane] = busy[0]
                     logger.error(
                         "kvpool: lane %s: a copy into pages did not end "
@@ -371,28 +371,28 @@ class Executor:
             for due in (self._engine.next_deadline(), closing):
                 if due is not None:
                     timeout_s = max(0.0, min(timeout_s, due - time.monotonic()))
-        self._hand_out()
+        self._dispatch()
         try:
             return self._inbox.get(timeout=timeout_s)
         except Empty:
             return None
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """Last thing before the engine thread waits: who is woken waits for the interpreter."""
-        for batch in self._begun:
-            if batch.lane in self._refused:
+        for batch in self._started:
+            if batch.lane in self._dead_lanes:
                 self._fail(batch)
             else:
                 self._lane_inboxes[batch.lane].put(batch)
-        self._begun.clear()
-        if self._said:
-            self._publish(self._said)
-            self._said = []
+        self._started.clear()
+        if self._unpublished:
+            self._publish(self._unpublished)
+            self._unpublished = []
 
-    def _pass_on(self, message: PassOn) -> None:
-        self._num_passages += 1
-        job = JobId(-self._num_passages)  # the scheduler side's are positive
-        self._passages[job] = message.answer
+    def _demote(self, message: Demote) -> None:
+        self._num_demotions += 1
+        job = JobId(-self._num_demotions)  # the scheduler side's are positive
+        self._demotions[job] = message.answer
         self._step(DemotionJob(job, message.tier, message.cells))
 
     def _as_job(self, plan: Plan) -> Event:
@@ -409,15 +409,15 @@ class Executor:
     def _step(self, event: Event) -> None:
         for action in self._engine.step(event, time.monotonic()):
             if isinstance(action, Batch):
-                self._begun.append(action)
+                self._started.append(action)
             elif isinstance(action, Lent | LoanEnded):
                 if self._lender is not None:
                     self._lender.tell(action)
             else:
-                self._said.append(action)
-                self._note(action)
+                self._unpublished.append(action)
+                self._account(action)
 
-    def _note(self, report: Report) -> None:
+    def _account(self, report: Report) -> None:
         match report:
             case SaveDone():
                 self._save_seconds(time.monotonic() - self._open.pop(report.job_id).began)
@@ -431,7 +431,7 @@ class Executor:
                     name = f"load {report.reason.value}"
                     self._trace.instant(name, job=report.job_id, request=report.request_id)
             case DemotionDone():
-                self._passages.pop(report.job_id).put(report.moved)
+                self._demotions.pop(report.job_id).put(report.moved)
             case SaveGathered():
                 self._open[report.job_id].uses_pages = False
             case HostCacheChange() | SavesDropped() | SpanLoaded():
@@ -457,7 +457,7 @@ class Executor:
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S
             known = [*self._lanes, *self._hung.values()]
-            for lane in [x for x in known if not x.ended and not x.thread.is_alive()]:
+            for lane in [x for x in known if not x.has_ended and not x.thread.is_alive()]:
                 self._lane_died(lane)
             for lane in [x for x in self._lanes if x.lane.tier >= 0]:
                 self._check_timeouts(lane, now)
@@ -472,7 +472,7 @@ class Executor:
         if busy is None or now - busy[1] <= limit_s:
             return
         batch, began = busy
-        if batch not in self._engine.running or not lane.leave(batch):
+        if batch not in self._engine.running or not lane.abandon(batch):
             return
         self._lanes.remove(lane)
         self._hung[batch] = lane
@@ -489,7 +489,7 @@ class Executor:
         if sum(other.lane == lane.lane for other in self._hung.values()) <= MAX_HUNG:
             self._add_lane(lane.lane)
         else:
-            self._refuse_if_empty(lane.lane)
+            self._close_if_empty(lane.lane)
         self._step(BatchHung(batch))
 
     def _on_late_return(self, done: BatchDone) -> None:
@@ -497,7 +497,7 @@ class Executor:
         lane = self._hung.pop(done.batch).lane
         logger.info("kvpool: lane %s: the call that was past call_timeout_s has returned", lane)
         if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
-            self._refused.discard(lane)
+            self._dead_lanes.discard(lane)
             self._add_lane(lane)
         if not done.in_use:
             self._step(done)
@@ -505,7 +505,7 @@ class Executor:
     def _lane_died(self, dead: LaneThread) -> None:
         for batch, lane in list(self._hung.items()):
             if lane is dead:
-                self._on_late_return(BatchDone(batch, (), dead.lost_slots))
+                self._on_late_return(BatchDone(batch, (), dead.memory_in_use))
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
@@ -514,15 +514,15 @@ class Executor:
         if self._num_new_lanes < MAX_NEW_LANES:
             self._num_new_lanes += 1
             self._add_lane(dead.lane)
-        if dead.doing is not None:
-            self._fail(dead.doing, in_use=dead.lost_slots)
-        self._refuse_if_empty(dead.lane)
+        if dead.batch is not None:
+            self._fail(dead.batch, in_use=dead.memory_in_use)
+        self._close_if_empty(dead.lane)
 
-    def _refuse_if_empty(self, name: LaneName) -> None:
+    def _close_if_empty(self, name: LaneName) -> None:
         """Where a lane has no thread left nothing may wait for one."""
         if any(lane.lane == name for lane in self._lanes):
             return
-        self._refused.add(name)
+        self._dead_lanes.add(name)
         inbox = self._lane_inboxes[name]
         while not inbox.empty():
             batch = inbox.get()

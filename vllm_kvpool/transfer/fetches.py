@@ -57,7 +57,7 @@ class Fetches:
         entry.op = context.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
 
-    def let_go(self, entry: CacheEntry) -> None:
+    def release(self, entry: CacheEntry) -> None:
         """Somebody does not want the cell any more, and has given up the pin on it."""
         op = entry.op
         if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
@@ -73,7 +73,7 @@ class Fetches:
         if (
             op is not None
             and entry.pins == 1
-            and entry.wanted
+            and entry.indexed
             and op.state is OpState.RUNNING
             and isinstance(op.what, Fetch)
             and op.lane is self._context.lane(OpKind.GET, op.what.tier)
@@ -85,33 +85,33 @@ class Fetches:
         for entry in list(self._context.host_cache):
             op = entry.op
             if op is not None and isinstance(op.what, Fetch) and op.state is not OpState.RUNNING:
-                self._give_up(op, CellOutcome.CANCELLED)
+                self._fail(op, CellOutcome.CANCELLED)
 
     def got(self, op: Op, outcome: CellOutcome) -> None:
         """GET has ended."""
         entry = op.what.entry
-        if not entry.wanted:  # abandoned, or forgotten by a reset
-            self._give_up(op, CellOutcome.CANCELLED)
+        if not entry.indexed:  # abandoned, or forgotten by a reset
+            self._fail(op, CellOutcome.CANCELLED)
         elif outcome is CellOutcome.DONE and op.what.tier == REPLICA:
             self._arrived(op)
         elif outcome is CellOutcome.DONE:
             self._context.scheduler.move(op, self._context.lane(OpKind.CHECK))
         else:
-            self._elsewhere(op, outcome)
+            self._try_elsewhere(op, outcome)
 
     def checked(self, op: Op, outcome: CellOutcome) -> None:
         """CHECK has ended."""
         if outcome is not CellOutcome.DONE:
-            self._elsewhere(op, outcome)
-        elif not op.what.entry.wanted:  # forgotten by a reset
-            self._give_up(op, CellOutcome.CANCELLED)
+            self._try_elsewhere(op, outcome)
+        elif not op.what.entry.indexed:  # forgotten by a reset
+            self._fail(op, CellOutcome.CANCELLED)
         else:
             self._arrived(op)
 
     def _arrived(self, op: Op) -> None:
         fetch, host_cache = op.what, self._context.host_cache
         entry = fetch.entry
-        if fetch.cell.fetcher is not None and host_cache.keep:
+        if fetch.cell.fetcher is not None and host_cache.capacity:
             host_cache.forget(entry)  # another rank's host tier keeps it
         host_cache.arrived(entry, self._context.now_ns)
         nearer = [t for t in self._context.tiers_writable() if t < fetch.tier]
@@ -124,7 +124,7 @@ class Fetches:
         """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
         self.writes_down(tier)
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.GET, tier)):
-            self._move_on(op, CellOutcome.UNREACHABLE)
+            self._try_next_tier(op, CellOutcome.UNREACHABLE)
 
     def writes_down(self, tier: int) -> None:
         """Nothing is removed from a tier for now; bad cells stay."""
@@ -175,7 +175,7 @@ class Fetches:
             return tiers
         return [tier for tier in tiers if not self.is_leaving(tier, cell.key)]
 
-    def _elsewhere(self, op: Op, outcome: CellOutcome) -> None:
+    def _try_elsewhere(self, op: Op, outcome: CellOutcome) -> None:
         """The tier could not give the cell: again, the next tier, or nobody."""
         fetch = op.what
         if outcome is CellOutcome.CORRUPT:
@@ -183,28 +183,28 @@ class Fetches:
         if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
         wanted = fetch.entry.pins > 1 or fetch.entry.prefetched
-        if not wanted or not fetch.entry.wanted:
-            self._give_up(op, CellOutcome.CANCELLED)
+        if not wanted or not fetch.entry.indexed:
+            self._fail(op, CellOutcome.CANCELLED)
             return
         # In the queue again, it may stand behind fetches that still wait for a slot.
         self._context.host_cache.release_slot(fetch.entry)
         get = self._context.lane(OpKind.GET, fetch.tier)
         if not self._context.try_again(op, fetch.tier, outcome, get):
-            self._move_on(op, outcome)
+            self._try_next_tier(op, outcome)
 
-    def _move_on(self, op: Op, outcome: CellOutcome) -> None:
+    def _try_next_tier(self, op: Op, outcome: CellOutcome) -> None:
         context, fetch = self._context, op.what
         if fetch.trouble is CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
         further = self._tiers_of(fetch.cell, max(0, fetch.tier + 1))
         if not further:
-            self._give_up(op, fetch.trouble)
+            self._fail(op, fetch.trouble)
             return
         fetch.tier = further[0]
         op.attempts = 0
         context.scheduler.move(op, context.lane(OpKind.GET, fetch.tier))
 
-    def _give_up(self, op: Op, outcome: CellOutcome) -> None:
+    def _fail(self, op: Op, outcome: CellOutcome) -> None:
         entry = op.what.entry
         op.what.trouble = outcome
         entry.op = None

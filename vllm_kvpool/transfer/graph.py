@@ -163,6 +163,7 @@ class Lane:
     """
 
     __slots__ = (
+        "active",
         "admit",
         "key",
         "limits",
@@ -172,7 +173,6 @@ class Lane:
         "passed_over",
         "queues",
         "running_bytes",
-        "stirred",
     )
 
     def __init__(self, key: Any, limits: LaneLimits, admit: Callable[[Op], bool] | None) -> None:
@@ -185,7 +185,7 @@ class Lane:
         self.num_ready = 0
         self.num_batches = 0  # in flight
         self.running_bytes = 0
-        self.stirred = False  # listed among the lanes in which something may start
+        self.active = False  # listed in `Scheduler._active`
 
     def clear(self) -> None:
         """Forget what is left in the queues of ops that are over."""
@@ -238,7 +238,7 @@ class Scheduler:
         admit: Mapping[Hashable, Callable[[Op], bool]] = NO_CONDITIONS,
     ) -> None:
         self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
-        self._stirred: list[Lane] = []  # lanes in which something may start
+        self._active: list[Lane] = []  # lanes in which something may start
         self._delayed: list[tuple[float, int, Op]] = []
         self._deadlines: list[tuple[float, int, Graph]] = []
         self._serial = 0  # breaks ties in the heaps
@@ -297,15 +297,15 @@ class Scheduler:
         if self._delayed:
             self._wake(now)
         batches: list[Batch] = []
-        if not self._stirred:
+        if not self._active:
             return batches
-        stirred, self._stirred = self._stirred, []
-        for lane in stirred:
-            lane.stirred = False
+        active, self._active = self._active, []
+        for lane in active:
+            lane.active = False
             while lane.num_ready and lane.num_batches < lane.limits.batches:
                 ops = self._next_ops(lane)
                 if not ops:
-                    self._stir(lane)
+                    self._activate(lane)
                     break
                 nbytes = 0
                 for op in ops:
@@ -322,9 +322,9 @@ class Scheduler:
         lane = self.lanes[batch.lane]
         lane.num_batches -= 1
         lane.running_bytes -= batch.nbytes
-        if lane.num_ready and not lane.stirred:
-            lane.stirred = True
-            self._stirred.append(lane)
+        if lane.num_ready and not lane.active:
+            lane.active = True
+            self._active.append(lane)
 
     def finish(self, op: Op) -> None:
         """The op is done. Costs the number of its successors."""
@@ -388,7 +388,7 @@ class Scheduler:
                 queues = op.lane.queues
                 queues[op.priority].remove(op)  # else an idle lane would keep it
                 queues[priority].append(op)
-                self._stir(op.lane)
+                self._activate(op.lane)
             op.priority = priority
 
     def waiting_in(self, lane: Lane) -> list[Op]:
@@ -405,7 +405,7 @@ class Scheduler:
     @property
     def has_news(self) -> bool:
         """Whether a `take_…` other than `take_expired` may have something."""
-        return bool(self._lost or self._reached or self._ended or self._stirred)
+        return bool(self._lost or self._reached or self._ended or self._active)
 
     @property
     def has_consequences(self) -> bool:
@@ -456,10 +456,10 @@ class Scheduler:
     def _is_due(at: float, _: int, op: Op) -> bool:
         return op.state is _DELAYED and op.ready_at == at
 
-    def _stir(self, lane: Lane) -> None:
-        if not lane.stirred:
-            lane.stirred = True
-            self._stirred.append(lane)
+    def _activate(self, lane: Lane) -> None:
+        if not lane.active:
+            lane.active = True
+            self._active.append(lane)
 
     @staticmethod
     def _leave_queue(op: Op) -> None:
@@ -484,9 +484,9 @@ class Scheduler:
             op.ready_at = self.now
             lane.num_ready += 1
             lane.queues[op.priority].append(op)
-            if not lane.stirred:
-                lane.stirred = True
-                self._stirred.append(lane)
+            if not lane.active:
+                lane.active = True
+                self._active.append(lane)
             return
         # Markers may follow each other: a loop, since chains may be longer than the call stack.
         markers = [op]

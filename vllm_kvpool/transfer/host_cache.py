@@ -50,6 +50,7 @@ class CacheEntry:
     __slots__ = (
         "chunk",
         "dirty",
+        "indexed",
         "key",
         "nbytes",
         "op",
@@ -58,7 +59,6 @@ class CacheEntry:
         "prefetched",
         "slot",
         "state",
-        "wanted",
     )
 
     def __init__(self, key: str, chunk: ChunkRef, nbytes: int) -> None:
@@ -71,7 +71,7 @@ class CacheEntry:
         self.op: Op | None = None
         self.dirty = False
         self.prefetched = False  # brought in for nobody, and not used yet
-        self.wanted = True  # in the index: whoever asks for the key gets this entry
+        self.indexed = True  # in the index: whoever asks for the key gets this entry
         self.place: tuple[bool, Rank] | None = None  # in line: dirty or not, and where
 
 
@@ -95,15 +95,19 @@ class HostCache:
     """
 
     def __init__(
-        self, slots: SlotPool, keep: int, policy: EvictionPolicy, cells_per_chunk: Mapping[str, int]
+        self,
+        slots: SlotPool,
+        capacity: int,
+        policy: EvictionPolicy,
+        cells_per_chunk: Mapping[str, int],
     ) -> None:
         self.slots = slots
-        self.keep = keep
+        self.capacity = capacity
         self._policy = policy
         self._cells_per_chunk = cells_per_chunk
         self._index: dict[str, CacheEntry] = {}
         self._chunks: dict[str, _Chunk] = {}
-        num_chunks = keep // min(cells_per_chunk.values(), default=1)
+        num_chunks = capacity // min(cells_per_chunk.values(), default=1)
         self._evicted = EvictedScores(policy.remembered * num_chunks)
         self._changes: dict[str, bool] = {}  # chunk -> whether all of it is here now
         self._lines: tuple[list[Rank], list[Rank]] = ([], [])  # clean, dirty
@@ -143,7 +147,7 @@ class HostCache:
         entry.state = CacheEntryState.PRESENT
         entry.op = None
         entry.dirty = dirty
-        if entry.wanted and self.keep:
+        if entry.indexed and self.capacity:
             chunk = self._chunk(entry.chunk.id)
             chunk.num_cells += 1
             if chunk.num_cells == 1:
@@ -196,11 +200,11 @@ class HostCache:
         entry.pins -= 1
         if entry.pins:
             return
-        if entry.state is CacheEntryState.PRESENT and entry.wanted and self.keep:
+        if entry.state is CacheEntryState.PRESENT and entry.indexed and self.capacity:
             self.num_idle += 1
             self.num_dirty += entry.dirty
             self._take_place(entry)
-            while self.num_idle > self.keep and self._drop_one():
+            while self.num_idle > self.capacity and self._drop_one():
                 pass
         else:
             self.forget(entry)
@@ -300,11 +304,11 @@ class HostCache:
 
     def forget(self, entry: CacheEntry) -> None:
         """Nobody who asks for the key gets this entry any more; it goes with its last pin."""
-        if not entry.wanted:
+        if not entry.indexed:
             return
-        entry.wanted = False
+        entry.indexed = False
         del self._index[entry.key]
-        if entry.state is CacheEntryState.PRESENT and self.keep:
+        if entry.state is CacheEntryState.PRESENT and self.capacity:
             chunk = self._chunks[entry.chunk.id]
             if self._is_whole(chunk):
                 self._changes[chunk.chunk_id] = False
@@ -342,8 +346,8 @@ class HostCache:
         assert all(e.state is CacheEntryState.PRESENT and e.slot is not None for e in idle)
         assert len(idle) == self.num_idle
         assert sum(e.dirty for e in idle) == self.num_dirty
-        assert self.num_idle - self.num_dirty <= self.keep
-        if self.keep:
+        assert self.num_idle - self.num_dirty <= self.capacity
+        if self.capacity:
             present = [e for e in self if e.state is CacheEntryState.PRESENT]
             cells = Counter(e.chunk.id for e in present)
             children = Counter(c.parent.chunk_id for c in self._chunks.values() if c.parent)

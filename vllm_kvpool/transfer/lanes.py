@@ -59,10 +59,10 @@ class LaneThread:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lane = lane
-        self.ended = False  # it was told to end
-        self.lost_slots = False  # a call of its was given up that may still touch them
-        self._turn = threading.Lock()  # held to end a batch, and to leave the thread with one
-        self._left = False
+        self.has_ended = False  # it was told to end
+        self.memory_in_use = False  # a call of its was given up that may still touch them
+        self._lock = threading.Lock()  # held to end a batch, and to leave the thread with one
+        self._abandoned = False
         self._since: float | None = None  # set after a batch is taken, unset before it is let go
         self._taken: deque[Batch | None] = deque()  # the work it is doing
         self._inbox = inbox
@@ -73,22 +73,22 @@ class LaneThread:
         self.thread.start()
 
     @property
-    def doing(self) -> Batch | None:
+    def batch(self) -> Batch | None:
         """What it had taken and not answered; for others to ask once it is dead."""
         return self._taken[0] if self._taken else None
 
     def busy_since(self) -> tuple[Batch, float] | None:
         """The work it is doing and when it began (monotonic seconds); any thread may ask."""
-        with self._turn:
-            batch, since = self.doing, self._since
+        with self._lock:
+            batch, since = self.batch, self._since
         return None if batch is None or since is None else (batch, since)
 
-    def leave(self, batch: Batch) -> bool:
+    def abandon(self, batch: Batch) -> bool:
         """It shall take no other work when it has done this one; False if it has done it before."""
-        with self._turn:
-            if self.doing is not batch:
+        with self._lock:
+            if self.batch is not batch:
                 return False
-            self._left = True
+            self._abandoned = True
         return True
 
     def _run(self) -> None:
@@ -109,19 +109,19 @@ class LaneThread:
                 except BuffersInUse as error:
                     logger.error("kvpool: %s: %s", batch.lane, error)
                     outcomes = [CellOutcome.FAILED] * len(batch.cells)
-                    in_use = self.lost_slots = True
+                    in_use = self.memory_in_use = True
                 except Exception:
                     logger.exception("kvpool: %s failed", batch.lane)
                     outcomes = [CellOutcome.FAILED] * len(batch.cells)
                 self._outbox.put(BatchDone(batch, outcomes, in_use))
-                with self._turn:
+                with self._lock:
                     self._since = None
                     self._taken.clear()
-                if self._left:
+                if self._abandoned:
                     break
-            self.ended = True
+            self.has_ended = True
         finally:
-            if not self.ended:
+            if not self.has_ended:
                 self._outbox.put(self)
 
 

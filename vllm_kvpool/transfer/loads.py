@@ -127,7 +127,7 @@ class Loads:
         """Bring cells into the host tier for a request that will probably load them."""
         context, host_cache = self._context, self._context.host_cache
         graph = Graph(Owner(job.request_id), Priority.PREFETCH)
-        for cell in job.cells[: host_cache.keep]:
+        for cell in job.cells[: host_cache.capacity]:
             if host_cache.get(cell.key) is None:
                 entry = self._fetches.begin(cell, graph)
                 if entry is None:
@@ -213,7 +213,7 @@ class Loads:
                 self._context.reports.append(SpanLoaded(load.job.job_id, span))
         self._context.host_cache.unpin(scatter.entry)
         if scatter.entry.op is not None:  # it is still on its way
-            self._fetches.let_go(scatter.entry)
+            self._fetches.release(scatter.entry)
 
     def _finish(self, load: Load) -> None:
         """Report the load if all that is wanted is in the pages and no scatter is in flight."""

@@ -1,15 +1,13 @@
-"""Cells that replicas on this host copy out of this rank's host memory (pure; engine thread).
+"""Loans of this rank's host memory to replicas on the same host (pure; the engine thread's).
 
-Of the ranks on a host that hold the same KV one fetches a chunk, and lends its cells to the others.
-A loan pins cells until its borrower says that it has copied them, has gone, or is late
-(`ReplicaSet.loan_s`). A cell that is not here is fetched, from stores alone: who asks a replica is
-never asked in turn, so no two wait for each other.
+Of the ranks of a host that hold the same KV one fetches a chunk, and lends its cells to the others.
+A loan pins cells until its borrower has copied them, has gone, or is late (`ReplicaSet.loan_s`).
+A lender fetches from stores only, never from a replica, so no two ranks wait for each other.
 
-Every member gets the same plans, but not at the same moment. Without a host tier a cell would be
-gone before the last member asks for it; so it is kept until each has asked once, for `HOLD_S` at
-most. What is kept takes `ReplicaSet.max_kept` slots at most, then the rank fetches nothing further
-for its set until something of it goes. For a member that did not ask in that time nothing is kept
-until it asks for something: who is gone must not hold up the others.
+All members get the same plans, but at different moments. Without a host tier a fetched cell is
+retained until each member has asked once, for `HOLD_S` at most; no more than
+`ReplicaSet.max_retained` slots hold such cells, and further fetches for the set wait. For a member
+that let that time pass nothing is retained until it asks again: it may have died.
 """
 
 from collections import deque
@@ -24,7 +22,7 @@ from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
-    NOBODY,
+    NO_OWNER,
     REPLICA,
     Cell,
     Lend,
@@ -46,7 +44,7 @@ class ReplicaSet:
     me: int
     members: Mapping[str, frozenset[int]]
     loan_s: float
-    max_kept: int  # slots
+    max_retained: int  # slots
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +68,7 @@ class Borrowed:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class Retained:
     """A cell that stays for those of the set who have not asked; what the marker is about."""
 
     entry: CacheEntry
@@ -88,15 +86,19 @@ class Loans:
         self._fetches = fetches
         self._replicas = replicas
         self._loans: dict[int, _Loan] = {}  # in order of their deadlines
-        self._kept: dict[str, Kept] = {}  # by key; from the first who wants the cell
-        self._kept_slots: set[str] = set()  # those of them that have a slot
-        self._in_order: deque[Kept] = deque()  # in order of their deadlines; the dropped ones too
-        self._silent: set[int] = set()  # members for whom cells were kept in vain
+        self._retained: dict[str, Retained] = {}  # by key; from the first who wants the cell
+        self._slots_retained: set[str] = set()  # those of them that have a slot
+        self._in_order: deque[Retained] = (
+            deque()
+        )  # in order of their deadlines; the dropped ones too
+        self._silent: set[int] = set()  # members for whom cells were retained in vain
 
     @property
     def num_open(self) -> int:
-        """Loans and kept cells that hold a pin."""
-        return len(self._loans) + sum(kept.until is not None for kept in self._kept.values())
+        """Loans and retained cells that hold a pin."""
+        return len(self._loans) + sum(
+            retained.until is not None for retained in self._retained.values()
+        )
 
     def lend(self, event: Lend) -> None:
         """A replica asks for cells: fetch what is not here; `Lent` follows."""
@@ -106,20 +108,20 @@ class Loans:
         slots: list[Slot | None] = [None] * len(event.cells)
         loan = _Loan(event.loan_id, context.now + replicas.loan_s, slots)
         self._loans[loan.loan_id] = loan
-        graph = Graph(NOBODY, Priority.LOAD)
+        graph = Graph(NO_OWNER, Priority.LOAD)
         for place, cell in enumerate(cells):
             entry = self._entry_of(cell, graph)
             if entry is None:
                 continue
-            context.host_cache.pin(entry)  # first: it may be the last one that it is kept for
-            self._keep(cell, entry, graph, event.borrower)
+            context.host_cache.pin(entry)  # first: it may be the last one that it is retained for
+            self._retain(cell, entry, graph, event.borrower)
             borrowed = Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
             borrowed.op = context.scheduler.add(graph, None, borrowed, after=after)
             loan.cells.append(borrowed)
             loan.num_open += 1
         context.scheduler.close(graph)
-        self._tell(loan)
+        self._answer(loan)
 
     def _entry_of(self, cell: Cell, graph: Graph) -> CacheEntry | None:
         entry = self._context.host_cache.get(cell.key)
@@ -148,7 +150,7 @@ class Loans:
         loan, entry = borrowed.loan, borrowed.entry
         loan.slots[borrowed.place] = entry.slot if entry.state is CacheEntryState.PRESENT else None
         loan.num_open -= 1
-        self._tell(loan)
+        self._answer(loan)
 
     def lost(self, borrowed: Borrowed) -> None:
         """No tier can give the cell."""
@@ -157,9 +159,9 @@ class Loans:
         borrowed.over = True
         self._context.host_cache.unpin(borrowed.entry)
         borrowed.loan.num_open -= 1
-        self._tell(borrowed.loan)
+        self._answer(borrowed.loan)
 
-    def _tell(self, loan: _Loan) -> None:
+    def _answer(self, loan: _Loan) -> None:
         if not loan.num_open:
             self._context.reports.append(Lent(loan.loan_id, tuple(loan.slots)))
 
@@ -172,74 +174,74 @@ class Loans:
                 self._context.scheduler.cancel(borrowed.op)
             self._context.host_cache.unpin(borrowed.entry)
             if borrowed.entry.op is not None:
-                self._fetches.let_go(borrowed.entry)
+                self._fetches.release(borrowed.entry)
 
-    # Cells that are kept for the others
+    # Cells that are retained for the others
 
     def wanted(self, cell: Cell, entry: CacheEntry, graph: Graph) -> None:
         """A load of this rank wants a cell that it fetches for its set, too."""
         if self._replicas is not None:
-            self._keep(cell, entry, graph, self._replicas.me)
+            self._retain(cell, entry, graph, self._replicas.me)
 
-    def _keep(self, cell: Cell, entry: CacheEntry, graph: Graph, member: int) -> None:
+    def _retain(self, cell: Cell, entry: CacheEntry, graph: Graph, member: int) -> None:
         context, replicas = self._context, self._replicas
         assert replicas is not None
         members = replicas.members.get(layer_group_of(cell.chunk.id))
-        if members is None or context.host_cache.keep:
+        if members is None or context.host_cache.capacity:
             return
         self._silent.discard(member)
-        kept = self._kept.get(cell.key)
-        if kept is None or kept.entry is not entry:
-            if kept is not None:
-                self._drop(kept)
+        retained = self._retained.get(cell.key)
+        if retained is None or retained.entry is not entry:
+            if retained is not None:
+                self._drop(retained)
             left = members - self._silent - {member}
             if not left:
                 return
-            kept = self._kept[cell.key] = Kept(entry, left)
+            retained = self._retained[cell.key] = Retained(entry, left)
             after = () if entry.op is None else (entry.op,)
-            context.scheduler.add(graph, None, kept, after=after)
+            context.scheduler.add(graph, None, retained, after=after)
             return
-        kept.left -= {member}
-        if not kept.left and kept.until is not None:
-            self._drop(kept)
+        retained.left -= {member}
+        if not retained.left and retained.until is not None:
+            self._drop(retained)
 
     def may_begin(self, entry: CacheEntry) -> bool:
-        """Whether a fetch may have a slot: not where too many are kept for others already."""
-        kept = self._kept.get(entry.key)
-        if kept is None or kept.entry is not entry or entry.key in self._kept_slots:
+        """Whether a fetch may have a slot: not where too many are retained for others already."""
+        retained = self._retained.get(entry.key)
+        if retained is None or retained.entry is not entry or entry.key in self._slots_retained:
             return True
         assert self._replicas is not None
-        return len(self._kept_slots) < self._replicas.max_kept
+        return len(self._slots_retained) < self._replicas.max_retained
 
     def has_begun(self, entry: CacheEntry) -> None:
         """The fetch has a slot."""
-        kept = self._kept.get(entry.key)
-        if kept is not None and kept.entry is entry:
-            self._kept_slots.add(entry.key)
+        retained = self._retained.get(entry.key)
+        if retained is not None and retained.entry is entry:
+            self._slots_retained.add(entry.key)
 
-    def keep(self, kept: Kept) -> None:
+    def retain(self, retained: Retained) -> None:
         """The cell is in host memory."""
-        entry = kept.entry
-        if self._kept.get(entry.key) is not kept:
+        entry = retained.entry
+        if self._retained.get(entry.key) is not retained:
             return
-        if not kept.left or entry.state is not CacheEntryState.PRESENT or not entry.wanted:
-            self._drop(kept)
+        if not retained.left or entry.state is not CacheEntryState.PRESENT or not entry.indexed:
+            self._drop(retained)
             return
         self._context.host_cache.pin(entry)
-        kept.until = self._context.now + HOLD_S
-        self._in_order.append(kept)
+        retained.until = self._context.now + HOLD_S
+        self._in_order.append(retained)
 
-    def keep_nothing(self, kept: Kept) -> None:
+    def retain_nothing(self, retained: Retained) -> None:
         """No tier can give the cell, or nobody wants it any more."""
-        if self._kept.get(kept.entry.key) is kept:
-            self._drop(kept)
+        if self._retained.get(retained.entry.key) is retained:
+            self._drop(retained)
 
-    def _drop(self, kept: Kept) -> None:
-        del self._kept[kept.entry.key]
-        self._kept_slots.discard(kept.entry.key)
-        if kept.until is not None:
-            kept.until = None
-            self._context.host_cache.unpin(kept.entry)
+    def _drop(self, retained: Retained) -> None:
+        del self._retained[retained.entry.key]
+        self._slots_retained.discard(retained.entry.key)
+        if retained.until is not None:
+            retained.until = None
+            self._context.host_cache.unpin(retained.entry)
 
     # Time, and resets
 
@@ -250,20 +252,20 @@ class Loans:
             del self._loans[loan.loan_id]
             self._release(loan)
         while self._in_order and ((until := self._in_order[0].until) is None or until <= now):
-            kept = self._in_order.popleft()
-            if kept.until is not None:
-                self._drop(kept)
-                self._give_up(kept.left)
+            retained = self._in_order.popleft()
+            if retained.until is not None:
+                self._drop(retained)
+                self._expect_no_more(retained.left)
 
-    def _give_up(self, members: AbstractSet[int]) -> None:
+    def _expect_no_more(self, members: AbstractSet[int]) -> None:
         """Keep nothing any more for members that do not ask."""
         if members <= self._silent:
             return
         self._silent |= members
-        for kept in list(self._kept.values()):
-            kept.left -= self._silent
-            if not kept.left and kept.until is not None:
-                self._drop(kept)
+        for retained in list(self._retained.values()):
+            retained.left -= self._silent
+            if not retained.left and retained.until is not None:
+                self._drop(retained)
 
     def next_time(self) -> float | None:
         """When `expire` is due."""
@@ -271,23 +273,25 @@ class Loans:
             self._in_order.popleft()
         due = [loan.until for loan in self._loans.values()][:1]
         if self._in_order:
-            due += [kept.until for kept in (self._in_order[0],) if kept.until is not None]
+            due += [
+                retained.until for retained in (self._in_order[0],) if retained.until is not None
+            ]
         return min(due, default=None)
 
     def forget(self) -> None:
         """A reset: nothing stays for those who have not asked. Loans go on: of before."""
-        for kept in list(self._kept.values()):
-            self._drop(kept)
+        for retained in list(self._retained.values()):
+            self._drop(retained)
 
     def check(self) -> None:
         """The invariants of the module docstring."""
-        assert self._kept_slots <= self._kept.keys()
+        assert self._slots_retained <= self._retained.keys()
         for loan in self._loans.values():
             held = [each for each in loan.cells if not each.over]
             assert all(
                 each.entry.pins and each.entry.state is not CacheEntryState.GONE for each in held
             )
             assert loan.num_open == sum(loan.slots[each.place] is None for each in held)
-        for kept in self._kept.values():
-            assert kept.left or kept.until is None
-            assert kept.until is None or kept.entry.pins
+        for retained in self._retained.values():
+            assert retained.left or retained.until is None
+            assert retained.until is None or retained.entry.pins

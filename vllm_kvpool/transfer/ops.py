@@ -186,7 +186,7 @@ class Owner(NamedTuple):
     job_id: int = -1
 
 
-NOBODY = Owner()
+NO_OWNER = Owner()
 
 
 class LoadDone(NamedTuple):

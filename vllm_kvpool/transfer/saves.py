@@ -23,7 +23,7 @@ from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     HOST,
-    NOBODY,
+    NO_OWNER,
     Cell,
     CellOutcome,
     JobId,
@@ -65,7 +65,7 @@ class Copy(CellOp):
     dirty: bool = False  # save: no tier gets it before it leaves host memory
     ops: list[Op] = field(default_factory=list)
     outcome: CellOutcome | None = None  # the last that was no success
-    passing: bool = False  # host memory is not to keep it
+    transient: bool = False  # host memory is not to keep it
     reported: bool = False
     over: bool = False
 
@@ -79,9 +79,9 @@ class SaveManager:
         self._gathers = context.lane(OpKind.GATHER)
         self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
-        self._patience_ends: float | None = None  # set while saves wait in vain for a slot
-        self._has_patience = False  # and have waited for all of it
-        self._waits_from = float("-inf")  # until then no save waits
+        self._stall_ends: float | None = None  # set while saves wait in vain for a slot
+        self._may_stall = False  # and have waited for all of it
+        self._stalls_from = float("-inf")  # until then no save waits
         self._flushing = False
         self._copies: dict[int, Copy] = {}  # under way, those of saves among them; by id
 
@@ -106,11 +106,11 @@ class SaveManager:
         for cell in job.cells:
             if context.host_cache.get(cell.key) is not None:  # it is here, or on its way
                 hits[cell.chunk.id] = None
-                self._tell(save, cell, CellOutcome.EXISTED)
+                self._record(save, cell, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(cell, up)
-            if not tiers and not context.host_cache.keep:
-                self._tell(save, cell, CellOutcome.UNREACHABLE)
+            if not tiers and not context.host_cache.capacity:
+                self._record(save, cell, CellOutcome.UNREACHABLE)
                 continue
             entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
             copy = Copy(cell, entry, save, dirty=self._stays_dirty(cell))
@@ -130,11 +130,11 @@ class SaveManager:
             return ()
         if not self._write_back:
             return up
-        return () if self._context.host_cache.keep else up[:1]
+        return () if self._context.host_cache.capacity else up[:1]
 
     def _stays_dirty(self, cell: Cell) -> bool:
         context = self._context
-        back = self._write_back and context.host_cache.keep > 0
+        back = self._write_back and context.host_cache.capacity > 0
         return back and cell.stored and bool(context.tiers)
 
     def _add_puts(
@@ -217,7 +217,7 @@ class SaveManager:
             count = host_cache.num_dirty
         elif not tiers:
             count = self._gathers.num_ready if short else 0
-        elif short or host_cache.num_dirty > host_cache.keep * DIRTY_SHARE:
+        elif short or host_cache.num_dirty > host_cache.capacity * DIRTY_SHARE:
             count = DEMOTE_BATCH
         else:
             count = 0
@@ -239,7 +239,7 @@ class SaveManager:
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
         context = self._context
-        graph = Graph(NOBODY, Priority.DEMOTE)
+        graph = Graph(NO_OWNER, Priority.DEMOTE)
         copy = self.begin_copy(entry)
         self._add_puts(graph, copy, tiers, ())
         context.scheduler.close(graph)
@@ -265,7 +265,7 @@ class SaveManager:
             fate = "demoted" if stored else "lost"
             self._context.count("kvpool_evicted_cells", tier="host", fate=fate)
             self._context.host_cache.cleaned(copy.entry)
-        if copy.passing and copy.entry.pins == 1:
+        if copy.transient and copy.entry.pins == 1:
             self._context.host_cache.forget(copy.entry)
         self._context.host_cache.unpin(copy.entry)
 
@@ -274,9 +274,11 @@ class SaveManager:
     def _report(self, copy: Copy, outcome: CellOutcome, tier: int | None) -> None:
         if not copy.reported and copy.save is not None:
             copy.reported = True
-            self._tell(copy.save, copy.cell, outcome, tier)
+            self._record(copy.save, copy.cell, outcome, tier)
 
-    def _tell(self, save: _Save, cell: Cell, outcome: CellOutcome, tier: int | None = None) -> None:
+    def _record(
+        self, save: _Save, cell: Cell, outcome: CellOutcome, tier: int | None = None
+    ) -> None:
         save.outcomes[outcome] += 1
         if tier is not None:
             save.tiers.add(tier)
@@ -324,27 +326,27 @@ class SaveManager:
     def watch_stall(self) -> None:
         """Drop saves that have found no slot for too long."""
         lane = self._gathers
-        if self._patience_ends is None and not lane.num_ready:
+        if self._stall_ends is None and not lane.num_ready:
             return
         has_room = self._context.host_cache.has_room(SlotUse.SAVE)
         if lane.num_batches or (has_room and not lane.num_ready):
-            self._patience_ends = None
+            self._stall_ends = None
             return
         if not lane.num_ready:
             return  # the mark stays, so that the next save does not wait again
         now = self._context.now
-        if self._patience_ends is None:
-            self._has_patience = now >= self._waits_from
-            self._patience_ends = now + SAVE_STALL_S if self._has_patience else now
-        if now >= self._patience_ends:
-            if self._has_patience:
-                self._waits_from, self._has_patience = now + STALL_REST_S, False
+        if self._stall_ends is None:
+            self._may_stall = now >= self._stalls_from
+            self._stall_ends = now + SAVE_STALL_S if self._may_stall else now
+        if now >= self._stall_ends:
+            if self._may_stall:
+                self._stalls_from, self._may_stall = now + STALL_REST_S, False
             for op in self._context.scheduler.waiting_in(lane):
                 self._drop_copy(op.what, CellOutcome.FULL)
 
     def next_time(self) -> float | None:
         """When `watch_stall` is due."""
-        return self._patience_ends if self._gathers.num_ready else None
+        return self._stall_ends if self._gathers.num_ready else None
 
 
 def _nearest_tier(copy: Copy) -> int | None:
