@@ -1,7 +1,7 @@
-"""What the parts of the engine share: the scheduler, host memory, tiers, what is to be done.
+"""What loads, saves, fetches and loans share (pure; the engine thread's).
 
-Pure; owned by the engine thread. Loads, saves and fetches each own their jobs and never touch
-another's; they meet in the cells in host memory (`host_cache`) and in the scheduler's graphs.
+Each of them owns its jobs and never touches another's. They meet in the cells of host memory
+(`host_cache.py`) and in the graphs of the scheduler.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ from vllm_kvpool.transfer.ops import (
 
 MAX_TRIES = 3  # of an op on a remote tier
 RETRY_FIRST_S = 0.05
-RETRY_JITTER = 0.5  # part of the pause that is drawn by chance
+RETRY_JITTER = 0.5  # the random part of a pause
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One store as the engine sees it. `durable` and `remote` are those of its `Capabilities`."""
+    """What the engine knows of a store; `durable` and `remote` as in its `Capabilities`."""
 
     name: str  # label in metrics, unique
     durable: bool
@@ -38,13 +38,13 @@ class Tier:
 
 
 def retry_pause_s(attempts: int, chance: float) -> float:
-    """How long to wait before try `attempts + 1`; `chance` is drawn from [0, 1)."""
+    """The pause before try `attempts + 1`; `chance` is drawn from [0, 1)."""
     pause = RETRY_FIRST_S * 2 ** (attempts - 1)
     return float(pause * (1 - RETRY_JITTER * chance))
 
 
 def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Names of the tiers, by kind of store, told apart by a number where a kind comes again."""
+    """A unique name for each tier: the kind of its store, numbered from the second of a kind on."""
     seen: dict[str, int] = {}
     names = []
     for kind in kinds:
@@ -53,12 +53,12 @@ def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-PASSING = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
+TRANSIENT = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 
 
 @dataclass(slots=True)
 class CellOp:
-    """What an op is about: a cell and its place in host memory (None: the op needs none)."""
+    """What an op moves: a cell, and its entry in host memory (None where it needs no slot)."""
 
     cell: Cell
     entry: CacheEntry | None
@@ -72,7 +72,10 @@ def tier_of(op: Op) -> int:
 
 @dataclass(slots=True)
 class TransferContext:
-    """See the module docstring. `chance` draws from [0, 1)."""
+    """The scheduler, host memory, the tiers' health, and reports and counts not yet handed over.
+
+    `chance` draws from [0, 1); `now` is the time of the current step.
+    """
 
     scheduler: Scheduler
     host_cache: HostCache
@@ -81,11 +84,10 @@ class TransferContext:
     slot_bytes: int
     breakers: list[Breaker] = field(default_factory=list)
     write_breakers: list[Breaker] = field(default_factory=list)
-    """Of puts and removes alone; held where nothing may be written at all."""
+    """Of puts and removes; held open for a store that is not writable."""
     reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
-    # Loaded cells by their tier; `REPLICA` and `HOST` are the last.
-    hits: list[int] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)  # loaded cells by tier; last REPLICA and HOST
     now: float = 0.0
     generation: int = 0  # of the last reset
 
@@ -102,20 +104,20 @@ class TransferContext:
         return self.scheduler.lanes[LaneName(kind, tier)]
 
     def tiers_up(self, first: int = 0) -> list[int]:
-        """The tiers from `first` on that may be asked now, nearest first."""
+        """The tiers from `first` on whose breaker is closed, nearest first."""
         now = self.now
         return [
             tier for tier in range(first, len(self.tiers)) if self.breakers[tier].closed_at <= now
         ]
 
     def tiers_writable(self, first: int = 0) -> list[int]:
-        """Those of them that may be written to now."""
+        """Those of them that may be written to."""
         now = self.now
         return [t for t in self.tiers_up(first) if self.write_breakers[t].closed_at <= now]
 
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
-        """Run a failed op again after a pause, if that may help: a get in its lane, or a put."""
-        if outcome not in PASSING or tier < 0 or not self.tiers[tier].remote:
+        """Schedule another try of a failed op if it may help; `lane` is that of a get."""
+        if outcome not in TRANSIENT or tier < 0 or not self.tiers[tier].remote:
             return False
         may_ask = self.tiers_up if lane is not None else self.tiers_writable
         if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
@@ -124,12 +126,12 @@ class TransferContext:
         return True
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
-        """Grow a counter of the metrics' table."""
+        """Increase a counter of the metrics registry at the next `fill`."""
         if amount:
             self.counts[name, tuple(labels.items())] += amount
 
     def fill(self, registry: MetricsRegistry) -> None:
-        """Hand over what was counted since the last call, and how things stand."""
+        """Add what was counted since the last call, and set the levels of tiers and host memory."""
         for (name, labels), amount in self.counts.items():
             registry.add(name, amount, **dict(labels))
         self.counts.clear()

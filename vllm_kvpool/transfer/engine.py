@@ -15,7 +15,7 @@ from typing import cast
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import PASSING, Tier, TransferContext
+from vllm_kvpool.transfer.context import TRANSIENT, Tier, TransferContext
 from vllm_kvpool.transfer.demotion import Demotion, Demotions
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import (
@@ -340,7 +340,7 @@ class Engine:
     def _watch_tier(self, lane: LaneName, outcomes: Sequence[CellOutcome]) -> None:
         """A batch of which nothing is known is a failure of the tier, or of writing to it."""
         breaker = self._breaker(lane)
-        if not all(outcome in PASSING for outcome in outcomes):
+        if not all(outcome in TRANSIENT for outcome in outcomes):
             breaker.succeeded()
         elif breaker.failed(self.context.now):
             self._lane_down(lane)

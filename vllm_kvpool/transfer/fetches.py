@@ -1,14 +1,13 @@
-"""Cells on their way from a tier into host memory (pure; owned by the engine thread).
+"""Fetches: cells on their way from a tier into host memory (pure; the engine thread's).
 
-A fetch is one op that goes through lanes: GET from the nearest tier that may have the cell, then
-CHECK; a cell that is missing, bad or out of reach there is asked of the next tier. A cell that
-another rank of the replica set fetches is asked of that rank first (`REPLICA`), and of the tiers if
-that fails; it has been checked there, and this rank's host tier does not keep it. Whoever wants
-the cell makes an op that comes after it, so any number of loads share one fetch; a fetch that
-nobody wants any more is cancelled if it has not started. A bad cell is removed from its tier, and
-until that has ended nobody asks for it there, so no other load of this engine meets it.
+A fetch is one op that moves from lane to lane: GET from the nearest tier, then CHECK. If the cell
+is missing, bad or out of reach there, the op moves to the next tier's GET. A cell that a replica
+fetches is asked of that rank first (`REPLICA`); it has been checked there, and this rank's host
+tier does not keep it. All loads that want a cell share its fetch. A fetch that no load wants any
+more is cancelled if it has not started.
 
-A cell found further away is copied into the nearer tiers that lack it (`copy_up`).
+A bad cell is removed from its tier; until then no load of this engine asks that tier for it. A cell
+found further away is copied into nearer tiers (`copy_up`).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,21 +18,24 @@ from vllm_kvpool.transfer.graph import Graph, Op, OpState
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import REPLICA, Cell, CellOutcome, OpKind
 
-MAX_WAITING_REMOVES = 1024
+MAX_WAITING_REMOVES = 1024  # beyond it bad cells stay in their tier
 
 
 @dataclass(slots=True)
 class Fetch(CellOp):
-    """A cell that is being fetched, and from where."""
+    """A cell that is being fetched from `tier`."""
 
     entry: CacheEntry
     tier: int
-    trouble: CellOutcome = CellOutcome.MISSING  # the most telling outcome so far
+    trouble: CellOutcome = CellOutcome.MISSING  # what a load that it fails reports
 
 
 class Fetches:
-    """`copy_up(entry, tiers)` is told of a cell that these nearer tiers lack. An op that waits for
-    a cell which no tier can give is lost (`Scheduler.take_lost`), with the fetch as the cause."""
+    """All fetches, and removals of bad cells. `copy_up(entry, tiers)` copies into nearer tiers.
+
+    Ops that wait for a cell which no tier has are cancelled with the fetch as the cause
+    (`Scheduler.take_lost`).
+    """
 
     def __init__(
         self, context: TransferContext, copy_up: Callable[[CacheEntry, list[int]], None]
@@ -43,14 +45,14 @@ class Fetches:
         self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
     def begin(self, cell: Cell, graph: Graph) -> CacheEntry | None:
-        """Start to fetch a cell that is not in host memory; None if no tier can be asked for it."""
+        """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
         if cell.fetcher is not None:
             return self.begin_at(REPLICA, cell, graph)
         tiers = self._tiers_of(cell)
         return self.begin_at(tiers[0], cell, graph) if tiers else None
 
     def begin_at(self, tier: int, cell: Cell, graph: Graph) -> CacheEntry:
-        """Start to fetch a cell that is not in host memory, from a tier or those after it."""
+        """Start to fetch a cell that is not in host memory: from `tier`, then from those after."""
         context = self._context
         entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
         lane = context.lane(OpKind.GET, tier)
@@ -58,7 +60,7 @@ class Fetches:
         return entry
 
     def release(self, entry: CacheEntry) -> None:
-        """Somebody does not want the cell any more, and has given up the pin on it."""
+        """One who wanted the cell has unpinned it; cancel the fetch if it was the last."""
         op = entry.op
         if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
             return
@@ -67,8 +69,8 @@ class Fetches:
             self._context.host_cache.unpin(entry)
 
     def abandon(self, entry: CacheEntry) -> None:
-        """A load has waited too long: if the transfer still runs and nobody else waits for it,
-        its slot stays out of use until it ends, and whoever wants the cell starts afresh."""
+        """A load has timed out. If its GET runs and no other load waits for it, the slot is
+        quarantined until the call returns, and the next load starts a new fetch."""
         op = entry.op
         if (
             op is not None
@@ -81,7 +83,7 @@ class Fetches:
             self._context.host_cache.abandon(entry)
 
     def forget(self) -> None:
-        """A reset: what has not started, or is to be tried again, is not wanted any more."""
+        """A reset: give up fetches that do not run."""
         for entry in list(self._context.host_cache):
             op = entry.op
             if op is not None and isinstance(op.what, Fetch) and op.state is not OpState.RUNNING:
@@ -90,7 +92,7 @@ class Fetches:
     def got(self, op: Op, outcome: CellOutcome) -> None:
         """GET has ended."""
         entry = op.what.entry
-        if not entry.indexed:  # abandoned, or forgotten by a reset
+        if not entry.indexed:  # abandoned, or before a reset
             self._fail(op, CellOutcome.CANCELLED)
         elif outcome is CellOutcome.DONE and op.what.tier == REPLICA:
             self._arrived(op)
@@ -103,7 +105,7 @@ class Fetches:
         """CHECK has ended."""
         if outcome is not CellOutcome.DONE:
             self._try_elsewhere(op, outcome)
-        elif not op.what.entry.indexed:  # forgotten by a reset
+        elif not op.what.entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
         else:
             self._arrived(op)
@@ -121,18 +123,18 @@ class Fetches:
         host_cache.unpin(entry)
 
     def tier_down(self, tier: int) -> None:
-        """Ask others for what waits for a tier that is left alone from now on; bad cells stay."""
+        """A tier is not asked any more: move its waiting fetches on, leave its bad cells there."""
         self.writes_down(tier)
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.GET, tier)):
             self._try_next_tier(op, CellOutcome.UNREACHABLE)
 
     def writes_down(self, tier: int) -> None:
-        """Nothing is removed from a tier for now; bad cells stay."""
+        """A tier takes no writes for now: give up waiting removals."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.REMOVE, tier)):
             self.removed(op, CellOutcome.UNREACHABLE)
 
     def remove(self, cell: Cell, tier: int, graph: Graph) -> None:
-        """Take a bad cell out of a tier: the next reader must not meet it again."""
+        """Remove a bad cell from a tier, so that no reader meets it again."""
         lane = self._context.lane(OpKind.REMOVE, tier)
         is_down = tier not in self._context.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
@@ -151,32 +153,32 @@ class Fetches:
             self._context.scheduler.fail(op)
 
     def is_leaving(self, tier: int, key: str) -> bool:
-        """Whether a bad cell is being removed there."""
+        """Whether the tier's copy of a cell is bad and being removed."""
         return (tier, key) in self._removing
 
     def removals(self, keys: Iterable[str]) -> list[Op]:
-        """The running removals of these cells, from any tier."""
+        """The removals of these cells from any tier."""
         if not self._removing:  # as nearly always
             return []
         wanted = set(keys)
         return [op for (_, key), op in self._removing.items() if key in wanted]
 
     def check(self) -> None:
-        """What always holds."""
+        """A removal that is recorded is waiting or running."""
         for tier, key in self._removing:
             lane = self._context.lane(OpKind.REMOVE, tier)
             waiting = (op.what.cell.key for op in self._context.scheduler.waiting_in(lane))
             assert lane.num_batches or key in waiting, "it would never be asked for again"
 
     def _tiers_of(self, cell: Cell, first: int = 0) -> list[int]:
-        """The tiers from `first` on that can be asked for a cell: not where it is being removed."""
+        """The tiers from `first` on that can be asked for a cell."""
         tiers = self._context.tiers_up(first)
         if not self._removing:  # as nearly always
             return tiers
         return [tier for tier in tiers if not self.is_leaving(tier, cell.key)]
 
     def _try_elsewhere(self, op: Op, outcome: CellOutcome) -> None:
-        """The tier could not give the cell: again, the next tier, or nobody."""
+        """The tier did not give the cell: try again, or the next tier, or fail."""
         fetch = op.what
         if outcome is CellOutcome.CORRUPT:
             self.remove(fetch.cell, fetch.tier, op.graph)
@@ -186,7 +188,7 @@ class Fetches:
         if not wanted or not fetch.entry.indexed:
             self._fail(op, CellOutcome.CANCELLED)
             return
-        # In the queue again, it may stand behind fetches that still wait for a slot.
+        # Others may be before it in the queue: it must not hold a slot that they wait for.
         self._context.host_cache.release_slot(fetch.entry)
         get = self._context.lane(OpKind.GET, fetch.tier)
         if not self._context.try_again(op, fetch.tier, outcome, get):

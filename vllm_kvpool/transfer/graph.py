@@ -1,8 +1,8 @@
-"""Graphs of ops, the lanes that ops wait for, and which op may start next.
+"""Graphs of ops, lanes, and the scheduler that says which op may start next.
 
-Pure; owned by the engine thread. An op is one move of one cell between two places; nothing here
-knows cells. An op without a lane is a marker: it is done the moment nothing stands before it.
-Only the `Scheduler` changes ops, graphs and lanes.
+Pure; the engine thread's. An op is one move of one cell; nothing here looks at cells. An op without
+a lane is a marker: it is done as soon as all its predecessors are over. Only the `Scheduler`
+changes ops, graphs and lanes.
 """
 
 import heapq
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from vllm_kvpool.staging.slots import Slot
     from vllm_kvpool.transfer.ops import Cell, CellOutcome, Owner
 
-FAIR_EVERY = 8
+FAIR_EVERY = 8  # batches of other priorities, after which a waiting one goes first
 
 
 class Priority(IntEnum):
-    """Which ops of a lane go first."""
+    """Which ops of a lane go first: the lowest."""
 
     LOAD = 0  # a request waits for it
     SAVE = 1
@@ -33,7 +33,7 @@ class OpState(Enum):
     WAITING = "waiting"
     READY = "ready"
     RUNNING = "running"
-    DELAYED = "delayed"  # to be tried again later
+    DELAYED = "delayed"  # waits for another try
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -43,10 +43,10 @@ class OpState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaneLimits:
-    """What a lane may have in flight, and how large a batch is.
+    """How many batches a lane may have in flight, and how large they are.
 
-    A batch ends with the op that reaches `batch_bytes`; `budget_bytes` bounds the bytes of all
-    batches in flight, and a single larger op runs alone.
+    A batch ends with the op that reaches `batch_bytes`. `budget_bytes` bounds the bytes of all
+    batches in flight; an op that is larger runs alone.
     """
 
     batches: int
@@ -56,7 +56,7 @@ class LaneLimits:
 
 
 class Op:
-    """One move of one cell, or a marker. Only the scheduler changes its state."""
+    """One move of one cell, or a marker; `what` is the owner's."""
 
     __slots__ = (
         "always",
@@ -89,7 +89,7 @@ class Op:
 
 
 class Graph:
-    """Ops that are submitted, cancelled and reported together. `tag` is the owner's."""
+    """Ops that have a deadline and an end together; `tag` is the owner's."""
 
     __slots__ = ("closed", "deadline", "num_failed", "open_ops", "ops", "priority", "tag")
 
@@ -100,7 +100,7 @@ class Graph:
         self.ops: list[Op] = []
         self.open_ops = 0
         self.num_failed = 0
-        self.closed = False  # no op will be added any more
+        self.closed = False  # complete: no op will be added
 
     @property
     def ended(self) -> bool:
@@ -157,10 +157,7 @@ class BatchHung(NamedTuple):
 
 
 class Lane:
-    """The queues of one kind of work; `key` and `admit` are the owner's (see `Scheduler`).
-
-    Only the scheduler changes it.
-    """
+    """The queues of ready ops that run in one place; `key` and `admit` are the owner's."""
 
     __slots__ = (
         "active",
@@ -181,14 +178,14 @@ class Lane:
         self.admit = admit
         self.queues: tuple[deque[Op], ...] = tuple(deque() for _ in Priority)
         self.passed_over = [0] * len(Priority)
-        self.num_passed_over = 0  # since all queues but the first were last empty
+        self.num_passed_over = 0  # the sum of `passed_over`
         self.num_ready = 0
         self.num_batches = 0  # in flight
         self.running_bytes = 0
         self.active = False  # listed in `Scheduler._active`
 
     def clear(self) -> None:
-        """Forget what is left in the queues of ops that are over."""
+        """Empty the queues, which hold stale places only."""
         for queue in self.queues:
             queue.clear()
 
@@ -209,27 +206,24 @@ NO_CONDITIONS: Mapping[Hashable, Callable[[Op], bool]] = MappingProxyType({})
 
 
 class Scheduler:
-    """Says what may start next, over all graphs.
+    """Cuts batches from the ready ops of all graphs.
 
-    An op waits for its predecessors, is ready, runs in a lane as part of a batch, and ends once:
-    done, failed or cancelled. Each op counts the predecessors it still waits for, so a completion
-    costs the number of its successors, however large the graph and however many graphs there are.
+    An op waits for its predecessors, is ready, runs as part of a batch, and ends once: done, failed
+    or cancelled. It counts the predecessors that it waits for, so the end of an op costs the number
+    of its successors, however many ops and graphs there are. A failed or cancelled op cancels its
+    successors, but for those added with `always`, which only wait for its end.
 
-    Ready ops of one lane and priority form one queue over all graphs, from which batches of
-    bounded size are cut. The lowest `Priority` goes first; a queue that was passed over
-    `FAIR_EVERY` times in a row goes next, so none starves. A failed or cancelled op cancels its
-    successors, except those added with `always`, for which it only counts as over.
+    Ready ops of one lane and priority form one queue over all graphs. The lowest `Priority` goes
+    first; a queue that was passed over `FAIR_EVERY` times in a row goes before it. Before an op
+    starts, its lane's `admit` is asked; False leaves the op in its queue until the next `take`. So
+    an op is given memory only when it starts.
 
-    A graph may have a deadline. The scheduler says when it has passed; the graph's owner decides.
-    What runs cannot be stopped: a cancelled graph ends with it.
+    Running ops cannot be stopped: a cancelled graph ends when they do. A graph whose deadline has
+    passed is reported (`take_expired`); its owner decides.
 
     Invariants (`check`): `open_ops` of a graph is the number of its ops that have not ended; a
-    waiting op has `pending` > 0; a lane never runs more batches or bytes than its limits, but for
-    one op that is larger than the byte budget alone.
-
-    The `admit` of a lane that has one is asked before an op starts, with the ops of its batch so
-    far already admitted; False leaves the op where it is, and the lane is looked at again in the
-    next `take`. This is where late binding happens: an op needs its memory only when it starts.
+    waiting op has `pending` > 0; a lane runs no more batches or bytes than its limits, but for a
+    single op that is larger.
     """
 
     def __init__(
@@ -238,11 +232,11 @@ class Scheduler:
         admit: Mapping[Hashable, Callable[[Op], bool]] = NO_CONDITIONS,
     ) -> None:
         self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
-        self._active: list[Lane] = []  # lanes in which something may start
+        self._active: list[Lane] = []  # lanes that may have a batch to start
         self._delayed: list[tuple[float, int, Op]] = []
         self._deadlines: list[tuple[float, int, Graph]] = []
         self._serial = 0  # breaks ties in the heaps
-        self._reached: list[Op] = []  # markers
+        self._reached: list[Op] = []  # markers that are done
         self._ended: list[Graph] = []
         self._lost: list[tuple[Op, Op]] = []
         self.now = 0.0
@@ -259,9 +253,10 @@ class Scheduler:
         *,
         always: bool = False,
     ) -> Op:
-        """Add an op to a graph that has not ended; predecessors may be of any graph, and over.
+        """Add an op to a graph that has not ended.
 
-        After a failed or cancelled predecessor it is cancelled at once, unless `always`.
+        Predecessors may belong to any graph, and may have ended. After a failed or cancelled one
+        the op is cancelled at once, unless `always`.
         """
         op = Op(graph, lane, what, nbytes, always)
         graph.ops.append(op)
@@ -281,7 +276,7 @@ class Scheduler:
         return op
 
     def close(self, graph: Graph) -> None:
-        """No op will be added any more: the graph ends with its last op."""
+        """The graph is complete and ends with its last op; its deadline counts from now on."""
         graph.closed = True
         if not graph.open_ops:
             self._ended.append(graph)
@@ -292,7 +287,7 @@ class Scheduler:
     # Running
 
     def take(self, now: float) -> list[Batch]:
-        """Cut what may start now into batches; they count as running."""
+        """The batches that may start now; their ops count as running."""
         self.now = now
         if self._delayed:
             self._wake(now)
@@ -318,7 +313,7 @@ class Scheduler:
         return batches
 
     def batch_ended(self, batch: Batch) -> None:
-        """The lane is done with the batch; its ops are yet to be finished, failed or retried."""
+        """The lane is done with a batch; its ops have yet to be finished, failed or retried."""
         lane = self.lanes[batch.lane]
         lane.num_batches -= 1
         lane.running_bytes -= batch.nbytes
@@ -327,7 +322,7 @@ class Scheduler:
             self._active.append(lane)
 
     def finish(self, op: Op) -> None:
-        """The op is done. Costs the number of its successors."""
+        """A running op is done."""
         op.state = _DONE
         graph = op.graph
         graph.open_ops -= 1
@@ -340,7 +335,7 @@ class Scheduler:
                     self._make_ready(successor)
 
     def fail(self, op: Op) -> None:
-        """The op has failed for good, started or not: what was to come after it is cancelled."""
+        """An op, started or not, has failed for good; its successors are cancelled."""
         self._leave_queue(op)
         op.graph.num_failed += 1
         self._lose(self._close_off(op, _FAILED), op)
@@ -359,40 +354,40 @@ class Scheduler:
         heapq.heappush(self._delayed, (at, self._serial, op))
 
     def move(self, op: Op, lane: Lane) -> None:
-        """A running, ready or delayed op goes on in another lane; its successors wait for that."""
+        """A running, ready or delayed op becomes ready in another lane; its successors wait on."""
         if op.lane is lane and op.state is _READY:
             return
         if op.lane is not None and op.state is _READY:
-            op.lane.queues[op.priority].remove(op)  # or its place is valid again when it comes back
+            op.lane.queues[op.priority].remove(op)  # else its place is valid if it comes back
         self._leave_queue(op)
         op.lane = lane
         self._make_ready(op)
 
     def cancel(self, op: Op) -> bool:
-        """Cancel an op that has not started, and its successors; False if it runs or is over."""
+        """Cancel an op that has not started, and its successors; False if it runs or has ended."""
         if op.state not in _NOT_STARTED:
             return False
         self._cancel(op)
         return True
 
     def cancel_graph(self, graph: Graph) -> None:
-        """Cancel what has not started; the graph ends when what runs has ended."""
-        for op in reversed(graph.ops):  # what comes after it first: an `always` op too is cancelled
+        """Cancel all ops that have not started."""
+        for op in reversed(graph.ops):  # successors first: else an `always` op would start
             if op.state in _NOT_STARTED:
                 self._cancel(op)
 
     def raise_priority(self, op: Op, priority: Priority) -> None:
-        """Let an op go before others of its lane; one that runs, in the lanes it goes on to."""
+        """Let an op go before others; one that runs, in the lanes that it moves on to."""
         if priority < op.priority and (op.state in _NOT_STARTED or op.state is _RUNNING):
             if op.state is _READY and op.lane is not None:
                 queues = op.lane.queues
-                queues[op.priority].remove(op)  # else an idle lane would keep it
+                queues[op.priority].remove(op)  # else it stays in the queue of an idle lane
                 queues[priority].append(op)
                 self._activate(op.lane)
             op.priority = priority
 
     def waiting_in(self, lane: Lane) -> list[Op]:
-        """The ready ops of a lane, of the highest priority first, and the delayed ones."""
+        """The ready ops of a lane, the lowest priority first, then the delayed ones."""
         ready = [
             op
             for priority, queue in enumerate(lane.queues)
@@ -404,16 +399,16 @@ class Scheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether a `take_…` other than `take_expired` may have something."""
+        """Whether `take` or a `take_…` but `take_expired` may return something."""
         return bool(self._lost or self._reached or self._ended or self._active)
 
     @property
     def has_consequences(self) -> bool:
-        """Whether `take_lost` or `take_reached` has something."""
+        """Whether `take_lost` or `take_reached` returns something."""
         return bool(self._lost or self._reached)
 
     def take_reached(self) -> list[Op]:
-        """The markers reached since the last call, in order."""
+        """The markers that were done since the last call, in order."""
         reached, self._reached = self._reached, []
         return reached
 
@@ -423,12 +418,12 @@ class Scheduler:
         return ended
 
     def take_lost(self) -> list[tuple[Op, Op]]:
-        """The ops cancelled since the last call because of another, and that other one."""
+        """Since the last call: ops that were cancelled because another failed, and that other."""
         lost, self._lost = self._lost, []
         return lost
 
     def take_expired(self, now: float) -> list[Graph]:
-        """The closed graphs whose deadline has passed since the last call; each comes once."""
+        """The graphs whose deadline has passed since the last call."""
         expired: list[Graph] = []
         if not self._deadlines:
             return expired
@@ -439,7 +434,7 @@ class Scheduler:
         return expired
 
     def next_time(self) -> float | None:
-        """When a delayed op or a deadline is due."""
+        """When the next delayed op or deadline is due."""
         delayed, deadlines = self._delayed, self._deadlines
         while delayed and not self._is_due(*delayed[0]):
             heapq.heappop(delayed)
@@ -463,12 +458,12 @@ class Scheduler:
 
     @staticmethod
     def _leave_queue(op: Op) -> None:
-        """Before a ready op changes: it counts no more, and its place is stale."""
+        """A ready op is about to change: its place in the queue becomes stale."""
         lane = op.lane
         if lane is not None and op.state is _READY:
             lane.num_ready -= 1
             if not lane.num_ready:
-                lane.clear()  # what is left there is stale
+                lane.clear()
 
     def _wake(self, now: float) -> None:
         delayed = self._delayed
@@ -488,7 +483,7 @@ class Scheduler:
                 lane.active = True
                 self._active.append(lane)
             return
-        # Markers may follow each other: a loop, since chains may be longer than the call stack.
+        # A loop: chains of markers may be longer than the call stack.
         markers = [op]
         while markers:
             marker = markers.pop()
@@ -508,7 +503,7 @@ class Scheduler:
                             self._make_ready(successor)
 
     def _next_ops(self, lane: Lane) -> list[Op]:
-        """A batch of the first queue, in order of turn, from which an op may start."""
+        """A batch from the first queue that an op may start from, in the order of turns."""
         for priority in lane.turns() if lane.num_passed_over else IN_ORDER:
             if not lane.queues[priority]:
                 continue
@@ -520,7 +515,7 @@ class Scheduler:
             queue = lane.queues[priority]
             room = lane.limits.budget_bytes - lane.running_bytes
             if lane.num_batches and queue and queue[0].nbytes > room:
-                break  # it waits for room: what is behind it must not take that
+                break  # the first op waits for room, which those behind it must not take
         return []
 
     def _count_passed_over(self, lane: Lane, taken: int) -> None:
@@ -539,7 +534,7 @@ class Scheduler:
         while queue and len(ops) < most_ops and nbytes < most_bytes:
             op = queue[0]
             if op.state is not _READY or op.priority != priority or op.lane is not lane:
-                queue.popleft()  # cancelled, or moved to another queue
+                queue.popleft()  # a stale place
                 continue
             if nbytes + op.nbytes > room and (ops or lane.num_batches):
                 break
@@ -555,7 +550,7 @@ class Scheduler:
         self._lose(self._close_off(op, _CANCELLED), op)
 
     def _lose(self, ops: list[Op], cause: Op) -> None:
-        """Cancel ops, and all that comes after them; a loop, as chains may be long."""
+        """Cancel ops and all their successors (a loop: chains may be long)."""
         while ops:
             op = ops.pop()
             if op.state in _NOT_STARTED:
@@ -563,7 +558,7 @@ class Scheduler:
                 ops += self._close_off(op, _CANCELLED)
 
     def _close_off(self, op: Op, state: OpState) -> list[Op]:
-        """End an op badly; what may not come after it."""
+        """End an op as failed or cancelled; the successors that must not run."""
         op.state = state
         graph = op.graph
         graph.open_ops -= 1
@@ -582,7 +577,7 @@ class Scheduler:
         return lost
 
     def check(self, graphs: Iterable[Graph]) -> None:
-        """The invariants of the module docstring, over all graphs that have not ended."""
+        """The invariants above; `graphs` are all that have not ended."""
         ready = dict.fromkeys(self.lanes.values(), 0)
         running = dict.fromkeys(self.lanes.values(), 0)
         for graph in graphs:

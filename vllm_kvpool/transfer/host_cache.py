@@ -250,9 +250,7 @@ class HostCache:
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
-        added = tuple(group for group, whole in changes.items() if whole)
-        removed = tuple(group for group, whole in changes.items() if not whole)
-        return HostCacheChange(added, removed)
+        return HostCacheChange.of(changes)
 
     def _rank(self, entry: CacheEntry) -> Rank:
         return self._chunks[entry.chunk.id].score, -entry.chunk.position, entry.key

@@ -1,13 +1,13 @@
-"""Loads: cells of the pool into a waiting request's pages (pure; owned by the engine thread).
+"""Loads: cells of the pool into a waiting request's pages (pure; the engine thread's).
 
-Each cell is a SCATTER after the fetch of the cell, or at once where it is in host memory. A cell
-that cannot be had stops the load at its chunk: chunks before go on, nothing after is started. A
-load is reported when none of its scatters is in flight, so pages are never written behind the
-scheduler's back, and its deadline holds even while a store call is stuck. A load that met a bad
-cell is reported when that cell has left its tier: the next request must not find it there again.
+Each cell is a SCATTER, after the cell's fetch if it is not in host memory. A cell that cannot be
+had ends the load at its chunk: earlier chunks go on, later ones are cancelled. A load is reported
+when none of its scatters is in flight, so pages never change after the scheduler side has freed
+them; its deadline holds even while a store call hangs. A load that met a bad cell is reported after
+the cell has been removed, so that the next lookup does not find it.
 
-Of a layered load, whose request runs already, each span of layers is told of as soon as nothing of
-it is to come any more.
+A layered load, whose request runs already, reports each span of layers as soon as all its cells are
+in the pages or given up.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Scatter(CellOp):
-    """One cell of a load; `over` once it is in the pages or not wanted any more."""
+    """One cell of a load; `over`: it is in the pages, or given up."""
 
     entry: CacheEntry
     load: "Load"
@@ -46,21 +46,21 @@ class Scatter(CellOp):
 
 @dataclass(slots=True)
 class Load:
-    """A load that is not reported yet."""
+    """A load that has not been reported."""
 
     job: LoadJob
     graph: Graph
-    stop_chunk: int  # cells at or after this chunk are no longer wanted
+    stop_chunk: int  # from this chunk on cells are given up
     outcome: CellOutcome = CellOutcome.DONE
-    scatters: list[Scatter] = field(default_factory=list)  # by chunk, without what was cut off
+    scatters: list[Scatter] = field(default_factory=list)  # by chunk, without those given up
     num_open: int = 0
-    open_by_span: dict[int, int] = field(default_factory=dict)  # of a layered one, by first layer
-    removals: Op | None = None  # a marker behind the removals of the bad cells that stopped it
+    open_by_span: dict[int, int] = field(default_factory=dict)  # if layered; by first layer
+    removals: Op | None = None  # a marker after the removals of the bad cells that ended it
     done: bool = False
 
 
 class Loads:
-    """See the module docstring. `on_wanted` is told of each cell that this rank fetches itself."""
+    """All loads. `on_wanted` is called for each cell that this rank fetches itself."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Loads:
             entry = host_cache.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin(cell, graph)
-                if entry is None:  # later chunks are of no use without this one
+                if entry is None:  # then later chunks are useless
                     stop = cell.chunk.position
                     continue
             elif entry.op is not None:
@@ -115,7 +115,7 @@ class Loads:
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         for chunk_id in hits:
             host_cache.hit(chunk_id, context.now_ns)
-        if job.layered:  # its cells come in the order of the layers
+        if job.layered:  # its cells are in the order of layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
         if stop < job.stop_chunk:
             self._stop(load, stop, self._why_none())
@@ -124,7 +124,7 @@ class Loads:
         self._finish(load)
 
     def prefetch(self, job: PrefetchJob) -> None:
-        """Bring cells into the host tier for a request that will probably load them."""
+        """Fetch cells into the host tier for a request that will probably load them."""
         context, host_cache = self._context, self._context.host_cache
         graph = Graph(Owner(job.request_id), Priority.PREFETCH)
         for cell in job.cells[: host_cache.capacity]:
@@ -136,7 +136,7 @@ class Loads:
         context.scheduler.close(graph)
 
     def cancel(self, request_id: str) -> None:
-        """The request has ended: its loads need not go on."""
+        """Stop the loads of a request that has ended."""
         for load in list(self._loads.values()):
             if load.job.request_id == request_id:
                 self._stop(load, load.job.first_chunk, CellOutcome.CANCELLED)
@@ -169,14 +169,14 @@ class Loads:
         self._finish(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """The cell that a scatter waited for cannot be had; the op has been cancelled."""
+        """A scatter was cancelled because its cell cannot be had."""
         scatter = op.what
         if not scatter.over:
             self._over(scatter)
             self._stop(scatter.load, scatter.cell.chunk.position, outcome)
 
     def removed(self, load: Load) -> None:
-        """The bad cells that stopped the load have left their tiers, or cannot."""
+        """The removals of the bad cells that ended a load have ended."""
         self._finish(load)
 
     def _why_none(self) -> CellOutcome:
@@ -185,7 +185,7 @@ class Loads:
         return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
     def _stop(self, load: Load, chunk: int, outcome: CellOutcome) -> None:
-        """Nothing at or after `chunk` is wanted any more."""
+        """Give up all cells from `chunk` on."""
         context = self._context
         if chunk < load.stop_chunk:
             load.stop_chunk = chunk
@@ -212,11 +212,11 @@ class Loads:
             if not load.open_by_span[span]:
                 self._context.reports.append(SpanLoaded(load.job.job_id, span))
         self._context.host_cache.unpin(scatter.entry)
-        if scatter.entry.op is not None:  # it is still on its way
+        if scatter.entry.op is not None:  # it is still being fetched
             self._fetches.release(scatter.entry)
 
     def _finish(self, load: Load) -> None:
-        """Report the load if all that is wanted is in the pages and no scatter is in flight."""
+        """Report the load if no scatter is left and no bad cell is being removed."""
         if load.num_open or load.done or self._is_removing(load) or not load.graph.closed:
             return
         load.done = True
@@ -227,7 +227,7 @@ class Loads:
         context.reports.append(done)
 
     def _is_removing(self, load: Load) -> bool:
-        """Whether bad cells of the chunk that stopped the load are still on their way out."""
+        """Whether bad cells of the chunk that ended the load are still being removed."""
         job = load.job
         if load.removals is None and load.stop_chunk < job.stop_chunk:
             keys = (cell.key for cell in job.cells if cell.chunk.position == load.stop_chunk)

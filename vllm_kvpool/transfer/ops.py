@@ -1,12 +1,13 @@
-"""The values that travel between the connector, the engine and its lanes. None ever changes.
+"""The values that pass between scheduler side, worker, engine and lanes. None ever changes.
 
-Down: `LoadPlan`, `SavePlan` and `PrefetchPlan` (a request's chunks and pages), expanded by the
-planner into a job of `Cell`s. Up: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`,
-`HostCacheChange`. What is made for every cell is a named tuple: a frozen dataclass takes three
-times as long to make.
+* Plans (`LoadPlan`, `SavePlan`, `PrefetchPlan`) name a request's chunks and pages; the planner
+  turns each into a job of `Cell`s for this rank.
+* Reports say what became of jobs: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`,
+  `SavesDropped`, `HostCacheChange`, `DemotionDone`.
+* `Cell` is a named tuple because thousands are made: a frozen dataclass takes three times as long.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType, Self
@@ -18,14 +19,13 @@ from vllm_kvpool.storage.base import ChunkRef
 JobId = NewType("JobId", int)
 
 
-NULL_BLOCK = 0  # in a block table: the block's tokens are not read any more, nothing is kept
+NULL_BLOCK = 0  # in a block table: no attention reads these tokens any more; nothing is stored
 
 
 class JobPages(NamedTuple):
-    """Where tokens [token_start, token_stop) of a request lie in pages (see `CellMove`).
+    """Where tokens [token_start, token_stop) of a request lie in pages.
 
-    `block_ids` is the part of a block table that covers them, from the block that holds token
-    `table_start` on.
+    `block_ids` are the blocks that cover them; the first begins with token `table_start`.
     """
 
     block_ids: tuple[int, ...]
@@ -36,11 +36,10 @@ class JobPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Chunks whose pages are final after this step.
+    """Save these chunks; their pages are final after this step.
 
-    `pages` has one entry for each of the engine's KV cache groups; a cell one of whose blocks is
-    the null block is not saved. The scheduler holds references to the others until
-    `SaveGathered`.
+    `pages` has one entry for each of the engine's KV cache groups. A cell with a null block is not
+    saved. The scheduler side pins the other blocks until `SaveGathered`.
     """
 
     job_id: JobId
@@ -49,17 +48,17 @@ class SavePlan:
     hashes: tuple[bytes, ...]
     pages: tuple[JobPages, ...]
     weights_version: str = ""
-    """Which weights the KV is of, where they have changed since the start."""
+    """Of the weights that computed the KV; empty for those of the start."""
     before: tuple[bytes, ...] = ()
-    """Hashes of the last chunks before the first one, as many as there are replicas."""
+    """Hashes of the chunks before the first one, at most as many as there are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Chunks to bring into a waiting request's pages; only tokens [token_start, token_stop).
+    """Load tokens [token_start, token_stop) of these chunks into a request's pages.
 
-    `pages` has one entry for each of the engine's KV cache groups, which say what part of those
-    tokens the group needs.
+    `pages` has one entry for each of the engine's KV cache groups, with the tokens that the group
+    needs.
     """
 
     job_id: JobId
@@ -71,14 +70,14 @@ class LoadPlan:
     token_stop: int
     weights_version: str = ""
     layered: bool = False
-    """The request runs already: span after span, each told of by `SpanLoaded`."""
+    """The request is running: load in the order of its layers, and report each `SpanLoaded`."""
     before: tuple[bytes, ...] = ()
-    """Hashes of the last chunks before the first one, as many as there are replicas."""
+    """As in `SavePlan`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPlan:
-    """Chunks that a waiting request will probably load: bring them into the host tier."""
+    """Fetch these chunks into the host tier: a waiting request will probably load them."""
 
     request_id: str
     hashes: tuple[bytes, ...]
@@ -130,24 +129,24 @@ class PrefetchJob:
 
 
 class OpKind(Enum):
-    """What a lane does with a batch of cells."""
+    """What a lane does with the cells of a batch."""
 
     GATHER = "gather"  # pages -> slots
     SEAL = "seal"  # slots: write the header with its checksum
-    PUT = "put"  # slots -> store; what is there already is not sent
+    PUT = "put"  # slots -> store; cells that the store has are not sent
     GET = "get"  # store -> slots
     CHECK = "check"  # slots: compare header and checksum
     SCATTER = "scatter"  # slots -> pages
-    REMOVE = "remove"  # bad cells out of the store
+    REMOVE = "remove"  # bad or demoted cells out of the store
 
-    __hash__ = object.__hash__  # in every look-up of a lane; Enum's own is written in Python
+    __hash__ = object.__hash__  # Enum's own is written in Python, and lanes are looked up often
 
 
 WRITES = frozenset({OpKind.PUT, OpKind.REMOVE})  # calls that change what a store holds
 
 
 class LaneName(NamedTuple):
-    """A lane: what it does, and with which tier; `HOST` or `REPLICA` where no store takes part."""
+    """Names a lane by what it does and the tier it does it with; `HOST` or `REPLICA` for none."""
 
     kind: OpKind
     tier: int
@@ -159,12 +158,12 @@ class LaneName(NamedTuple):
 
 
 HOST = -1  # no store takes part
-REPLICA = -2  # the host memory of another rank, which holds the same KV (`replicas.py`)
-NO_STORE = {HOST: "host", REPLICA: "replica"}  # what these tiers are called
+REPLICA = -2  # host memory of another rank on this host that holds the same KV (`replicas.py`)
+NO_STORE = {HOST: "host", REPLICA: "replica"}  # their names in metrics
 
 
 class CellOutcome(Enum):
-    """What became of one cell of an op."""
+    """What became of one cell in a batch."""
 
     DONE = "done"
     EXISTED = "existed"  # put: the store had it
@@ -180,17 +179,17 @@ class CellOutcome(Enum):
 
 
 class Owner(NamedTuple):
-    """The job that an op is for; neither a request nor a job for moves between tiers."""
+    """The job that an op is for."""
 
     request_id: str = ""
     job_id: int = -1
 
 
-NO_OWNER = Owner()
+NO_OWNER = Owner()  # of copies between tiers
 
 
 class LoadDone(NamedTuple):
-    """A load has ended; chunks before `ok_stop_chunk` are in the pages, nothing is in flight."""
+    """A load has ended: chunks before `ok_stop_chunk` are in the pages, no copy is in flight."""
 
     job_id: JobId
     request_id: str
@@ -199,9 +198,9 @@ class LoadDone(NamedTuple):
 
 
 class SpanLoaded(NamedTuple):
-    """Of a layered load: nothing is to come into the pages of these layers any more.
+    """A layered load writes no more into the pages of a span of layers.
 
-    They are whole unless `LoadDone` says later that the load has stopped.
+    The span is complete, unless the load's `LoadDone` reports that it stopped early.
     """
 
     job_id: JobId
@@ -216,52 +215,52 @@ class SaveGathered(NamedTuple):
 
 
 class SavesDropped(NamedTuple):
-    """Nothing that was saved before that generation is on its way into a store any more.
-
-    But for calls that are stuck.
-    """
+    """No save from before that generation is on its way into a store, but in calls that hang."""
 
     generation: int
 
 
 class SaveDone(NamedTuple):
-    """Every cell of a save is in the first durable tier, or in the only one, or given up.
+    """Every cell of a save is in the nearest durable tier that took it, or was given up.
 
-    Copies to tiers further away may still be on their way.
+    Copies to tiers further away may still be in flight.
     """
 
     job_id: JobId
     request_id: str
     outcomes: tuple[tuple[CellOutcome, int], ...]  # counts
-    tiers: tuple[int, ...] = ()  # in which cells are now by this save
-    missed: tuple[int, ...] = ()  # chunks of which a cell was to be stored, and is not by this save
+    tiers: tuple[int, ...] = ()  # that this save put cells into
+    missed: tuple[int, ...] = ()  # chunks with a cell that this save should have put and did not
 
 
 @dataclass(frozen=True, slots=True)
 class HostCacheChange:
-    """Chunks all of whose cells this rank has in host memory now, and those it has no more."""
+    """Chunks that have become complete in this rank's host memory, and those that no longer are."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
 
     @classmethod
     def merge(cls, changes: Iterable["HostCacheChange"]) -> Self:
-        """All changes as one, in their order; linear in their size."""
-        whole: dict[str, bool] = {}
+        """One change that stands for all, in their order; linear in their size."""
+        complete: dict[str, bool] = {}
         for change in changes:
-            for group in change.added:
-                whole[group] = True
-            for group in change.removed:
-                whole[group] = False
+            complete.update(dict.fromkeys(change.added, True))
+            complete.update(dict.fromkeys(change.removed, False))
+        return cls.of(complete)
+
+    @classmethod
+    def of(cls, complete: Mapping[str, bool]) -> Self:
+        """From chunk ids to whether the chunk is complete now."""
         return cls(
-            tuple(group for group, here in whole.items() if here),
-            tuple(group for group, here in whole.items() if not here),
+            tuple(chunk_id for chunk_id, is_complete in complete.items() if is_complete),
+            tuple(chunk_id for chunk_id, is_complete in complete.items() if not is_complete),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DemotionJob:
-    """Copy cells that a tier would evict next into the tier after it, and remove them there."""
+    """Move the cells that a tier would evict next into the tier after it."""
 
     job_id: JobId
     tier: int
@@ -270,16 +269,16 @@ class DemotionJob:
 
 @dataclass(frozen=True, slots=True)
 class DemotionDone:
-    """Nothing of a demotion is under way any more; so many cells have moved."""
+    """A demotion has ended; `moved` cells are in the next tier."""
 
     job_id: JobId
     moved: int
 
 
 class Lend(NamedTuple):
-    """A replica, `borrower` among the members of its set, asks for cells in this host memory.
+    """A replica, member `borrower` of the set, asks for cells of this rank's host memory.
 
-    `generation` is its own: cells of before a reset are not lent to who has seen it, nor after.
+    `generation` is the borrower's: a lender that has seen other resets lends it nothing.
     """
 
     loan_id: int
@@ -289,20 +288,20 @@ class Lend(NamedTuple):
 
 
 class LoanOver(NamedTuple):
-    """The borrower has copied the cells of a loan, or has gone."""
+    """The borrower has copied the cells of a loan, or its connection has ended."""
 
     loan_id: int
 
 
 class Lent(NamedTuple):
-    """The slots of a loan's cells, which hold them until `LoanEnded`; None: not to be had."""
+    """The slots of a loan's cells, pinned until `LoanEnded`; None where there is no cell."""
 
     loan_id: int
     slots: tuple[Slot | None, ...]
 
 
 class LoanEnded(NamedTuple):
-    """Whether the loan was still held when it was over: only then what was copied is whole."""
+    """`held`: the cells were pinned until the end, so what was copied is intact."""
 
     loan_id: int
     held: bool
@@ -310,16 +309,16 @@ class LoanEnded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """The request has ended; its load need not go on. Its saves do."""
+    """The request has ended: stop its load. Its saves go on."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropSaves:
-    """Give up every save that is not stored yet; with `forget`, every copy and host memory too.
+    """Give up every save that is not stored yet; with `forget`, also all copies and host memory.
 
-    With a generation `SavesDropped` follows, as soon as nothing that was begun is put any more.
+    With a generation, `SavesDropped` follows when no put from before is in flight.
     """
 
     forget: bool = False
@@ -328,12 +327,12 @@ class DropSaves:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Copy down what is in host memory alone: the process is about to end."""
+    """Put what only host memory holds into a tier: the process is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """A store has gone away, or is there again; `is_writable` where saves may go to it."""
+    """A store has become available or unavailable; `is_writable`: saves may go to it."""
 
     tier: int
     is_up: bool
@@ -351,7 +350,7 @@ Report = (
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:
-    """The report of a plan for which nothing is done: a load without a cell, a save dropped."""
+    """The report of a plan that is not carried out."""
     if isinstance(plan, SavePlan):
         return SaveGathered(plan.job_id, plan.request_id)
     return LoadDone(plan.job_id, plan.request_id, plan.first_chunk, reason)

@@ -1,4 +1,4 @@
-"""Plans of the scheduler -> jobs of cells for one rank (pure)."""
+"""Turns plans of the scheduler side into jobs of cells for one rank (pure; the engine thread's)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,30 +20,30 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 
-VERSIONS_KEPT = 4  # saves planned before a change still carry the version before
+VERSIONS_KEPT = 4  # saves planned before the weights change still carry the version before
 
 
 class _Named(NamedTuple):
-    """One cell of every chunk: what its names are but for the chunk's hash, and its size."""
+    """A cell that every chunk has: its names without the chunk's hash, and its size."""
 
     local: LocalCell
     key_prefix: str
     layer_group: int  # which of `_Names.layer_groups`
     nbytes: int
-    fetchers: tuple[int | None, ...]  # by chunk index modulo the length; None is this rank
+    fetchers: tuple[int | None, ...]  # of chunk i: the one at i modulo the length; None: this rank
 
 
 class _LayerGroup(NamedTuple):
-    """What chunks are called for one layer group, and which of them follow each other."""
+    """The names of chunks in one layer group, and which chunk comes before which."""
 
     prefix: str
     suffix: str
-    needs_parent: bool  # it reads all of a prompt, not only its end
+    needs_parent: bool  # its attention reads the whole prompt, not only a window
     steps: tuple[int, ...]
-    """By chunk index modulo the length: how far back the last chunk of the same fetcher is."""
+    """Of chunk i, at i modulo the length: how far back the last chunk of its fetcher is."""
 
     def ref(self, hashes: Sequence[str], place: int, index: int) -> ChunkRef:
-        """Of chunk `index`, whose hash is at `place`; those of earlier chunks lie before it."""
+        """The reference of chunk `index`, whose hash is `hashes[place]`."""
 
         def id_of(place: int) -> str:
             return self.prefix + hashes[place] + self.suffix if place >= 0 else ""
@@ -56,7 +56,7 @@ class _LayerGroup(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """This rank's cells under one version of the weights."""
+    """The names of this rank's cells under one version of the weights."""
 
     cells: tuple[_Named, ...]
     layer_groups: tuple[_LayerGroup, ...]
@@ -64,7 +64,7 @@ class _Names(NamedTuple):
     def chunks(
         self, hashes: Sequence[bytes], first: int, before: Sequence[bytes] = ()
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
-        """Each chunk's index, its hash in hexadecimal and its references, by layer group."""
+        """Each chunk's index, its hash in hexadecimal, and its reference in each layer group."""
         every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
         for place in range(len(before), len(every)):
             index = first + place - len(before)
@@ -77,13 +77,12 @@ class _Names(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Knows this rank's cells. Plans count all tokens of a request, jobs those that are here.
+    """Expands plans. Plans count all tokens of a request, jobs those that this rank holds.
 
-    `block_sizes` are those of the KV cache groups on this rank, `chunk_tokens` the tokens of all
-    context-parallel ranks together. With `keeps_all` this rank has a host tier, which holds its
-    cells of every chunk that it fetches, not only of those that it stores. `siblings` are the
-    replicas of this rank on its host, by their number in the set (`replicas.py`): each fetches
-    some chunks for all of them.
+    `chunk_tokens` counts the tokens on all context-parallel ranks; `block_sizes` are those of the
+    KV cache groups on this rank. `keeps_all`: there is a host tier, which keeps this rank's cells
+    of every chunk that it fetches, not only of those that it stores. `siblings` are the replicas of
+    this rank on its host, by their number in the set (`replicas.py`).
     """
 
     cells: tuple[LocalCell, ...]
@@ -95,15 +94,15 @@ class Planner:
     context: Context = NO_CONTEXT
     siblings: Mapping[Replica, int] = field(default_factory=dict)
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By version of the weights, the last `VERSIONS_KEPT`; the engine thread's."""
+    """By version of the weights, the last `VERSIONS_KEPT`."""
 
     def named(self, namespace: Namespace) -> Self:
-        """The same cells in another namespace."""
+        """A planner of the same cells in another namespace."""
         return replace(self, keys=KeyMaker(namespace, self.keys.context))
 
     @property
     def local_chunk_tokens(self) -> int:
-        """How many tokens of a chunk this rank holds."""
+        """The tokens of a chunk that this rank holds."""
         return self.chunk_tokens // self.context.dcp_size
 
     def max_cell_bytes(self) -> int:
@@ -111,9 +110,9 @@ class Planner:
         return max(self._cell_bytes(cell) for cell in self.cells)
 
     def load(self, plan: LoadPlan) -> LoadJob:
-        """Those of this rank's cells of the plan's chunks that its groups need.
+        """This rank's cells of the plan's chunks that a KV cache group needs.
 
-        By chunk; of a layered plan by layer, in the order in which the model reads them.
+        In the order of chunks; of a layered plan, in the order in which the model reads layers.
         """
         pages = self._local(plan.pages)
         names = self._with_weights(plan.weights_version)
@@ -145,7 +144,7 @@ class Planner:
         )
 
     def save(self, plan: SavePlan) -> SaveJob:
-        """This rank's cells of those chunks that it is its turn to store, or that it keeps."""
+        """This rank's cells of the chunks that it stores or keeps, without those with gaps."""
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._with_weights(plan.weights_version)
@@ -167,10 +166,9 @@ class Planner:
         return SaveJob(plan.job_id, plan.request_id, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
-        """This rank's cells of those of the plan's chunks that it fetches, for no pages.
+        """This rank's cells of the plan's chunks that it fetches.
 
-        Of a layer group that reads only the last tokens, those of the chunks that hold them: a load
-        may end anywhere in the last chunk.
+        Layer groups with a window need the last chunks only, wherever in the last one a load ends.
         """
         names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
@@ -222,7 +220,7 @@ class Planner:
         return tuple(map(self.siblings.get, cell.fetchers(here))) or (None,)
 
     def _local(self, pages: Sequence[JobPages]) -> tuple[JobPages, ...]:
-        """The same pages, counted in the tokens that are dealt to this rank."""
+        """The same pages, counted in tokens of this context-parallel rank."""
         if self.context.dcp_size == 1:
             return tuple(pages)
         return tuple(
@@ -236,7 +234,7 @@ class Planner:
         )
 
     def _is_whole(self, chunk: int, pages: JobPages, block_size: int) -> bool:
-        """Whether no block of the chunk is gone."""
+        """Whether all blocks of the chunk are there."""
         tokens = self.local_chunk_tokens
         first = (chunk * tokens - pages.table_start) // block_size
         stop = -(-((chunk + 1) * tokens - pages.table_start) // block_size)
@@ -247,7 +245,7 @@ class Planner:
 
 
 def _steps(fetchers: Sequence[int | None]) -> tuple[int, ...]:
-    """For each chunk, how far back the last one of the same fetcher is."""
+    """See `_LayerGroup.steps`."""
     num = len(fetchers)
     return tuple(
         next(step for step in range(1, num + 1) if fetchers[index - step] == fetcher)

@@ -1,16 +1,14 @@
-"""Saves, and every other copy of a cell into a tier (pure; owned by the engine thread).
+"""Saves, and every other copy of a cell into a tier (pure; the engine thread's).
 
-A save's cell is GATHER, then SEAL, then a PUT for each tier it goes to. `SaveGathered` frees the
-pages; `SaveDone` follows when every cell is in the first durable tier that took it, or was given
-up, while copies to tiers further away go on. What is written where:
+A saved cell is GATHER, then SEAL, then a PUT for each tier it goes to. `SaveGathered` frees the
+pages. `SaveDone` follows when every cell is in the nearest durable tier that took it, or was given
+up; puts to tiers further away go on. Write-through puts into every tier that can be asked.
+Write-back keeps cells in host memory and puts them before they leave it (`demote_dirty`), or into
+the nearest tier where there is no host tier.
 
-* through: every tier that can be asked;
-* back: host memory alone, from where a cell is copied down before it leaves (`demote_dirty`), or
-  the nearest tier where there is no host tier.
-
-A save that finds no slot for `SAVE_STALL_S` while none is given back is dropped, and so are later
-ones until there is room. For `STALL_REST_S` none waits again: on a CPU the step waits for its
-saves, and a store that takes a put now and then would cost it one such wait after another.
+A save that finds no slot for `SAVE_STALL_S` is dropped, and so are later ones until there is a
+slot. For `STALL_REST_S` none waits again: on a CPU the step waits for its saves, and a slow store
+would otherwise delay one step after another.
 """
 
 from collections import Counter
@@ -36,8 +34,8 @@ from vllm_kvpool.transfer.ops import (
 
 SAVE_STALL_S = 1.0
 STALL_REST_S = 20.0
-DIRTY_SHARE = 0.5  # of the host tier: beyond it cells are copied down before room is needed
-DEMOTE_BATCH = 64
+DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
+DEMOTE_BATCH = 64  # cells a step
 
 STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})
 _OVER = frozenset({OpState.DONE, OpState.FAILED, OpState.CANCELLED})
@@ -48,7 +46,7 @@ class _Save:
     job: SaveJob
     graph: Graph
     cells: list["Copy"] = field(default_factory=list)
-    num_open: int = 0  # cells whose outcome is not known
+    num_open: int = 0  # cells without an outcome
     gathered: bool = False
     dropped: CellOutcome | None = None
     outcomes: Counter[CellOutcome] = field(default_factory=Counter)
@@ -58,20 +56,20 @@ class _Save:
 
 @dataclass(slots=True)
 class Copy(CellOp):
-    """A cell on its way into tiers: of a save, or from host memory (`save` None)."""
+    """A cell on its way into tiers, for a save, or from host memory (`save` is None)."""
 
     entry: CacheEntry
     save: _Save | None
-    dirty: bool = False  # save: no tier gets it before it leaves host memory
+    dirty: bool = False  # write-back: it stays in host memory only
     ops: list[Op] = field(default_factory=list)
-    outcome: CellOutcome | None = None  # the last that was no success
-    transient: bool = False  # host memory is not to keep it
+    outcome: CellOutcome | None = None  # of the last failure
+    transient: bool = False  # host memory does not keep it afterwards
     reported: bool = False
     over: bool = False
 
 
 class SaveManager:
-    """See the module docstring."""
+    """All saves and copies."""
 
     def __init__(self, context: TransferContext, *, write_back: bool) -> None:
         self._context = context
@@ -79,11 +77,11 @@ class SaveManager:
         self._gathers = context.lane(OpKind.GATHER)
         self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
-        self._stall_ends: float | None = None  # set while saves wait in vain for a slot
-        self._may_stall = False  # and have waited for all of it
-        self._stalls_from = float("-inf")  # until then no save waits
+        self._stall_ends: float | None = None  # while saves wait for a slot: when they are dropped
+        self._may_stall = False  # the present stall is a full `SAVE_STALL_S`
+        self._stalls_from = float("-inf")  # before that time no save waits
         self._flushing = False
-        self._copies: dict[int, Copy] = {}  # under way, those of saves among them; by id
+        self._copies: dict[int, Copy] = {}  # in flight, those of saves too; by id
 
     @property
     def num_copies(self) -> int:
@@ -104,7 +102,7 @@ class SaveManager:
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
         for cell in job.cells:
-            if context.host_cache.get(cell.key) is not None:  # it is here, or on its way
+            if context.host_cache.get(cell.key) is not None:  # present or arriving
                 hits[cell.chunk.id] = None
                 self._record(save, cell, CellOutcome.EXISTED)
                 continue
@@ -163,7 +161,7 @@ class SaveManager:
         self.settle(copy)
 
     def all_gathered(self, save: _Save) -> None:
-        """No gather of the save is in flight or to come: its pages may be reused."""
+        """All gathers of a save have ended: its pages may be reused."""
         save.gathered = True
         self._context.reports.append(SaveGathered(save.job.job_id, save.job.request_id))
         self._finish(save)
@@ -174,7 +172,7 @@ class SaveManager:
         """SEAL has ended."""
         copy, up = op.what, self._context.tiers_writable()
         for put in copy.ops:
-            if put.state is OpState.WAITING and tier_of(put) not in up:  # down since they began
+            if put.state is OpState.WAITING and tier_of(put) not in up:  # down since the start
                 self._end(put, copy, CellOutcome.UNREACHABLE)
         self._end(op, copy, outcome)
 
@@ -189,21 +187,21 @@ class SaveManager:
         self._end(op, copy, outcome)
 
     def tier_down(self, tier: int) -> None:
-        """Give up what waits for a tier that is left alone from now on."""
+        """A tier takes no writes for now: give up puts that wait for it."""
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.PUT, tier)):
             self._end(op, op.what, CellOutcome.UNREACHABLE)
 
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
-        """Copy a cell that has just come from further away into nearer tiers, if loads do not
+        """Promote a cell that was fetched from further away into nearer tiers, if loads do not
         need its slot."""
         if not self._write_back and self._context.host_cache.has_room(SlotUse.SAVE):
             self._copy(entry, tiers)
 
     def demote_dirty(self) -> bool:
-        """Copy down what is too much, so that cells can leave at once when room is needed;
-        whether anything was done.
+        """Put dirty cells into a tier, so that they can leave at once when room is needed.
 
-        With no tier that can be asked, dirty cells are lost only when the room is needed now.
+        Returns whether it put or dropped any. With no tier available, dirty cells are dropped only
+        when their room is needed now.
         """
         host_cache = self._context.host_cache
         if not host_cache.num_dirty:
@@ -212,7 +210,7 @@ class SaveManager:
         up = self._context.tiers_writable()
         tiers = up[:1]
         if self._flushing:
-            # What outlives the process, if there is such a tier.
+            # A tier that outlives the process, if there is one.
             tiers = ([t for t in up if self._context.tiers[t].durable] or up)[:1]
             count = host_cache.num_dirty
         elif not tiers:
@@ -226,12 +224,11 @@ class SaveManager:
         return count > 0
 
     def flush(self) -> None:
-        """Copy down everything that is in host memory alone, and what is still to come: the
-        process is about to end."""
+        """The process is about to end: put all dirty cells, now and later ones, into a tier."""
         self._flushing = True
 
     def begin_copy(self, entry: CacheEntry) -> Copy:
-        """A copy that is no save's; it holds the entry until it is settled."""
+        """A copy that belongs to no save; it pins the entry until it is settled."""
         self._context.host_cache.pin(entry)
         copy = Copy(Cell(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[id(copy)] = copy
@@ -254,7 +251,7 @@ class SaveManager:
         self.settle(copy)
 
     def settle(self, copy: Copy) -> None:
-        """When the last op of a copy is over its cell is free to leave."""
+        """If the last op of a copy has ended, unpin its entry."""
         if copy.over or any(op.state not in _OVER for op in copy.ops):
             return
         copy.over = True
@@ -308,7 +305,7 @@ class SaveManager:
                 self._drop_copy(copy, outcome)
 
     def drop_copies(self) -> list[Op]:
-        """Give up every other copy too; the ops of all that run still."""
+        """Give up all other copies too; returns the ops that still run."""
         for copy in list(self._copies.values()):
             self._drop_copy(copy, CellOutcome.CANCELLED)
         return [op for copy in self._copies.values() for op in copy.ops if op.state not in _OVER]
@@ -324,7 +321,7 @@ class SaveManager:
         self.settle(copy)
 
     def watch_stall(self) -> None:
-        """Drop saves that have found no slot for too long."""
+        """Drop saves that have waited too long for a slot."""
         lane = self._gathers
         if self._stall_ends is None and not lane.num_ready:
             return
@@ -333,7 +330,7 @@ class SaveManager:
             self._stall_ends = None
             return
         if not lane.num_ready:
-            return  # the mark stays, so that the next save does not wait again
+            return  # the deadline stays, so that the next save does not wait anew
         now = self._context.now
         if self._stall_ends is None:
             self._may_stall = now >= self._stalls_from
