@@ -123,7 +123,7 @@ def test_a_lane_that_cannot_start_is_dead_and_says_so() -> None:
         assert outbox.get(timeout=LIMIT_S) is lane
         lane.thread.join(LIMIT_S)
     assert errors == [NoDeviceContext]
-    assert not lane.ended
+    assert not lane.has_ended
 
 
 # The stand-in itself

@@ -193,28 +193,20 @@ class FakeExecutor:
 
 
 class FakeTrace:
-    """Keeps what is recorded, in order: what it was, and its values by name."""
+    """Keeps what is recorded, in order."""
 
     on = True
     dropped = 0
 
     def __init__(self) -> None:
-        self.records: list[tuple[str, dict[str, Any]]] = []
+        self.records: list[Any] = []
 
-    def batch(self, kind: str, name: str, start_s: float, stop_s: float, **what: Any) -> None:
-        assert stop_s >= start_s, (start_s, stop_s)
-        values = {"kind": kind, "name": name, "start_s": start_s, "stop_s": stop_s, **what}
-        self.records.append(("batch", values))
-
-    def instant(self, name: str, **what: Any) -> None:
-        self.records.append(("instant", {"name": name, **what}))
-
-    def counter(self, name: str, value: float, unit: str = "cells") -> None:
-        self.records.append(("counter", {"name": name, "value": value, "unit": unit}))
+    def add(self, record: Any) -> None:
+        self.records.append(record)
 
     def close(self, timeout_s: float = 0) -> None:
-        self.records.append(("close", {}))
+        pass
 
-    def of(self, what: str) -> list[dict[str, Any]]:
-        """The values of all records of one kind."""
-        return [values for kind, values in self.records if kind == what]
+    def of(self, kind: type) -> list[Any]:
+        """All records of one kind."""
+        return [record for record in self.records if isinstance(record, kind)]

@@ -55,6 +55,7 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.transfer.trace import Level, Mark
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C row elements.
 LAYERS, BLOCKS, HEADS, BLOCK, ROW = 4, 13, 2, 16, 8
@@ -343,9 +344,9 @@ def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
     for name in ("kvpool_save_seconds", "kvpool_load_seconds"):
         counts = [v for k, v in registry.items() if k.startswith(name) and k.endswith(".count")]
         assert sum(counts) == 1
-    marks = [(mark["name"], mark["job"]) for mark in rank.trace.of("instant")]
+    marks = [(mark.name, mark.job) for mark in rank.trace.of(Mark)]
     assert marks == [("save done", 1), ("load done", 2)]
-    assert {counter["name"] for counter in rank.trace.of("counter")} >= {
+    assert {level.name for level in rank.trace.of(Level)} >= {
         "free slots",
         "put memory",
         "scatter host",

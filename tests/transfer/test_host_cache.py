@@ -301,7 +301,7 @@ def test_a_later_change_of_a_chunk_replaces_the_earlier_one() -> None:
     assert host_cache.take_change() == HostCacheChange(("a",), ("b",))
 
 
-def test_the_lines_do_not_grow_with_use() -> None:
+def test_the_heaps_do_not_grow_with_use() -> None:
     host_cache = host(keep=4, slots=8)
     bring(host_cache, "a b", dirty=True)
     bring(host_cache, "c d")
@@ -311,10 +311,10 @@ def test_the_lines_do_not_grow_with_use() -> None:
         host_cache.pin(entry(host_cache, key))
         host_cache.unpin(entry(host_cache, key))
     host_cache.check()
-    assert sum(map(len, host_cache._lines)) == 4
+    assert sum(map(len, host_cache._heaps)) == 4
 
 
-def test_the_lines_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
+def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
     host_cache = host(keep=4, slots=8)
     bring(host_cache, "a b")
     for number in range(1_000):
@@ -325,7 +325,7 @@ def test_the_lines_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
         host_cache.forget(passing)
         host_cache.unpin(passing)
     host_cache.check()
-    assert sum(map(len, host_cache._lines)) <= 2 * (2 * 3 + STALE_PLACES)
+    assert sum(map(len, host_cache._heaps)) <= 2 * (2 * 3 + STALE_PLACES)
 
 
 class ResidencyMachine(RuleBasedStateMachine):

@@ -1,5 +1,6 @@
 """Lanes: what becomes of each cell of a batch, against tiers with faults, and what is counted."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from vllm_kvpool.transfer.ops import (
     OpKind,
     Owner,
 )
+from vllm_kvpool.transfer.trace import Span
 
 PAYLOAD_BYTES = 1000
 CELL_BYTES = HEADER_BYTES + PAYLOAD_BYTES
@@ -249,9 +251,9 @@ def test_a_store_that_fails_as_a_whole_fails_every_cell(
     assert bench.perform(kind, *KEYS, tier=1) == (outcome,) * 3
     assert bench.counts("kvpool_failures") == {f"kvpool_failures{{kind={failure}}}": 1}
     assert not any(bench.counts("kvpool_bytes").values())
-    [batch] = bench.trace.of("batch")
-    assert batch["outcomes"] == [outcome] * 3
-    assert batch["nbytes"] == 0
+    [span] = bench.trace.of(Span)
+    assert span.outcomes == [outcome] * 3
+    assert span.nbytes == 0
 
 
 def test_a_put_that_fails_after_its_question_fails_every_cell() -> None:
@@ -416,20 +418,20 @@ def test_every_batch_is_timed_and_traced(kind: OpKind, attempt: int) -> None:
         assert buckets(counts, ".sum") == {series: seconds}
     retried = {f"kvpool_retries{{{series}}}": 1} if attempt > 1 else {}
     assert bench.counts("kvpool_retries") == retried
-    [record] = bench.trace.of("batch")
-    assert record == {
-        "kind": kind.value,
-        "name": kind.value,
-        "start_s": began,
-        "stop_s": began + took,
-        "tier": tier,
-        "cells": 1,
-        "nbytes": CELL_BYTES if outcomes == (DONE,) else 0,
-        "outcomes": list(outcomes),
-        "requests": ["a", "b"],
-        "jobs": [1, 2],
-        "attempt": attempt,
-    }
+    [span] = bench.trace.of(Span)
+    assert span == Span(
+        threading.current_thread(),
+        kind.value,
+        began,
+        began + took,
+        tier,
+        cells=1,
+        nbytes=CELL_BYTES if outcomes == (DONE,) else 0,
+        outcomes=list(outcomes),
+        requests=["a", "b"],
+        jobs=[1, 2],
+        attempt=attempt,
+    )
 
 
 def test_a_batch_that_was_ready_only_now_has_not_waited() -> None:

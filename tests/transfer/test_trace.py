@@ -28,6 +28,9 @@ from vllm_kvpool.transfer.trace import (
     NO_TRACE,
     SHOWN_CHARS,
     SHOWN_REQUESTS,
+    Level,
+    Mark,
+    Span,
     Trace,
     TraceFile,
 )
@@ -84,13 +87,30 @@ class FullDisk(io.BytesIO):
         return super().write(data)
 
 
+class Recorder(TraceFile):
+    """A trace file with a method for each kind of record, of its own clock."""
+
+    def __init__(self, path: Path, name: str, pid: int, clock: Any = time.monotonic, **more: Any):
+        super().__init__(path, name, pid, clock, **more)
+        self.clock = clock
+
+    def batch(self, name: str, start_s: float, stop_s: float, **what: Any) -> None:
+        self.add(Span(threading.current_thread(), name, start_s, stop_s, **what))
+
+    def instant(self, name: str, **what: Any) -> None:
+        self.add(Mark(self.clock(), name, **what))
+
+    def counter(self, name: str, value: float, unit: str = "cells") -> None:
+        self.add(Level(self.clock(), name, value, unit))
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.0.json"
 
 
-def make(path: Path, clock: Clock | None = None, pid: int = PID, **options: Any) -> TraceFile:
-    return TraceFile(
+def make(path: Path, clock: Clock | None = None, pid: int = PID, **options: Any) -> Recorder:
+    return Recorder(
         path, f"rank of {pid}", pid, clock or Clock(), wall_ns=lambda: WALL_NS, **options
     )
 
@@ -133,7 +153,6 @@ def test_a_batch_is_all_that_is_known_of_it(path: Path) -> None:
         "kvpool-get-0",
         lambda: trace.batch(
             "get",
-            "get 3 cells",
             1001.0,
             1001.0025,
             tier="file",
@@ -159,7 +178,7 @@ def test_a_batch_is_all_that_is_known_of_it(path: Path) -> None:
         "ts": WALL_NS // 1000 + 1_000_000,
         "dur": 2500,
         "cat": "get",
-        "name": "get 3 cells",
+        "name": "get",
         "args": {
             "tier": "file",
             "cells": 3,
@@ -179,7 +198,7 @@ def test_batches_of_a_plan_are_joined_in_the_order_in_which_they_ended(path: Pat
     trace = make(path, clock)
 
     def record(name: str, start: float, stop: float, *jobs: int) -> None:
-        trace.batch(name, name, start, stop, jobs=jobs)
+        trace.batch(name, start, stop, jobs=jobs)
 
     # Told out of order, as threads may.
     record("scatter", 1005.0, 1006.0, 1)
@@ -203,12 +222,12 @@ def test_arrows_end_with_the_report_and_are_bounded_without(path: Path) -> None:
     clock = Clock()
     trace = make(path, clock)
     for job in range(MAX_FLOWS + 1):  # the first job is forgotten
-        trace.batch("put", "put", clock.now, clock.now, jobs=(job,))
+        trace.batch("put", clock.now, clock.now, jobs=(job,))
         clock.now += 1
     trace.instant("save done", job=5)
     clock.now += 1
     for job in (0, 5, 6):
-        trace.batch("put", "put", clock.now, clock.now, jobs=(job,))
+        trace.batch("put", clock.now, clock.now, jobs=(job,))
     events = closed(trace, path)
     later = [e["ph"] for e in events if e["ph"] in "st"][-3:]
     assert later == ["s", "s", "t"]
@@ -246,22 +265,22 @@ def test_processes_of_a_host_share_a_time_line(tmp_path: Path) -> None:
     times = []
     for pid, begin in ((1, 10.0), (2, 5e6)):
         trace = make(tmp_path / str(pid), Clock(begin), pid)
-        trace.batch("get", "get", begin + 2.5, begin + 2.75)
+        trace.batch("get", begin + 2.5, begin + 2.75)
         times += [(e["ts"], e["dur"]) for e in of(closed(trace, tmp_path / str(pid)), "X")]
     assert times == [(WALL_NS // 1000 + 2_500_000, 250_000)] * 2
 
 
 def test_many_threads_lose_nothing_and_nest(path: Path) -> None:
-    trace = TraceFile(path, "rank", PID)
+    trace = Recorder(path, "rank", PID)
     each = 300
 
     def lane() -> None:
         for i in range(each):
-            start = time.perf_counter()
-            inner = time.perf_counter()
-            trace.batch("get", "part", inner, time.perf_counter(), jobs=(i,))
-            trace.batch("get", "whole", start, time.perf_counter())
-            trace.counter("queue", time.perf_counter())
+            start = time.monotonic()
+            inner = time.monotonic()
+            trace.batch("part", inner, time.monotonic(), jobs=(i,))
+            trace.batch("whole", start, time.monotonic())
+            trace.counter("queue", time.monotonic())
             trace.instant("load done", job=i)
 
     threads = [in_thread(f"lane-{n}", lane) for n in range(4)]
@@ -282,7 +301,7 @@ def test_batches_that_touch_do_not_overlap_for_being_rounded(path: Path) -> None
     trace = make(path)
     times = [1000 + i * 1.6e-6 for i in range(1000)]
     for start, stop in itertools.pairwise(times):
-        trace.batch("get", "get", start, stop)
+        trace.batch("get", start, stop)
     events = closed(trace, path)
     assert len(of(events, "X")) == len(times) - 1
     assert_nested(events)
@@ -378,7 +397,7 @@ def test_a_broken_disk_is_told_once_and_ends_the_trace(
         trace.close(LIMIT_S)
         assert trace.dropped == 3
         for _ in range(3):
-            trace.batch("get", "get", 1.0, 2.0)
+            trace.batch("get", 1.0, 2.0)
             trace.counter("n", 1)
         trace.close(LIMIT_S)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -412,8 +431,11 @@ from vllm_kvpool.transfer import trace as module
 module.FLUSH_S = 0.001
 trace = module.TraceFile(Path(sys.argv[1]), "child", 7)
 for i in itertools.count():
-    start = time.perf_counter()
-    trace.batch("get", "get", start, time.perf_counter(), jobs=(i,), requests=("request",) * 3)
+    start = time.monotonic()
+    thread = threading.current_thread()
+    requests = ("request",) * 3
+    span = module.Span(thread, "get", start, time.monotonic(), requests=requests, jobs=(i,))
+    trace.add(span)
     time.sleep(0.0001)
 """
 
@@ -445,7 +467,7 @@ def test_the_command_that_joins_files(text: str, tmp_path: Path) -> None:
         path = tmp_path / f"trace.{rank}.json"
         trace = make(path, pid=rank)
         for _ in range(2):
-            trace.batch("get", "get", 1000.0, 1001.0, outcomes=(Outcome.DONE,), jobs=(1,))
+            trace.batch("get", 1000.0, 1001.0, outcomes=(Outcome.DONE,), jobs=(1,))
         closed(trace, path)
         lines = path.read_bytes().splitlines(keepends=True)
         kept = {0: lines, 1: lines[:-1], 2: [*lines[:-2], lines[-2][:20]]}[rank]
@@ -469,8 +491,6 @@ def test_a_trace_that_is_off_takes_the_same_calls_and_does_nothing(tmp_path: Pat
         else:
             del kept[name]
     assert kept == {}
-    NO_TRACE.batch("get", "get", 1.0, 2.0, tier="file", outcomes=(Outcome.DONE,), jobs=(1,))
-    NO_TRACE.instant("done", job=1, detail="x")
-    NO_TRACE.counter("n", 1)
+    NO_TRACE.add(Mark(1.0, "done", job=1, detail="x"))
     NO_TRACE.close()
     assert (NO_TRACE.on, NO_TRACE.dropped) == (False, 0)

@@ -1,11 +1,11 @@
-"""Cells that a store would evict next, on their way into the tier after it.
+"""Demotion of cells that a store would evict next, into the tier after it.
 
-Only with write-back: with write-through the tier after it was given the cell when it was saved. A
-cell is fetched, checked, put into the next tier and then removed where it was; host memory does not
-keep it. What cannot be put stays until the store evicts it.
+With write-back only: with write-through that tier was given the cell when it was saved. A cell is
+fetched, checked, put into the next tier and removed where it was; host memory does not keep it.
+What cannot be put stays until the store evicts it.
 
-`DemotionThread` asks the stores, as that reads from disks, and waits for each demotion to end
-before it asks again; the engine thread owns the rest.
+`DemotionThread` asks the stores, which read from disks, and waits for the end of each demotion
+before the next; `Demotions` is the engine thread's.
 """
 
 import logging
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
 MAX_CELLS = 32  # of one demotion: they take slots that saves could use
-WAIT_S = 60.0  # for a demotion to end
+WAIT_S = 60.0  # for the end of a demotion
 JOIN_S = 0.5
 
 
 @dataclass(slots=True)
 class Demotion:
-    """A demotion that is under way: what its last marker is about."""
+    """A demotion in progress; `removes` are its last ops."""
 
     job: DemotionJob
     removes: list[Op]
 
 
 class Demotions:
-    """See the module docstring; the engine thread's part."""
+    """The engine thread's part."""
 
     def __init__(self, context: TransferContext, fetches: Fetches, saves: SaveManager) -> None:
         self._context = context
@@ -48,7 +48,7 @@ class Demotions:
         self._saves = saves
 
     def submit(self, job: DemotionJob) -> None:
-        """Start to move the cells; with no tier after it that can be asked, it ends at once."""
+        """Start to move the cells; ends at once if no later tier can be written to."""
         context = self._context
         graph = Graph(NO_OWNER, Priority.DEMOTE)
         demotion = Demotion(job, [])
@@ -81,7 +81,7 @@ class Demotions:
         copy = self._saves.begin_copy(entry)
         copy.transient = transient
         before = () if entry.op is None else (entry.op,)
-        # What a store gave is sealed. What a gather brought is not, unless a tier has it.
+        # A cell that a gather brought may have no header yet.
         seal = context.scheduler.add(graph, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
         lane = context.lane(OpKind.PUT, tier)
         put = context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,))
@@ -90,7 +90,7 @@ class Demotions:
         demotion.removes.append(context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
 
     def ended(self, demotion: Demotion) -> None:
-        """Every cell has moved, or will not."""
+        """All removals have ended: report the demotion."""
         moved = sum(op.state is OpState.DONE for op in demotion.removes)
         tier = self._context.tiers[demotion.job.tier].name
         self._context.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
@@ -98,8 +98,11 @@ class Demotions:
 
 
 class DemotionThread:
-    """Asks stores for what they would evict next. `post` hands a job to the engine, and the number
-    of cells that moved comes through the queue."""
+    """Asks stores what they would evict next, and has it demoted.
+
+    `post(tier, cells, answer)` hands a job to the engine, which puts the number of moved cells into
+    `answer`.
+    """
 
     def __init__(
         self,
@@ -109,24 +112,24 @@ class DemotionThread:
         self._stores = stores
         self._post = post
         self._closing = threading.Event()
-        self._answer: SimpleQueue[int] = SimpleQueue()  # that is waited for, or was
+        self._answer: SimpleQueue[int] = SimpleQueue()  # of the present or the last demotion
         self._thread = threading.Thread(target=self._run, name="kvpool-demotion", daemon=True)
         self._thread.start()
 
     def close(self) -> bool:
-        """End the thread; a demotion under way is left to the engine.
+        """End the thread; the engine goes on with a demotion in progress.
 
-        Returns whether it has ended, so that the stores may be closed.
+        Returns whether it has ended: then the stores may be closed.
         """
         self._closing.set()
-        self._answer.put(0)  # an engine that ends before the demotion answers nothing
+        self._answer.put(0)  # the engine may end before the demotion, without an answer
         self._thread.join(JOIN_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         pause = ASK_EVERY_S
         while not self._closing.wait(pause):
-            # Where much has to go there is no pause, unless nothing moves.
+            # No pause while cells move.
             moved = [self._demote(tier, store) for tier, store in self._stores.items()]
             pause = 0.0 if any(moved) else ASK_EVERY_S
 
@@ -137,7 +140,7 @@ class DemotionThread:
                 return 0
             cells = tuple(Cell(*each) for each in found)
             answer: SimpleQueue[int] = SimpleQueue()
-            self._answer = answer  # before the look: who closes after it ends the wait
+            self._answer = answer  # before `is_set`: `close` puts into the newest
             try:
                 if self._closing.is_set():
                     return 0
@@ -148,7 +151,12 @@ class DemotionThread:
             finally:
                 store.surplus_done()
         except StoreUnreachable:
-            return 0  # who watches over the store has said so, once
+            return 0  # its guard has logged it
         except (StoreError, OSError) as error:
-            logger.warning("kvpool: demotion to the next tier failed and is tried again: %s", error)
+            logger.warning(
+                "kvpool: demotion out of tier %d failed and is tried again in %g s: %s",
+                tier,
+                ASK_EVERY_S,
+                error,
+            )
             return 0

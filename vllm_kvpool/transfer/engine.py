@@ -1,12 +1,12 @@
-"""The engine's decisions: `step(event, now) -> actions` (pure; owned by the engine thread).
+"""The engine's decisions: `step(event, now) -> actions` (pure; the engine thread's).
 
-Jobs become graphs of ops over lanes (graph.py), which move cells between pages, host memory
-and tiers: loads.py and fetches.py bring them in, saves.py takes them out, host_cache.py knows what
-host memory holds. The engine gives ops their slots when they start, hands batches to lanes, takes
-outcomes back, watches deadlines and the health of tiers, and passes on reports.
+Jobs become graphs of ops over lanes (`graph.py`) that move cells between pages, host memory and
+tiers: `loads.py` and `fetches.py` bring them in, `saves.py` takes them out, `host_cache.py` knows
+what host memory holds. The engine gives an op its slot when it starts, hands batches to lanes,
+takes outcomes back, and watches deadlines and the health of tiers.
 
-Invariants (`check`): those of the parts; every batch handed to a lane is answered once; an idle
-engine holds no pin but those of calls that hang.
+Invariants (`check`): those of the parts; every batch is answered once; an idle engine holds no pin
+but those of calls that hang.
 """
 
 import random
@@ -60,11 +60,11 @@ from vllm_kvpool.transfer.saves import Copy, SaveManager
 
 
 class HungCalls:
-    """Store calls that do not return, and the memory that they may still read or write.
+    """Store calls past `call_timeout_s`, and the memory that they may still read or write.
 
-    A batch that hangs is over for its cells: they are asked elsewhere, or given up. The slots that
-    were lent to the call stay out of use until it returns, however late: a slot that a GET may
-    still write is quarantined, one that a PUT may still read stays with its cell, which is pinned.
+    The cells of such a batch go on without it. Its slots stay out of use until the call returns: a
+    slot that a GET may write is quarantined, one that a PUT may read stays with its cell, which is
+    pinned.
     """
 
     def __init__(self, host_cache: HostCache) -> None:
@@ -78,7 +78,7 @@ class HungCalls:
         return batch in self._batches
 
     def begin(self, batch: Batch) -> None:
-        """The call is given up; its ops have still to be told."""
+        """The call is given up; its ops have yet to be failed."""
         self._batches.add(batch)
         for entry in _entries_of(batch):
             if batch.lane.kind is OpKind.GET:
@@ -87,7 +87,7 @@ class HungCalls:
                 self._host_cache.pin(entry)
 
     def end(self, batch: Batch) -> None:
-        """The call has returned after all: nothing of its memory is touched any more."""
+        """The call has returned: free its memory."""
         self._batches.remove(batch)
         if batch.lane.kind is OpKind.GET:
             for slot in _slots_of(batch):
@@ -98,7 +98,7 @@ class HungCalls:
 
     @property
     def slots_read(self) -> set[Slot]:
-        """Slots that stay with their cells while a call may read them."""
+        """Slots that hung calls may read."""
         return {
             slot
             for batch in self._batches
@@ -137,7 +137,7 @@ Action = Batch | Report | Lent | LoanEnded  # a lane performs the batch
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
-    """Every lane of an engine with so many tiers behind it, and with replicas on its host."""
+    """All lanes of an engine; `replicas`: other ranks on this host hold the same KV."""
     host = [OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER]
     tier = [OpKind.GET, OpKind.PUT, OpKind.REMOVE]
     return [
@@ -148,7 +148,7 @@ def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
 
 
 class Engine:
-    """See the module docstring. `limits` has every lane of `lane_names`."""
+    """See the module docstring; `limits` has every lane of `lane_names`."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Engine:
         self._demotions = Demotions(self.context, self._fetches, self.saves)
         self.hung_calls = HungCalls(host_cache)
         self.running: set[Batch] = set()
-        """Batches that lanes have been handed and that have neither ended nor hung."""
+        """Batches that lanes have, but for those that hang."""
         self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
             OpKind.GATHER: self.saves.gathered,
             OpKind.SEAL: self.saves.sealed,
@@ -186,7 +186,7 @@ class Engine:
         }
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take one event; return what is to be reported and started, in order."""
+        """Take one event; returns reports and batches to start, in order."""
         context = self.context
         context.now = context.scheduler.now = now
         self._take(event)
@@ -246,12 +246,10 @@ class Engine:
 
     @property
     def num_saves(self) -> int:
-        """Saves, and copies between tiers, that are under way."""
+        """Saves, and copies into tiers, that are in progress."""
         return self.saves.num_open + self.saves.num_copies
 
-    # Starting batches
-
-    # Late binding: a cell gets its slot when it starts to come in.
+    # Starting batches; a cell gets its slot only now
 
     def _bind_get(self, op: Op) -> bool:
         use = SlotUse.LOAD if op.priority == Priority.LOAD else SlotUse.SAVE
@@ -272,7 +270,7 @@ class Engine:
         return [*batches]
 
     def _describe(self, batch: Batch) -> None:
-        """Say what the batch's lane has to know."""
+        """Fill in what the lane reads."""
         cells, slots = [], []
         owners: dict[Owner, None] = {}
         ready_at, attempts = self.context.now, 0
@@ -314,7 +312,7 @@ class Engine:
             handle(op, outcome)
 
     def _forget(self, generation: int | None) -> None:
-        """A reset: nothing that is on its way may be found afterwards."""
+        """A reset: no cell from before it may be found after it."""
         context = self.context
         still = self.saves.drop_copies()
         self._fetches.forget()
@@ -328,7 +326,7 @@ class Engine:
             context.scheduler.close(graph)
 
     def _batch_hung(self, batch: Batch) -> None:
-        """A store call does not return: its cells go on without it, its memory waits for it."""
+        """A store call is past its limit."""
         self.running.remove(batch)
         self.context.scheduler.batch_ended(batch)
         self.hung_calls.begin(batch)
@@ -338,7 +336,7 @@ class Engine:
             self._handlers[batch.lane.kind](op, CellOutcome.TIMED_OUT)
 
     def _watch_tier(self, lane: LaneName, outcomes: Sequence[CellOutcome]) -> None:
-        """A batch of which nothing is known is a failure of the tier, or of writing to it."""
+        """A batch all of whose cells failed is a failure of the tier, or of writing to it."""
         breaker = self._breaker(lane)
         if not all(outcome in TRANSIENT for outcome in outcomes):
             breaker.succeeded()
@@ -350,7 +348,7 @@ class Engine:
         return (context.write_breakers if lane.kind in WRITES else context.breakers)[lane.tier]
 
     def _lane_down(self, lane: LaneName) -> None:
-        """A tier is left alone for a while; where writes alone failed, loads go on."""
+        """The breaker has opened; that of writes does not stop loads."""
         if lane.kind in WRITES:
             self._fetches.writes_down(lane.tier)
             self.saves.tier_down(lane.tier)
@@ -358,7 +356,7 @@ class Engine:
             self._tier_down(lane.tier)
 
     def _tier_changed(self, event: TierHealth) -> None:
-        """Who watches the store knows best: until it is there again nobody tries."""
+        """The store's guard has found it available or not; the breaker stays open until it is."""
         breaker = self.context.breakers[event.tier]
         if event.is_up:
             breaker.let_go()
@@ -376,7 +374,7 @@ class Engine:
         self.saves.tier_down(tier)
 
     def _report_host_cache(self) -> None:
-        """Report and count what has come into host memory and left it."""
+        """Report and count what host memory has gained and lost."""
         context, host_cache = self.context, self.context.host_cache
         change = host_cache.take_change()
         if change is not None:
@@ -389,7 +387,7 @@ class Engine:
             host_cache.num_dropped = host_cache.unused_prefetches = 0
 
     def _settle(self) -> None:
-        """Tell owners of what the scheduler did on its own, until that has no consequences."""
+        """Handle ops that the scheduler cancelled, and markers, until none is left."""
         scheduler = self.context.scheduler
         while scheduler.has_consequences:
             lost, reached = scheduler.take_lost(), scheduler.take_reached()
@@ -416,7 +414,7 @@ class Engine:
                 else:
                     self.saves.all_gathered(marker.what)
         for graph in scheduler.take_ended():
-            graph.ops.clear()  # the heap of deadlines may hold the graph for long
+            graph.ops.clear()  # the heap of deadlines may keep the graph for long
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""
@@ -437,7 +435,7 @@ class Engine:
 
 
 def _why(cause: Op) -> CellOutcome:
-    """Why an op can give nothing to those that wait for it."""
+    """The outcome of those that waited for an op that failed."""
     what = cause.what
     if isinstance(what, Fetch):
         return what.trouble

@@ -1,19 +1,18 @@
-"""The threads of the worker side: one engine thread that decides, lanes that perform.
+"""The threads of the worker side: one engine thread that decides, and lanes that perform.
 
-    model thread --post--> inbox --> engine thread --work--> lane inbox --> lane
-         ^------ reports (drain) ------'   ^------------ WorkDone ----------'
+    model thread ──post──▶ inbox ──▶ engine thread ──Batch──▶ lane inbox ──▶ lane
+         ▲────── reports (drain) ──────┘   ▲──────────── BatchDone ───────────┘
 
-The engine thread owns the engine and the planner; a lane owns the work it is performing. Bounds:
-the engine keeps at most `LaneLimits.batches` in flight for a lane, so lane inboxes hold no more;
-the engine's inbox holds those plus the plans of steps not yet taken. All threads are daemons and
-end by a sentinel; a lane stuck in a store call is left behind at `close`, its memory kept alive.
+The engine thread owns the engine and the planner. A lane inbox holds at most `LaneLimits.batches`;
+the engine's inbox holds as many answers and the plans of steps not yet taken. All threads are
+daemons. They end by a sentinel; `close` leaves a lane that hangs behind, with its memory.
 
-A lane thread that dies is noticed, by its last word or by a look every `WATCH_S`: what it was
-doing has failed, and another takes its place, `MAX_NEW_LANES` times at most; after that what the
-lane is given fails at once. One that hangs in a store for `call_timeout_s` is left behind: another
-takes its place while no more than `MAX_HUNG` of the lane hang, else what the lane is given fails
-at once until one of them comes back. Its memory waits for it (`engine.py: HungCalls`); for ever
-where the store itself has given up a call that may still touch it (`BuffersInUse`).
+A lane thread that died is found by its last message, or by a check every `WATCH_S`. Its batch has
+failed, and another thread replaces it, up to `MAX_NEW_LANES` times. A thread that hangs in a store
+call past `call_timeout_s` is left behind and replaced while no more than `MAX_HUNG` of its lane
+hang. Batches of a lane without a thread fail at once. The memory of a call that hangs is out of use
+until it returns (`engine.py: HungCalls`), or for ever if the store itself gave the call up
+(`BuffersInUse`).
 """
 
 import logging
@@ -61,13 +60,13 @@ from vllm_kvpool.transfer.ops import (
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.trace import NO_TRACE, Trace
+from vllm_kvpool.transfer.trace import NO_TRACE, Level, Mark, Trace
 
 logger = logging.getLogger(__name__)
 
 
 class Gauges:
-    """Levels, what the engine has counted since the last time, and tiers that go down or up."""
+    """Sets the engine's levels and counts in the metrics; logs tiers that go down or up."""
 
     def __init__(self, engine: Engine, registry: MetricsRegistry, trace: Trace) -> None:
         self._engine = engine
@@ -76,7 +75,7 @@ class Gauges:
         self._up = [True] * len(engine.context.tiers)
         self._num_untraced = 0
 
-    def update(self) -> None:
+    def update(self, now: float) -> None:
         context, registry, trace = self._engine.context, self._registry, self._trace
         slots = context.host_cache.slots
         registry.set("kvpool_slots", slots.num_free, state="free")
@@ -84,55 +83,52 @@ class Gauges:
         quarantined = slots.num_quarantined + read_by_hung
         registry.set("kvpool_slots", slots.num_held - read_by_hung, state="held")
         registry.set("kvpool_slots", quarantined, state="quarantined")
-        trace.counter("free slots", slots.num_free)
+        trace.add(Level(now, "free slots", slots.num_free))
         for lane in context.scheduler.lanes.values():
             name = lane.key
             assert isinstance(name, LaneName)
             tier = NO_STORE.get(name.tier) or context.tiers[name.tier].name
             registry.set("kvpool_queue_cells", lane.num_ready, lane=name.kind.value, tier=tier)
-            trace.counter(f"{name.kind.value} {tier}", lane.num_ready)
+            trace.add(Level(now, f"{name.kind.value} {tier}", lane.num_ready))
         context.fill(registry)
-        self._log_tier_changes()
+        self._log_tier_changes(now)
         dropped = trace.dropped
         if dropped > self._num_untraced:
             registry.add("kvpool_trace_dropped", dropped - self._num_untraced)
         self._num_untraced = dropped
 
-    def _log_tier_changes(self) -> None:
-        now = time.monotonic()
+    def _log_tier_changes(self, now: float) -> None:
         for place, tier in enumerate(self._engine.context.tiers):
             up = not self._engine.context.breakers[place].is_open(now)
             if up != self._up[place]:
                 self._up[place] = up
-                self._trace.instant("tier up" if up else "tier down", tier=tier.name)
-                what = (
-                    "is asked again" if up else "fails; it is not asked until a later try succeeds"
-                )
-                logger.warning("kvpool: tier %s %s", tier.name, what)
+                self._trace.add(Mark(now, "tier up" if up else "tier down", tier=tier.name))
+                what = "available again" if up else "its calls fail; it is not asked for now"
+                logger.warning("kvpool: tier %s: %s", tier.name, what)
 
 
 IDLE_TICK_S = 0.5
 WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
-COPY_JOIN_S = 5.0  # a batch of copies takes milliseconds
+COPY_JOIN_S = 5.0  # for a batch of copies, which takes milliseconds
 MAX_NEW_LANES = 16
 MAX_HUNG = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
 NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
-CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch; 1 where nothing is said
+CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch, where not 1
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Finish what is running until `deadline` (monotonic seconds), then end."""
+    """Let saves finish until `deadline` (monotonic seconds), then end."""
 
     deadline: float
 
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Hand cells of a tier down; how many have moved goes into `answer`."""
+    """Demote cells of a tier; the number of those moved goes into `answer`."""
 
     tier: int
     cells: tuple[Cell, ...]
@@ -141,7 +137,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class UseNamespace:
-    """What cells are called in plans from now on."""
+    """Name the cells of later plans in this namespace."""
 
     namespace: Namespace
 
@@ -154,7 +150,7 @@ Post = (
 
 @dataclass(slots=True)
 class _OpenJob:
-    """A load or a save that has not been reported yet."""
+    """A load or save without its last report."""
 
     plan: LoadPlan | SavePlan
     began: float
@@ -162,18 +158,22 @@ class _OpenJob:
 
 
 class Lender(Protocol):
-    """What tells replicas on this host of the loans that they have asked for. It never blocks."""
+    """Answers replicas on this host. Never blocks."""
 
     def tell(self, message: Lent | LoanEnded) -> None:
-        """Engine thread."""
+        """Answer a borrower; engine thread."""
 
     def close(self) -> None:
-        """Nothing is lent any more: the engine has failed."""
+        """The engine has failed: lend nothing any more."""
 
 
 class Executor:
-    """Runs an engine. `post`, `drain` and `wait` are for the model's thread and do not block on
-    the store; `close` is called once. Every thread of a lane calls `on_lane_start` first."""
+    """Runs an engine.
+
+    `post`, `drain` and `wait` are for the model's thread and never wait for a store; `close` is
+    called once. `lanes` is the number of threads of each lane; each calls `on_lane_start` first.
+    `on_hung` is called on the engine thread with the lane of a call past `call_timeout_s`.
+    """
 
     def __init__(
         self,
@@ -201,8 +201,8 @@ class Executor:
         self._trace = trace
         self._inbox: SimpleQueue[Post | BatchDone | LaneThread] = SimpleQueue()
         self._open: dict[JobId, _OpenJob] = {}  # not reported yet; engine thread
-        self._hung: dict[Batch, LaneThread] = {}  # left behind with what they are doing
-        # One thread adds and one takes; `_wake` holds a token for each report while it waits.
+        self._hung: dict[Batch, LaneThread] = {}  # threads left behind
+        # The engine thread appends, the model's takes, and is woken while it waits.
         self._reports: deque[Report] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._waiting = False
@@ -213,7 +213,7 @@ class Executor:
         self._gauges = Gauges(engine, registry, trace)
         self._num_new_lanes = 0
         self._memory_in_use = False
-        self._dead_lanes: set[LaneName] = set()  # lanes without a thread
+        self._dead_lanes: set[LaneName] = set()  # without a thread
         self._next_watch = self._next_gauge = 0.0
         self._lane_counts = lanes
         self._lane_inboxes: dict[LaneName, SimpleQueue[Batch | None]] = {}
@@ -226,17 +226,17 @@ class Executor:
         self._thread.start()
 
     def post(self, message: Post) -> None:
-        """Hand a plan or a wish to the engine thread."""
+        """Hand a plan or a command to the engine thread."""
         self._inbox.put(message)
 
     def drain(self) -> list[Report]:
-        """All reports since the last call, in order."""
+        """The reports since the last call, in order."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def wait(self, ready: Callable[[Sequence[Report]], bool], timeout_s: float) -> bool:
-        """Block until `ready` holds of the reports not yet drained, at most `timeout_s`."""
+        """Block until `ready` holds for the reports not yet drained, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        self._waiting = True  # before the look: who publishes later sees it
+        self._waiting = True  # before reports are read: `_publish` sees it
         try:
             while not ready(list(self._reports)):
                 self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -249,8 +249,8 @@ class Executor:
     def close(self, timeout_s: float) -> bool:
         """Let saves finish for at most `timeout_s`, then end all threads.
 
-        Returns whether every lane has ended, so that the memory they use may be released: nothing
-        touches it any more.
+        Returns whether every lane has ended and no store call uses its memory: then it may be
+        freed.
         """
         self._inbox.put(Close(time.monotonic() + timeout_s))
         self._thread.join(timeout_s + LANE_JOIN_S)
@@ -268,8 +268,8 @@ class Executor:
             self._serve()
         except BaseException:
             logger.exception(
-                "kvpool: the transfer engine failed; this process runs "
-                "without the pool until it restarts"
+                "kvpool: the transfer engine failed; this process loads and saves nothing until "
+                "vLLM restarts"
             )
             self._registry.add("kvpool_failures", kind="engine")
             if self._lender is not None:
@@ -308,19 +308,19 @@ class Executor:
             self._watch()
         self._step(DropSaves())
         self._dispatch()
-        self._gauges.update()
+        self._gauges.update(time.monotonic())
 
     def _end_lanes(self) -> None:
         for lane in self._lanes:
             self._lane_inboxes[lane.lane].put(None)
 
     def _serve_without_engine(self) -> None:
-        """Every job ends as if the store had nothing, once no lane can write its pages any more.
+        """The engine has failed: report every job as failed, when no lane can write its pages.
 
-        A copy that hangs keeps the jobs of the blocks that it writes, and no others.
+        A copy that hangs delays the jobs of the blocks that it writes, and no others.
         """
         hanging = self._leave_hanging_copies()
-        self._publish(self._unpublished)  # what had ended just before is as it was decided
+        self._publish(self._unpublished)  # reports from before the failure hold
         while True:
             hanging = {lane: batch for lane, batch in hanging.items() if lane.thread.is_alive()}
             written = {block for batch in hanging.values() for block in _blocks_of(batch)}
@@ -341,9 +341,9 @@ class Executor:
                 self._publish([SavesDropped(message.generation)])
 
     def _leave_hanging_copies(self) -> dict[LaneThread, Batch]:
-        """Wait for copies into pages to end, `COPY_JOIN_S` at most; those that have not.
+        """Wait `COPY_JOIN_S` for copies into pages; returns those that have not ended.
 
-        They do nothing more when they have ended.
+        Their threads take no other batch.
         """
         hanging: dict[LaneThread, Batch] = {}
         deadline = time.monotonic() + COPY_JOIN_S
@@ -354,9 +354,8 @@ class Executor:
                 if busy is not None and lane.abandon(busy[0]):
                     hanging[lane] = busy[0]
                     logger.error(
-                        "kvpool: lane %s: a copy into pages did not end "
-                        "within %g s; its blocks stay "
-                        "in use until the engine restarts",
+                        "kvpool: lane %s: a copy into pages has not ended within %g s; its blocks "
+                        "stay in use until it does",
                         lane.lane,
                         COPY_JOIN_S,
                     )
@@ -378,7 +377,7 @@ class Executor:
             return None
 
     def _dispatch(self) -> None:
-        """Last thing before the engine thread waits: who is woken waits for the interpreter."""
+        """Start batches and publish reports: last, since threads that wake need the GIL."""
         for batch in self._started:
             if batch.lane in self._dead_lanes:
                 self._fail(batch)
@@ -391,7 +390,7 @@ class Executor:
 
     def _demote(self, message: Demote) -> None:
         self._num_demotions += 1
-        job = JobId(-self._num_demotions)  # the scheduler side's are positive
+        job = JobId(-self._num_demotions)  # jobs of the scheduler side are positive
         self._demotions[job] = message.answer
         self._step(DemotionJob(job, message.tier, message.cells))
 
@@ -420,16 +419,17 @@ class Executor:
     def _account(self, report: Report) -> None:
         match report:
             case SaveDone():
-                self._save_seconds(time.monotonic() - self._open.pop(report.job_id).began)
+                now = time.monotonic()
+                self._save_seconds(now - self._open.pop(report.job_id).began)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
                         self._registry.add("kvpool_failures", count, kind=f"save_{outcome.value}")
-                self._trace.instant("save done", job=report.job_id, request=report.request_id)
+                self._trace.add(Mark(now, "save done", report.job_id, report.request_id))
             case LoadDone():
-                self._load_seconds(time.monotonic() - self._open.pop(report.job_id).began)
-                if self._trace.on:
-                    name = f"load {report.reason.value}"
-                    self._trace.instant(name, job=report.job_id, request=report.request_id)
+                now = time.monotonic()
+                self._load_seconds(now - self._open.pop(report.job_id).began)
+                name = f"load {report.reason.value}"
+                self._trace.add(Mark(now, name, report.job_id, report.request_id))
             case DemotionDone():
                 self._demotions.pop(report.job_id).put(report.moved)
             case SaveGathered():
@@ -452,7 +452,7 @@ class Executor:
         )
 
     def _watch(self) -> None:
-        """Look after what cannot speak for itself, now and then."""
+        """Now and then: find dead and hanging lanes, update gauges."""
         now = time.monotonic()
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S
@@ -463,10 +463,10 @@ class Executor:
                 self._check_timeouts(lane, now)
         if now >= self._next_gauge:
             self._next_gauge = now + GAUGE_EVERY_S
-            self._gauges.update()
+            self._gauges.update(now)
 
     def _check_timeouts(self, lane: LaneThread, now: float) -> None:
-        """Leave a thread behind that hangs in a store."""
+        """Leave a thread behind that hangs in a store call."""
         busy = lane.busy_since()
         limit_s = self._call_timeout_s * CALLS_OF.get(lane.lane.kind, 1)
         if busy is None or now - busy[1] <= limit_s:
@@ -478,9 +478,8 @@ class Executor:
         self._hung[batch] = lane
         self._registry.add("kvpool_failures", kind="store_stuck")
         logger.warning(
-            "kvpool: lane %s: a store call runs for %.1f s, past "
-            "call_timeout_s=%g; its cells are taken "
-            "as failed, its memory stays reserved until it returns",
+            "kvpool: lane %s: a store call runs for %.1f s, past call_timeout_s=%g; its cells "
+            "count as failed, its memory stays reserved until it returns",
             lane.lane,
             now - began,
             self._call_timeout_s,
@@ -493,9 +492,13 @@ class Executor:
         self._step(BatchHung(batch))
 
     def _on_late_return(self, done: BatchDone) -> None:
-        """A call that was given up has returned."""
+        """A call that hung has returned."""
         lane = self._hung.pop(done.batch).lane
-        logger.info("kvpool: lane %s: the call that was past call_timeout_s has returned", lane)
+        logger.info(
+            "kvpool: lane %s: a call past call_timeout_s=%g has returned",
+            lane,
+            self._call_timeout_s,
+        )
         if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
             self._dead_lanes.discard(lane)
             self._add_lane(lane)
@@ -510,8 +513,10 @@ class Executor:
             return
         self._lanes.remove(dead)
         self._registry.add("kvpool_failures", kind="lane")
-        logger.error("kvpool: lane %s: a thread died; another one replaces it", dead.lane)
-        if self._num_new_lanes < MAX_NEW_LANES:
+        replaced = self._num_new_lanes < MAX_NEW_LANES
+        then = "another replaces it" if replaced else "it is not replaced, too many have died"
+        logger.error("kvpool: lane %s: a thread died; %s", dead.lane, then)
+        if replaced:
             self._num_new_lanes += 1
             self._add_lane(dead.lane)
         if dead.batch is not None:
@@ -519,7 +524,7 @@ class Executor:
         self._close_if_empty(dead.lane)
 
     def _close_if_empty(self, name: LaneName) -> None:
-        """Where a lane has no thread left nothing may wait for one."""
+        """If a lane has no thread left, fail the batches that wait for one."""
         if any(lane.lane == name for lane in self._lanes):
             return
         self._dead_lanes.add(name)
@@ -530,7 +535,7 @@ class Executor:
                 self._fail(batch)
 
     def _fail(self, batch: Batch, *, in_use: bool = False) -> None:
-        """Answer for a lane that cannot."""
+        """Answer a batch that no lane will."""
         self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.cells), in_use))
 
 

@@ -1,9 +1,8 @@
-"""What a lane does with a batch of cells: move or check them, and say what became of each.
+"""What a lane does with a batch of cells, and the thread that does it.
 
-A lane performs and reports; it never decides. Store calls, sealing and checking happen here, on
-slots that the engine has given to the cells, so nothing else writes that memory meanwhile.
-`perform` may be called by several lanes at once; the gather lane and the scatter lane have a copier
-each, and a lane that works with a store uses that store alone.
+A lane performs and reports; it never decides. `BatchRunner.perform` may be called by several lanes
+at once: the gather lane and the scatter lane have a copier each, and the slots of a batch are its
+own.
 """
 
 import logging
@@ -33,7 +32,7 @@ from vllm_kvpool.transfer.ops import (
     LaneName,
     OpKind,
 )
-from vllm_kvpool.transfer.trace import NO_TRACE, Trace
+from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +40,10 @@ Perform = Callable[[Batch], Sequence[CellOutcome]]
 
 
 class LaneThread:
-    """Performs the batches of its inbox, one after another, and reports it if it dies.
+    """Performs the batches of its inbox one by one; puts itself into the outbox if it dies.
 
-    A thread that hangs in a store call can be left behind: it ends when the call returns, after it
-    has reported its batch.
-
-    `on_start` is called first, on the thread; if it fails the thread dies.
+    `on_start` is called first, on the thread; if it fails the thread dies. A thread that is
+    abandoned ends after it has reported its batch.
     """
 
     def __init__(
@@ -59,12 +56,12 @@ class LaneThread:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lane = lane
-        self.has_ended = False  # it was told to end
-        self.memory_in_use = False  # a call of its was given up that may still touch them
-        self._lock = threading.Lock()  # held to end a batch, and to leave the thread with one
+        self.has_ended = False  # by its sentinel or because it was abandoned
+        self.memory_in_use = False  # a store gave up a call that may still touch its slots
+        self._lock = threading.Lock()  # held to end a batch and to abandon the thread
         self._abandoned = False
-        self._since: float | None = None  # set after a batch is taken, unset before it is let go
-        self._taken: deque[Batch | None] = deque()  # the work it is doing
+        self._since: float | None = None  # when the present batch began
+        self._taken: deque[Batch | None] = deque()  # the present batch
         self._inbox = inbox
         self._perform = perform
         self._outbox = outbox
@@ -74,17 +71,17 @@ class LaneThread:
 
     @property
     def batch(self) -> Batch | None:
-        """What it had taken and not answered; for others to ask once it is dead."""
+        """The batch that it has taken and not answered."""
         return self._taken[0] if self._taken else None
 
     def busy_since(self) -> tuple[Batch, float] | None:
-        """The work it is doing and when it began (monotonic seconds); any thread may ask."""
+        """The present batch and when it began (monotonic seconds); any thread may call."""
         with self._lock:
             batch, since = self.batch, self._since
         return None if batch is None or since is None else (batch, since)
 
     def abandon(self, batch: Batch) -> bool:
-        """It shall take no other work when it has done this one; False if it has done it before."""
+        """End the thread after this batch; False if it has already done it."""
         with self._lock:
             if self.batch is not batch:
                 return False
@@ -96,8 +93,8 @@ class LaneThread:
         try:
             self._on_start()
             while True:
-                # One call into C: an exception thrown into this thread comes before or after it,
-                # so that no batch is out of the inbox and in nobody's hands.
+                # One call into C: an exception thrown into this thread comes before or after it, so
+                # a batch is in the inbox or in `_taken`.
                 self._taken.extend(islice(inbox, 1))
                 batch = self._taken[0]
                 if batch is None:
@@ -107,11 +104,11 @@ class LaneThread:
                 try:
                     outcomes = self._perform(batch)
                 except BuffersInUse as error:
-                    logger.error("kvpool: %s: %s", batch.lane, error)
+                    logger.error("kvpool: lane %s: %s", batch.lane, error)
                     outcomes = [CellOutcome.FAILED] * len(batch.cells)
                     in_use = self.memory_in_use = True
                 except Exception:
-                    logger.exception("kvpool: %s failed", batch.lane)
+                    logger.exception("kvpool: lane %s: a batch failed", batch.lane)
                     outcomes = [CellOutcome.FAILED] * len(batch.cells)
                 self._outbox.put(BatchDone(batch, outcomes, in_use))
                 with self._lock:
@@ -141,12 +138,12 @@ _DIRECTION = {OpKind.GET: "load", OpKind.PUT: "save", OpKind.REMOVE: "remove"}
 _COPIES = frozenset({OpKind.GATHER, OpKind.SCATTER})
 
 Borrow = Callable[[Sequence[Cell], Sequence[Buffer], int], list[CellOutcome]]
-"""Copies cells out of replicas' host memory (`ReplicaExchange.borrow`)."""
+"""`ReplicaExchange.borrow`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRunner:
-    """The things that lanes act on. `names` are the tiers' labels, in the order of `stores`."""
+    """Performs batches; `names` are the labels of `stores` in metrics."""
 
     stores: tuple[Store, ...]
     names: tuple[str, ...]
@@ -157,13 +154,13 @@ class BatchRunner:
     verify_checksum: bool
     registry: MetricsRegistry
     trace: Trace = NO_TRACE
-    clock: Callable[[], float] = time.monotonic  # the trace's and the executor's
+    clock: Callable[[], float] = time.monotonic  # also the engine's and the trace's
     borrow: Borrow | None = None  # where replicas are on this host
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
-        """Do the whole batch; one outcome per cell. What is a bug is logged.
+        """Perform a batch; one outcome per cell.
 
-        Raises BuffersInUse alone: the slots must not be used again.
+        Raises BuffersInUse only: then the slots must not be used again.
         """
         start = self.clock()
         try:
@@ -179,7 +176,7 @@ class BatchRunner:
             self.registry.add("kvpool_failures", kind="store_error")
             outcomes = [CellOutcome.FAILED] * len(batch.cells)
         except Exception:
-            logger.exception("kvpool: %s failed", batch.lane)
+            logger.exception("kvpool: lane %s: a batch failed", batch.lane)
             self.registry.add("kvpool_failures", kind="bug")
             outcomes = [CellOutcome.FAILED] * len(batch.cells)
         self._count(batch, outcomes, start, self.clock())
@@ -262,7 +259,7 @@ class BatchRunner:
                 token_start = max(pages.token_start, start)
                 token_stop = min(pages.token_stop, start + chunk_tokens)
                 if token_start >= token_stop:
-                    continue  # another group of the cell's layers needs the chunk, not this one
+                    continue  # this piece's group does not need the chunk
                 moves.append(
                     CellMove(
                         address=payload + piece.rows_before * chunk_tokens * row_bytes,
@@ -296,19 +293,22 @@ class BatchRunner:
         self.registry.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)
         if batch.attempt > 1:
             self.registry.add("kvpool_retries", lane=kind.value, tier=tier_name)
-        self.trace.batch(
-            kind.value,
-            kind.value,
-            start,
-            end,
-            tier=tier_name,
-            cells=len(batch.cells),
-            nbytes=nbytes,
-            outcomes=outcomes,
-            requests=[owner.request_id for owner in batch.owners],
-            jobs=[owner.job_id for owner in batch.owners],
-            attempt=batch.attempt,
-        )
+        if self.trace.on:
+            self.trace.add(
+                Span(
+                    threading.current_thread(),
+                    kind.value,
+                    start,
+                    end,
+                    tier_name,
+                    len(batch.cells),
+                    nbytes,
+                    outcomes,
+                    [owner.request_id for owner in batch.owners],
+                    [owner.job_id for owner in batch.owners],
+                    batch.attempt,
+                )
+            )
         if kind in _COPIES:
             self.registry.add("kvpool_copy_bytes", nbytes, direction=kind.value)
             self.registry.add("kvpool_copy_seconds", end - start, direction=kind.value)

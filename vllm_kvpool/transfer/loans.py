@@ -36,9 +36,9 @@ HOLD_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The ranks on this host that hold the same KV as this one, by number, this one (`me`) too.
+    """The ranks on this host that hold the same KV, by number, `me` included.
 
-    `members` has a set for each layer group that is replicated here.
+    `members` has one set for each layer group that is replicated on this host.
     """
 
     me: int
@@ -53,12 +53,12 @@ class _Loan:
     until: float
     slots: list[Slot | None]
     cells: list["Borrowed"] = field(default_factory=list)
-    num_open: int = 0  # cells that are still on their way here
+    num_open: int = 0  # cells that are still being fetched
 
 
 @dataclass(slots=True, eq=False)
 class Borrowed:
-    """A cell of a loan: what the marker after its fetch is about."""
+    """A cell of a loan; `op` is a marker after its fetch."""
 
     loan: _Loan
     place: int
@@ -69,15 +69,15 @@ class Borrowed:
 
 @dataclass(slots=True, eq=False)
 class Retained:
-    """A cell that stays for those of the set who have not asked; what the marker is about."""
+    """A cell that is retained for members that have not asked for it (`left`)."""
 
     entry: CacheEntry
     left: AbstractSet[int]
-    until: float | None = None  # set while it is pinned
+    until: float | None = None  # while it is pinned
 
 
 class Loans:
-    """See the module docstring."""
+    """All loans and retained cells."""
 
     def __init__(
         self, context: TransferContext, fetches: Fetches, replicas: ReplicaSet | None
@@ -86,22 +86,22 @@ class Loans:
         self._fetches = fetches
         self._replicas = replicas
         self._loans: dict[int, _Loan] = {}  # in order of their deadlines
-        self._retained: dict[str, Retained] = {}  # by key; from the first who wants the cell
-        self._slots_retained: set[str] = set()  # those of them that have a slot
+        self._retained: dict[str, Retained] = {}  # by key, from the first member that wants it
+        self._slots_retained: set[str] = set()  # keys of those that have a slot
         self._in_order: deque[Retained] = (
             deque()
         )  # in order of their deadlines; the dropped ones too
-        self._silent: set[int] = set()  # members for whom cells were retained in vain
+        self._silent: set[int] = set()  # members that let retained cells expire
 
     @property
     def num_open(self) -> int:
-        """Loans and retained cells that hold a pin."""
+        """The number of loans, and of retained cells that hold a pin."""
         return len(self._loans) + sum(
             retained.until is not None for retained in self._retained.values()
         )
 
     def lend(self, event: Lend) -> None:
-        """A replica asks for cells: fetch what is not here; `Lent` follows."""
+        """Lend cells, after fetching those that are not here; `Lent` follows."""
         context, replicas = self._context, self._replicas
         assert replicas is not None
         cells = event.cells if event.generation == context.generation else ()
@@ -113,7 +113,7 @@ class Loans:
             entry = self._entry_of(cell, graph)
             if entry is None:
                 continue
-            context.host_cache.pin(entry)  # first: it may be the last one that it is retained for
+            context.host_cache.pin(entry)  # before `_retain`, which may drop its own pin
             self._retain(cell, entry, graph, event.borrower)
             borrowed = Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
@@ -137,14 +137,14 @@ class Loans:
         return entry
 
     def over(self, event: LoanOver) -> None:
-        """The borrower has copied the cells, or is gone; `LoanEnded` says whether in time."""
+        """The borrower has copied the cells or is gone; `LoanEnded` follows."""
         loan = self._loans.pop(event.loan_id, None)
         if loan is not None:
             self._release(loan)
         self._context.reports.append(LoanEnded(event.loan_id, loan is not None))
 
     def here(self, borrowed: Borrowed) -> None:
-        """The cell is in host memory."""
+        """A lent cell is in host memory."""
         if borrowed.over:
             return
         loan, entry = borrowed.loan, borrowed.entry
@@ -153,7 +153,7 @@ class Loans:
         self._answer(loan)
 
     def lost(self, borrowed: Borrowed) -> None:
-        """No tier can give the cell."""
+        """No tier has the cell."""
         if borrowed.over:
             return
         borrowed.over = True
@@ -176,10 +176,10 @@ class Loans:
             if borrowed.entry.op is not None:
                 self._fetches.release(borrowed.entry)
 
-    # Cells that are retained for the others
+    # Retained cells
 
     def wanted(self, cell: Cell, entry: CacheEntry, graph: Graph) -> None:
-        """A load of this rank wants a cell that it fetches for its set, too."""
+        """A load of this rank wants a cell that it fetches for its set."""
         if self._replicas is not None:
             self._retain(cell, entry, graph, self._replicas.me)
 
@@ -206,7 +206,7 @@ class Loans:
             self._drop(retained)
 
     def may_begin(self, entry: CacheEntry) -> bool:
-        """Whether a fetch may have a slot: not where too many are retained for others already."""
+        """Whether a fetch may take a slot: not while `max_retained` cells have one."""
         retained = self._retained.get(entry.key)
         if retained is None or retained.entry is not entry or entry.key in self._slots_retained:
             return True
@@ -214,13 +214,13 @@ class Loans:
         return len(self._slots_retained) < self._replicas.max_retained
 
     def has_begun(self, entry: CacheEntry) -> None:
-        """The fetch has a slot."""
+        """The fetch has taken a slot."""
         retained = self._retained.get(entry.key)
         if retained is not None and retained.entry is entry:
             self._slots_retained.add(entry.key)
 
     def retain(self, retained: Retained) -> None:
-        """The cell is in host memory."""
+        """A cell to retain is in host memory."""
         entry = retained.entry
         if self._retained.get(entry.key) is not retained:
             return
@@ -232,7 +232,7 @@ class Loans:
         self._in_order.append(retained)
 
     def retain_nothing(self, retained: Retained) -> None:
-        """No tier can give the cell, or nobody wants it any more."""
+        """The fetch of a cell to retain has failed or was cancelled."""
         if self._retained.get(retained.entry.key) is retained:
             self._drop(retained)
 
@@ -243,10 +243,10 @@ class Loans:
             retained.until = None
             self._context.host_cache.unpin(retained.entry)
 
-    # Time, and resets
+    # Deadlines and resets
 
     def expire(self) -> None:
-        """Release what others have not taken in time."""
+        """Release loans and retained cells whose time is over."""
         now = self._context.now
         while self._loans and (loan := next(iter(self._loans.values()))).until <= now:
             del self._loans[loan.loan_id]
@@ -258,7 +258,7 @@ class Loans:
                 self._expect_no_more(retained.left)
 
     def _expect_no_more(self, members: AbstractSet[int]) -> None:
-        """Keep nothing any more for members that do not ask."""
+        """Retain nothing for members that let cells expire."""
         if members <= self._silent:
             return
         self._silent |= members
@@ -279,7 +279,7 @@ class Loans:
         return min(due, default=None)
 
     def forget(self) -> None:
-        """A reset: nothing stays for those who have not asked. Loans go on: of before."""
+        """A reset: drop all retained cells. Loans go on, with cells from before it."""
         for retained in list(self._retained.values()):
             self._drop(retained)
 

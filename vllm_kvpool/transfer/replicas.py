@@ -1,21 +1,20 @@
-"""How ranks of one host that hold the same KV take cells out of each other's host memory.
+"""Ranks of one host that hold the same KV copy cells out of each other's host memory.
 
     borrower's get-replica lane                      lender's replicas thread     its engine thread
         Ask (keys, generation)    ────────────────▶  Lend  ──────────────────▶  fetch, pin
-        Lent (where they lie)     ◀──────────────────────────────────────────  Lent
+        Lent (offsets)            ◀──────────────────────────────────────────  Lent
         copies out of the lender's arena, which it has mapped read-only
         Copied                    ────────────────▶  LoanOver ───────────────▶  unpin
         Ended (held)              ◀──────────────────────────────────────────  LoanEnded
 
-Copied bytes count only if the lender confirms that it held them until then, so what a lender
-releases early (a borrower that hangs past `ReplicaSet.loan_s`) is never used. A connection carries
-one loan at a time and its end, `kill -9` included, ends the loan; whatever is not as expected ends
-the connection, and the borrower asks the tiers. Calls are bounded by `patience_s`; a replica that
-was late or gone is left alone for a while (`storage/breaker.py`).
+Copied bytes count only if the lender confirms that it held the cells until then. A connection
+carries one loan at a time, and its end, even by `kill -9`, ends the loan; any unexpected message
+ends the connection, and the borrower asks the tiers. A borrower waits `patience_s`; a replica that
+was late or gone is not asked for a while (`storage/breaker.py`).
 
-Nothing of this has a name in a file system: sockets are abstract, arenas are memory files sealed
-against other writers. Both ends must be of one user, and the borrower knows the lender's token,
-which ranks exchange as `Card`s over the engine's own connections.
+Nothing has a name in a file system: sockets are abstract, arenas are memory files sealed against
+other writers. Both ends belong to one user, and the borrower knows the lender's token, which ranks
+exchange as `Card`s over the engine's own connections.
 """
 
 import array
@@ -67,13 +66,13 @@ _CARD = struct.Struct("<16s16s16sIII")
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What a rank tells the others at start: equal `host` means that they can share."""
+    """What a rank tells the others at start; ranks with the same `host` can share memory."""
 
     host: bytes
     name: bytes
     token: bytes
     place: Replica
-    rank: int  # among the engine's
+    rank: int  # of the engine
 
     def pack(self) -> bytes:
         """`CARD_BYTES` bytes."""
@@ -86,7 +85,7 @@ class Card(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """Of its socket."""
+        """The abstract address of its socket."""
         return f"\0kvpool-replica-{self.name.hex()}"
 
 
@@ -94,10 +93,10 @@ CARD_BYTES = _CARD.size
 
 
 def host_digest() -> bytes:
-    """Equal in two processes if they can pass each other memory: kernel, network and user."""
+    """Equal in processes that can pass each other memory: same kernel, network and user."""
     try:
         parts = (BOOT_ID.read_text().strip(), os.readlink(_NETWORK), str(os.geteuid()))
-    except OSError:  # nobody else is where this is
+    except OSError:  # unknown: then no other process is on this host
         return secrets.token_bytes(16)
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
 
@@ -139,9 +138,11 @@ _FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentCells | _Ended)
 
 
 class ReplicaExchange:
-    """One rank's end, borrower and lender. `open` it, exchange cards, `join`, and `start` it when
-    there is an engine; `borrow` is for lanes, `tell` for the engine thread, the rest for the
-    thread that made it."""
+    """One rank's end, as borrower and lender.
+
+    Make it, exchange cards, `join`, then `start` it when there is an engine. `borrow` is for lanes,
+    `tell` for the engine thread, the rest for the thread that made it.
+    """
 
     def __init__(self, place: Replica, rank: int, *, shares: bool = True) -> None:
         self.card = Card(
@@ -161,7 +162,7 @@ class ReplicaExchange:
         self._borrower: _Borrower | None = None
 
     def join(self, cards: Sequence[bytes]) -> None:
-        """The cards of all ranks of the pipeline stage, in one order for all of them."""
+        """Take the cards of all ranks of the pipeline stage, in the same order on all of them."""
         every = dict(enumerate(map(Card.unpack, cards)))
         [self.number] = [number for number, card in every.items() if card == self.card]
         del every[self.number]
@@ -187,12 +188,11 @@ class ReplicaExchange:
     def borrow(
         self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
     ) -> list[CellOutcome]:
-        """Copy cells out of the host memory of those that fetch them. Takes `patience_s` at most.
+        """Copy cells out of the host memory of the members that fetch them, within `patience_s`.
 
-        What is not DONE was not to be had: MISSING there, or its lender is TIMED_OUT or
-        UNREACHABLE.
+        MISSING: the lender has not got it; TIMED_OUT, UNREACHABLE: the lender did not answer.
         """
-        if self._borrower is None:  # at start
+        if self._borrower is None:  # not started yet
             return [CellOutcome.UNREACHABLE] * len(cells)
         return self._borrower.borrow(cells, buffers, generation)
 
@@ -202,7 +202,7 @@ class ReplicaExchange:
             self._lender.tell(message)
 
     def close(self) -> None:
-        """Lend and borrow nothing any more; calls in progress end at once. May be called twice."""
+        """Lend and borrow nothing any more; ends calls in progress. May be called twice."""
         if self._borrower is not None:
             self._borrower.close()
         if self._lender is not None:
@@ -216,8 +216,8 @@ def _new_socket() -> socket.socket:
 
 
 def _shut(peer: socket.socket) -> None:
-    """End a connection that another thread may be using."""
-    with contextlib.suppress(OSError):  # it has ended
+    """End a connection that another thread may use."""
+    with contextlib.suppress(OSError):  # it has ended already
         peer.shutdown(socket.SHUT_RDWR)
 
 
@@ -231,7 +231,7 @@ def _is_own_user(peer: socket.socket) -> bool:
 
 @dataclass(eq=False)
 class _Link:
-    """A borrower's connection; `number` is its own once it has said the token."""
+    """A borrower's connection; `number` is the borrower's, once it has sent the token."""
 
     peer: socket.socket
     number: int | None = None
@@ -239,7 +239,7 @@ class _Link:
 
 
 class _LenderThread:
-    """Reads what borrowers ask and hands it to the engine."""
+    """Reads borrowers' messages and hands them to the engine."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class _LenderThread:
         self._post = post
         self._next_loan = 0
         self._links: set[_Link] = set()
-        self._lock = threading.Lock()  # guards the next one, and that no closed socket is used
+        self._lock = threading.Lock()  # guards `_loans`, and sockets against being closed in use
         self._loans: dict[int, _Link] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -269,7 +269,7 @@ class _LenderThread:
     def tell(self, message: Lent | LoanEnded) -> None:
         with self._lock:
             link = self._loans.get(message.loan_id)
-            if link is None:  # its borrower has gone
+            if link is None:  # the borrower has gone
                 return
             if isinstance(message, LoanEnded):
                 del self._loans[message.loan_id]
@@ -283,7 +283,7 @@ class _LenderThread:
             try:
                 link.peer.send(_encode(reply), socket.MSG_DONTWAIT)
             except OSError:
-                _shut(link.peer)  # the thread sees its end
+                _shut(link.peer)  # `_run` sees the end
 
     def close(self) -> None:
         self._closing = True
@@ -302,7 +302,8 @@ class _LenderThread:
                         self._read(key.data)
         except Exception:
             logger.exception(
-                "kvpool: lending to replicas on this host failed; they fetch from the tiers"
+                "kvpool: lending to replicas on this host failed; until vLLM restarts they fetch "
+                "from the tiers"
             )
         finally:
             self._selector.close()
@@ -336,7 +337,7 @@ class _LenderThread:
             self._drop(link)
 
     def _take(self, link: _Link, message: _Hello | _Ask | _Copied) -> bool:
-        """Whether the message is one that may come now."""
+        """Handle a message; False if it may not come now."""
         if isinstance(message, _Hello):
             if link.number is not None or message.number not in self._siblings:
                 return False
@@ -393,7 +394,7 @@ class _LenderThread:
 
 @dataclass(eq=False)
 class _OpenLoan:
-    """What is asked of one lender in a call; `places` are those of the cells in the call."""
+    """The part of a `borrow` that one lender answers; `places` index the cells of the call."""
 
     number: int
     peer: socket.socket
@@ -402,13 +403,13 @@ class _OpenLoan:
 
 
 class _Borrower:
-    """Asks lenders; used by the lanes' threads."""
+    """Asks lenders, on the lanes' threads."""
 
     def __init__(self, number: int, siblings: Mapping[int, Card], patience_s: float) -> None:
         self._number = number
         self._siblings = siblings
         self._patience_s = patience_s
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards all below
         self._idle: defaultdict[int, list[socket.socket]] = defaultdict(list)
         self._busy: set[socket.socket] = set()
         self._arenas: dict[int, Any] = {}  # mapped for as long as this process lives
@@ -450,7 +451,7 @@ class _Borrower:
                     self._end(loan.number, loan.peer, failed=failed)
         for loan in loans.values():
             logger.warning(
-                "kvpool: replica %d on this host has not lent %d cells within %.1f s; they are "
+                "kvpool: replica %d on this host did not lend %d cells within %.1f s; they are "
                 "fetched from the tiers",
                 loan.number,
                 len(loan.places),
@@ -464,13 +465,17 @@ class _Borrower:
     def _take(
         self, loan: _OpenLoan, buffers: Sequence[Buffer], outcomes: list[CellOutcome]
     ) -> tuple[bool, bool]:
-        """Read an answer: whether the loan goes on, and whether its lender has failed."""
+        """Read an answer; returns whether the loan goes on, and whether its lender has failed."""
         try:
             message = self._receive(loan.number, loan.peer)
         except BlockingIOError:
             return True, False
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("kvpool: replica %d on this host: %s", loan.number, error)
+            logger.warning(
+                "kvpool: replica %d on this host failed, its cells are fetched from the tiers: %s",
+                loan.number,
+                error,
+            )
             return False, True
         if isinstance(message, _Welcome):
             return True, False
@@ -499,7 +504,7 @@ class _Borrower:
         return False, True
 
     def _connection(self, number: int) -> socket.socket | None:
-        """One that no other call has; a new one has said who we are. Waits for nothing."""
+        """A connection of this call's own, with the hello sent; None if there is none now."""
         with self._lock:
             if self._closed or self._breakers[number].is_open(time.monotonic()):
                 return None
@@ -512,20 +517,25 @@ class _Borrower:
         try:
             peer.connect(self._siblings[number].address)
             if not _is_own_user(peer):
-                raise OSError("another user listens where it did")
+                raise OSError("another user listens on its socket")
             peer.send(_encode(_Hello(self._siblings[number].token, self._number)))
         except OSError as error:
             peer.close()
             with self._lock:
                 self._breakers[number].tripped(time.monotonic())
-            logger.warning("kvpool: replica %d on this host cannot be asked: %s", number, error)
+            logger.warning(
+                "kvpool: replica %d on this host cannot be reached, its cells are fetched from the "
+                "tiers: %s",
+                number,
+                error,
+            )
             return None
         with self._lock:
             self._busy.add(peer)
         return peer
 
     def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentCells | _Ended:
-        """A message; with a greeting comes the lender's arena, which is mapped."""
+        """Receive a message; a welcome brings the lender's arena, which is mapped."""
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, flags)
@@ -534,7 +544,7 @@ class _Borrower:
             descriptors.frombytes(passed)
         try:
             if not data:
-                raise OSError("it has ended the connection")
+                raise OSError("connection closed")
             message: _Welcome | _LentCells | _Ended = _FROM_LENDER.decode(data)
             if isinstance(message, _Welcome):
                 self._map(number, descriptors[0] if descriptors else -1, message.nbytes)
@@ -548,8 +558,8 @@ class _Borrower:
             if number in self._arenas:
                 return
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK:  # reading beyond the end would kill us
-                raise OSError("its memory may shrink")
+            if not seals & fcntl.F_SEAL_SHRINK:  # reading beyond the end would kill this process
+                raise OSError("its memory file is not sealed against shrinking")
             memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
             self._arenas[number] = np.frombuffer(memory, np.uint8)
 
@@ -562,7 +572,7 @@ class _Borrower:
         return True
 
     def _end(self, number: int, peer: socket.socket, *, failed: bool) -> None:
-        """The call is done with the connection, which nobody else takes if it has failed."""
+        """Return the connection for other calls, or close it if the lender has failed."""
         with self._lock:
             self._busy.discard(peer)
             if not failed:

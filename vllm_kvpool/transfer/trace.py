@@ -1,25 +1,21 @@
-"""A trace of every batch, in the Chrome trace event format: ui.perfetto.dev opens it.
+"""A trace of every batch, in the Chrome trace event format (ui.perfetto.dev). See docs/tracing.md.
 
-One track for each thread that performs batches, arrows between the batches of one plan, counter
-tracks for queues and slots, marks for reports. docs/tracing.md says how to read it.
+    any thread ──record──▶ bounded deque ──▶ writer thread ──lines, every FLUSH_S──▶ file
 
-    any thread --record--> bounded deque --> writer thread --lines, every FLUSH_S--> file
-
-The thread that records pays for a tuple and an append; names, sums and JSON are made by the writer
-thread, which alone touches the disk. Nothing here raises into a caller or makes it wait: what
-finds the deque full, or the file full, broken or closed, is counted in `dropped`.
+The recording thread pays for a tuple and an append; the writer thread makes names, sums and JSON.
+Nothing here raises into a caller or makes it wait: records that find the deque or the file full,
+broken or closed are counted in `dropped`.
 
 The file is a JSON array, an event a line: `[` and the process's name first, then `,` and an event.
-It may end after any line, as it does when the process is killed, or in a line when it is killed in
-the middle of a write: Perfetto takes an array without its `]` and leaves out half an event. It
-opens several files at once from version 58 on; before, they are joined by
+It may end after any line, or in a line if the process was killed: Perfetto takes an array without
+its `]` and leaves out half an event. It opens several files at once from version 58 on; before,
+join them by
 
     { sed -n '/}$/{s/^\\[/,/;1s/^,/[/;p}' trace.*.json; echo ']'; } > joined.json
 
-Times are microseconds since the epoch: each process reads the wall clock once and counts from
-there with `clock`, so tracks of all processes of a host lie on one time line to within what the
-host's clocks have been corrected by since. They are whole numbers, since doubles of this size
-are a quarter of a microsecond apart, and batches that follow one another must not overlap.
+Times are microseconds since the epoch: each process reads the wall clock once and counts on with
+`clock`, so all processes of a host lie on one time line. They are whole numbers: doubles of this
+size are a quarter of a microsecond apart, and batches that follow one another must not overlap.
 """
 
 import logging
@@ -37,23 +33,64 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.25
 CLOSE_JOIN_S = 0.5
-MAX_QUEUED = 16384  # records; a few MiB
+MAX_QUEUED = 16384  # records: a few MiB
 MAX_TRACE_BYTES = 256 << 20  # about a million events; Perfetto takes some seconds to open them
 END_BYTES = 1024  # kept free for the event that says the file is full, and the end of the array
-MAX_FLOWS = 4096  # plans without a report so far; of more, the oldest start a new row of arrows
+MAX_FLOWS = 4096  # jobs without a report; beyond it the oldest begin a new row of arrows
 SHOWN_REQUESTS = 4
 SHOWN_CHARS = 80  # of a request's id, which may be a user's
 
 
-class Trace:
-    """What is recorded. This one keeps nothing: callers need not ask whether there is a trace.
+class Span(NamedTuple):
+    """A batch that a thread has performed, from `start_s` to `at_s`.
 
-    Every method but `close` is for any thread, returns at once and never raises.
+    Spans with a job in common are joined by arrows in the order in which they ended. Spans of one
+    thread may follow or enclose one another. Sequences are read later, by another thread: they must
+    not change.
     """
+
+    thread: threading.Thread
+    name: str
+    start_s: float
+    at_s: float
+    tier: str = ""
+    cells: int = 0
+    nbytes: int = 0
+    outcomes: Sequence[Enum] = ()  # one per cell
+    requests: Sequence[str] = ()
+    jobs: Sequence[int] = ()
+    attempt: int = 1
+
+
+class Mark(NamedTuple):
+    """Something that happened. With a job, its last report: its arrows end."""
+
+    at_s: float
+    name: str
+    job: int | None = None
+    request: str = ""
+    tier: str = ""
+    detail: str = ""
+
+
+class Level(NamedTuple):
+    """A level from now on; one that has not changed is not written."""
+
+    at_s: float
+    name: str
+    value: float
+    unit: str = "cells"
+
+
+Record = Span | Mark | Level
+
+
+class Trace:
+    """Takes records, with times of `time.monotonic`. This one drops them: tracing is off."""
 
     @property
     def on(self) -> bool:
-        """Whether records are kept; for callers whose arguments cost something to make."""
+        """Whether records are kept."""
         return False
 
     @property
@@ -61,81 +98,16 @@ class Trace:
         """Events that were not written."""
         return 0
 
-    def batch(
-        self,
-        kind: str,
-        name: str,
-        start_s: float,
-        stop_s: float,
-        *,
-        tier: str = "",
-        cells: int = 0,
-        nbytes: int = 0,
-        outcomes: Sequence[Enum] = (),
-        requests: Sequence[str] = (),
-        jobs: Sequence[int] = (),
-        attempt: int = 1,
-    ) -> None:
-        """A batch that the calling thread has performed, from `start_s` to `stop_s` of the clock.
-
-        `kind` is the lane's, `outcomes` has one value per cell. Batches with a job in common are
-        joined by arrows in the order in which they ended. Sequences are read later, by another
-        thread: they must not change. A thread's batches may follow or enclose one another.
-        """
-
-    def instant(
-        self,
-        name: str,
-        *,
-        job: int | None = None,
-        request: str = "",
-        tier: str = "",
-        detail: str = "",
-    ) -> None:
-        """Something that happened now. With a job, its last report: its arrows end."""
-
-    def counter(self, name: str, value: float, unit: str = "cells") -> None:
-        """A level from now on; one that is as it was before takes no room in the file."""
+    def add(self, record: Record) -> None:
+        """Any thread; returns at once and never raises."""
 
     def close(self, timeout_s: float = CLOSE_JOIN_S) -> None:
-        """Write what is left and end, waiting at most `timeout_s`; may be called again."""
+        """Write what is left and end, within `timeout_s`; may be called again."""
 
 
 NO_TRACE = Trace()
 
 
-class _Batch(NamedTuple):
-    thread: threading.Thread
-    kind: str
-    name: str
-    start_s: float
-    at_s: float  # its end
-    tier: str
-    cells: int
-    nbytes: int
-    outcomes: Sequence[Enum]
-    requests: Sequence[str]
-    jobs: Sequence[int]
-    attempt: int
-
-
-class _Instant(NamedTuple):
-    at_s: float
-    name: str
-    job: int | None
-    request: str
-    tier: str
-    detail: str
-
-
-class _Level(NamedTuple):
-    at_s: float
-    name: str
-    value: float
-    unit: str
-
-
-_Record = _Batch | _Instant | _Level
 _Event = dict[str, Any]
 
 
@@ -155,59 +127,55 @@ class _Renderer:
     def head(self) -> _Event:
         return self._named("process_name", self._process_name, {})
 
-    def events(self, records: Iterable[_Record]) -> Iterator[_Event]:
-        # Threads append in an order that is not quite that of their clock readings, and only the
-        # earliest batch of a plan may start its arrows.
+    def events(self, records: Iterable[Record]) -> Iterator[_Event]:
+        # Sorted: threads do not append in the order of their times, and only the earliest span of a
+        # job may begin its arrows.
         for record in sorted(records, key=lambda r: r.at_s):
             match record:
-                case _Batch():
-                    yield from self._batch(record)
-                case _Instant():
-                    yield self.instant(record)
-                case _Level(at_s, name, value, unit):
+                case Span():
+                    yield from self._span(record)
+                case Mark():
+                    yield self.mark(record)
+                case Level(at_s, name, value, unit):
                     if self._levels.get((name, unit)) != value:
                         self._levels[name, unit] = value
                         yield {**self._at("C", at_s), "name": name, "args": {unit: value}}
 
-    def instant(self, record: _Instant) -> _Event:
-        args: _Event = {
-            "request": record.request[:SHOWN_CHARS],
-            "tier": record.tier,
-            "detail": record.detail[:SHOWN_CHARS],
-        }
-        args = {key: value for key, value in args.items() if value}
-        if record.job is not None:
-            args["job"] = record.job
-            self._flows.pop(record.job, None)
-        event = {**self._at("i", record.at_s), "s": "p", "cat": "report", "name": record.name}
+    def mark(self, mark: Mark) -> _Event:
+        texts = {"request": mark.request, "tier": mark.tier, "detail": mark.detail}
+        args: _Event = {key: text[:SHOWN_CHARS] for key, text in texts.items() if text}
+        if mark.job is not None:
+            args["job"] = mark.job
+            self._flows.pop(mark.job, None)
+        event = {**self._at("i", mark.at_s), "s": "p", "cat": "report", "name": mark.name}
         return {**event, "args": args}
 
-    def _batch(self, batch: _Batch) -> Iterator[_Event]:
-        thread = batch.thread
+    def _span(self, span: Span) -> Iterator[_Event]:
+        thread = span.thread
         place = {"tid": thread.native_id}
         if (thread.native_id, thread.name) not in self._tracks:
             self._tracks.add((thread.native_id, thread.name))
             yield self._named("thread_name", thread.name, place)
-        # Both ends are rounded down, so that two batches in a row still do not overlap.
-        start, stop = self._micros(batch.start_s), self._micros(batch.at_s)
-        jobs = list(dict.fromkeys(batch.jobs))
-        requests = list(dict.fromkeys(batch.requests))
+        # Both ends are rounded down, so that two spans in a row still do not overlap.
+        start, stop = self._micros(span.start_s), self._micros(span.at_s)
+        jobs = list(dict.fromkeys(span.jobs))
+        requests = list(dict.fromkeys(span.requests))
         args: _Event = {
-            "tier": batch.tier,
-            "cells": batch.cells,
-            "bytes": batch.nbytes,
-            "outcomes": Counter(outcome.value for outcome in batch.outcomes),
+            "tier": span.tier,
+            "cells": span.cells,
+            "bytes": span.nbytes,
+            "outcomes": Counter(outcome.value for outcome in span.outcomes),
             "requests": [request[:SHOWN_CHARS] for request in requests[:SHOWN_REQUESTS]],
             "jobs": jobs[:SHOWN_REQUESTS],
-            "attempt": batch.attempt,
+            "attempt": span.attempt,
         }
         if len(requests) > SHOWN_REQUESTS:
             args["more_requests"] = len(requests) - SHOWN_REQUESTS
-        event = {**self._at("X", batch.start_s), **place, "dur": max(0, stop - start)}
-        yield {**event, "cat": batch.kind, "name": batch.name, "args": args}
+        event = {**self._at("X", span.start_s), **place, "dur": max(0, stop - start)}
+        yield {**event, "cat": span.name, "name": span.name, "args": args}
         for job in jobs:
             point: _Event = {"ph": "t" if job in self._flows else "s", "pid": self._pid, **place}
-            # Perfetto ties a point to the batch that its track is in at that time.
+            # Perfetto ties a point to the span that its track is in at that time.
             point["ts"] = max(start, stop - 1)
             # Ranks have the same job ids, and files of several ranks may be joined.
             point["id"] = f"0x{self._pid:x}{job & 0xFFFFFFFF:08x}"
@@ -231,21 +199,21 @@ def _create(path: Path) -> BinaryIO:
 
 
 class TraceFile(Trace):
-    """A `Trace` in a file. The writer thread is a daemon; one stuck on the disk is left behind."""
+    """A trace in a file. The writer thread is a daemon; `close` leaves one that hangs behind."""
 
     def __init__(
         self,
         path: Path,
         process_name: str,
         pid: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
         *,
         wall_ns: Callable[[], int] = time.time_ns,
         open_file: Callable[[Path], BinaryIO] = _create,
         max_bytes: int = MAX_TRACE_BYTES,
     ) -> None:
-        """`clock` is that of `start_s` and `stop_s`; `pid` tells processes of a host apart. The
-        file is created, or an older one emptied, by the writer thread."""
+        """`clock` is the records'; `pid` tells processes of a host apart. The writer thread creates
+        the file, or empties an older one."""
         self._path = path
         self._clock = clock
         self._open_file = open_file
@@ -254,7 +222,7 @@ class TraceFile(Trace):
         epoch_ns = wall_ns()
         self._renderer = _Renderer(process_name, pid, (before + clock()) / 2, epoch_ns)
         self._encoder = msgspec.json.Encoder()
-        self._queue: deque[_Record] = deque()
+        self._queue: deque[Record] = deque()
         self._on = True
         self._lock = threading.Lock()  # guards _dropped; held for an addition only
         self._dropped = 0
@@ -270,51 +238,17 @@ class TraceFile(Trace):
     def dropped(self) -> int:
         return self._dropped
 
-    def batch(
-        self,
-        kind: str,
-        name: str,
-        start_s: float,
-        stop_s: float,
-        *,
-        tier: str = "",
-        cells: int = 0,
-        nbytes: int = 0,
-        outcomes: Sequence[Enum] = (),
-        requests: Sequence[str] = (),
-        jobs: Sequence[int] = (),
-        attempt: int = 1,
-    ) -> None:
-        thread = threading.current_thread()
-        what = (tier, cells, nbytes, outcomes, requests, jobs, attempt)
-        self._put(_Batch(thread, kind, name, start_s, stop_s, *what))
-
-    def instant(
-        self,
-        name: str,
-        *,
-        job: int | None = None,
-        request: str = "",
-        tier: str = "",
-        detail: str = "",
-    ) -> None:
-        self._put(_Instant(self._clock(), name, job, request, tier, detail))
-
-    def counter(self, name: str, value: float, unit: str = "cells") -> None:
-        self._put(_Level(self._clock(), name, value, unit))
+    def add(self, record: Record) -> None:
+        # Other threads may append after the length was read: each may pass the bound by one record.
+        if self._on and len(self._queue) < MAX_QUEUED:
+            self._queue.append(record)
+        else:
+            self._drop(1)
 
     def close(self, timeout_s: float = CLOSE_JOIN_S) -> None:
         self._on = False
         self._closing.set()
         self._thread.join(timeout_s)
-
-    def _put(self, record: _Record) -> None:
-        # Between the look at the length and the append other threads may append too: the bound may
-        # be passed by one record per thread.
-        if self._on and len(self._queue) < MAX_QUEUED:
-            self._queue.append(record)
-        else:
-            self._drop(1)
 
     def _drop(self, count: int) -> None:
         with self._lock:
@@ -327,7 +261,9 @@ class TraceFile(Trace):
             with self._open_file(self._path) as file:
                 self._write(file)
         except Exception as error:  # of the disk or of ours: a trace is not worth a request
-            logger.warning("kvpool: no more trace in %s: %r", self._path, error)
+            logger.warning(
+                "kvpool: trace_file %s: writing failed, tracing ends: %r", self._path, error
+            )
         self._on = False
         self._drop(len(self._queue))
         self._queue.clear()
@@ -346,8 +282,8 @@ class TraceFile(Trace):
                 sizes += len(line)
                 if sizes > left:
                     self._drop(len(lines) - fitting)
-                    full = _Instant(self._clock(), "trace full", None, "", "", "")
-                    lines[fitting:] = [self._line(self._renderer.instant(full))]
+                    full = Mark(self._clock(), "trace full")
+                    lines[fitting:] = [self._line(self._renderer.mark(full))]
                     closing = True
                     break
             if lines:
@@ -361,7 +297,7 @@ class TraceFile(Trace):
         file.write(b"]\n")
 
     def _line(self, event: _Event) -> bytes:
-        """One event; of one that cannot be written, nothing."""
+        """One event; empty if JSON cannot express it."""
         try:
             return b"," + self._encoder.encode(event) + b"\n"
         except (TypeError, ValueError):
