@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.cache_tensors import tensors_of
 from tests.support.copiers import warm_copier
 from tests.support.npu import AscendRunner, FakeNpu, cut_pages
+from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.assembly.sides import RankPlace, WorkerSide
 from vllm_kvpool.connector import KVPoolConnector, KVPoolMetadata
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -178,7 +179,9 @@ class AscendRank:
         self.runner.step(plan, lambda: self.write(kv))
         side = self.connector._worker_side
         assert side is not None
-        while side.worker._saves:
+        executor = side._executor
+        assert has_taken_all(executor)
+        while any(job.uses_pages for job in list(executor._open.values())):
             self.runner.empty_step(KVPoolMetadata(StepPlan(), self.namespace))
         # The blocks are free from here on: what another request writes there is not saved.
         with self._npu.stream(self._npu.model_stream):

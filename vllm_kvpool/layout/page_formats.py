@@ -1,10 +1,10 @@
-"""Page formats as values: an engine's tensors in, `LayerPages` out.
+"""Makes `LayerPages` from an engine's tensors.
 
-Only the address and the strides of a tensor are used, so any dtype and any device will do. Strides
-are trusted over sizes: pages may be padded, transposed or interleaved with other layers.
+Only address and strides of a tensor are used, so any dtype and device will do. Strides are trusted
+over sizes: pages may be padded, transposed or interleaved with other layers.
 
 Legend: B kernel blocks, H KV heads, N tokens per kernel block, D key row, E value row, C = D + E.
-MLA's latent is token content with one head and needs no function of its own.
+MLA's latent is token content with one head.
 """
 
 import torch

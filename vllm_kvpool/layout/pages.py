@@ -1,14 +1,14 @@
 """Where the bytes of KV heads lie in an engine's pages, as strides.
 
-The canonical form of a cell is, for each head, for each layer, for each token, one **row**:
-`K[D] | V[Dv]`. A page format is a value: the list of **runs** that a row is made of, each with its
-address arithmetic. Everything downstream (gather, scatter, on any device) sees only runs.
+The canonical form of a cell is, for each head, each layer and each token, one **row**: `K[D] |
+V[Dv]`. A page format is a value: the **runs** that a row consists of, each with its address
+arithmetic. Gather and scatter, on any device, see only runs.
 
     address(block, head, token, i) = base + block * block_stride + head * head_stride
                                           + token * token_stride + i * elem_stride
 
-Token-major pages and vLLM's `[B, H, N, C]` views are one run with one element (a whole row); CPU
-attention's pages are two runs, K with strided elements (it is stored transposed) and V.
+Token-major pages and vLLM's `[B, H, N, C]` views are one run with one element, a whole row. Pages
+of CPU attention are two runs: K, stored transposed, with strided elements, and V.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's pages on this rank. `owner` keeps the memory alive and names the device.
-
-    `group` says which of the engine's block tables names its blocks.
+    """One layer's pages on this rank. `owner` keeps the memory alive and names the device; `group`
+    is the KV cache group whose block table names its blocks.
 
     A manager block (the scheduler's id) is `blocks_per_id` consecutive kernel blocks of
     `tokens_per_block` tokens. With n = tokens_per_block and r = blocks_per_id, token t of a request
@@ -69,13 +68,11 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class CellMove:
-    """One cell between a staging slot and this rank's pages.
+    """A copy of one cell, or a piece of it, between a staging slot and this rank's pages.
 
-    The payload at `address` is laid out `[heads][layers][chunk_tokens][row_bytes]`. `block_ids` is
-    the manager block table that covers the chunk, beginning with the block that holds token
-    `table_start` (a multiple of the block size). Only tokens `[token_start, token_stop)` are
-    moved; `chunk_start` is the token of payload row 0. All token numbers count from the start of
-    the request.
+    The payload at `address` is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token
+    `chunk_start` on; only tokens `[token_start, token_stop)` are copied. `block_ids` are manager
+    blocks; the first begins with token `table_start`. Tokens count from the start of the request.
     """
 
     address: int

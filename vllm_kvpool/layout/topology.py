@@ -1,18 +1,16 @@
 """Which cells exist, and which of them a rank reads and writes (pure).
 
-The only place that reasons about parallelism. Cases, with `heads` KV heads in the whole model:
+The only place that reasons about parallelism. With `heads` KV heads in the whole model:
 
-1. heads >= TP (and TP divides heads): rank r holds heads [r*heads/TP, (r+1)*heads/TP).
-2. heads < TP (and heads divides TP): TP/heads consecutive ranks hold the same head; these
-   replicas take turns by chunk index: one of them writes the chunk, and one of those on a host
-   fetches it for the others there (`fetchers`).
+1. heads >= TP (and TP divides heads): rank r holds heads [r*heads/TP, (r+1)*heads/TP). 2. heads <
+TP (and heads divides TP): TP/heads consecutive ranks hold the same head. These replicas take
+   turns by chunk index: one writes the chunk, one on each host fetches it for the others
+   (`fetchers`).
 3. MLA is case 2 with one head, the latent.
 
-Context parallelism deals the tokens of a block out over ranks that hold the same heads
-(`Context`); what is left of these as replicas takes turns.
-
-Layers are counted within their layer group. They are cut into spans of `layer_span`
-counted from layer 0, and again at every pipeline boundary; the last span of a piece is short.
+Context parallelism deals the tokens of a block out over ranks that hold the same heads (`Context`).
+Layers are counted within their layer group, cut into spans of `layer_span` from layer 0 on, and
+again at every pipeline boundary, where a span may be short.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +36,7 @@ def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> in
 def cut_layers(
     start: int, stop: int, layer_span: int, layer_group: str = ""
 ) -> tuple[LayerSpan, ...]:
-    """The spans of global layers [start, stop): cut at multiples of `layer_span` from layer 0."""
+    """The spans of global layers [start, stop), cut at multiples of `layer_span`."""
     if start == stop:  # a pipeline stage may hold no layer of a group
         return ()
     edges = [start, *range((start // layer_span + 1) * layer_span, stop, layer_span), stop]
@@ -47,11 +45,11 @@ def cut_layers(
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Context parallelism: which tokens of a request a rank holds.
+    """Which tokens of a request a rank holds under context parallelism.
 
-    Decode context parallelism deals the tokens out: `interleave` of them to one rank, the next to
-    the next. Ranks of prefill context parallelism alone share the work, and hold the same KV; so
-    they are replicas, and do not stand in keys.
+    Decode context parallelism (DCP) deals tokens out in turn, `interleave` to each rank. Ranks that
+    differ only in prefill context parallelism (PCP) hold the same KV: they are replicas, and keys
+    do not name them.
     """
 
     pcp_size: int = 1
@@ -59,20 +57,19 @@ class Context:
     interleave: int = 1
 
     def rank(self, tp_rank: int, pcp_rank: int) -> ContextRank:
-        """The part that a rank holds, as it stands in keys.
+        """The part that a rank holds, as keys name it.
 
-        Groups of decode context parallelism take in the ranks of prefill context parallelism
-        first, then those of tensor parallelism.
+        A DCP group takes in PCP ranks first, then TP ranks.
         """
         dcp_rank = (tp_rank * self.pcp_size + pcp_rank) % self.dcp_size
         return ContextRank(0, 1, dcp_rank, self.dcp_size)
 
     def all_ranks(self) -> tuple[ContextRank, ...]:
-        """Every part that a complete chunk consists of."""
+        """All parts of a complete chunk."""
         return tuple(ContextRank(0, 1, d, self.dcp_size) for d in range(self.dcp_size))
 
     def held(self, rank: ContextRank, tokens: int) -> int:
-        """How many of the first `tokens` tokens of a request that part has."""
+        """How many of the first `tokens` tokens of a request a part has."""
         rounds, rest = divmod(tokens, self.interleave * self.dcp_size)
         own = rest - rank.dcp_rank * self.interleave
         return rounds * self.interleave + min(max(own, 0), self.interleave)
@@ -83,10 +80,10 @@ NO_CONTEXT = Context()
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Which earlier tokens an attention layer still reads: all of them, unless one is set.
+    """Which earlier tokens an attention layer reads: all, unless one of the fields is set.
 
-    `sliding` counts the tokens that a token sees, itself included (sliding window attention);
-    `local` is the length of the pieces that a prompt is cut into (chunked local attention).
+    `sliding` is the window in tokens, the current one included (sliding window attention); `local`
+    the length of an attention chunk (chunked local attention).
     """
 
     sliding: int = 0
@@ -97,7 +94,7 @@ class AttentionWindow:
         return not (self.sliding or self.local)
 
     def first_read(self, computed: int) -> int:
-        """The first token that is read when the next one to compute is token `computed`."""
+        """The first token that computing token `computed` reads."""
         if self.sliding:
             return max(0, computed - self.sliding + 1)
         if self.local:
@@ -118,7 +115,7 @@ class Replica(NamedTuple):
 class Piece(NamedTuple):
     """A part of a cell whose layers share a block table; local indices, half open.
 
-    `rows_before` of the cell's rows, counted in chunks of tokens, come first in the cell.
+    `rows_before`: how many of the cell's rows, in chunks of tokens, come before it.
     """
 
     group: int
@@ -131,10 +128,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalCell:
-    """One cell of every chunk, as this rank sees it: its name parts and its local indices.
+    """A cell that every chunk has, on this rank: the parts of its name, and its local indices.
 
     `row_bytes` is one token's K and V of one head in one layer. `replicas` are the ranks that hold
-    the same cell, this one at `replica_index`; empty where it is the only one.
+    the same cell, this one at `replica_index`; empty if it is the only one.
     """
 
     shard: HeadShard | RankShard
@@ -154,19 +151,19 @@ class LocalCell:
         return heads * (self.layer_stop - self.layer_start) * chunk_tokens * self.row_bytes
 
     def writes_chunk(self, chunk_index: int) -> bool:
-        """Whether it is this rank's turn: exactly one of a head's replicas writes each chunk.
+        """Whether this rank writes a chunk: exactly one of the replicas does.
 
-        Whose turn it is depends on the index alone; a rank that looked first and decided then
-        would leave holes when two ranks look at different moments.
+        It depends on the index only: ranks that asked the store and then decided would leave holes,
+        since they ask at different times.
         """
         return not self.replicas or chunk_index % len(self.replicas) == self.replica_index
 
     def fetchers(self, on_this_host: Collection[Replica]) -> tuple[Replica, ...]:
-        """Which of those replicas on this host fetches a chunk from stores for all of them: the one
-        at `chunk_index` modulo the length. Empty where no other replica is on this host.
+        """Which replica on this host fetches chunk i from stores for the others: the one at i
+        modulo the length. Empty if no other replica is on this host.
 
-        Who writes a chunk also fetches it, if it is here. `on_this_host` includes this rank and is
-        the same for all of them.
+        The writer of a chunk also fetches it, if it is on this host. `on_this_host` includes this
+        rank and is the same on all of them.
         """
         here = [replica for replica in self.replicas if replica in on_this_host]
         if len(here) < 2:
@@ -175,11 +172,11 @@ class LocalCell:
         return tuple(each if each in here else next(instead) for each in self.replicas)
 
     def with_groups(self, groups: Sequence[int]) -> "LocalCell":
-        """The same cell, cut where the block table changes; `groups` has one of each layer."""
+        """The same cell, cut where the block table changes; `groups` has one entry a layer."""
         layers = range(self.layer_start, self.layer_stop)
         runs = [list(run) for _, run in groupby(layers, key=lambda layer: groups[layer])]
         heads = range(self.head_start, self.head_stop)
-        if len(runs) == 1:  # heads that follow each other are moved at once
+        if len(runs) == 1:  # consecutive heads are moved at once
             pieces = [(runs[0], self.head_start, self.head_stop, 0)]
         else:
             pieces = [
@@ -200,8 +197,9 @@ class LocalCell:
 class Topology:
     """The cells of a layer group under one engine's parallelism.
 
-    `num_heads` counts the KV heads of the whole model, `stages` the layers of the group in each
-    pipeline rank; `per_head` False stores one cell per distinct rank instead of one per head.
+    `num_heads` counts the KV heads of the whole model; `stages` are the group's layers [start,
+    stop) in each pipeline rank. Without `per_head` there is a cell for each distinct rank instead
+    of each head.
     """
 
     num_heads: int
@@ -230,7 +228,7 @@ class Topology:
 
     @property
     def replicas(self) -> int:
-        """How many consecutive tensor-parallel ranks hold the same heads."""
+        """How many consecutive TP ranks hold the same heads."""
         return max(1, self.tp_size // self.num_heads)
 
     @property
@@ -238,11 +236,11 @@ class Topology:
         return max(1, self.num_heads // self.tp_size)
 
     def first_head(self, tp_rank: int) -> int:
-        """The first global KV head that rank `tp_rank` holds."""
+        """The first global KV head of TP rank `tp_rank`."""
         return tp_rank // self.replicas * self.heads_per_rank
 
     def replicas_of(self, tp_rank: int, pcp_rank: int = 0) -> tuple[Replica, ...]:
-        """The ranks that hold the same as this one, itself among them."""
+        """The ranks that hold the same KV as this one, itself included."""
         first = tp_rank - tp_rank % self.replicas
         mine = self.context.rank(tp_rank, pcp_rank)
         return tuple(
@@ -253,14 +251,14 @@ class Topology:
         )
 
     def all_shards(self) -> tuple[HeadShard | RankShard, ...]:
-        """Every head (or distinct rank) that a complete chunk consists of."""
+        """All heads (or distinct ranks) of a complete chunk."""
         if self.per_head:
             return tuple(HeadShard(h) for h in range(self.num_heads))
         count = self.tp_size // self.replicas
         return tuple(RankShard(r, count) for r in range(count))
 
     def all_spans(self) -> tuple[LayerSpan, ...]:
-        """Every layer span, of all pipeline stages, that a complete chunk consists of."""
+        """All layer spans, of all pipeline stages, of a complete chunk."""
         return tuple(
             span
             for start, stop in self.stages
@@ -313,11 +311,11 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that are alike: how they are cut, how long their rows are, how far they look back.
+    """Layers that are alike: their topology, the length of their rows, their attention window.
 
-    `layers` says which layers of the model these are, in order, of all pipeline stages: each by its
-    number, and its attention's where a layer has several. Keys count layers within a group, so
-    these are part of the namespace. Empty where there is no model.
+    `layers` are the model's layers in the group, of all pipeline stages in order: each by its
+    number, and that of its attention if a layer has several. Keys count layers within a group, so
+    the namespace includes `layers`. Empty where there is no model.
     """
 
     topology: Topology
@@ -341,10 +339,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """One of the engine's KV cache groups: layers with a block table of their own.
+    """One of the engine's KV cache groups: layers with a common block table.
 
-    `block_size` counts the tokens of a block on all context-parallel ranks together; a group that
-    is not `shared` holds nothing that the pool has, such as a draft model's KV.
+    `block_size` counts the tokens of a block on all context-parallel ranks. The pool stores nothing
+    of a group that is not `shared`, such as a draft model's.
     """
 
     block_size: int
@@ -361,8 +359,8 @@ def cells_of_rank(
 ) -> tuple[LocalCell, ...]:
     """The cells of a chunk that a rank's pages hold, layer group by layer group.
 
-    `groups` names the block table of each of its layers, in the same order; all use the first if
-    it is empty.
+    `groups` is the block table of each of its layers, in the same order; empty: the first one of
+    all.
     """
     cells: list[LocalCell] = []
     before = 0

@@ -1,14 +1,14 @@
 """The memory of one worker that cells pass through and stay in: one allocation, registered once.
 
-Cut into equal slots that begin at multiples of `SLOT_ALIGNMENT`: some for cells on their way, and,
-with a host tier, those that keep cells. The arena owns the memory; buffers handed out are views
-that keep it alive. It lies in huge pages where the system has any set aside, else in transparent
-ones where it grants them; or in memory from the pages' device, where transfers want that. With
-`shared` it is a memory file that other processes may map and not write, and that has no name.
+It is cut into equal slots at multiples of `SLOT_ALIGNMENT`: some for cells in flight, the others
+for the host tier. Buffers are views that keep the memory alive. It lies in huge pages if the system
+has set any aside, else in transparent ones if it grants them, or in memory of the pages' device if
+transfers need that. A `shared` arena is a memory file without a name, which other processes may map
+read-only.
 
-The memory of the slots for cells on their way is committed at once, that of the host tier by
-`commit_in_background`, as it takes seconds for many GiB: the first touch of a page costs more than
-all later copies through it, and would fall into the first requests.
+The first touch of a page costs more than all later copies through it. So the slots for cells in
+flight are committed at once, the host tier by `commit_in_background`: it takes seconds for many
+GiB.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 4096
 MIN_SLOTS = 8
-MAX_SLOTS = 8192  # for cells on their way
+MAX_SLOTS = 8192  # for cells in flight
 COMMIT_STEP_BYTES = 64 << 20
 CLOSE_WAIT_S = 2.0
 HUGE_PAGE_BYTES = 2 << 20
@@ -41,12 +41,12 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class Arena:
-    """`staging_nbytes` for cells on their way and `host_nbytes` for those that stay, in slots of
-    one cell of `cell_bytes` each.
+    """Slots of one cell of `cell_bytes` each: `staging_nbytes` for cells in flight, `host_nbytes`
+    for the host tier.
 
-    `spare_nbytes` more are for others. The arena begins and ends at multiples of `alignment` bytes,
-    a power of two. `memory_from(n)` may give n bytes of memory to use, as writable uint8; None
-    leaves it to the arena.
+    `spare_nbytes` more are for other uses (`spare`). The arena begins and ends at multiples of
+    `alignment` bytes, a power of two. `memory_from(n)` may provide n bytes as writable uint8; with
+    None the arena allocates them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Arena:
         slack = alignment if alignment > SLOT_ALIGNMENT else 0
         given = memory_from(nbytes + alignment)
         self.descriptor: int | None = None
-        """Of the memory file, where the arena is one; the arena's to close."""
+        """Of the memory file, if the arena is one; owned by the arena."""
         self._memory: mmap.mmap | memoryview
         if given is not None:
             self._memory = given
@@ -114,9 +114,9 @@ class Arena:
         return self.whole.address + slot * self.slot_bytes + HEADER_BYTES
 
     def commit_in_background(self, then: Callable[[Buffer], None] | None = None) -> None:
-        """Commit what is left, in a thread that ends by itself, or when the arena is closed.
+        """Commit the rest, in a thread that ends when it is done or the arena is closed.
 
-        `then` is called there with each part of whole slots, from the first to the last.
+        It calls `then` with each part, of whole slots, of the whole arena in order.
         """
         if then is not None or self._committed < self.whole.nbytes:
             self._thread = threading.Thread(
@@ -125,7 +125,7 @@ class Arena:
             self._thread.start()
 
     def close(self) -> bool:
-        """End the thread that commits memory; False if it does not end in `CLOSE_WAIT_S`."""
+        """End the thread that commits memory; False if it does not end within `CLOSE_WAIT_S`."""
         self._closing = True
         if self.descriptor is not None:
             os.close(self.descriptor)
@@ -149,10 +149,10 @@ class Arena:
     def _commit(self, stop: int) -> None:
         start, self._committed = self._committed, stop
         first = start - start % mmap.PAGESIZE
-        # Without the GIL, and without changing what slots in use hold.
+        # Without the GIL, and without changing the contents of slots in use.
         if _madvise(self.whole.address + first, stop - first, _MADV_POPULATE_WRITE):
             return
-        if start == 0:  # an old kernel: only what nobody uses yet can be touched by writing
+        if start == 0:  # an old kernel: writing is safe only before slots are in use
             np.frombuffer(self.whole.view[:stop], np.uint8)[:: mmap.PAGESIZE] = 0
 
 
@@ -163,12 +163,14 @@ def _madvise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | None]:
-    """Memory, and its descriptor if it is a file; not where the system has none to give."""
+    """Memory, and its descriptor if it is a memory file."""
     if shared:
         try:
             return _allocate_file(nbytes, large)
         except OSError as error:
-            logger.warning("kvpool: memory cannot be shared with other ranks: %s", error)
+            logger.warning(
+                "kvpool: staging memory cannot be shared with other ranks on this host: %s", error
+            )
     return _allocate_private(nbytes, large), None
 
 
@@ -179,9 +181,9 @@ def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
         try:
             memory = mmap.mmap(-1, rounded, flags | _MAP_HUGETLB)
         except OSError:
-            logger.info("kvpool: no huge pages set aside; transparent ones where there are any")
+            logger.info("kvpool: no huge pages are set aside; trying transparent ones")
         else:
-            logger.info("kvpool: %d MiB in huge pages", rounded >> 20)
+            logger.info("kvpool: %d MiB of staging memory in huge pages", rounded >> 20)
             return memory
     memory = mmap.mmap(-1, nbytes, flags)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages
@@ -206,9 +208,9 @@ def _mapped_file(nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
     try:
         os.ftruncate(descriptor, nbytes)
         memory = mmap.mmap(descriptor, nbytes)
-        # Nobody makes it shorter, which would kill who reads, or writes but through this mapping.
+        # No one may shrink it, which would kill its readers, or write but through this mapping.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        with contextlib.suppress(OSError):  # an older kernel: then they are trusted not to
+        with contextlib.suppress(OSError):  # an older kernel: readers are trusted not to write
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     except OSError:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The function pair that moves cells between pages and staging memory, whatever the format."""
+"""The interface of copiers, which move cells between pages and staging memory."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,28 +7,26 @@ from vllm_kvpool.layout.pages import CellMove, LayerPages
 
 
 class Copier(Protocol):
-    """Knows the pages of one rank. Moves are made by one lane thread at a time, blocking, with the
-    GIL released."""
+    """Moves cells of one rank's pages. One lane thread at a time; blocks without the GIL."""
 
     def fence(self) -> None:
-        """Moves that begin from now on come after what the model has been told to compute so far.
+        """Later moves wait for all that the model's stream has been given so far.
 
-        Called on the model's thread, which it does not hold up.
+        Called on the model's thread; does not block it.
         """
 
     def gather(self, moves: Sequence[CellMove]) -> None:
-        """Pages -> slots. On return the slots are filled and the pages may be overwritten."""
+        """Pages -> slots; when it returns the pages may be overwritten."""
 
     def scatter(self, moves: Sequence[CellMove]) -> None:
-        """Slots -> pages. On return the pages are filled and the slots may be overwritten."""
+        """Slots -> pages; when it returns the slots may be overwritten."""
 
 
 def check_move(move: CellMove, layers: Sequence[LayerPages]) -> tuple[int, Sequence[int]]:
-    """Check a move, and cut its block table to the blocks that it touches.
+    """Check a move; returns the ids of the blocks that it touches and the first one's first token.
 
-    Returns the token that the first of those blocks begins with, and their ids. Kernels believe
-    what they are given; a wrong number would corrupt memory, so it raises AssertionError. The cost
-    does not depend on the length of the table, which may be that of a whole request.
+    Kernels check nothing, and a wrong number would corrupt memory: so it raises AssertionError. Its
+    cost does not depend on the length of the block table, which may be a whole request's.
     """
     assert 0 <= move.layer_start <= move.layer_stop <= len(layers), move
     assert move.chunk_start <= move.token_start <= move.token_stop, move

@@ -4,8 +4,8 @@ One kernel call performs any number of moves with the GIL released. The kernel h
 several threads may call copiers at once. It knows addresses and strides, not formats.
 
 Moves that differ only in their heads form one group, so that a token-major page is read once from
-end to end. Destinations are written with non-temporal stores: neither a slot nor a page is read
-again soon, and plain stores would fetch each line first.
+end to end. Destinations are written with non-temporal stores: slots and pages are not read again
+soon, and plain stores would fetch each line first.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,12 @@
 """Gather and scatter in plain torch, for pages on any device.
 
-It serves devices that have no copier of their own: NPUs, and GPUs without Triton. Pages are seen as
-strided views of machine words, wide where alignment permits: torch moves bytes ten times more
-slowly than it moves int64.
+For devices without a copier of their own: NPUs, and GPUs without Triton. Pages are seen as strided
+views of machine words, as wide as alignment permits: torch moves bytes ten times more slowly than
+int64.
 
 Pages off the host go through a buffer on the device, one move's payload at a time, on a stream of
-the copier's own, which waits for the model's stream at the newest `fence`. What is the device's own
-in that is behind `devices.py`.
-Slots should be pinned: copies to pageable memory are correct but serial.
+the copier's own that waits for the newest `fence`. `devices.py` has what differs between devices.
+Slots should be page-locked: copies to pageable memory are correct but not asynchronous.
 """
 
 import ctypes
@@ -95,7 +94,7 @@ class TorchCopier:
             start = stop
 
     def _copy_clipped(self, move: CellMove, *, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Between host and device, in contiguous pieces: torch copies others through pageable
+        """Copy between host and device in contiguous pieces: torch copies others through pageable
         memory and waits for each."""
         if (move.token_start, move.token_stop) == (
             move.chunk_start,
@@ -138,7 +137,7 @@ class TorchCopier:
 
 
 def _pieces(move: CellMove, pages: LayerPages) -> Iterator[_Piece]:
-    """The clip as at most three pieces: a block's tail, whole blocks, a block's head."""
+    """At most three pieces: a block's tail, whole blocks, a block's head."""
     size = pages.tokens_per_block
     start, stop = move.token_start - move.table_start, move.token_stop - move.table_start
     first_whole, last_whole = -(-start // size) * size, stop // size * size

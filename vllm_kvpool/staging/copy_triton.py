@@ -6,8 +6,8 @@ The payloads of a call pass through buffers on the device, a round at a time:
     scatter   slots ─copy→ buffer ─kernel→ pages          that those of different rounds overlap
 
 The copies are large and contiguous and done by the GPU's copy engine; a kernel that wrote over PCIe
-itself would hold multiprocessors that the model needs for as long as a copy takes.
-Slots should be pinned: copies to pageable memory are correct but slow.
+itself would hold multiprocessors that the model needs for as long as a copy takes. Slots should be
+page-locked: copies to pageable memory are correct but slow.
 
 The kernel knows addresses and strides, not formats, and works on machine words whatever the dtype.
 One program moves one tile: `TILE_TOKENS` tokens by `TILE_WORDS` words of a run of one head and
@@ -58,26 +58,26 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work that a device does in the order in which it was given. No method blocks."""
+    """Work that a device does in order. No method blocks."""
 
     def record(self) -> Event:
-        """The point after all that was given so far."""
+        """The point after all work so far."""
 
     def wait(self, event: Event) -> None:
-        """What is given from now on comes after the event."""
+        """Later work waits for the event."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies of contiguous bytes, `(target, source)`, between host and device."""
 
     def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
-        """A Triton kernel."""
+        """Launch a Triton kernel."""
 
 
 class Streams(Protocol):
     """One device."""
 
     def enter_thread(self) -> None:
-        """To be called by every thread before it uses streams."""
+        """Every thread calls it before it uses streams."""
 
     def new_stream(self) -> Stream:
         """A stream of the caller's own."""
@@ -86,11 +86,12 @@ class Streams(Protocol):
         """Where the calling thread's current stream, the model's, is now."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 on the device, for use after what the model's stream has been given:
+        """Uninitialised uint8 on the device, to be used after the present work of the model's
+        stream:
         the allocator hands out memory that such work may still use."""
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 on the host that the device reads without a detour."""
+        """Uninitialised page-locked uint8 on the host."""
 
 
 class CudaStreams:
@@ -102,7 +103,7 @@ class CudaStreams:
         self._device = torch.device("cuda", index)
 
     def enter_thread(self) -> None:
-        # A new thread begins on device 0, and would claim memory there.
+        # A new thread begins on device 0 and would allocate memory there.
         torch.cuda.set_device(self._device)
 
     def new_stream(self) -> "CudaStream":
@@ -143,7 +144,7 @@ class CudaStream:
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # Blocking: a thread that spins for the length of a copy takes a core from the model's.
+    # Blocking: a thread that spins during a copy takes a core from the model.
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
@@ -268,7 +269,7 @@ class _Round:
 
 @dataclass(slots=True)
 class _Buffer:
-    """What one round uses: its payloads are free again at `busy`, its table at `uploading`."""
+    """The memory of one round; its payload is free after `busy`, its table after `uploading`."""
 
     payload: torch.Tensor  # uint8, on the device
     host_table: torch.Tensor  # int64, pinned
@@ -278,8 +279,10 @@ class _Buffer:
 
 
 class TritonCopier:
-    """A `Copier` for pages on a GPU; made on the model's thread. Call `warm_up` before the first
-    move. Holds `NUM_BUFFERS * buffer_bytes` of the device's memory."""
+    """A `Copier` for pages on a GPU. Holds `NUM_BUFFERS * buffer_bytes` of the device's memory.
+
+    Make it on the model's thread, and call `warm_up` before the first move.
+    """
 
     def __init__(
         self,
@@ -387,12 +390,12 @@ class TritonCopier:
     def _move_pages(
         self, buffer: _Buffer, fragments: list[Fragment], addresses: list[int], *, is_gather: bool
     ) -> None:
-        """Between pages and payloads at `addresses`, by the stream of the kernels."""
+        """Launch kernels between pages and payloads at `addresses`."""
         if buffer.uploading is not None:
             buffer.uploading.synchronize()
         entries = self._describe(fragments, addresses)
         buffer.host_table.numpy()[: len(entries)] = entries
-        # Runs go along each time: memory of the device may lose its content while vLLM sleeps.
+        # Runs are uploaded each time: device memory may lose its content while vLLM sleeps.
         upload = slice(len(entries))
         self._kernels.copy([(buffer.table[upload], buffer.host_table[upload])])
         buffer.uploading = self._kernels.record()
@@ -417,7 +420,7 @@ class TritonCopier:
     def _describe(
         self, fragments: Sequence[Fragment], addresses: Sequence[int]
     ) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """What the kernel reads: runs, fragments, block ids. Columns as above."""
+        """The kernel's table: runs, fragments, block ids."""
         ids_at = _num_entries(self._tables) + len(fragments) * _FRAGMENT_COLUMNS
         rows: list[int] = []
         ids: list[int] = []
@@ -475,7 +478,7 @@ class TritonCopier:
 
 
 def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """The compile-time arguments of the kernel."""
     return {
         "IS_GATHER": is_gather,
         "RUNS_PER_LAYER": table.runs_per_layer,
@@ -493,6 +496,6 @@ def _num_entries(tables: Iterable[RunTable]) -> int:
 
 
 def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
-    """Memory of the host as uint8; who owns it keeps it alive."""
+    """Host memory as uint8; its owner keeps it alive."""
     memory = (ctypes.c_char * nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8)

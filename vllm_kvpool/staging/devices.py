@@ -1,14 +1,12 @@
-"""What differs between the devices that pages lie on, behind one seam.
+"""What differs between the devices that pages lie on, and page-locked staging memory.
 
-A `Device` knows how a thread takes up with its device, how work is ordered on streams, and what
-memory transfers want. Ascend's runtime keeps its context per thread: **every** thread that touches
-pages, or lends memory to a store that transfers for the device, calls `enter_thread` first. So
-whoever starts such threads takes it as `on_start`.
+A `Device` knows how a thread enters its device, how streams order work, and which memory transfers
+need. Ascend's runtime keeps its context per thread: **every** thread that touches pages, or lends
+memory to a store that transfers for the device, calls `enter_thread` first.
 
-NPUs are spoken to through `torch.npu`, in the calls that vLLM-Ascend itself makes, rather than
-through torch's generic streams and events: those exist for NPUs only since some release of
-`torch_npu`, and of none of them it is known that both kinds may be mixed. `torch_npu` is imported
-when the first NPU is met, never before.
+NPUs are used through `torch.npu`, in the calls that vLLM-Ascend makes, not through torch's generic
+streams and events: only newer releases of `torch_npu` have those, and none documents that both
+kinds may be mixed. `torch_npu` is imported when the first NPU is met.
 """
 
 import logging
@@ -25,34 +23,33 @@ from vllm_kvpool.storage.base import Buffer
 logger = logging.getLogger(__name__)
 
 HOST_ALIGNMENT = 64 << 10  # of host memory that Ascend's runtime maps for a device
-HCCS_ALIGNMENT = 2 << 20  # the page tables that HCCS goes by
+HCCS_ALIGNMENT = 2 << 20  # of HCCS's page tables
 PLAIN_NPU_FORMATS = frozenset({-1, 0, 2})  # undefined, NCHW, ND: addressed by strides
 
 
 class Device(Protocol):
-    """The device of one rank's pages. Streams and events are the device's own objects: a stream has
-    `wait_event` and `synchronize`."""
+    """The device of one rank's pages. Streams and events are torch's; a stream has `wait_event` and
+    `synchronize`."""
 
     is_host: bool
     torch_device: torch.device
     memory_alignment: int  # of the staging arena, in bytes
-    shares_memory: bool  # staging memory may be the host's, which other processes can map
+    shares_memory: bool  # staging memory may be a memory file that other processes map
 
     def enter_thread(self) -> None:
-        """Make the device the calling thread's; any number of times."""
+        """Make it the calling thread's device; idempotent."""
 
     def new_stream(self) -> Any:
         """A stream beside the model's."""
 
     def new_event(self) -> Any:
-        """An event that stands for all that the calling thread's stream has been given so far."""
+        """An event after all work so far of the calling thread's stream."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Give what this thread launches inside to `stream`."""
+        """Inside, this thread launches on `stream`."""
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """Page-locked host memory that the device reads and writes by itself; None if it has no
-        use for any."""
+        """Page-locked host memory from the device's runtime; None if any memory will do."""
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
         """ConfigError, naming `name`, if the bytes of `pages` do not lie where strides say."""
@@ -67,7 +64,7 @@ class HostDevice:
     memory_alignment = HOST_ALIGNMENT
 
     def enter_thread(self) -> None:
-        """Nothing: the host has no contexts."""
+        """Does nothing: the host has no contexts."""
 
     def new_stream(self) -> Any:
         """None: there are no streams."""
@@ -81,7 +78,7 @@ class HostDevice:
         raise AssertionError("the host has no streams")
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """None: any memory will do."""
+        """None."""
         return None
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
@@ -99,7 +96,7 @@ class AcceleratorDevice:
         self.torch_device = device
 
     def enter_thread(self) -> None:
-        """Where nothing is said, threads begin with the first device of the process."""
+        """Threads begin with the first device of the process otherwise."""
         if self.torch_device.index is not None:
             torch.accelerator.set_device_index(self.torch_device.index)
 
@@ -154,7 +151,7 @@ class NpuDevice:
         self._format_of = format_of
 
     def enter_thread(self) -> None:
-        """Without it the thread's work goes to the first card, or nowhere."""
+        """Without it the thread's work goes to the first card, or fails."""
         self._npu.set_device(self.torch_device)
 
     def new_stream(self) -> Any:
@@ -170,8 +167,8 @@ class NpuDevice:
         return context
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """From Ascend's runtime: Mooncake's `ascend` transport asks it what memory is whose, and
-        refuses host memory that the runtime has not heard of."""
+        """Memory of Ascend's runtime: Mooncake's `ascend` transport refuses host memory that the
+        runtime does not know."""
         pinned: Any = self._pinned(nbytes).numpy()  # numpy's stubs do not say that it is a buffer
         return memoryview(pinned)
 
@@ -203,28 +200,28 @@ _MAKERS: dict[str, Callable[[torch.device], Device]] = {
 
 
 def device_for(device: torch.device) -> Device:
-    """The seam for a torch device."""
+    """The `Device` of a torch device."""
     return _MAKERS.get(device.type, AcceleratorDevice)(device)
 
 
 # Page-locked staging memory, for NVIDIA GPUs
 
-# cudaHostRegister: known to all contexts, and at the same address on the device.
+# Flags of cudaHostRegister: for all contexts, and at the same address on the device.
 _PORTABLE, _MAPPED = 1, 2
 
 
 class Locker(Protocol):
-    """What locks memory for a device."""
+    """Page-locks memory for a device. Used by one thread at a time."""
 
     def lock(self, address: int, nbytes: int) -> str:
-        """Why it could not be locked; empty if it is."""
+        """Lock memory; returns why it failed, or an empty string."""
 
     def unlock(self, address: int) -> None:
-        """What `lock` was given; nothing may be copying from or to it."""
+        """Unlock memory that `lock` has locked; no copy may be using it."""
 
 
 class CudaLocker:
-    """NVIDIA's driver, on behalf of one GPU."""
+    """Locks memory for one NVIDIA GPU."""
 
     def __init__(self, device_index: int) -> None:
         self._device_index = device_index
@@ -245,7 +242,10 @@ class CudaLocker:
 
 
 class PageLock:
-    """The parts of the arena that are locked."""
+    """The page-locked parts of the arena.
+
+    A refusal is a warning: copies then are correct but slow, and not asynchronous.
+    """
 
     def __init__(self, locker: Locker) -> None:
         self._locker = locker
@@ -253,7 +253,7 @@ class PageLock:
         self._refused = False
 
     def lock(self, part: Buffer) -> None:
-        """Lock one part: whole slots, since no copy may cross from one part to another."""
+        """Lock a part of whole slots: no copy may cross from one part to another."""
         if self._refused:
             return
         reason = self._locker.lock(part.address, part.nbytes)
@@ -261,7 +261,7 @@ class PageLock:
             self._refused = True
             logger.warning(
                 "kvpool: staging memory cannot be page-locked (%s); copies between it and the GPU "
-                "will be slow",
+                "are slow. Raise the limit of locked memory (ulimit -l)",
                 reason,
             )
         else:
@@ -274,7 +274,7 @@ class PageLock:
 
 
 def page_lock_for(pages: Sequence[LayerPages]) -> PageLock | None:
-    """What locks staging memory for the device that these pages are on, if it wants that."""
+    """The page lock for the device of these pages; None if it needs none."""
     device = pages[0].owner[0].device
     if device.type != "cuda":
         return None

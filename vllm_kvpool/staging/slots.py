@@ -1,8 +1,7 @@
-"""A bounded set of equal slots: who holds which, and which must not be touched (pure).
+"""A bounded set of equal slots: which are free, held or quarantined (pure; the engine thread's).
 
-A slot is free, held, or quarantined: given up by its holder while a transfer may still write to
-it. Saves leave `reserve` slots to loads, so a store that takes no puts cannot starve loads.
-Owned by the engine thread.
+A quarantined slot was given up by its holder while a transfer may still write to it. Saves leave
+`reserve_for_loads` slots free, so that a slow store cannot starve loads.
 """
 
 from enum import Enum
@@ -28,11 +27,11 @@ class SlotPool:
         self._quarantined: set[Slot] = set()
 
     def has_room(self, use: SlotUse, more: int = 0) -> bool:
-        """Whether this use may take a slot now; `more` are held, but free as soon as one asks."""
+        """Whether this use may take a slot; `more` held ones could be freed for it."""
         return len(self._free) + more > (self._reserve if use is SlotUse.SAVE else 0)
 
     def take(self, use: SlotUse, more: int = 0) -> Slot | None:
-        """A free slot, or None when this use may have none now; `more` as in `has_room`."""
+        """A free slot, or None if this use may have none now; `more` as in `has_room`."""
         if not self._free or not self.has_room(use, more):
             return None
         slot = self._free.pop()
@@ -40,7 +39,7 @@ class SlotPool:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """The holder is done, or the late transfer of a quarantined slot has ended."""
+        """The holder is done, or the transfer into a quarantined slot has ended."""
         if slot in self._quarantined:
             self._quarantined.remove(slot)
         else:
@@ -48,7 +47,7 @@ class SlotPool:
         self._free.append(slot)
 
     def quarantine(self, slot: Slot) -> None:
-        """The holder gives up, but a transfer may still write: out of use until `give_back`."""
+        """The holder gives up while a transfer may still write: out of use until `give_back`."""
         del self._held[slot]
         self._quarantined.add(slot)
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
 
-UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at a time; 16 is the widest on a GPU
+UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at once; 16 is the widest on a GPU
 WORD_BYTES = 8  # the widest integer
 TILE_BYTES = 16 << 10  # 128 threads with eight accesses each on their way
-SEGMENT_BYTES = 128  # of a row that are worth an access of their own: a GPU's cache line
+SEGMENT_BYTES = 128  # a GPU's cache line: the least that is worth an access
 NUM_COLUMNS = 12
 
 
@@ -69,7 +69,7 @@ def unit_bytes(run: Run, alignment: int) -> int:
 
 
 def tile_words(num_words: int, word_bytes: int) -> int:
-    """A power of two of which few are needed for a run, and little of the last one is wasted."""
+    """The tile size, a power of two, that covers a run with the least waste."""
     widest = 1 << (num_words - 1).bit_length()
     narrowest = min(widest, SEGMENT_BYTES // word_bytes)
     sizes = [narrowest << i for i in range((widest // narrowest).bit_length())]

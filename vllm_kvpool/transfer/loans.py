@@ -88,9 +88,7 @@ class Loans:
         self._loans: dict[int, _Loan] = {}  # in order of their deadlines
         self._retained: dict[str, Retained] = {}  # by key, from the first member that wants it
         self._slots_retained: set[str] = set()  # keys of those that have a slot
-        self._in_order: deque[Retained] = (
-            deque()
-        )  # in order of their deadlines; the dropped ones too
+        self._in_order: deque[Retained] = deque()  # by deadline, dropped ones too
         self._silent: set[int] = set()  # members that let retained cells expire
 
     @property

@@ -1,8 +1,8 @@
-"""The thread that keeps a namespace's manifest in every store, so that no step and no lane waits.
+"""The thread that keeps a namespace's manifest in every store.
 
-One worker of an engine has it (rank 0). A manifest is written to each store that is there and lacks
-it; a damaged one is replaced. Where a store is away it is written when the store comes back. What
-cannot be written (a full or read-only store) is left until the next start: nothing depends on it.
+Rank 0 of an engine has it. A manifest is written to each store that lacks it or has a damaged one;
+to a store that is away when it comes back. A write that fails is not tried again until the next
+start: nothing depends on a manifest.
 """
 
 import logging
@@ -20,13 +20,13 @@ from vllm_kvpool.storage.manifest import MANIFEST_BYTES, read_manifest
 logger = logging.getLogger(__name__)
 
 JOIN_S = 0.5
-MOST_NAMESPACES = 16  # that wait for a store that is away; weights may change often
+MOST_NAMESPACES = 16  # that wait for a store; weights may change often
 
-_Message = tuple[Namespace, bytes] | int | None  # a manifest; a tier that is there; the end
+_Message = tuple[Namespace, bytes] | int | None  # a manifest; a tier that is available; the end
 
 
 class ManifestWriter:
-    """See the module docstring. `buffer` is registered with every store, and the thread's own."""
+    """Writes manifests through `buffer`, its own, which is registered with every store."""
 
     def __init__(self, stores: Sequence[GuardedStore], buffer: Buffer) -> None:
         assert buffer.nbytes == MANIFEST_BYTES, buffer.nbytes
@@ -40,11 +40,11 @@ class ManifestWriter:
             store.listen(partial(self._changed, tier))
 
     def write(self, namespace: Namespace, content: bytes) -> None:
-        """Have a manifest in every store from now on; never blocks."""
+        """Write a manifest to every store; never blocks."""
         self._inbox.put((namespace, content))
 
     def close(self) -> bool:
-        """End the thread; whether it has ended, so that the stores may be closed."""
+        """End the thread; True if it has ended, so the stores may be closed."""
         self._inbox.put(None)
         self._thread.join(JOIN_S)
         return not self._thread.is_alive()
@@ -70,12 +70,12 @@ class ManifestWriter:
                     self._write_owed(tier)
         except BuffersInUse:
             logger.warning(
-                "kvpool: a store call does not end; manifests are not "
-                "written until the engine restarts"
+                "kvpool: a store gave up a call that may still use its memory; manifests are not "
+                "written until vLLM restarts"
             )
         except Exception:
             logger.exception(
-                "kvpool: writing manifests failed; they are not written until the engine restarts"
+                "kvpool: writing manifests failed; they are not written until vLLM restarts"
             )
 
     def _write_owed(self, tier: int) -> None:
@@ -84,7 +84,7 @@ class ManifestWriter:
             try:
                 outcome = self._write(store, namespace, content)
             except StoreUnreachable:
-                return  # it comes back, or it does not
+                return  # it is tried again when the store is available
             except BuffersInUse:
                 raise
             except StoreError as error:

@@ -1,11 +1,9 @@
-"""The worker side: a step's plan -> the executor, the executor's reports -> what vLLM asks for.
+"""The worker side: a step's plan to the executor, the executor's reports to what vLLM asks for.
 
-Owned by the model's thread. Nothing here calls the store. Where the model runs on the CPU the
-gather of a step's saves is finished inside the step (`finish_in_step`): an in-process engine may
-have no further step in which blocks could be released. Elsewhere saves stay asynchronous.
-
-Layered loads end in their own step: layers wait for theirs (`wait_for_layer`), the end of the step
-for the rest, and vLLM is told of blocks alone, since the request was never waiting.
+Owned by the model's thread; nothing here calls a store. On a CPU the gather of a step's saves ends
+inside the step (`finish_in_step`), since an in-process engine may have no later step to release
+blocks in. Layered loads end in their own step: each layer waits for its span (`wait_for_layer`),
+the end of the step for the rest, and vLLM is told of invalid blocks only.
 """
 
 import logging
@@ -35,31 +33,31 @@ from vllm_kvpool.transfer.ops import (
 
 
 class LayerWaits:
-    """Which layers of a step are in the pages, and which have asked (pure; the model's thread).
+    """Which layers of a step are loaded, and which have waited for it (pure; the model's thread).
 
-    The model's layers ask for theirs as it comes to them. A layer that has been computed without
-    asking may have read pages that were not filled, so a step with such a layer counts as a load
-    that has failed. `spans`: each layer's name -> the first layer of its cells.
+    A layer that was computed without waiting may have read pages that were not filled; then the
+    step's layered loads count as failed. `spans`: each layer's name -> the first layer of its
+    cells.
     """
 
     def __init__(self, spans: Mapping[str, int]) -> None:
         self._spans = spans
-        self._done: dict[JobId, set[int]] = {}  # loads under way -> spans that are over
+        self._done: dict[JobId, set[int]] = {}  # loads in progress -> spans that are loaded
         self._unasked: set[str] = set()
 
     @property
     def loading(self) -> bool:
-        """Whether a layered load is under way."""
+        """Whether a layered load is in progress."""
         return bool(self._done)
 
     def begin(self, job: JobId) -> None:
-        """A load of this step."""
+        """A layered load of this step begins."""
         if not self._done:
             self._unasked = set(self._spans)
         self._done[job] = set()
 
     def take(self, reports: Iterable[Report]) -> None:
-        """What the engine has reported."""
+        """Note the engine's reports."""
         for report in reports:
             if isinstance(report, SpanLoaded):
                 self._done[report.job_id].add(report.layer_start)
@@ -67,32 +65,32 @@ class LayerWaits:
                 self._done.pop(report.job_id, None)
 
     def asked(self, layer_name: str) -> None:
-        """The model is about to compute this layer."""
+        """The model has waited and is about to compute this layer."""
         self._unasked.discard(layer_name)
 
     def ready(self, layer_name: str) -> bool:
-        """Whether nothing is to come into the layer's pages; also of layers that have none."""
+        """Whether no load writes into the layer's pages any more; true of unknown layers."""
         span = self._spans.get(layer_name)
         return span is None or all(span in done for done in self._done.values())
 
     @property
     def unasked(self) -> frozenset[str]:
-        """Layers that have been computed without asking, if the step's forward pass is over."""
+        """Layers that have not waited; after the forward pass, those computed without waiting."""
         return frozenset(self._unasked)
 
 
 logger = logging.getLogger(__name__)
 
 GATHER_WAIT_S = 5.0
-LATE_S = 30.0  # beyond its deadline a load has nothing to wait for but copies in memory
+LATE_S = 30.0  # past its deadline a load only waits for copies in memory
 
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What the engine is told after a step.
+    """What vLLM is told after a step.
 
-    Requests whose load has ended, and what has not been loaded: the blocks, if the engine can go on
-    from there (`GroupTables.resumes`), or else the requests.
+    `loaded`: requests whose load has ended. What was not loaded is in `invalid_blocks`, or in
+    `failed` where vLLM cannot resume from a block (`GroupTables.resumes`).
     """
 
     loaded: frozenset[str] = frozenset()
@@ -104,7 +102,7 @@ NOTHING_ENDED = StepResults()
 
 
 class PoolWorker:
-    """See the module docstring."""
+    """The worker side of one rank."""
 
     def __init__(
         self,
@@ -121,8 +119,8 @@ class PoolWorker:
     ) -> None:
         self._waits = LayerWaits(layer_spans or {})
         self._load_timeout_s = load_timeout_s
-        self._early: list[Report] = []  # taken before the end of the step
-        self._held_up_s = 0.0  # by layered loads
+        self._early: list[Report] = []  # drained before the end of the step
+        self._layer_wait_s = 0.0  # of the step, for layered loads
         self._resumes = resumes
         self._executor = executor
         self._copiers = copiers
@@ -133,17 +131,16 @@ class PoolWorker:
         self._rank = rank
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
-        self._saves: set[JobId] = set()
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
-        self._reports: list[StepReport] = []  # since the scheduler side was last told
+        self._reports: list[StepReport] = []  # since the last `take_report`
         self.tells_stored = False
-        """Whether the scheduler side wants to know what has reached the stores."""
+        """Whether to report what has reached the stores (for KV events)."""
         self.speaks_for: Mapping[str, Sequence[int]] = {}
-        """By layer group, the ranks that take out of this one's host memory, itself too."""
+        """By layer group, the ranks that load from this one's host memory, itself included."""
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Post the step's loads as early as its plan is known; once for a plan."""
+        """Post the step's loads; once for a plan."""
         if plan is self._loads_posted:
             return
         self._loads_posted = plan
@@ -151,7 +148,7 @@ class PoolWorker:
             self._generation = plan.generation
             self._executor.post(DropSaves(forget=True, generation=plan.generation))
         if plan.loads:
-            self._fence()  # what still reads or writes the pages comes first
+            self._fence()  # scatters wait for what still reads or writes the pages
         for load in plan.loads:
             self._executor.post(load)
             self._loads[load.job_id] = (load, time.monotonic())
@@ -161,10 +158,9 @@ class PoolWorker:
             self._executor.post(prefetch)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Before a layer reads its pages: wait until the step's loads have filled them.
+        """Wait until the step's loads have filled a layer's pages, or have failed.
 
-        Returns as well where a load has failed; the end of the step tells. RuntimeError if the
-        transfer engine is silent for `LATE_S` beyond the load's deadline.
+        RuntimeError if a load has not ended `LATE_S` after its deadline.
         """
         if self._waits.loading:
             self._wait_until(lambda: self._waits.ready(layer_name))
@@ -177,10 +173,13 @@ class PoolWorker:
             began = max(began for _, began in self._loads.values())
             left = began + self._load_timeout_s + LATE_S - time.monotonic()
             if left <= 0 or not self._executor.wait(bool, left):
-                # Going on would let copies that may still come fall into blocks of others.
-                raise RuntimeError("kvpool: a load has neither ended nor failed in time")
+                # Going on would let late copies write into blocks of other requests.
+                raise RuntimeError(
+                    f"kvpool: a load has not ended {LATE_S:g} s after its deadline "
+                    f"(load_timeout_s={self._load_timeout_s:g}); restart the engine"
+                )
             self._take_early()
-        self._held_up_s += time.monotonic() - start
+        self._layer_wait_s += time.monotonic() - start
 
     def _take_early(self) -> None:
         reports = self._executor.drain()
@@ -188,14 +187,13 @@ class PoolWorker:
         self._early += reports
 
     def start_saves(self, plan: StepPlan) -> None:
-        """Post the step's saves, after the forward pass; again for the same plan does nothing."""
+        """Post the step's saves, after the forward pass; once for a plan."""
         if plan is self._saves_posted:
             return
         self._saves_posted = plan
         if plan.saves:
             self._fence()
         for save in plan.saves:
-            self._saves.add(save.job_id)
             self._executor.post(save)
         if plan.saves and self._finish_in_step:
             mine = {save.job_id for save in plan.saves}
@@ -204,7 +202,7 @@ class PoolWorker:
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""
         if self._loads:
-            self._attend_loads(plan, finished_requests)
+            self._tend_loads(plan, finished_requests)
         unasked: frozenset[str] = frozenset()
         if self._waits.loading or self._early:
             self._wait_until(lambda: not self._waits.loading)
@@ -217,7 +215,6 @@ class PoolWorker:
         invalid: set[int] = set()
         for report in reports:
             if isinstance(report, SaveGathered):
-                self._saves.discard(report.job_id)
                 self._reports.append(StepReport(gathered={report.job_id: 1}))
             elif isinstance(report, SavesDropped):
                 self._reports.append(StepReport(dropped={report.generation: 1}))
@@ -242,25 +239,22 @@ class PoolWorker:
         return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
 
     def _host_of_ranks(self, change: HostCacheChange) -> dict[int, HostCacheChange]:
-        """What has changed for which rank: a chunk of this host memory is all its replicas' too."""
+        """The change for each rank that loads from this host memory."""
         if not self.speaks_for:
             return {self._rank: change}
-        told: dict[int, tuple[list[str], list[str]]] = {}
-        for place, groups in enumerate((change.added, change.removed)):
-            for group in groups:
-                for rank in self.speaks_for.get(layer_group_of(group), (self._rank,)):
-                    told.setdefault(rank, ([], []))[place].append(group)
-        return {
-            rank: HostCacheChange(tuple(added), tuple(removed))
-            for rank, (added, removed) in told.items()
-        }
+        complete: dict[int, dict[str, bool]] = {}
+        for chunk_ids, is_complete in ((change.added, True), (change.removed, False)):
+            for chunk_id in chunk_ids:
+                for rank in self.speaks_for.get(layer_group_of(chunk_id), (self._rank,)):
+                    complete.setdefault(rank, {})[chunk_id] = is_complete
+        return {rank: HostCacheChange.of(chunks) for rank, chunks in complete.items()}
 
     def _fence(self) -> None:
         for copier in self._copiers:
             copier.fence()
 
-    def _attend_loads(self, plan: StepPlan | None, finished_requests: set[str]) -> None:
-        """Cancel loads that nobody waits for; give the lanes the cores if there is nothing else."""
+    def _tend_loads(self, plan: StepPlan | None, finished_requests: set[str]) -> None:
+        """Cancel loads of finished requests; in an idle step, leave the cores to the lanes."""
         if plan is not None and plan.idle:
             waited = time.monotonic() - max(began for _, began in self._loads.values())
             self._executor.wait(bool, idle_wait_s(waited))
@@ -269,23 +263,23 @@ class PoolWorker:
                 self._executor.post(CancelRequest(load.request_id))
 
     def _load_ended(self, done: LoadDone, unasked: frozenset[str]) -> tuple[LoadPlan, int]:
-        """The load, and the token up to which its pages hold what they should."""
+        """The load's plan, and the token up to which its pages are filled."""
         plan, began = self._loads.pop(done.job_id)
         kept = max(plan.token_start, min(plan.token_stop, done.ok_stop_chunk * self._chunk_tokens))
         if plan.layered and unasked:
             kept = plan.token_start
             self._registry.add("kvpool_failures", kind="layer_not_asked")
             logger.error(
-                "kvpool: %d layers, %s among them, have been computed without waiting for their "
-                "load; its tokens are computed again. Leave layerwise out for this engine",
+                "kvpool: %d layers, such as %s, were computed without waiting for their load; its "
+                "tokens are computed again. Remove layerwise from this engine's configuration",
                 len(unasked),
                 min(unasked),
             )
             self._reports.append(StepReport(load_stops={plan.request_id: kept}))
         elif kept == plan.token_stop:
             seconds = time.monotonic() - began
-            if plan.layered:  # what it has cost the step, once
-                seconds, self._held_up_s = self._held_up_s, 0.0
+            if plan.layered:  # the time that the step has waited, counted once
+                seconds, self._layer_wait_s = self._layer_wait_s, 0.0
             tokens = plan.token_stop - plan.token_start
             self._reports.append(StepReport(load_tokens=tokens, load_seconds=seconds))
         else:
@@ -294,7 +288,7 @@ class PoolWorker:
         return plan, kept
 
     def take_report(self) -> StepReport | None:
-        """What the scheduler side is to know, since the last call."""
+        """What has happened since the last call, for the scheduler side; None if nothing."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, []
