@@ -4,8 +4,10 @@ How long a call has lasted is not left to the machine: `give_up` says that it is
 """
 
 import logging
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
@@ -444,3 +446,43 @@ def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
     assert not rank.close(0.0)  # it is known that somebody hangs
     gate.set()
     assert ended([lane.thread])
+
+
+def test_calls_may_end_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load is reported once, however many calls are given up; no thread is lost."""
+    num_loads = 1500
+    monkeypatch.setattr(executor, "WATCH_S", 0.0)
+    monkeypatch.setattr(executor, "MAX_HUNG", 50)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.0)
+    chance = random.Random(0)
+
+    def perform(batch: Batch) -> tuple[CellOutcome, ...]:
+        if batch.lane == GET:
+            time.sleep(chance.choice((0.0, 0.0005, 0.001, 0.0015)))
+        return all_done(batch)
+
+    logging.getLogger(EXECUTOR_LOG).setLevel(logging.CRITICAL)
+    rank = Rank(
+        FaultyStore(MemoryStore("", 1 << 20)),
+        num_slots=64,
+        perform=perform,
+        one_cell=True,
+        lanes=SINGLE | {GET: 2},
+        call_timeout_s=0.001,
+    )
+    try:
+        for job in range(num_loads):
+            rank.executor.post(one_cell_plan(LoadPlan, job))
+        reports = rank.reports(num_loads)
+        rank.executor._call_timeout_s = NEVER_S
+        wait_for(lambda: not rank.executor._hung)
+        assert len(threads_of(rank, GET)) == 2
+        check_is_clean(rank)
+    finally:
+        logging.getLogger(EXECUTOR_LOG).setLevel(logging.NOTSET)
+    reports += rank.executor.drain()
+    assert Counter(report.job_id for report in reports) == dict.fromkeys(range(num_loads), 1)
+    given_up = rank.registry.snapshot()["kvpool_failures{kind=store_stuck}"]
+    assert 0 < given_up < num_loads
+    assert not any(thread.name.startswith("kvpool-get") for thread in threading.enumerate())
