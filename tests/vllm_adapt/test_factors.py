@@ -539,3 +539,23 @@ def test_an_engine_with_a_value_that_cannot_be_compared_is_alone(
     assert one != other
     assert one == namespace(configs[0])
     assert "additional_config: object objects cannot be compared" in caplog.text
+
+
+READ_AS_LIMITS = {
+    # for buffers, and for what a prompt may hold
+    *("cohere_compass", "colpali", "deepseek_ocr", "deepseek_v2", "diffusion_gemma"),
+    *("embedding_gemma2", "ernie45_vl", "gemma3_mm", "gemma4_mm", "glm4_1v", "idefics3"),
+    *("internvl", "kimi_k25", "kimi_vl", "lfm2_vl", "minicpmv", "minimax_m2", "mllama4"),
+    *("parakeet", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "step3_vl", "voxtral"),
+    *("voxtral_realtime", "plamo3"),
+    "config",  # of encoders, and of pages
+    "nano_nemotron_vl",  # images are cut to fit; hashes have the number of their tokens
+}
+READ_FOR_KV = {"llama4"}
+
+
+def test_models_that_read_max_model_len_are_known() -> None:
+    """Of one that a release adds, somebody must say whether it computes otherwise by it."""
+    models = Path(vllm.__file__).parent / "model_executor" / "models"
+    readers = {path.stem for path in models.rglob("*.py") if "max_model_len" in path.read_text()}
+    assert READ_FOR_KV <= readers <= READ_AS_LIMITS | READ_FOR_KV

@@ -14,16 +14,25 @@ from typing import Any
 import msgspec
 import pytest
 from safetensors.numpy import load_file, save_file
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore as VllmEngineCore
 from vllm.v1.engine.core import EngineCoreProc
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import weights_version
+from vllm_kvpool.vllm_adapt.requests import AdapterDigests
 from vllm_kvpool.vllm_adapt.weights_version import version_of_files
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
-WRAPPED = ("collective_rpc", "sleep", "set_weight_version", "_reset_caches")
+WRAPPED = (
+    "collective_rpc",
+    "sleep",
+    "set_weight_version",
+    "_reset_caches",
+    "add_lora",
+    "remove_lora",
+)
 
 
 class Broken(Exception):
@@ -94,6 +103,14 @@ class Core:
         self.calls.append(("reset", reset_running_requests, reset_connector))
         self.during()
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        self.calls.append(("add_lora", lora_request))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        self.calls.append(("remove_lora", lora_id))
+        return True
+
 
 Make = Callable[..., Core]
 
@@ -111,6 +128,7 @@ def engine_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
     module = types.SimpleNamespace(EngineCore=fake)
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", module)  # type: ignore[arg-type]
     monkeypatch.setattr(weights_version, "_watchers", type(weights_version._watchers)())
+    monkeypatch.setattr(weights_version, "_adapters", {})
     monkeypatch.setattr(weights_version, "_slept", type(weights_version._slept)())
     monkeypatch.setattr(weights_version.models, "_seen", type(weights_version.models._seen)())
     weights_version.install()
@@ -571,3 +589,31 @@ def test_a_change_of_an_engine_that_nobody_watches_is_everybodys(
 def _pauses_end() -> Iterator[None]:
     yield
     assert not weights_version.is_pausing()
+
+
+# Adapters
+
+
+def test_an_adapter_that_changes_between_its_load_and_its_first_request_has_no_digest(
+    core: Core, tmp_path: Path
+) -> None:
+    """A server loads it when it is named to it: the engine has what the files held then."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    path, digests = str(tmp_path), AdapterDigests()
+    assert core.add_lora(LoRARequest("a", 1, path))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
+    core.add_lora(LoRARequest("a", 1, path))  # vLLM keeps what it has
+    with pytest.raises(OSError, match="have changed since"):
+        digests.of(1, path, False)
+    core.add_lora(LoRARequest("a", 1, path, load_inplace=True))
+    loaded = digests.of(1, path, False)
+    core.remove_lora(1)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"the third")
+    core.add_lora(LoRARequest("a", 1, path))
+    assert AdapterDigests().of(1, path, False) != loaded
+    assert [call[0] for call in core.calls] == [*["add_lora"] * 3, "remove_lora", "add_lora"]
+
+
+def test_an_adapter_whose_files_are_not_here_is_loaded_all_the_same(core: Core) -> None:
+    assert core.add_lora(LoRARequest("a", 7, "/nowhere"))
+    assert weights_version.adapter_as_loaded(7, "/nowhere") is None

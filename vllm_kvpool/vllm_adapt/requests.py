@@ -18,6 +18,7 @@ from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt.factors import canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import local_directory
+from vllm_kvpool.vllm_adapt.weights_version import MAX_ADAPTERS, adapter_as_loaded
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ADAPTERS = 4096
 # Identifiers that count media instead of naming their content.
 _COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 
 
 class AdapterDigests:
-    """Content digests of LoRA adapters as they were when this engine first met them.
+    """Content digests of LoRA adapters as they were when this engine first met them, by a
+    request or because it was told to load them.
 
     Owned by the thread that reads adapters. Keyed by the adapter's id too: another content at the
     same path comes with another id, or says `load_inplace`. An adapter whose files have changed
@@ -54,15 +55,21 @@ class AdapterDigests:
             if len(self._known) >= MAX_ADAPTERS:
                 self._known.clear()
             stamp = adapter_stamp(directory)
+            if adapter_as_loaded(adapter_id, path) not in (None, stamp) and not reload:
+                raise _changed(path)
             known = self._known[key] = _Adapter(directory, stamp, digest_adapter(directory))
         with contextlib.suppress(FileNotFoundError):  # gone: nothing else can be read there
             if adapter_stamp(known.directory) != known.stamp:
-                raise OSError(
-                    f"the files of the LoRA adapter {path} have changed since it was first used, "
-                    "and whether the engine has the old or the new ones is not known; load it "
-                    "with load_inplace, or under another name"
-                )
+                raise _changed(path)
         return known.digest
+
+
+def _changed(path: str) -> OSError:
+    return OSError(
+        f"the files of the LoRA adapter {path} have changed since it was first used, and whether "
+        "the engine has the old or the new ones is not known; load it with load_inplace, or under "
+        "another name"
+    )
 
 
 class _Adapter(NamedTuple):

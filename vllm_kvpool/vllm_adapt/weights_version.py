@@ -14,6 +14,7 @@ While vLLM pauses or puts an engine to sleep it resets the connector along with 
 pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -26,14 +27,20 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from vllm_kvpool.identity.weights import known_sample, sample_weights, tensor_names
-from vllm_kvpool.vllm_adapt.namespace import local_weights
+from vllm_kvpool.identity.weights import (
+    adapter_stamp,
+    known_sample,
+    sample_weights,
+    tensor_names,
+)
+from vllm_kvpool.vllm_adapt.namespace import local_directory, local_weights
 
 logger = logging.getLogger(__name__)
 
 BYTES_OF_EACH = 64  # of a parameter
 ITEMS_OF_EACH = 8  # in every dimension, where a parameter is not in one piece
 MOST_FRAMES = 16
+MAX_ADAPTERS = 4096
 
 
 class Models:
@@ -184,6 +191,8 @@ _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
 _reloaded: "WeakKeyDictionary[Any, Files | None]" = WeakKeyDictionary()
 """Where an engine's weights are read from since it was told otherwise; None: not known."""
+_adapters: dict[tuple[int, str], tuple[tuple[object, ...], ...]] = {}
+"""By id and path: the state of the files of adapters that an engine loaded before any request."""
 _num_pauses = 0
 
 
@@ -199,6 +208,11 @@ def watch(watcher: Watcher, config: Any) -> None:
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
     """Tell `watcher` of every reset of an encoder cache in this process, after it."""
     _cache_watchers.add(watcher)
+
+
+def adapter_as_loaded(adapter_id: int, path: str) -> tuple[tuple[object, ...], ...] | None:
+    """What `adapter_stamp` said when an engine was told to load an adapter; None if it was not."""
+    return _adapters.get((adapter_id, path))
 
 
 def is_pausing() -> bool:
@@ -381,10 +395,30 @@ def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
             watcher.encoder_cache_was_reset()
 
 
+def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
+    """Servers load adapters before any request names them; their files may change in between."""
+    key = (lora_request.lora_int_id, lora_request.lora_path)
+    directory = local_directory(lora_request.lora_path, None)
+    if directory is not None and (lora_request.load_inplace or key not in _adapters):
+        if len(_adapters) >= MAX_ADAPTERS:
+            _adapters.clear()
+        with contextlib.suppress(OSError):  # then the engine cannot read it either
+            _adapters[key] = adapter_stamp(directory)
+    return call(core, lora_request)
+
+
+def _remove_lora(call: Callable[..., Any], core: Any, /, lora_id: int) -> Any:
+    for key in [key for key in _adapters if key[0] == lora_id]:
+        del _adapters[key]
+    return call(core, lora_id)
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "collective_rpc": _rpc,
     "sleep": _sleep,
     "set_weight_version": _set_version,
     "_reset_caches": _reset_caches,
     "reset_encoder_cache": _reset_encoder_cache,
+    "add_lora": _add_lora,
+    "remove_lora": _remove_lora,
 }
