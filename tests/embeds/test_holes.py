@@ -17,7 +17,7 @@ Here: 4 5 8 9 11 12 13 14 21 22 27 29 31 33 34 35 36 37 40 43 54 57 59 60. Elsew
 | 33 | test_machines: a_write_that_lands_late...; test_states: revoked_grants; test_faults |
 | 38 | test_workers: a_producer_is_restarted..., a_consumer_is_restarted... |
 | 42 | test_session: a_silent_peer_is_lost_and_greeted_at_once |
-| 45 | test_credit: producers_take_turns; test_machines: back_pressure... |
+| 45 | test_admission: producers_take_turns; test_machines: back_pressure... |
 | 46 | test_session: another_fingerprint_is_refused_with_both; test_workers: another_model... |
 | 47 48 | test_states: damaged_rows; test_dataplane: what changes during a drain |
 | 53 | test_workers: ranks_of_different_speed_and_window_get_the_same |

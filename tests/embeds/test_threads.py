@@ -1,10 +1,11 @@
-"""A work thread: what it died of is reported as failed, once, and it goes on."""
+"""Threads that go on after a death, and messages in the log that peers cause: few of a kind."""
 
+import logging
 import queue
 
 import pytest
 
-from vllm_kvpool.embeds.faults import WorkThread
+from vllm_kvpool.embeds.faults import EVERY_S, MAX_SUBJECTS, LogLimit, WorkThread
 
 PATIENCE_S = 20.0
 
@@ -41,3 +42,64 @@ def test_every_piece_is_reported_once_whatever_the_thread_dies_of(
     assert thread.join(PATIENCE_S)
     assert told == [(work, bool(work % 3)) for work in range(10)]
     assert deaths == ["worker"] * 5
+
+
+class Logged:
+    """A limit, its clock and the lines that pass it."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.now = 0.0
+        self._caplog = caplog
+        self.limit = LogLimit(logging.getLogger("limited"), lambda: self.now)
+
+    def log(self, kind: str = "kind", subject: str = "peer") -> None:
+        self.limit.log(logging.WARNING, kind, subject, "%s of %s", kind, subject)
+
+    def lines(self) -> list[str]:
+        found = [each.getMessage() for each in self._caplog.records]
+        self._caplog.clear()
+        return found
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Logged:
+    return Logged(caplog)
+
+
+def test_a_message_is_logged_once_and_then_with_the_number_of_the_others(logged: Logged) -> None:
+    for _ in range(1000):
+        logged.log()
+    assert logged.lines() == ["kind of peer"]
+    logged.now += EVERY_S
+    logged.log()
+    assert logged.lines() == ["kind of peer (999 more like it were not logged)"]
+
+
+def test_what_was_suppressed_is_said_though_nothing_follows(logged: Logged) -> None:
+    for _ in range(8):
+        logged.log()
+    logged.lines()
+    logged.limit.tick()
+    assert logged.lines() == []
+    logged.now += EVERY_S
+    logged.limit.tick()
+    assert logged.lines() == ["kvpool: kind, peer: 7 more messages were not logged in 60 s"]
+    logged.limit.tick()
+    assert logged.lines() == []
+
+
+def test_peers_and_kinds_do_not_silence_each_other(logged: Logged) -> None:
+    for kind in ("a", "b"):
+        for subject in ("x", "y"):
+            logged.log(kind, subject)
+    assert logged.lines() == ["a of x", "a of y", "b of x", "b of y"]
+
+
+def test_any_number_of_peers_is_a_bounded_number_of_lines(logged: Logged) -> None:
+    for number in range(10_000):
+        logged.log(subject=f"peer {number}")
+    assert len(logged.lines()) == MAX_SUBJECTS + 1
+    logged.now += EVERY_S
+    logged.limit.tick()
+    (line,) = logged.lines()
+    assert str(10_000 - MAX_SUBJECTS - 1) in line
