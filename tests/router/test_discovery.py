@@ -67,7 +67,7 @@ def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
     async def main() -> None:
         discovery = Discovery(config(file=str(path)), events.append, every_s=0.01)
         discovery.start()
-        await until(lambda: "cannot be read" in caplog.text)
+        await until(lambda: "discovery.file: " in caplog.text)
         write(entry("http://a:1", "prefill") + entry("http://b:1", name="b"))
         await until(lambda: len(events) == 2)
         assert set(events) == {

@@ -40,6 +40,9 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAY_BE_ZERO = ("prefill", "decode", "prefetch_bytes")
+HASHED = "sha256:"
+MIN_KEY_CHARS = 16
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _DNS = re.compile(r"[A-Za-z0-9._-]+:[1-9]\d{0,4}")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
@@ -55,6 +58,11 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """Where clients come in, and what they may send."""
 
     listen: str = "0.0.0.0:8000"
+    tls_certificate: str = ""
+    """A PEM file with the chain, and below its key; both or neither."""
+    tls_key: str = ""
+    keys_file: str = ""
+    """A TOML file of `[[tenants]]`; empty: clients' keys are passed on, and judged by engines."""
     max_body_bytes: int = 32 << 20
     """Larger requests are refused (413) while they are being read."""
     read_timeout_s: float = 30.0
@@ -98,6 +106,21 @@ class ReplicaConfig(_Section, frozen=True, kw_only=True):
     url: str
     role: RoleName
     id: str = ""
+
+
+class TenantConfig(_Section, frozen=True, kw_only=True):
+    """A client with a key, in `front.keys_file`."""
+
+    name: str
+    key: str
+    """The key, or `sha256:` and its digest in hexadecimal digits."""
+    models: tuple[str, ...] = ()
+    """Those it may use; empty: all."""
+    requests_per_s: float = 0.0
+    """0: any; so for the other limits."""
+    burst: float = 10.0
+    """Requests that may come at once after a pause, if `requests_per_s` is given."""
+    max_running: int = 0
 
 
 class DiscoveryConfig(_Section, frozen=True, kw_only=True):
@@ -237,28 +260,68 @@ def load_config(path: Path) -> RouterConfig:
         admin = replace(admin, token_file=str(below / admin.token_file))
     if launch.state_dir:
         launch = replace(launch, state_dir=str(below / launch.state_dir))
-    discovery = config.discovery
+    discovery, front = config.discovery, config.front
     if discovery.file:
         discovery = replace(discovery, file=str(below / discovery.file))
-    return replace(config, admin=admin, launch=launch, discovery=discovery)
+    for name in ("tls_certificate", "tls_key", "keys_file"):
+        if given := getattr(front, name):
+            front = replace(front, **{name: str(below / given)})
+    if front.keys_file:
+        read_tenants(Path(front.keys_file))
+    return replace(config, front=front, admin=admin, launch=launch, discovery=discovery)
 
 
 def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
-    """The engines that a file of `discovery.file` names; OSError, ConfigError."""
+    """The engines that a file of `discovery.file` names; ConfigError."""
+    found: tuple[ReplicaConfig, ...] = _read_list(path, "replicas", ReplicaConfig)
+    if errors := [wrong for each in found if (wrong := url_error(each.url))]:
+        raise ConfigError(f"{path}: {'; '.join(errors)}")
+    return found
+
+
+def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
+    """Those whose keys are good; ConfigError."""
+    found: tuple[TenantConfig, ...] = _read_list(path, "tenants", TenantConfig)
+    errors = [
+        f"two [[tenants]] have one {name}"
+        for name in ("name", "key")
+        if len({getattr(each, name) for each in found}) < len(found)
+    ]
+    for each in found:
+        is_plain = not each.key.startswith(HASHED)
+        if not is_plain and not _DIGEST.fullmatch(each.key.removeprefix(HASHED)):
+            errors.append(f"{each.name}: key is not {HASHED} and 64 hexadecimal digits")
+        if is_plain and len(each.key) < MIN_KEY_CHARS:
+            errors.append(f"{each.name}: key has fewer than {MIN_KEY_CHARS} characters")
+        if is_plain and path.stat().st_mode & 0o077:
+            errors.append(f"{each.name}: others can read the key; chmod 600, or write {HASHED}")
+        if each.requests_per_s < 0 or each.max_running < 0 or not each.burst >= 1:
+            errors.append(f"{each.name}: limits are 0 (none) or more, burst 1 or more")
+    if errors:
+        raise ConfigError("\n".join(f"{path}: {each}" for each in errors))
+    return found
+
+
+def _read_list(path: Path, name: str, kind: type[Any]) -> tuple[Any, ...]:
+    """A TOML file of one list."""
     errors: list[str] = []
     try:
         raw = _expand(tomllib.loads(path.read_text(encoding="utf-8")), "", errors)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is not TOML: {error}") from None
-    errors += [f"unknown name {name!r}; write [[replicas]]" for name in raw if name != "replicas"]
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+    errors += [f"unknown name {each!r}; write [[{name}]]" for each in raw if each != name]
+    entries = raw.get(name, [])
+    if not isinstance(entries, list):
+        errors.append(f"write [[{name}]], in two brackets, once for each")
+        entries = []
     found = [
-        _convert(each, ReplicaConfig, f"[[replicas]] number {number}", errors)
-        for number, each in enumerate(raw.get("replicas", ()), 1)
+        _convert(each, kind, f"[[{name}]] number {number}", errors)
+        for number, each in enumerate(entries, 1)
     ]
-    if not errors:
-        errors += [wrong for each in found if (wrong := url_error(each.url))]
     if errors:
-        raise ConfigError("; ".join(errors))
+        raise ConfigError("\n".join(f"{path}: {each}" for each in errors))
     return tuple(found)
 
 
@@ -382,6 +445,8 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
             yield f"[{name}] listen is {listen!r}; write host:port"
     if config.front.listen == config.admin.listen and not config.front.listen.endswith(":0"):
         yield "[front] and [admin] listen at one address; choose another"
+    if bool(config.front.tls_certificate) != bool(config.front.tls_key):
+        yield "[front] tls_certificate and tls_key; give both or neither"
     if config.front.max_body_bytes > config.front.max_bodies_bytes:
         yield "[front] max_bodies_bytes is below max_body_bytes"
     if config.overload.lock_at <= LOCK_HYSTERESIS:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, launch_hosts, state_dir
+from vllm_kvpool.router.config import RouterConfig, launch_hosts, read_tenants, state_dir
 from vllm_kvpool.router.control.events import (
     Abort,
     Action,
@@ -58,6 +58,7 @@ from vllm_kvpool.router.ops.prefetches import Prefetches
 from vllm_kvpool.router.ops.replicas import Replicas
 from vllm_kvpool.router.ops.settings import controller_of, prefetch_commands
 from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.ops.view import health_of
 
 log = logging.getLogger(__name__)
@@ -131,6 +132,8 @@ class Router:
             prefill_timeout_s=config.front.engine_timeout_s,
             named=self.prefetches.learn if self.prefetches.is_on else None,
         )
+        keys = config.front.keys_file
+        self.tenants = Tenants(read_tenants(Path(keys)), clock) if keys else None
         self.server = Server(
             config.front,
             self._serve,
@@ -138,6 +141,8 @@ class Router:
             health=self._health,
             # Clients need not know who serves them.
             metrics=partial(self.telemetry.expose, with_replicas=False),
+            tenants=self.tenants,
+            api_key=config.api_key,
         )
         self.front_port = 0
         self.admin_port = 0
@@ -369,7 +374,7 @@ def _address(listen: str) -> tuple[str, int]:
 def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
     """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen.
 
-    On SIGHUP the configuration is read again, by `read`, for its replicas.
+    On SIGHUP replicas (by `read`), keys and the certificate are read again.
     """
     with contextlib.suppress(ImportError):
         import uvloop
@@ -387,16 +392,21 @@ async def _serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None
     router = Router(config)
 
     def reload() -> None:
-        try:
-            changed = read()
-        except ConfigError as error:
-            log.error("SIGHUP: the configuration stays as it was: %s", error)
-            return
+        changed = read()
         router.discovery.reload(changed)
+        if router.tenants is not None:
+            router.tenants.replace(read_tenants(Path(config.front.keys_file)))
+        router.server.load_certificate()
         if replace(changed, replicas=config.replicas) != config:
             log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    def hang_up() -> None:
+        try:
+            reload()
+        except ConfigError as error:
+            log.error("SIGHUP: what could not be read stays as it was: %s", error)
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     try:
         await router.start()
     except (OSError, ConfigError) as error:

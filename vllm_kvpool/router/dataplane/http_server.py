@@ -10,6 +10,7 @@ Everything is owned by the loop of `HttpServer.start`.
 
 import asyncio
 import logging
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -197,14 +198,27 @@ class HttpServer:
         self._warned_at = float("-inf")
         self._date = (0, b"")
 
-    async def start(self, host: str | None, port: int, *, shares_port: bool = False) -> int:
-        """Listen; the port that it is. OSError if it cannot be had.
+    async def start(
+        self,
+        host: str | None,
+        port: int,
+        *,
+        shares_port: bool = False,
+        tls: ssl.SSLContext | None = None,
+    ) -> int:
+        """Listen, with `tls` or in the clear; the port that it is. OSError if it cannot be had.
 
         `shares_port`: other processes may listen there as well, and the kernel spreads connections.
         """
         self.loop = asyncio.get_running_loop()
         self._listening = await self.loop.create_server(
-            lambda: _Connection(self), host, port, backlog=BACKLOG, reuse_port=shares_port
+            lambda: _Connection(self),
+            host,
+            port,
+            backlog=BACKLOG,
+            reuse_port=shares_port,
+            ssl=tls,
+            ssl_handshake_timeout=self.limits.read_timeout_s if tls else None,
         )
         self._sweep_s = min(max(self.limits.read_timeout_s / 10, MIN_SWEEP_S), MAX_SWEEP_S)
         self._look_at_deadlines()

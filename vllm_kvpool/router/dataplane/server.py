@@ -4,6 +4,8 @@ Answers itself what needs no engine, and refuses what none would take; every oth
 whole, parsed, and served by `serve`.
 """
 
+import math
+import ssl
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 from multidict import CIMultiDict
 
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.dataplane.bodies import (
     BadRequest,
@@ -29,17 +32,21 @@ from vllm_kvpool.router.dataplane.http_server import (
     ServerLimits,
 )
 from vllm_kvpool.router.dataplane.upstream import Answer
+from vllm_kvpool.router.ops.tenants import Denied, Tenants
 
 Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
 ListModels = Callable[[CIMultiDict[str]], Awaitable[Answer | list[dict[str, Any]]]]
 
 _ERRORS = {
     400: "BadRequestError",
+    401: "Unauthorized",
+    403: "PermissionDenied",
     404: "NotFoundError",
     405: "MethodNotAllowed",
     408: "RequestTimeout",
     413: "RequestEntityTooLarge",
     415: "UnsupportedMediaType",
+    429: "RateLimitExceeded",
     500: "InternalServerError",
     503: "ServiceUnavailable",
 }
@@ -61,12 +68,18 @@ class Server:
         models: ListModels,
         health: Callable[[], tuple[int, bytes]],
         metrics: Callable[[], tuple[str, bytes]],
+        tenants: Tenants | None = None,
+        api_key: str = "",
     ) -> None:
+        """`tenants`: who may send requests; engines are sent `api_key` then instead of theirs."""
         self._config = config
         self._serve = serve
         self._models = models
         self._health = health
         self._metrics = metrics
+        self._tenants = tenants
+        self._api_key = api_key
+        self._tls: ssl.SSLContext | None = None
         limits = ServerLimits(
             max_body_bytes=config.max_body_bytes,
             max_bodies_bytes=config.max_bodies_bytes,
@@ -81,8 +94,20 @@ class Server:
         return self._http.held_bytes
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port that it is. OSError if it cannot be had."""
-        return await self._http.start(host or None, port)
+        """Listen; the port that it is. OSError if it cannot be had, ConfigError without its TLS."""
+        if self._config.tls_certificate:
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self.load_certificate()
+        return await self._http.start(host or None, port, tls=self._tls)
+
+    def load_certificate(self) -> None:
+        """Read the certificate, for connections from now on; ConfigError if it cannot be."""
+        if self._tls is None:
+            return
+        try:
+            self._tls.load_cert_chain(self._config.tls_certificate, self._config.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"[front] tls_certificate and tls_key: {error}") from None
 
     async def stop(self) -> None:
         """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
@@ -110,6 +135,11 @@ class Server:
         if http.headers.get("Content-Encoding", "identity").lower() != "identity":
             # They unpack to any size; vLLM takes none either.
             return _error(415, "Bodies with a Content-Encoding are not taken.")
+        if self._tenants is not None and http.path.startswith("/v1/"):
+            try:
+                self._tenants.of(http.headers.get("Authorization"))
+            except Denied as denied:
+                return _denial(denied)
         return None
 
     async def _handle(self, http: HttpRequest) -> None:
@@ -142,16 +172,56 @@ class Server:
         headers = request_headers(http.headers, is_trusted=trusted)
         if not headers.get(REQUEST_ID):
             headers[REQUEST_ID] = uuid.uuid4().hex
-        await self._serve(request, headers, Downstream(http, self._config.client_timeout_s, shown))
+        client = Downstream(http, self._config.client_timeout_s, shown)
+        if self._tenants is None:
+            await self._serve(request, headers, client)
+            return
+        try:
+            tenant = self._tenants.of(headers.get("Authorization"))
+            self._tenants.enter(tenant, request.model)
+        except Denied as denied:
+            denial = _denial(denied)
+            http.respond(denial._replace(headers={**denial.headers, **shown}))
+            return
+        try:
+            await self._serve(request, self._as_router(headers), client)
+        finally:
+            self._tenants.leave(tenant)
+
+    def _as_router(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
+        """The router has judged the key; engines know its own."""
+        headers.popall("Authorization", None)
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        return headers
 
     async def _list_models(self, http: HttpRequest) -> Response:
-        found = await self._models(request_headers(http.headers))
+        headers = request_headers(http.headers)
+        if self._tenants is not None:
+            headers = self._as_router(headers)
+        found = await self._models(headers)
         if isinstance(found, Answer):
             return Response(found.status, answer_headers(found.headers), found.body)
         if not found:
             return _error(503, "No engine is up yet.")
+        if (tenants := self._tenants) is not None:
+            try:
+                tenant = tenants.of(http.headers.get("Authorization"))
+            except Denied as denied:
+                return _denial(denied)
+            found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
         body = msgspec.json.encode({"object": "list", "data": found})
         return Response(200, {"Server": SERVER, "Content-Type": JSON}, body)
+
+
+def _denial(denied: Denied) -> Response:
+    response = _error(denied.status, str(denied))
+    headers = dict(response.headers)
+    if denied.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if denied.retry_after_s:
+        headers["Retry-After"] = str(math.ceil(denied.retry_after_s))
+    return response._replace(headers=headers)
 
 
 def _error(status: int, why: str) -> Response:

@@ -90,7 +90,7 @@ class Discovery:
                 return
             found = read_replicas(path)
         except (OSError, ConfigError) as error:
-            self._log_once(str(path), f"discovery.file {path} cannot be read: {error}")
+            self._log_once(str(path), f"discovery.file: {error}")
             return
         self._file_mtime_ns = mtime_ns
         self._refused.pop(str(path), None)

@@ -1,0 +1,209 @@
+"""Who may send requests: keys, models, rates and requests at a time; TLS."""
+
+import asyncio
+import hashlib
+import ssl
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.router_rig import COMPLETIONS, RouterRig, run
+from tests.support.scripted_spec import ScriptedSpec
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import TenantConfig, load_config, read_tenants
+from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants
+
+KEY = "k-0123456789abcdef"
+OTHER = "k-fedcba9876543210"
+ASK = {"model": "scripted", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def denied(tenants: Tenants, tenant: Tenant, model: str = "m") -> Denied:
+    with pytest.raises(Denied) as caught:
+        tenants.enter(tenant, model)
+    return caught.value
+
+
+def test_a_key_names_its_tenant_plain_or_by_its_digest() -> None:
+    digest = "sha256:" + hashlib.sha256(OTHER.encode()).hexdigest()
+    tenants = Tenants([TenantConfig(name="a", key=KEY), TenantConfig(name="b", key=digest)])
+    assert tenants.of(f"Bearer {KEY}").config.name == "a"
+    assert tenants.of(f"bearer  {OTHER} ").config.name == "b"
+    for given in (
+        None,
+        "",
+        KEY,
+        "Bearer ",
+        "Bearer x",
+        f"Basic {KEY}",
+        f"Bearer {digest}",
+        "\udcff",
+    ):
+        with pytest.raises(Denied) as caught:
+            tenants.of(given)
+        assert caught.value.status == 401
+
+
+def test_models_of_others_are_refused() -> None:
+    tenants = Tenants([TenantConfig(name="a", key=KEY, models=("m", "lora"))])
+    tenant = tenants.of(f"Bearer {KEY}")
+    tenants.enter(tenant, "lora")
+    assert denied(tenants, tenant, "n").status == 403
+    assert denied(tenants, tenant, "").status == 403
+    assert tenant.num_running == 1
+
+
+def test_a_rate_is_a_bucket_that_fills() -> None:
+    clock = Clock()
+    tenants = Tenants([TenantConfig(name="a", key=KEY, requests_per_s=2.0, burst=3.0)], clock)
+    tenant = tenants.of(f"Bearer {KEY}")
+    for _ in range(3):
+        tenants.enter(tenant, "m")
+    late = denied(tenants, tenant)
+    assert (late.status, late.retry_after_s) == (429, 0.5)
+    clock.now += 0.5
+    tenants.enter(tenant, "m")
+    assert denied(tenants, tenant).status == 429
+    clock.now += 1000
+    for _ in range(3):
+        tenants.enter(tenant, "m")
+    assert denied(tenants, tenant).status == 429
+
+
+def test_so_many_at_a_time_also_after_the_file_has_changed() -> None:
+    tenants = Tenants([TenantConfig(name="a", key=KEY, max_running=2)])
+    tenant = tenants.of(f"Bearer {KEY}")
+    tenants.enter(tenant, "m")
+    tenants.enter(tenant, "m")
+    assert denied(tenants, tenant).status == 429
+    tenants.replace([TenantConfig(name="a", key=OTHER, max_running=2)])
+    with pytest.raises(Denied):
+        tenants.of(f"Bearer {KEY}")
+    same = tenants.of(f"Bearer {OTHER}")
+    assert denied(tenants, same).status == 429
+    tenants.leave(tenant)
+    tenants.enter(same, "m")
+
+
+ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "word"),
+    [
+        (ENTRY, 0o644, "chmod 600"),
+        ('[[tenants]]\nname = "a"\nkey = "short"\n', 0o600, "fewer than 16"),
+        ('[[tenants]]\nname = "a"\nkey = "sha256:12"\n', 0o600, "64 hexadecimal digits"),
+        ('[[tenants]]\nname = "a"\n', 0o600, "`key` is missing"),
+        (ENTRY * 2, 0o600, "one name"),
+        ('[tenants]\nname = "a"\n', 0o600, "two brackets"),
+        ("[[tenant]]\n", 0o600, "write [[tenants]]"),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong(text: str, mode: int, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError) as caught:
+        read_tenants(path)
+    assert word in str(caught.value)
+    assert KEY not in str(caught.value)
+    router = tmp_path / "router.toml"
+    engine = '[[replicas]]\nurl = "http://a:1"\nrole = "both"\n'
+    router.write_text(f'[front]\nkeys_file = "keys.toml"\n{engine}')
+    with pytest.raises(ConfigError):
+        load_config(router)
+
+
+def test_clients_are_answered_as_their_keys_allow(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        f'{ENTRY}models = ["scripted"]\nmax_running = 1\n'
+        f'[[tenants]]\nname = "b"\nkey = "{OTHER}"\nmodels = ["other"]\n'
+    )
+    path.chmod(0o600)
+
+    async def main() -> None:
+        spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="of-engines")
+        front = {"keys_file": str(path)}
+        more = {"api_key": "of-engines"}
+        async with RouterRig(1, 1, spec=spec, config={"front": front}, more=more) as rig:
+
+            async def ask(key: str, body: Mapping[str, Any] = ASK) -> tuple[int, Any]:
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                url = f"{rig.url}{COMPLETIONS}"
+                async with rig.session.post(url, json=body, headers=headers) as answer:
+                    return answer.status, await answer.json()
+
+            assert (await ask(KEY))[0] == 200
+            for key in ("", "wrong", "of-engines"):
+                status, answer = await ask(key)
+                assert (status, answer["error"]["code"]) == (401, 401)
+            status, answer = await ask(OTHER)
+            assert status == 403
+            assert "only other" in answer["error"]["message"]
+            long = asyncio.ensure_future(ask(KEY, {**ASK, "max_tokens": 500}))
+            await rig.until(rig.holders, "an engine has it")
+            assert (await ask(KEY))[0] == 429
+            assert (await long)[0] == 200
+            assert (await ask(KEY))[0] == 200
+            for key, names in ((KEY, ["scripted"]), (OTHER, [])):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with rig.session.get(f"{rig.url}/v1/models", headers=headers) as listed:
+                    found = (await listed.json())["data"]
+                assert [each["id"] for each in found] == names
+            for open_path in ("/health", "/metrics"):
+                async with rig.session.get(f"{rig.url}{open_path}") as answered:
+                    assert answered.status == 200
+
+    run(main)
+
+
+def certificate(path: Path, name: str) -> None:
+    """A new key and its certificate, for the loopback."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(path / "key.pem"), "-out", str(path / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:
+    certificate(tmp_path, "first")
+    front = {"tls_certificate": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
+
+    async def main() -> None:
+        async with RouterRig(1, 1, config={"front": front}) as rig:
+            url = rig.url.replace("http:", "https:")
+            trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+            body = {**ASK, "stream": True}
+            async with rig.session.post(f"{url}{COMPLETIONS}", json=body, ssl=trusted) as answer:
+                assert answer.status == 200
+                assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+            reader, writer = await rig.connect()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert not (await reader.read()).startswith(b"HTTP"), "nothing in the clear"
+            certificate(tmp_path, "second")
+            rig.router.server.load_certificate()
+            renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+            port = rig.router.front_port
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
+            writer.close()
+            await writer.wait_closed()
+            (tmp_path / "key.pem").write_text("nonsense")
+            with pytest.raises(ConfigError, match="tls_certificate"):
+                rig.router.server.load_certificate()
+
+    run(main)

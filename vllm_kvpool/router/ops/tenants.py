@@ -1,0 +1,97 @@
+"""Who may send requests, of which models, how often and how many at a time (pure).
+
+Owned by the loop of the clients' address. Keys are compared by their digests, so a file may hold
+digests alone. Limits are those of one router: a second one beside it counts for itself.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm_kvpool.router.config import HASHED, TenantConfig
+
+SCHEME = "bearer "
+
+
+class Denied(Exception):
+    """A request that is not served: an HTTP status, and what to change."""
+
+    def __init__(self, status: int, why: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True)
+class Tenant:
+    """One client's limits and what it uses of them."""
+
+    config: TenantConfig
+    tokens: float
+    """Requests that it may begin now: a bucket that fills at its rate."""
+    filled_at: float
+    num_running: int = 0
+
+
+class Tenants:
+    """`of` a request's key, then `enter` and `leave` around what is served."""
+
+    def __init__(
+        self, configs: Iterable[TenantConfig], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._by_digest: dict[str, Tenant] = {}
+        self.replace(configs)
+
+    def replace(self, configs: Iterable[TenantConfig]) -> None:
+        """Take a file that has changed; what runs goes on counting."""
+        before = {each.config.name: each for each in self._by_digest.values()}
+        now = self._clock()
+        self._by_digest = {}
+        for config in configs:
+            tenant = before.get(config.name) or Tenant(config, config.burst, now)
+            tenant.config, tenant.tokens = config, min(tenant.tokens, config.burst)
+            self._by_digest[_digest(config.key)] = tenant
+
+    def of(self, authorization: str | None) -> Tenant:
+        """Whose key it is; Denied with 401."""
+        if authorization is None or authorization[: len(SCHEME)].lower() != SCHEME:
+            raise Denied(401, "A key is needed: send `Authorization: Bearer KEY`.")
+        key = authorization[len(SCHEME) :].strip()
+        tenant = self._by_digest.get(hashlib.sha256(key.encode(errors="replace")).hexdigest())
+        if tenant is None:
+            raise Denied(401, "The key is not one of the router's (front.keys_file).")
+        return tenant
+
+    def may_use(self, tenant: Tenant, model: str) -> bool:
+        """A tenant with a list of models may use those, by name."""
+        return not tenant.config.models or model in tenant.config.models
+
+    def enter(self, tenant: Tenant, model: str) -> None:
+        """Begin a request, to be followed by `leave`; Denied with 403 or 429."""
+        config, now = tenant.config, self._clock()
+        if not self.may_use(tenant, model):
+            why = f"{config.name} may not use the model {model!r}, only {', '.join(config.models)}."
+            raise Denied(403, why)
+        if config.max_running and tenant.num_running >= config.max_running:
+            why = f"{config.name} has {tenant.num_running} requests running, as many as it may"
+            raise Denied(429, why + " (max_running).", 1.0)
+        if config.requests_per_s:
+            gained = (now - tenant.filled_at) * config.requests_per_s
+            tenant.tokens, tenant.filled_at = min(config.burst, tenant.tokens + gained), now
+            if tenant.tokens < 1:
+                wait_s = (1 - tenant.tokens) / config.requests_per_s
+                why = f"{config.name} sends more than {config.requests_per_s:g} requests a second "
+                raise Denied(429, why + "(requests_per_s).", wait_s)
+            tenant.tokens -= 1
+        tenant.num_running += 1
+
+    def leave(self, tenant: Tenant) -> None:
+        tenant.num_running -= 1
+
+
+def _digest(key: str) -> str:
+    if key.startswith(HASHED):
+        return key.removeprefix(HASHED).lower()
+    return hashlib.sha256(key.encode()).hexdigest()
