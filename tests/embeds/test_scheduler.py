@@ -836,8 +836,7 @@ def test_whatever_happens_nothing_is_left_behind(events: list[tuple[int, int, in
     assert not rig.scheduler._by_name
     assert not rig.scheduler.is_waiting
     assert rig.channel.expected(0) == []
-    assert not rig.scheduler._encoded_here
-    assert not rig.scheduler._orders
+    assert not rig.scheduler._requests
 
 
 # What requests say

@@ -91,8 +91,17 @@ class PendingItem:
     failure: tuple[Code, str] | None = None
 
 
+@dataclass(slots=True)
+class RequestState:
+    """A request with items, until it ends."""
+
+    order: int  # by age: older requests are lower
+    encoded_here: set[str] = field(default_factory=set)  # items that it encodes here
+    pushes: dict[str, Push] = field(default_factory=dict)  # the messages sent for it, by item
+
+
 class EmbedsScheduler:
-    """The scheduler's side; see the module docstring."""
+    """The scheduler's side of one engine."""
 
     def __init__(
         self,
@@ -124,9 +133,7 @@ class EmbedsScheduler:
         self._loading: dict[str, tuple[set[int], float]] = {}
         self._offered: dict[str, None] = {}
         self._resident: set[str] = set()  # in the engine's encoder cache, as far as known
-        self._encoded_here: dict[str, set[str]] = {}  # request -> items that it encodes here
-        self._pushed: dict[str, dict[str, Push]] = {}  # request -> its pushes by item
-        self._orders: dict[str, int] = {}
+        self._requests: dict[str, RequestState] = {}
         self._next_order = 0
         self._loads: list[ItemLoad] = []
         self._allocated: set[str] = set()  # in this step
@@ -194,7 +201,8 @@ class EmbedsScheduler:
         resident.
         """
         mm_hash, request_id = feature.mm_hash, request.request_id
-        if mm_hash in self._encoded_here.get(request_id, ()):
+        state = self._state_of(request_id)
+        if mm_hash in state.encoded_here:
             return True
         is_resident = mm_hash in self._resident
         if is_resident and feature.has_media:
@@ -210,13 +218,9 @@ class EmbedsScheduler:
             if is_resident:
                 return True
             if not feature.has_media:
-                return self._fail_request(
-                    request_id,
-                    mm_hash,
-                    Code.GONE,
-                    "the request names no encoder, and its media are not here",
-                )
-            self._encoded_here.setdefault(request_id, set()).add(mm_hash)
+                text = "the request names no encoder"
+                return self._fail_request(request_id, mm_hash, Code.GONE, text)
+            state.encoded_here.add(mm_hash)
             return True
         if self._channel.are_up and self._is_loading(request.delivery.name_of(mm_hash)):
             return False  # requested now, it would be reported ready and then be taken
@@ -231,12 +235,19 @@ class EmbedsScheduler:
             return is_resident or self._encode_here_or_fail(request_id, feature, pending)
         return self._is_ready(pending)
 
+    def _state_of(self, request_id: str) -> RequestState:
+        state = self._requests.get(request_id)
+        if state is None:
+            state = self._requests[request_id] = RequestState(self._next_order)
+            self._next_order += 1
+        return state
+
     def _may_arrive(self, request: EmbedsRequest, feature: Feature) -> bool:
         delivery = request.delivery
         return (
             self._has_peers
             or delivery.is_sent
-            or delivery.name_of(feature.mm_hash) in (self._offered)
+            or delivery.name_of(feature.mm_hash) in self._offered
         )
 
     def _name_for(self, request: EmbedsRequest, feature: Feature) -> str:
@@ -246,8 +257,8 @@ class EmbedsScheduler:
         holder = self._by_name.get(name, mm_hash)
         if holder == mm_hash:
             return name
-        order = self._orders.get(request_id, self._next_order)
-        if any(self._orders.get(each, order) < order for each in self._pending[holder].requests):
+        order = self._state_of(request_id).order
+        if any(expect.order < order for expect in self._pending[holder].requests.values()):
             return ""
         # Maybe no producer knows this name, but older requests must not wait for younger ones.
         return mm_hash if mm_hash not in self._by_name else f"{mm_hash} of {request_id}"
@@ -255,8 +266,6 @@ class EmbedsScheduler:
     def _request_item(
         self, request: EmbedsRequest, feature: Feature, name: str, *, is_resident: bool
     ) -> PendingItem:
-        order = self._orders.setdefault(request.request_id, self._next_order)
-        self._next_order = max(self._next_order, order + 1)
         named = request.delivery.peers_of(feature.mm_hash)
         peers = tuple(each for each in named if each != self.own_endpoint)
         is_elsewhere = request.delivery.is_sent and (bool(peers) or not named)
@@ -264,6 +273,7 @@ class EmbedsScheduler:
         is_probe = is_resident or (self._is_producer and not is_elsewhere)
         patience_s = PROBE_S if is_probe else 0.0
         is_pushed = request.delivery.is_pushed
+        order = self._state_of(request.request_id).order
         expect = Expect(name, order, peers, feature.rows, patience_s, is_pushed)
         pending = self._pending.get(feature.mm_hash)
         if pending is None:
@@ -289,7 +299,7 @@ class EmbedsScheduler:
         if not pending.requests:
             self._drop(pending)
         if feature.has_media:
-            self._encoded_here.setdefault(request_id, set()).add(feature.mm_hash)
+            self._state_of(request_id).encoded_here.add(feature.mm_hash)
             self._count("local_encodes")
             logger.warning(
                 "kvpool: item %s is encoded here, since it could not be received (%s: %s)",
@@ -319,12 +329,12 @@ class EmbedsScheduler:
 
     def _may_encode(self, request: EmbedsRequest, ahead: Iterable[Feature]) -> bool:
         """Push a request's items; False while consumers must take others first (`retain_bytes`)."""
-        pushed = self._pushed.setdefault(request.request_id, {})
+        pushes = self._state_of(request.request_id).pushes
         encodes = False
         for feature in ahead:
             encodes |= feature.mm_hash not in self._resident
-            if feature.mm_hash not in pushed and request.delivery.consumers:
-                push = pushed[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
+            if feature.mm_hash not in pushes and request.delivery.consumers:
+                push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
                 self._channel.send(push)
         # Nothing waits for items of lost workers: they will not be taken.
         is_full = encodes and self._channel.are_up and self._held_bytes > self._retain_bytes
@@ -384,8 +394,7 @@ class EmbedsScheduler:
                 if not pending.requests:
                     self._channel.send(Forget(pending.name))
                     self._drop(pending)
-        for kept in (self._encoded_here, self._pushed, self._orders):
-            kept.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
 
     def take_unavailable(self) -> set[str]:
@@ -457,8 +466,8 @@ class EmbedsScheduler:
             pending.incoming.pop(rank, None)
             for expect in pending.requests.values():
                 self._send_expect(pending, expect, rank)
-        for pushes in self._pushed.values():
-            for push in pushes.values():
+        for state in self._requests.values():
+            for push in state.pushes.values():
                 self._channel.send(push, rank)
 
     def _on_item_news(self, rank: int, news: ItemNews) -> None:
