@@ -82,6 +82,7 @@ test-fast: setup
 fuzz: setup
 	for i in $$(seq $(TIMES)); do $(PYTHON) -m pytest -q $(TOGETHER) --hypothesis-profile=fuzz \
 		-m "$(RANDOM)" || exit 1; done
+	HTTP_FUZZ=1000000 HTTP_FUZZ_SEED=$$(date +%s) $(PYTHON) -m pytest -q tests/router/test_http_fuzz.py
 
 ## make gpu-test   page copies on a GPU; on a machine with one, torch and Triton, without vLLM
 gpu-test:

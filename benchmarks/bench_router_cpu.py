@@ -27,7 +27,7 @@ from tests.support.server_process import free_ports
 
 ENGINES = 4
 TICK_S = 0.005
-CLIENTS, STREAMS, STREAM_TOKENS = 8, 64, 200
+CLIENTS, STREAMS, STREAM_TOKENS = 4, 16, 200
 MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
 PEER = os.environ.get("VLLM_ROUTER", "")
 OURS, PASS, THEIRS = "ours", "aiohttp pass-through", "vllm-router"

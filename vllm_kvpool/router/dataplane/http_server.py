@@ -212,7 +212,7 @@ class HttpServer:
         """
         self.loop = asyncio.get_running_loop()
         self._listening = await self.loop.create_server(
-            lambda: _Connection(self),
+            self.connection,
             host,
             port,
             backlog=BACKLOG,
@@ -224,6 +224,10 @@ class HttpServer:
         self._look_at_deadlines()
         self.port = int(self._listening.sockets[0].getsockname()[1])
         return self.port
+
+    def connection(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        return _Connection(self)
 
     async def stop(self, limit_s: float) -> None:
         """Listen no more; requests have `limit_s` to end, and their connections are cut then."""
@@ -283,6 +287,8 @@ class _Message:
     url: bytes = b""
     has_head: bool = False
     is_refused: bool = False
+    is_left_off: bool = False
+    """Its parser ends before its body."""
     parts: list[bytes] = field(default_factory=list)
     body_bytes: int = 0
     raw_bytes: int = 0
@@ -304,6 +310,8 @@ class _Connection(asyncio.Protocol):
         self._message: _Message | None = None
         self._waiting: deque[tuple[HttpRequest, Response | None]] = deque()
         """Requests that have come, with the refusal of those that are not served."""
+        self._is_head_again = False
+        """The parser is given the framing of a head that has been read."""
         self._is_deaf = False
         """What comes is not read any more."""
         self._is_read_paused = False
@@ -326,12 +334,10 @@ class _Connection(asyncio.Protocol):
         if before is None and self.task is None:
             self.deadline = self.server.loop.time() + self.server.limits.read_timeout_s
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
             if before is not None and before is self._message:
                 before.raw_bytes += len(data)
                 _check_framing(before)
-        except httptools.HttpParserUpgrade:
-            self._stop_reading()
         except httptools.HttpParserError as error:
             cause = error.__context__
             if isinstance(cause, _Refused):
@@ -342,6 +348,27 @@ class _Connection(asyncio.Protocol):
         except _Refused as refused:
             self._refuse(refused)
         self._serve_next()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse it all, past requests that ask for another protocol, which is never granted.
+
+        There httptools leaves off, before a body; a new parser goes on from the same framing.
+        """
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as left_off:
+                data = data[left_off.args[0] :]
+            self._parser = httptools.HttpRequestParser(self)
+            message = self._message
+            if message is not None:
+                self._is_head_again = True
+                headers = message.request.headers
+                name = "Transfer-Encoding" if "Transfer-Encoding" in headers else "Content-Length"
+                head = f"POST / HTTP/1.1\r\n{name}: {headers[name]}\r\n\r\n"
+                self._parser.feed_data(head.encode("latin-1"))
+                self._is_head_again = False
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = None
@@ -363,11 +390,14 @@ class _Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        self._message = _Message(HttpRequest(self))
+        if not self._is_head_again:
+            self._message = _Message(HttpRequest(self))
 
     def on_url(self, url: bytes) -> None:
         message = self._message
         assert message is not None
+        if self._is_head_again:
+            return
         message.url += url
         if len(message.url) > MAX_HEADER_BYTES:
             raise _Refused(400, f"The request line is longer than {MAX_HEADER_BYTES} bytes.")
@@ -387,6 +417,8 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         message = self._message
         assert message is not None
+        if self._is_head_again:
+            return
         request, parser, limits = message.request, self._parser, self.server.limits
         message.has_head = True
         headers, version = request.headers, parser.get_http_version()
@@ -400,16 +432,14 @@ class _Connection(asyncio.Protocol):
         if coding is not None and (coding.lower() != "chunked" or not request.is_http_1_1):
             raise _Refused(400, "The only Transfer-Encoding is chunked, of HTTP/1.1.")
         request.method = parser.get_method().decode()
+        if request.method == "CONNECT":
+            raise _Refused(400, "CONNECT is not served.")
         request.path = _path_of(message.url)
         request.query = message.url.partition(b"?")[2].decode("latin-1")
-        request.keeps_alive = (
-            # One that would change the protocol is served with this one, and with no other.
-            parser.should_keep_alive()
-            and not parser.should_upgrade()
-            and not self.server.is_stopping
-        )
+        request.keeps_alive = parser.should_keep_alive() and not self.server.is_stopping
         length = int(headers.get("Content-Length", "0"))
         has_body = length > 0 or coding is not None
+        message.is_left_off = has_body and parser.should_upgrade()
         refusal = self.server.check(request)
         if refusal is None and length > limits.max_body_bytes:
             refusal = self.server.refuse(413, _too_large(limits.max_body_bytes))
@@ -419,7 +449,8 @@ class _Connection(asyncio.Protocol):
         elif has_body:
             self.deadline = self.server.loop.time() + limits.read_timeout_s
             asks_first = headers.get("Expect", "").lower() == "100-continue"
-            if asks_first and self._transport is not None and self.task is None:
+            is_first = self.task is None and not self._waiting
+            if asks_first and is_first and self._transport is not None:
                 self._transport.write(_CONTINUE)
 
     def on_body(self, data: bytes) -> None:
@@ -439,8 +470,12 @@ class _Connection(asyncio.Protocol):
             raise _Refused(503, why)
 
     def on_message_complete(self) -> None:
-        message, self._message = self._message, None
+        message = self._message
         assert message is not None
+        if message.is_left_off:
+            message.is_left_off = False
+            return
+        self._message = None
         if message.is_refused:
             return
         message.request.body = b"".join(message.parts)

@@ -91,8 +91,8 @@ class Upstream:
         self._silence_timeout_s = silence_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._idle: dict[tuple[str, str, int], deque[_Connection]] = defaultdict(deque)
-        self._connections: set[_Connection] = set()
+        self._idle: dict[tuple[str, str, int], deque[UpstreamConnection]] = defaultdict(deque)
+        self._connections: set[UpstreamConnection] = set()
         self._tls: ssl.SSLContext | None = None
 
     async def close(self) -> None:
@@ -162,7 +162,7 @@ class Upstream:
         )
         return await connection.call(head, call.body, call.silence_timeout_s)
 
-    async def _connect(self, origin: tuple[str, str, int]) -> "_Connection":
+    async def _connect(self, origin: tuple[str, str, int]) -> "UpstreamConnection":
         scheme, host, port = origin
         if scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
@@ -170,7 +170,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._idle[origin], self._connections),
+                    lambda: UpstreamConnection(self._idle[origin], self._connections),
                     host,
                     port,
                     ssl=self._tls if scheme == "https" else None,
@@ -217,7 +217,7 @@ class _Opened:
 class UpstreamResponse:
     """An answer whose head has come; its body is read once, by one task."""
 
-    def __init__(self, connection: "_Connection") -> None:
+    def __init__(self, connection: "UpstreamConnection") -> None:
         self.connection = connection
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
@@ -302,10 +302,12 @@ class UpstreamResponse:
             self._waiter.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One to an engine. Parses with `httptools`, whose callbacks (`on_...`) it is itself."""
 
-    def __init__(self, idle: "deque[_Connection]", connections: "set[_Connection]") -> None:
+    def __init__(
+        self, idle: "deque[UpstreamConnection]", connections: "set[UpstreamConnection]"
+    ) -> None:
         self._idle = idle
         self._connections = connections
         self._loop = asyncio.get_running_loop()
