@@ -51,6 +51,11 @@ async def served(
         raise errors[0]
 
 
+async def write(client: Downstream, data: bytes) -> None:
+    if not client.put(data, HEADERS):
+        await client.drain()
+
+
 async def _whole(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     """Head and body of a chunked answer."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
@@ -60,9 +65,9 @@ async def _whole(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 def test_a_stream() -> None:
     async def handle(client: Downstream, http: HttpRequest) -> None:
         assert not client.has_status
-        await client.write(b"one", HEADERS)
+        await write(client, b"one")
         assert client.has_status
-        await client.write(b"two", HEADERS)
+        await write(client, b"two")
         await client.end(b"three", HEADERS)
 
     async def main() -> None:
@@ -114,7 +119,7 @@ def test_an_error_is_told_once_and_where_the_client_is() -> None:
         await client.tell(503, "no", "ServiceUnavailable", {"Retry-After": "7"})
 
     async def within(client: Downstream, http: HttpRequest) -> None:
-        await client.write(b"data: 1\n\n", HEADERS)
+        await write(client, b"data: 1\n\n")
         await client.tell(503, "no", "ServiceUnavailable")
 
     async def after(client: Downstream, http: HttpRequest) -> None:
@@ -144,7 +149,7 @@ def test_an_error_is_told_once_and_where_the_client_is() -> None:
 def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
     async def main() -> None:
         async def begin(client: Downstream) -> None:
-            await client.write(b"x", HEADERS)
+            await write(client, b"x")
 
         async def send(client: Downstream) -> None:
             await client.send(200, HEADERS, b"x")
@@ -160,7 +165,7 @@ def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
 
                 async def handle(client: Downstream, http: HttpRequest) -> None:
                     if has_begun:  # noqa: B023
-                        await client.write(b"before", HEADERS)
+                        await write(client, b"before")
                     http.abort()
                     try:
                         await act(client)  # noqa: B023
@@ -184,7 +189,7 @@ def test_a_client_that_takes_nothing_is_let_go() -> None:
         async def handle(client: Downstream, http: HttpRequest) -> None:
             try:
                 while True:
-                    await client.write(b"x" * 100_000, HEADERS)
+                    await write(client, b"x" * 100_000)
             except ClientGone as error:
                 seen.append(str(error))
 
@@ -209,7 +214,7 @@ def test_what_waits_may_be_cancelled_and_goes_on() -> None:
             for number, part in enumerate(parts):
                 try:
                     async with asyncio.timeout(0.01):
-                        await client.write(part, HEADERS)
+                        await write(client, part)
                 except TimeoutError:
                     cancelled.append(number)
             await client.end(b"", HEADERS)

@@ -70,8 +70,7 @@ async def server(
 async def take(engines: Upstream, url: str) -> None:
     """Read a stream to its end."""
     async with engines.open(url, b"{}", {}) as response:
-        async for _ in response.chunks():
-            pass
+        await response.read()
 
 
 BROKEN: dict[str, tuple[bytes | None, bool, type[EngineLost]]] = {
@@ -217,9 +216,9 @@ def test_a_connection_is_used_again_after_a_stream() -> None:
                 path = f"{url}/v1/completions"
                 async with engines.open(path, body, headers) as response:
                     ports.add(response.connection.local_address)
-                    async for data in response.chunks():
-                        if data.endswith(b"data: [DONE]\n\n"):
-                            response.finish()
+                    await response.pump(lambda data: not data.endswith(b"data: [DONE]\n\n"))
+                    response.finish()
+                    await asyncio.sleep(0.05)
             assert len(ports) == 1
             await engine.stop()
 

@@ -315,15 +315,14 @@ async def answered(pieces: Sequence[bytes]) -> Answered:
             break
         protocol.data_received(piece)
     transport.close()
-    body = b""
+    body = bytearray()
     try:
         response = await calling
-        async for part in response.chunks():
-            body += part
+        assert await response.pump(lambda part: not body.extend(part))
     except EngineLost:
         status = 0 if calling.exception() is not None else calling.result().status
-        return (status, body, False)
-    return (response.status, body, True)
+        return (status, bytes(body), False)
+    return (response.status, bytes(body), True)
 
 
 def h11_response(data: bytes) -> Answered:

@@ -77,7 +77,8 @@ class ClientRequest:
 
     def value(self, name: str) -> Any:
         """A field, decoded; None where it is missing."""
-        return _value(self.fields, name)
+        raw = self.fields.get(name)
+        return None if raw is None else msgspec.json.decode(raw)
 
     @property
     def asks_token_ids(self) -> bool:
@@ -266,6 +267,8 @@ def _value(fields: Mapping[str, Raw], name: str) -> Any:
 
 
 def _truth(fields: Mapping[str, Raw], name: str) -> bool:
+    if name not in fields:
+        return False
     value = _value(fields, name)
     said = str(value).lower() if isinstance(value, str | int | float) else value
     if said is None or said in _NO:
@@ -276,6 +279,8 @@ def _truth(fields: Mapping[str, Raw], name: str) -> bool:
 
 
 def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
+    if name not in fields:
+        return None
     value = _value(fields, name)
     if value is None:
         return None
@@ -342,7 +347,17 @@ def _prefix(fields: Mapping[str, Raw], prompts: list[Raw]) -> tuple[int, ...]:
     return tuple(hashes)
 
 
+_MATTERS_TO_HANDOFF = frozenset(
+    {
+        *("kv_transfer_params", "prompt_logprobs", "echo"),
+        *("truncate_prompt_tokens", "use_beam_search"),
+    }
+)
+
+
 def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
+    if _MATTERS_TO_HANDOFF.isdisjoint(fields):
+        return num_prompts == 1
     params = _value(fields, "kv_transfer_params")
     if not isinstance(params, dict | None):
         raise BadRequest("`kv_transfer_params` must be an object.", "kv_transfer_params")

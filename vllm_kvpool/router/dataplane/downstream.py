@@ -41,8 +41,8 @@ class Downstream:
         """Whether its answer has begun."""
         return self._request.has_status
 
-    async def write(self, data: bytes, headers: Mapping[str, str]) -> None:
-        """A part of a stream, which begins with `headers`."""
+    def put(self, data: bytes, headers: Mapping[str, str]) -> bool:
+        """A part of a stream, which begins with `headers`; False: `drain` before the next one."""
         request = self._request
         try:
             if request.has_status:
@@ -51,8 +51,7 @@ class Downstream:
                 request.begin_stream(OK, self._shown(headers), data)
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
-        if request.writing_paused:
-            await self._drain()
+        return not request.writing_paused
 
     async def end(self, data: bytes, headers: Mapping[str, str]) -> None:
         """The last part of a stream, which may be its first."""
@@ -64,7 +63,7 @@ class Downstream:
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
         if request.writing_paused:
-            await self._drain()
+            await self.drain()
 
     async def end_with(self, *payloads: bytes) -> None:
         """The last events of a stream."""
@@ -77,7 +76,7 @@ class Downstream:
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
         if self._request.writing_paused:
-            await self._drain()
+            await self.drain()
 
     async def tell(
         self, status: int, why: str, kind: str, headers: Mapping[str, str] | None = None
@@ -97,7 +96,8 @@ class Downstream:
             return {**headers, **self._own_headers}
         return headers
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
+        """Wait until it has taken most of what it was sent."""
         try:
             await self._request.drain(self._patience_s)
         except ConnectionError as error:

@@ -356,26 +356,38 @@ class RequestHandler:
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
                 raise EngineLost("answers what is no stream of events")
             headers = answer_headers(engine.headers)
-            events = Events()
-            async for data in engine.chunks():
+            events, whole, downstream = Events(), self._whole, self._downstream
+            last: list[bytes] = []
+
+            def take(data: bytes) -> bool:
                 out, lost = self._feed(splice, events.feed(data))
-                if self._whole is not None:
+                if whole is not None:
                     for payload in out:
-                        self._whole.add(payload)
+                        whole.add(payload)
                 if splice.ended:
-                    if self._whole is not None and not self._whole.is_complete:
-                        raise NotAssembled("the stream has no usage")
-                    self._end_stream(splice)
-                    await self._end(out, headers)
-                    engine.finish()
-                    return True
-                if self._whole is None:
+                    last.extend(out)
+                    return False
+                goes_on = True
+                if whole is None:
                     # Comments are for proxies, which close what is silent for too long.
                     said = b"".join(map(frame, out)) or events.take_comment()
                     if said:
-                        await self._downstream.write(said, headers)
+                        goes_on = downstream.put(said, headers)
                 if lost is not None:
                     raise lost
+                return goes_on
+
+            while not splice.ended:
+                if await engine.pump(take):
+                    break
+                await downstream.drain()
+            if splice.ended:
+                if whole is not None and not whole.is_complete:
+                    raise NotAssembled("the stream has no usage")
+                self._end_stream(splice)
+                await self._end(last, headers)
+                engine.finish()
+                return True
         raise EngineLost("its stream has no end")
 
     async def _end(

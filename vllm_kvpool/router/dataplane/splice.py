@@ -116,6 +116,8 @@ class Splice:
             chunk = read(payload)
         except Rubbish as error:
             raise EngineLost(str(error)) from None
+        if self._terms.is_plain and (plain := self._plain(payload, chunk)) is not None:
+            return [plain]
         if chunk.error is not None:
             return self._error(payload, chunk.error)
         if not self._stream.head:
@@ -185,6 +187,39 @@ class Splice:
         if sent and not same_ids(bytes(raw), sent):
             self._restart.unable()
             raise CannotResume("the engine has not taken the tokens that it was to go on from")
+
+    def _plain(self, payload: bytes, chunk: Chunk) -> bytes | None:
+        """The chunk for the client, if it is one like most: more text of the first engine's stream.
+
+        None: the steps that `feed` goes through decide. They would do the same as this, slower.
+        """
+        stream, answer, kind = self._stream, self.answer, self._terms.text_kind
+        if (
+            len(chunk.choices) != 1
+            or chunk.usage is not None
+            or chunk.error is not None
+            or not answer.prompt_ids
+            or answer.kind != kind
+            or stream.goes_on
+            or stream.is_behind
+            or self._held
+        ):
+            return None
+        choice, ids = chunk.choices[0], chunk.choices[0].token_ids
+        text, delta = choice.text, choice.delta
+        if delta is not None:
+            text = delta.content
+            if delta.role or delta.reasoning or delta.reasoning_content or len(delta.tool_calls):
+                return None
+        if not text or not isinstance(ids, list) or choice.finish_reason or choice.logprobs:
+            return None
+        if is_something(choice.prompt_token_ids) or is_something(chunk.prompt_token_ids):
+            return None
+        answer.ids.extend(ids)
+        stream.num_tokens += len(ids)
+        answer.add_text(((kind, text),), len(ids), stream.num_tokens)
+        answer.num_told = stream.num_tokens
+        return without_ids(payload)
 
     def _choice(self, payload: bytes, chunk: Chunk, choice: Choice) -> list[bytes]:
         stream, delta = self._stream, choice.delta

@@ -13,6 +13,8 @@ class Terms:
     """What follows from the request for its stream."""
 
     tracked: bool
+    is_plain: bool
+    """Of one choice, of which the client is told its text alone."""
     hides_ids: bool
     """Only the router has asked for token ids."""
     tells_tokens: bool
@@ -32,12 +34,14 @@ def terms_of(request: ClientRequest, tracked: bool, default_max_tokens: int | No
     logprobs = request.value("logprobs")
     # A completion that asks for none of the others, 0, still gets those of its own tokens.
     has_logprobs = bool(logprobs) if is_chat else logprobs is not None
+    tells_tokens, num_choices = asks_ids or has_logprobs, request.n * max(1, request.num_prompts)
     return Terms(
         tracked=tracked,
+        is_plain=tracked and not tells_tokens and num_choices == 1,
         hides_ids=tracked and not asks_ids,
-        tells_tokens=asks_ids or has_logprobs,
+        tells_tokens=tells_tokens,
         counts_chars=has_logprobs and not is_chat,
-        num_choices=request.n * max(1, request.num_prompts),
+        num_choices=num_choices,
         max_tokens=default_max_tokens if asked is None else asked,
         text_kind="content" if is_chat else "text",
     )

@@ -9,7 +9,7 @@ import asyncio
 import errno
 import ssl
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -214,6 +214,10 @@ class _Opened:
         self._response.leave()
 
 
+Take = Callable[[bytes], bool]
+"""Takes a part of a body; whether it takes more at once. What it raises comes out of `pump`."""
+
+
 class UpstreamResponse:
     """An answer whose head has come; its body is read once, by one task."""
 
@@ -225,6 +229,9 @@ class UpstreamResponse:
         self.unread_bytes = 0
         self.is_complete = False
         self._has_left = False
+        self._take: Take | None = None
+        self._has_paused = False
+        """`_take` has returned False."""
         self._lost: EngineLost | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -233,29 +240,46 @@ class UpstreamResponse:
         while not self.status:
             await self._more()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as it comes; EngineLost where it breaks off."""
-        while True:
-            if self._parts:
-                data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-                self._parts.clear()
-                self.unread_bytes = 0
-                self.connection.resume()
-                yield data
-            elif self.is_complete:
-                return
-            else:
-                await self._more()
+    async def pump(self, take: Take) -> bool:
+        """Have `take` called with each part of the body, in the connection's callback.
+
+        Returns True at the body's end, and False when `take` has: then there is more, and `pump` is
+        called again once it can be taken. EngineLost where the body breaks off.
+        """
+        while self._parts or not self.is_complete:
+            if not self._parts:
+                self._take, self._has_paused = take, False
+                try:
+                    await self._more()
+                finally:
+                    self._take = None
+                if self._has_paused:
+                    return False
+            elif not take(self._taken()):
+                return False
+        return True
+
+    def _taken(self) -> bytes:
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self.unread_bytes = 0
+        self.connection.resume()
+        return data
 
     async def read(self, most_bytes: int = MAX_ANSWER_BYTES) -> Answer:
         """The whole answer; EngineLost if it is larger than any engine's."""
         parts: list[bytes] = []
         size = 0
-        async for part in self.chunks():
+
+        def take(part: bytes) -> bool:
+            nonlocal size
             size += len(part)
             if size > most_bytes:
                 raise EngineLost(f"answers more than {most_bytes} bytes")
             parts.append(part)
+            return True
+
+        await self.pump(take)
         return Answer(self.status, self.headers, b"".join(parts))
 
     def finish(self) -> None:
@@ -298,8 +322,18 @@ class UpstreamResponse:
 
     def wake(self) -> None:
         """Something of it has come, or is lost."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, take = self._waiter, self._take
+        if waiter is None or waiter.done():
+            return
+        if take is not None and self._parts:
+            try:
+                self._has_paused = not take(self._taken())
+            except Exception as error:
+                waiter.set_exception(error)
+                return
+            if not (self._has_paused or self.is_complete or self._lost):
+                return
+        waiter.set_result(None)
 
 
 class UpstreamConnection(asyncio.Protocol):

@@ -35,10 +35,10 @@ _ONLY_WHOLE = {
 
 def why_unstreamed(request: ClientRequest) -> str | None:
     """What of the whole answer a stream does not have; None if it has everything."""
-    for name, what in _ONLY_WHOLE.items():
+    for name in _ONLY_WHOLE.keys() & request.fields.keys():
         value = request.value(name)
         if value is not None and value is not False:
-            return what
+            return _ONLY_WHOLE[name]
     if request.num_prompts > 1:
         return "cached tokens of several prompts"
     if request.value("tools") and request.value("tool_choice") != "none":
