@@ -39,6 +39,7 @@ import msgspec
 import pytest
 
 from tests.embeds.world import World, limits, shape_of
+from vllm_kvpool.config import Transport
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.transports import Result, WriterPlane
 from vllm_kvpool.embeds.machines.consumer import Consumer
@@ -494,7 +495,7 @@ class BrokenPlane(WriterPlane):
     """A plane with a bug."""
 
     def __init__(self) -> None:
-        super().__init__("local", 1, host="")
+        super().__init__(Transport.LOCAL, 1, host="")
 
     def write(self, *_: object) -> list[Result]:
         raise ZeroDivisionError("a bug")

@@ -237,7 +237,7 @@ def _own(tensor: Tensor) -> Tensor:
 def _open_planes(
     config: EmbedsConfig, identity: WorkerIdentity
 ) -> tuple[LandingWindow | None, WriterPlane | None]:
-    nbytes, transport = config.nbytes("arena_bytes"), config.transport.value
+    nbytes, transport = config.nbytes("arena_bytes"), config.transport
     host, protocol, device = identity.host, config.protocol, config.device
     landing: LandingWindow | None = None
     plane: WriterPlane | None = None
