@@ -24,7 +24,7 @@ TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RANDOM := $(HERE) and $(BESIDE) and not mooncake and not s3
 FAST := $(RANDOM) and not slow
 # The pool itself, of that, in a minute: keys, pages, lookups, plans of loads and saves, their graphs.
-FAST_TESTS := $(wildcard tests/test_*.py) tests/assembly tests/layout tests/scheduler tests/staging tests/transfer tests/worker
+FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/scheduler tests/staging tests/transfer tests/worker
 # What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
 OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e
 OLDER_all := $(HERE)

@@ -24,7 +24,7 @@ from benchmarks.plain_sides import PlainSide
 from benchmarks.shaped_link import FAR_ADDRESS, NEAR_ADDRESS, Hosts, shaped_link
 from benchmarks.sides import Geometry, Holder, OurSide
 from tests.support.namespaces import HostMaster, Inside
-from vllm_kvpool.assembly.sides import BATCH_BYTES
+from vllm_kvpool.sides import BATCH_BYTES
 
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 GBITS = (2.5, 5.0, 10.0)

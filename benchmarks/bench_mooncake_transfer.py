@@ -42,7 +42,7 @@ from benchmarks.common import (
 from benchmarks.plain_sides import CopiedSide, PlainSide
 from benchmarks.sides import Geometry, Holder, OurSide, PageKeeper, chunk_hashes, native_client
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.assembly.sides import BATCH_BYTES
+from vllm_kvpool.sides import BATCH_BYTES
 from vllm_kvpool.storage.mooncake import import_wheel
 
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from benchmarks.common import Result, Row, Target
 from benchmarks.store_room import measure_rebuild, measure_room
-from vllm_kvpool.assembly.sides import BATCH_BYTES
+from vllm_kvpool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import wait_until
-from vllm_kvpool.assembly.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import Topology, default_layer_span
 from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.mooncake import import_wheel

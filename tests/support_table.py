@@ -180,9 +180,7 @@ ROWS = (
         "any, whatever groups its layers are in",
         "full attention and sliding window",
         "any",
-        tensors(
-            "assembly/test_sides_groups.py::test_any_grouping_of_the_layers_is_read_by_any_other"
-        ),
+        tensors("test_sides_groups.py::test_any_grouping_of_the_layers_is_read_by_any_other"),
     ),
     Row(
         "any",
@@ -197,7 +195,7 @@ ROWS = (
         "decode context parallelism of equal size",
         "any",
         tensors(
-            "assembly/test_sides_groups.py::"
+            "test_sides_groups.py::"
             "test_tokens_that_are_dealt_out_are_read_where_they_are_dealt_out_alike"
         ),
     ),
@@ -205,9 +203,7 @@ ROWS = (
         "any",
         "prefill context parallelism",
         "any",
-        tensors(
-            "assembly/test_sides_groups.py::test_ranks_of_prefill_context_parallelism_hold_the_same"
-        ),
+        tensors("test_sides_groups.py::test_ranks_of_prefill_context_parallelism_hold_the_same"),
     ),
     Row(
         f"1, 2, 4 and 8 bytes an element, {ANY}",

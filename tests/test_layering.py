@@ -36,13 +36,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "transfer",
     },
-    "assembly": {
+    "sides": {
         *("config", "errors", "identity", "layout", "metrics", "scheduler", "staging", "storage"),
         *("transfer", "worker"),
     },
     "prefetch": {"config", "errors", "identity", "storage"},
     "vllm_adapt": {
-        *("assembly", "config", "errors", "identity", "layout", "metrics", "scheduler", "staging"),
+        *("sides", "config", "errors", "identity", "layout", "metrics", "scheduler", "staging"),
         *("storage", "transfer", "worker"),
     },
     "embeds": {
@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "connector": {
         *(
-            "assembly",
+            "sides",
             "config",
             "identity",
             "plugin",

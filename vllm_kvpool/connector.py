@@ -19,13 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_kvpool.assembly.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with_weights
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.request import Step
+from vllm_kvpool.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
 from vllm_kvpool.vllm_adapt.requests import RequestReader

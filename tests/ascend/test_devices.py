@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.npu import FakeNpu, NoDeviceContext
-from vllm_kvpool.assembly.sides import memory_source
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.sides import memory_source
 from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.devices import HCCS_ALIGNMENT, HostDevice, NpuDevice

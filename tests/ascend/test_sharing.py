@@ -24,11 +24,11 @@ from tests.cache_tensors import tensors_of
 from tests.support.copiers import warm_copier
 from tests.support.npu import AscendRunner, FakeNpu, cut_pages
 from tests.transfer.barrier import has_taken_all
-from vllm_kvpool.assembly.sides import RankPlace, WorkerSide
 from vllm_kvpool.connector import KVPoolConnector, KVPoolMetadata
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout import page_formats
 from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.sides import RankPlace, WorkerSide
 from vllm_kvpool.staging.devices import NpuDevice
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.assembly.test_read_only import mounted
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
+from tests.test_read_only import mounted
 
 pytestmark = pytest.mark.e2e
 

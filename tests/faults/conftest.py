@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     from tests.faults.scene import Library
     from tests.faults.workshop import Workshop
 
-from vllm_kvpool.assembly import open_tiers, sides
+from vllm_kvpool import sides
 from vllm_kvpool.scheduler import pool_scheduler as scheduler
 from vllm_kvpool.storage import breaker
 from vllm_kvpool.transfer import executor
@@ -53,6 +53,6 @@ def library(_library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(executor, "WATCH_S", 0.05)
     monkeypatch.setattr(scheduler, "RESET_WAIT_S", 0.2)
-    monkeypatch.setattr(open_tiers, "OPEN_WAIT_S", 0.2)
+    monkeypatch.setattr(sides, "OPEN_WAIT_S", 0.2)
     monkeypatch.setattr(sides, "LOOKUP_CALL_S", 0.2)
     return _library

@@ -17,7 +17,7 @@ from tests.faults.model import Pages
 from tests.faults.runners import RUNNERS, with_own_metadata
 from tests.support.fakes import FaultyPerform
 from tests.transfer.barrier import has_taken_all
-from vllm_kvpool.assembly import sides
+from vllm_kvpool import sides
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import JobId, LoadDone, LoadPlan, SaveGathered, SavePlan

@@ -19,12 +19,12 @@ from tests.scheduler.test_pool_scheduler import (
     hashes_of,
 )
 from tests.support.faults import Fault
-from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
 from vllm_kvpool.identity.keys import with_weights
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.metrics import sample_name
 from vllm_kvpool.scheduler.messages import StepReport
+from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostCacheChange, JobId, SavePlan

@@ -111,8 +111,8 @@ def test_no_data_becomes_code_and_two_files_bind_a_socket() -> None:
         ("identity/weights.py", "import torch\nw = torch.load(path)"),
         ("identity/weights.py", "np.frombuffer(x)\nnp.load(path, mmap_mode='r')"),
         ("tests/support/models.py", "subprocess.run(command, shell=True)"),
-        ("assembly/sides.py", "import subprocess"),
-        ("assembly/sides.py", "import os\nos.system('ls')"),
+        ("sides.py", "import subprocess"),
+        ("sides.py", "import os\nos.system('ls')"),
         ("storage/mooncake.py", "import socket\nserver = socket.create_server(('', 0))"),
         ("scheduler/lookup_service.py", "import socket"),
         ("storage/mooncake.py", "connection.bind(('', 0))"),
@@ -141,7 +141,7 @@ from vllm_kvpool.config import Role, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Topology
-from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
+from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.backends import open_store

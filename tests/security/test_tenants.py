@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeRequest
-from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
 from vllm_kvpool.config import RequestOptions, Role, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import (
@@ -32,6 +31,7 @@ from vllm_kvpool.identity.keys import (
 )
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.cell_format import CellFault, verify, write_header
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES

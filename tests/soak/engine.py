@@ -29,7 +29,6 @@ from tests.soak.content import (
     prompt,
 )
 from tests.support.fakes import NULL_BLOCK, FakePins, FakeRequest
-from vllm_kvpool.assembly.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -38,6 +37,7 @@ from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.metrics import merge_samples
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import Step
+from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 
 NAMESPACE = make_namespace("soak", "0" * 12)

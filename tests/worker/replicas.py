@@ -13,13 +13,13 @@ import msgspec
 import torch
 
 from tests.support.copiers import warm_copier
-from vllm_kvpool.assembly.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan

@@ -15,13 +15,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvpool.assembly.sides import ModelShape, RankPlace
 from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.blocks import GroupTables
+from vllm_kvpool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
 from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, weights_version

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from tests.support.copiers import warm_copier
-from vllm_kvpool.assembly import open_tiers, sides
-from vllm_kvpool.assembly.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool import sides
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -26,6 +25,7 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import FileStore
@@ -379,7 +379,7 @@ def without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             raise StoreUnreachable(f"{spec.url} is not there")
         return open_store(spec, segment=segment)
 
-    monkeypatch.setattr(open_tiers, "open_store", open_or_not)
+    monkeypatch.setattr(sides, "open_store", open_or_not)
     return back
 
 
@@ -481,7 +481,7 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
-    opened = open_tiers.open_tiers(specs, Patience(call_s=5.0, answer_s=5.0), segment=False)
+    opened = sides.open_tiers(specs, Patience(call_s=5.0, answer_s=5.0), segment=False)
     limits = {
         kind: [sides._limits_of(LaneName(kind, tier), 1, opened) for tier in (0, 1)]
         for kind in (OpKind.PUT, OpKind.GET)

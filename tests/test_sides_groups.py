@@ -16,7 +16,6 @@ import torch
 
 from tests.support.copiers import warm_copier
 from tests.support.fakes import FakePins
-from vllm_kvpool.assembly.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.config import Role, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -33,6 +32,7 @@ from vllm_kvpool.layout.topology import (
 from vllm_kvpool.scheduler.blocks import GroupTables, Place
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
 from vllm_kvpool.worker.pool_worker import StepResults

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.assembly.test_sides import (
+from tests.support.fakes import FakeRequest
+from tests.test_sides import (
     HEADS,
     HOST,
     MODEL,
@@ -23,12 +24,11 @@ from tests.assembly.test_sides import (
     random_kv,
     stages,
 )
-from tests.support.fakes import FakeRequest
-from vllm_kvpool.assembly.sides import ModelShape, SchedulerSide
 from vllm_kvpool.config import RequestOptions, Role, read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import GetOutcome, PutOutcome
 from vllm_kvpool.storage.file import store as file_store

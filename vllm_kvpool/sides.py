@@ -1,11 +1,15 @@
-"""Puts the two sides together and takes them apart: what is opened, started, closed, in order.
+"""The two sides of the connector: what each opens, starts and closes, in order.
 
-`SchedulerSide` owns metadata-only stores, the lookup service and the scheduler's bookkeeping;
-`WorkerSide` stores, the staging arena, the engine and its lanes. Both are made, used and closed by
-one thread.
+`SchedulerSide` owns stores for metadata, the lookup service and the scheduler's state; `WorkerSide`
+owns stores, the staging arena, the engine and its lanes. Each is made, used and closed by one
+thread.
+
+A store that cannot be reached is opened in the background (`storage/guarded.py`), unless its URL
+says `required=1`. Until it is open, lookups miss and saves are dropped.
 """
 
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from vllm_kvpool.assembly.open_tiers import (
-    HOST_DEVICE,
-    OpenTiers,
-    check_tiers,
-    lane_counts,
-    open_tiers,
-)
-from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy
+from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy, set_where_unset
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, with_weights
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import (
@@ -42,16 +40,17 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
-from vllm_kvpool.staging.devices import Device, PageLock, page_lock_for
+from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.guarded import OPEN_WAIT_S, GuardedStore, Patience
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
-from vllm_kvpool.storage.url import StoreSpec, uses_device
-from vllm_kvpool.transfer.context import Tier
+from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
+from vllm_kvpool.transfer.context import Tier, tier_names
 from vllm_kvpool.transfer.demotion import DemotionThread
-from vllm_kvpool.transfer.engine import Engine
+from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Demote, Executor, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
@@ -63,6 +62,8 @@ from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
 from vllm_kvpool.worker.manifest_writer import ManifestWriter
 from vllm_kvpool.worker.pool_worker import PoolWorker
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # of a store call
 COPY_BATCH_BYTES = 8 << 20  # of a copy: the first put, and after the last get the end, wait for one
@@ -77,6 +78,96 @@ REPLICA_LOADS = 0.5  # and for that part of a load's time at most, so that the t
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
 LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
+REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
+REPLICA_LANES = 2  # one copies while the other waits
+HOST_DEVICE: Device = HostDevice()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTiers:
+    """The open stores, nearest first, and their names in metrics."""
+
+    stores: tuple[GuardedStore, ...]
+    names: tuple[str, ...]
+    get_lanes: tuple[int, ...] = ()
+    put_lanes: tuple[int, ...] = ()
+
+    def close(self, arena: Arena | None = None) -> None:
+        """Close every store, after taking back the memory that was registered with it."""
+        for store in self.stores:
+            try:
+                if arena is not None:
+                    store.unregister(arena.whole)
+                store.close()
+            except StoreError as error:
+                logger.warning("kvpool: closing %s: %s", store.capabilities.name, error)
+                store.leave()
+
+    def leave(self) -> None:
+        """A store call has not returned: leave the stores open until the process ends."""
+        logger.warning(
+            "kvpool: a store call has not returned; the stores and the staging memory stay open "
+            "until the process exits"
+        )
+        for store in self.stores:
+            store.leave()
+
+
+def open_tiers(
+    specs: Sequence[StoreSpec],
+    patience: Patience,
+    *,
+    segment: bool,
+    device: Device = HOST_DEVICE,
+) -> OpenTiers:
+    """Open the stores; ConfigError if a required one cannot be reached.
+
+    `segment`: whether to give memory to a pool that is made of its members' memory. Threads that
+    work for a store enter `device` if the store uses it.
+    """
+    known = [capabilities_of(spec) for spec in specs]
+    names = tier_names([each.name for each in known])
+    gets = [spec.get_lanes or each.parallel_gets for spec, each in zip(specs, known, strict=True)]
+    puts = [spec.put_lanes or each.parallel_puts for spec, each in zip(specs, known, strict=True)]
+    stores: list[GuardedStore] = []
+    with contextlib.ExitStack() as undo:
+        for spec, each, name in zip(specs, known, names, strict=True):
+            set_where_unset(environment_for(spec))
+            wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
+            opening = partial(open_store, spec, segment=segment)
+            enter = device.enter_thread if uses_device(spec) else _enter_nothing
+            store = GuardedStore(opening, each, name, patience, wait_s, on_start=enter)
+            undo.callback(store.close)
+            stores.append(store)
+            if not store.opened and spec.required:
+                raise ConfigError(f"{store.trouble}; the store is required (required=1)")
+            if not store.opened:
+                logger.warning("kvpool: %s; it is tried again in the background", store.trouble)
+        undo.pop_all()
+    if specs and not any(store.opened for store in stores):
+        logger.warning("kvpool: no store can be reached; nothing is loaded or saved until one can")
+    return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
+
+
+def _enter_nothing() -> None:
+    pass
+
+
+def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
+    """ConfigError if a configured store could not hold one cell."""
+    for spec in tier_specs(config).stores:
+        check_capacity(spec, cell_bytes)
+
+
+def lane_counts(tiers: OpenTiers, *, replicas: bool = False) -> dict[LaneName, int]:
+    """How many threads each lane has; `replicas` as in `lane_names`."""
+    counts = dict.fromkeys(lane_names(len(tiers.stores), replicas=replicas), 1)
+    if replicas:
+        counts[LaneName(OpKind.GET, REPLICA)] = REPLICA_LANES
+    for tier, (gets, puts) in enumerate(zip(tiers.get_lanes, tiers.put_lanes, strict=True)):
+        counts[LaneName(OpKind.GET, tier)] = gets
+        counts[LaneName(OpKind.PUT, tier)] = puts
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +180,8 @@ class ModelShape:
     groups: tuple[KVCacheGroup, ...]
     num_blocks: int
     num_ranks: int
-    loads: bool = True  # False where the engine could not survive a load that fails
-    stops_at_first: bool = False  # nobody is scheduled behind a request that there is no room for
+    loads: bool = True  # False where the engine does not survive a failed load
+    stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
 
     @classmethod
@@ -122,7 +213,7 @@ class ModelShape:
 
 
 class SchedulerSide:
-    """The scheduler's process."""
+    """The pool in the scheduler's process."""
 
     def __init__(
         self,
@@ -187,7 +278,7 @@ class SchedulerSide:
         self._count_namespace(1)
 
     def check(self, check: PresenceCheck) -> None:
-        """Look after what is stored, on the lookup service's threads."""
+        """Ask the stores whether chunks are still there, on the lookup service's threads."""
         self._lookups.check(check)
 
     def weights_changed(self, weights_version: str) -> None:
@@ -214,7 +305,7 @@ class SchedulerSide:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which worker of the engine this is."""
+    """The place of a worker among its engine's ranks."""
 
     tp_rank: int
     pp_rank: int
@@ -223,15 +314,18 @@ class RankPlace:
     dp_rank: int = 0
 
     def number(self, num_ranks: int) -> int:
-        """Among all workers of data-parallel engines of so many ranks each: they are configured
-        alike, so that whatever they write must be told apart by this."""
+        """The worker's number among all data-parallel engines of `num_ranks` ranks each: it keeps
+        their files apart, since they are configured alike."""
         return self.dp_rank * num_ranks + self.rank
 
 
 class WorkerSide:
-    """One rank's process. `make_copier` is called once for each lane that moves pages, which lie on
-    `device`. `gather` gives this rank's bytes to all ranks of its pipeline stage and returns all of
-    theirs, in one order; where ranks hold the same KV every rank calls it."""
+    """The pool in one rank's process.
+
+    `make_copier` is called once for each lane that moves pages, which lie on `device`. `gather`
+    gives this rank's bytes to all ranks of its pipeline stage and returns all of theirs, in one
+    order; where ranks hold the same KV every rank calls it.
+    """
 
     def __init__(
         self,
@@ -316,7 +410,7 @@ class WorkerSide:
         place: RankPlace,
         copiers: Sequence[Copier],
     ) -> Executor:
-        """Memory, engine and lanes over the open tiers."""
+        """Make memory, engine and lanes over the open tiers."""
         arena = Arena(
             config.staging_nbytes,
             planner.max_cell_bytes(),
@@ -388,19 +482,19 @@ class WorkerSide:
         return executor
 
     def use_namespace(self, namespace: Namespace) -> None:
-        """What cells are called in plans from now on."""
+        """The namespace of cells in plans from now on."""
         if namespace != self._namespace:
             self._namespace = namespace
             self._executor.post(UseNamespace(namespace))
 
     def keep_manifest(self, namespace: Namespace, manifest: bytes) -> None:
-        """Have a manifest in every store; one rank does."""
+        """Write a namespace's manifest to every store; rank 0 does."""
         if self._manifests is not None:
             self._manifests.write(namespace, manifest)
 
     def close(self) -> None:
-        """Finish saves for a bounded time, end the threads, release memory and store."""
-        if self._exchange is not None:  # whoever asks us asks the tiers from now on
+        """Finish saves for a bounded time, end the threads, release memory and stores."""
+        if self._exchange is not None:  # replicas ask the tiers from now on
             self._exchange.close()
         nobody_asks = self._demotion_thread is None or self._demotion_thread.close()
         if self._manifests is not None:
@@ -408,7 +502,7 @@ class WorkerSide:
         if self._executor.close(self._shutdown_s) and nobody_asks:
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)
-        else:  # what still runs may use the memory, which therefore stays as it is
+        else:  # calls that still run may use the memory
             self._tiers.leave()
         self._trace.close()
         if self._stats is not None:
@@ -418,7 +512,7 @@ class WorkerSide:
 def stats_file(
     config: KVPoolConfig, side: str, number: int, registry: MetricsRegistry
 ) -> StatsFile | None:
-    """Where one side's counters are written, if anywhere."""
+    """The file of one side's counters; None where `stats_file` is not set."""
     if not config.stats_file:
         return None
     return StatsFile(Path(f"{config.stats_file}.kv.{side}.{number}"), registry)
@@ -431,7 +525,7 @@ def _exchange_of(
     *,
     shares: bool,
 ) -> ReplicaExchange | None:
-    """None where no other rank on this host holds what this one does."""
+    """The exchange with ranks on this host that hold the same KV; None where there are none."""
     if not any(cell.replicas for cell in cells):
         return None
     exchange = ReplicaExchange(Replica(place.tp_rank, place.pcp_rank), place.rank, shares=shares)
@@ -445,7 +539,7 @@ def _exchange_of(
 
 
 def _members(cells: Sequence[LocalCell], exchange: ReplicaExchange) -> dict[str, frozenset[int]]:
-    """The numbers of the ranks that share, for each layer group of which some do."""
+    """The ranks that share each layer group; groups that no other rank holds are left out."""
     siblings = exchange.siblings
     members = {
         cell.span.layer_group: {siblings[each] for each in cell.replicas if each in siblings}
