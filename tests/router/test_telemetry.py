@@ -45,6 +45,8 @@ def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help
     for number in range(100):
         scene.arrived(f"m{number}", 16_000)
     scene.step(Measured(ReplicaId("d1"), Sample(has_connector=False)))
+    telemetry.replica_first_token("d0", 0.2)
+    telemetry.replica_token("d0", 0.02)
     found = {
         family.name.removeprefix(PREFIX): family
         for family in text_string_to_metric_families(telemetry.expose().body.decode())
@@ -207,3 +209,18 @@ def test_names_end_in_their_units() -> None:
         if row.kind is Kind.HISTOGRAM:
             assert row.name.endswith("_seconds")
             assert list(row.bounds) == sorted(set(row.bounds))
+
+
+def test_an_engines_own_times_go_with_it(scene: Scene, telemetry: Telemetry) -> None:
+    scene.serving("gone", Role.DECODE)
+    for replica, seconds in (("d0", 0.2), ("d0", 99.0), ("gone", 0.2)):
+        telemetry.replica_first_token(replica, seconds)
+    values = scrape(telemetry)
+    name = "replica_first_token_seconds"
+    assert of(values, f"{name}_bucket", replica="d0", le="0.1") == 0
+    assert of(values, f"{name}_bucket", replica="d0", le="0.25") == 1
+    assert of(values, f"{name}_bucket", replica="d0", le="+Inf") == 2
+    assert of(values, f"{name}_sum", replica="d0") == 99.2
+    assert of(values, f"{name}_count", replica="gone") == 1
+    scene.step(Remove(ReplicaId("gone")))
+    assert not any(("replica", "gone") in labels for _, labels in scrape(telemetry))

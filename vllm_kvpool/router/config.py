@@ -80,6 +80,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """A client that takes nothing of its answer for so long is let go."""
     shutdown_timeout_s: float = 30.0
     """When the router is stopped, requests have so long to end."""
+    access_log: bool = False
+    """A line for each request that engines could be asked for."""
     allowed_origins: tuple[str, ...] = ("*",)
     """Whose web pages may send requests (CORS)."""
     trust_clients: bool = False

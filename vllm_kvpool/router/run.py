@@ -14,7 +14,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,7 @@ from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.file_limit import allow_connections
 from vllm_kvpool.router.ops.prefetches import Prefetches
 from vllm_kvpool.router.ops.replicas import Replicas
+from vllm_kvpool.router.ops.request_log import RequestLog, access_log
 from vllm_kvpool.router.ops.settings import controller_of, prefetch_commands
 from vllm_kvpool.router.ops.telemetry import Telemetry
 from vllm_kvpool.router.ops.tenants import Tenants
@@ -70,19 +70,6 @@ MAX_CHOICES = 16_384
 MAX_ASKED = 3
 """Engines that are asked, one after the other, whether a client's key is good."""
 OK = 200
-
-
-@dataclass(slots=True)
-class _Stopwatch:
-    """Of one request, on the router's clock."""
-
-    began: float
-    called: float
-    """When an engine was last asked."""
-    engine_s: float = 0.0
-    """What engines took for its prompt."""
-    waited_s: float = 0.0
-    """In the controller's queues."""
 
 
 class Router:
@@ -101,8 +88,7 @@ class Router:
         self._events: deque[Event] = deque()
         self._is_stepping = False
         self._exchanges: dict[RequestId, RequestHandler] = {}
-        self._stopwatches: dict[RequestId, _Stopwatch] = {}
-        """Of requests without a token."""
+        self._logs: dict[RequestId | None, RequestLog] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._admin = Admin(
@@ -202,7 +188,9 @@ class Router:
     def _step(self, event: Event) -> ConfigError | None:
         """The top of the router's lane: a bug in a decision costs that request, and no other."""
         refused: ConfigError | None = None
-        self._note(event)
+        request_log = self._logs.get(getattr(event, "request_id", None))
+        if request_log is not None:
+            request_log.note(event, self._clock(), self.telemetry)
         try:
             self.controller.step(event, self._clock())
         except ConfigError as error:
@@ -218,24 +206,6 @@ class Router:
                 log.exception("%s cannot be performed", action)
                 self._fail(action)
         return refused
-
-    def _note(self, event: Event) -> None:
-        """How long the first token takes, and how much of that engines do not."""
-        if isinstance(event, PrefillEnded | DecodeBegan):
-            watch = self._stopwatches.get(event.request_id)
-            if watch is None:
-                return
-            now = self._clock()
-            if isinstance(event, PrefillEnded):
-                watch.engine_s += event.seconds
-                return
-            del self._stopwatches[event.request_id]
-            if not event.is_seen:
-                return
-            self.telemetry.first_token(now - watch.began)
-            self.telemetry.added(
-                max(0.0, watch.called - watch.began - watch.engine_s - watch.waited_s)
-            )
 
     def _fail(self, told: Event | Action) -> None:
         """A bug has met a request, if `told` is of one."""
@@ -261,11 +231,7 @@ class Router:
     def _perform(self, action: Action) -> None:
         match action:
             case Prefill() | Decode() | Refuse():
-                if action.request_id in self._stopwatches:
-                    watch = self._stopwatches[action.request_id]
-                    watch.called = self._clock()
-                    if isinstance(action, Decode):
-                        watch.waited_s = action.waited_s
+                self._logs[action.request_id].perform(action, self._clock())
                 self._exchanges[action.request_id].give(action)
             case Abort(request_id):
                 exchange = self._exchanges.get(request_id)
@@ -303,14 +269,19 @@ class Router:
         )
         exchange = RequestHandler(request_id, request, headers, downstream, self._wiring)
         self._exchanges[request_id] = exchange
-        self._stopwatches[request_id] = _Stopwatch(now, now)
+        request_log = self._logs[request_id] = RequestLog(now, now)
         try:
             self.post(Arrived(ask))
             await exchange.run()
         finally:
             del self._exchanges[request_id]
-            self._stopwatches.pop(request_id, None)
-            self.telemetry.request(self._clock() - now)
+            del self._logs[request_id]
+            ended = self._clock()
+            self.telemetry.request(ended - now)
+            if self.config.front.access_log:
+                of_client = (downstream.client, request.kind.value, request.model)
+                line = request_log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
+                access_log.info("%s", line)
 
     def _learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
         if prompt_tokens and prompt_bytes:

@@ -35,6 +35,13 @@ class Downstream:
         self._request = request
         self._own_headers = own_headers
         self._patience_s = patience_s
+        self.status = 0
+        """Of its answer, once that has begun."""
+
+    @property
+    def client(self) -> str:
+        """Its address; empty where it is not known."""
+        return self._request.client
 
     @property
     def has_status(self) -> bool:
@@ -48,6 +55,7 @@ class Downstream:
             if request.has_status:
                 request.write(data)
             else:
+                self.status = OK
                 request.begin_stream(OK, self._shown(headers), data)
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
@@ -58,6 +66,7 @@ class Downstream:
         request = self._request
         try:
             if not request.has_status:
+                self.status = OK
                 request.begin_stream(OK, self._shown(headers), b"")
             request.end_stream(data)
         except ConnectionError as error:
@@ -71,6 +80,7 @@ class Downstream:
 
     async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """An answer in one piece."""
+        self.status = status
         try:
             self._request.respond(Response(status, self._shown(headers), body))
         except ConnectionError as error:

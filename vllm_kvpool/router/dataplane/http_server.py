@@ -101,6 +101,11 @@ class HttpRequest:
         self.is_answered = False
 
     @property
+    def client(self) -> str:
+        """The client's address; empty where it has none, or has gone."""
+        return self._connection.client
+
+    @property
     def writing_paused(self) -> bool:
         """Whether the client takes less than it is sent."""
         return self._connection.drained is not None
@@ -305,6 +310,7 @@ class _Connection(asyncio.Protocol):
         self.deadline = server.loop.time() + server.limits.read_timeout_s
         self.drained: asyncio.Future[None] | None = None
         """Set while the transport's buffer is full."""
+        self.client = ""
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._message: _Message | None = None
@@ -326,6 +332,8 @@ class _Connection(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
             return
         server.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.client = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:

@@ -6,9 +6,11 @@ text is written here, in a quarter of the time that prometheus_client takes for 
 """
 
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -107,6 +109,20 @@ ROUTER_METRICS = {
             "Time that the router itself has added to a request, waiting in queues aside.",
             SECONDS,
         ),
+        Row(
+            "replica_first_token_seconds",
+            _H,
+            ("replica",),
+            "Time from asking the engine for an answer to its first token.",
+            (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+        ),
+        Row(
+            "replica_token_seconds",
+            _H,
+            ("replica",),
+            "Mean time between the tokens of an answer.",
+            (0.005, 0.01, 0.02, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0),
+        ),
         Row("request_seconds", _H, (), "Time from a request's arrival to its end.", LONG_SECONDS),
     )
 }
@@ -145,8 +161,13 @@ class Telemetry:
         self._first_token, self._added, self._request = (
             Histogram(PREFIX + row.name, row.help, registry=self._histograms, buckets=row.bounds)
             for row in ROUTER_METRICS.values()
-            if row.kind is Kind.HISTOGRAM
+            if row.kind is Kind.HISTOGRAM and not row.labels
         )
+        self._by_replica = {
+            row.name: ReplicaHistogram(row)
+            for row in ROUTER_METRICS.values()
+            if row.kind is Kind.HISTOGRAM and row.labels
+        }
         self._last: dict[bool, tuple[float, bytes]] = {}
 
     def first_token(self, seconds: float) -> None:
@@ -160,6 +181,14 @@ class Telemetry:
     def request(self, seconds: float) -> None:
         """A request has ended, so long after its arrival."""
         self._request.observe(seconds)
+
+    def replica_first_token(self, replica: str, seconds: float) -> None:
+        """An engine has brought the first token, so long after it was asked."""
+        self._by_replica["replica_first_token_seconds"].observe(replica, seconds)
+
+    def replica_token(self, replica: str, seconds: float) -> None:
+        """An engine's answer has ended; so much time was between its tokens."""
+        self._by_replica["replica_token_seconds"].observe(replica, seconds)
 
     def expose(self, *, with_replicas: bool = True) -> Exposition:
         """All metrics, or those that name no replica, in the text form that every reader knows."""
@@ -183,10 +212,42 @@ class Telemetry:
                 lines += _head(name)
                 for each in view.replicas:
                     lines += (_line(name, (each.id, *more), value) for more, value in read(each))
+            replica_ids = {each.id for each in view.replicas}
+            for histogram in self._by_replica.values():
+                lines += histogram.lines(replica_ids)
         own = "\n".join(lines) + "\n"
         # When counting began is a series more for each histogram, and nobody's question.
         histograms = generate_latest(self._histograms).decode().splitlines(keepends=True)
         return (own + "".join(each for each in histograms if "_created" not in each)).encode()
+
+
+class ReplicaHistogram:
+    """A histogram of each replica: a list of counts, since there may be hundreds of replicas."""
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+
+    def observe(self, replica: str, value: float) -> None:
+        counts = self._counts.setdefault(replica, [0] * (len(self._row.bounds) + 1))
+        counts[bisect_left(self._row.bounds, value)] += 1
+        self._sums[replica] = self._sums.get(replica, 0.0) + value
+
+    def lines(self, replica_ids: Set[str]) -> Iterator[str]:
+        """The exposition; replicas that are no more are forgotten."""
+        name = PREFIX + self._row.name
+        yield f"# HELP {name} {self._row.help}"
+        yield f"# TYPE {name} histogram"
+        bounds = (*map(str, self._row.bounds), "+Inf")
+        for replica in self._counts.keys() - replica_ids:
+            del self._counts[replica], self._sums[replica]
+        for replica, counts in self._counts.items():
+            label = f'replica="{replica.translate(_ESCAPES)}"'
+            for bound, total in zip(bounds, accumulate(counts), strict=True):
+                yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
+            yield f"{name}_count{{{label}}} {sum(counts)}"
+            yield f"{name}_sum{{{label}}} {self._sums[replica]}"
 
 
 def _exposed(name: str) -> str:

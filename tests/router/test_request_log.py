@@ -1,0 +1,62 @@
+"""The access log: one line a request, with what became of it."""
+
+import logging
+import re
+
+import pytest
+
+from tests.support.router_rig import RouterRig, run
+from vllm_kvpool.router.ops.request_log import RequestLog
+
+STREAM = {"prompt": "hello " * 800, "max_tokens": 8, "temperature": 0, "stream": True}
+NUMBER = r"[0-9.]+"
+LINE = re.compile(
+    rf"id=mine client=127\.0\.0\.1:\d+ method=POST path=/v1/completions model=scripted "
+    rf"replicas=(?P<replicas>\S+) status=(?P<status>\S+) ttft_s=(?P<ttft>\S+) "
+    rf"prompt_tokens=(?P<prompt>\d+) output_tokens=(?P<output>\d+) duration_s={NUMBER}"
+)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[re.Match[str]]:
+    said = [each.message for each in caplog.records if each.name == "vllm_kvpool.router.access"]
+    found = [LINE.fullmatch(each) for each in said]
+    assert all(found), said
+    return [each for each in found if each]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_line_says_who_answered_how_soon_and_how_much(
+    is_stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1, config={"front": {"access_log": True}}) as rig:
+            body = rig.body({**STREAM, "stream": is_stream})
+            for sent in (body, {**body, "max_tokens": -1}):
+                url, headers = f"{rig.url}/v1/completions", {"X-Request-Id": "mine"}
+                async with rig.session.post(url, json=sent, headers=headers) as answer:
+                    await answer.read()
+            await rig.until(lambda: len(lines(caplog)) == 2, "both have their lines")
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+    served, rejected = lines(caplog)
+    assert (served["replicas"], served["status"], served["output"]) == ("r0,r1", "200", "8")
+    assert 0 < float(served["ttft"]) < 10
+    assert int(served["prompt"]) > 50
+    assert (rejected["status"], rejected["ttft"], rejected["output"]) == ("400", "-", "0")
+
+
+def test_no_line_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            await rig.stream(STREAM)
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert not lines(caplog)
+
+
+def test_what_clients_write_is_one_field() -> None:
+    line = RequestLog(0.0, 0.0).line("i", "", "/v1/completions", "m status=200\nid=x", 400, 1.0)
+    assert line.count("\n") == 0
+    assert line.split(" model=")[1].startswith(r"'m status=200\nid=x'")

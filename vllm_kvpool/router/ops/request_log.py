@@ -1,0 +1,86 @@
+"""What has become of a request, for the access log and the histograms (pure).
+
+Fed by the router's loop with the events and actions of one request, from its arrival to its end.
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+from vllm_kvpool.router.control.events import (
+    Action,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Event,
+    Prefill,
+    PrefillEnded,
+)
+from vllm_kvpool.router.ops.telemetry import Telemetry
+
+access_log = logging.getLogger("vllm_kvpool.router.access")
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """Of one request; times are the router's clock."""
+
+    began: float
+    asked: float
+    """When an engine was last asked, for its prompt or its answer."""
+    engine_s: float = 0.0
+    """What engines took for its prompt."""
+    waited_s: float = 0.0
+    """In the controller's queues."""
+    replicas: list[str] = field(default_factory=list)
+    """Those that were asked, in their order."""
+    first_token: float | None = None
+    decode_began: float | None = None
+    """When the engine that answers now has brought its first token."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def perform(self, action: Action, now: float) -> None:
+        """An engine is asked."""
+        if isinstance(action, Prefill | Decode):
+            self.asked, self.decode_began = now, None
+            self.replicas.append(action.replica)
+            if isinstance(action, Decode):
+                self.waited_s = action.waited_s
+
+    def note(self, event: Event, now: float, telemetry: Telemetry) -> None:
+        """Something has come of it."""
+        match event:
+            case PrefillEnded():
+                self.engine_s += event.seconds
+                self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
+            case DecodeBegan(is_seen=True) if self.replicas:
+                self.decode_began = now
+                telemetry.replica_first_token(self.replicas[-1], now - self.asked)
+                if self.first_token is None:
+                    self.first_token = now
+                    telemetry.first_token(now - self.began)
+                    own_s = self.asked - self.began - self.engine_s - self.waited_s
+                    telemetry.added(max(0.0, own_s))
+            case DecodeEnded():
+                self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
+                self.output_tokens += event.output_tokens
+                if self.decode_began is not None and event.output_tokens > 1:
+                    took_s = now - self.decode_began
+                    telemetry.replica_token(event.replica, took_s / (event.output_tokens - 1))
+
+    def line(
+        self, request_id: str, client: str, path: str, model: str, status: int, now: float
+    ) -> str:
+        """One line, in `name=value` pairs; what is not known is `-`."""
+        first = "-" if self.first_token is None else f"{self.first_token - self.began:.3f}"
+        return (
+            f"id={_quoted(request_id)} client={client or '-'} method=POST path={path} "
+            f"model={_quoted(model)} replicas={','.join(self.replicas) or '-'} "
+            f"status={status or '-'} ttft_s={first} prompt_tokens={self.prompt_tokens} "
+            f"output_tokens={self.output_tokens} duration_s={now - self.began:.3f}"
+        )
+
+
+def _quoted(text: str) -> str:
+    """What a client has written must not look like another field, or another line."""
+    return text if text.isprintable() and " " not in text and text else ascii(text)
