@@ -106,10 +106,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler_side.registry,
                 media_are_named=self._facts.media_are_named,
                 saves_base=self._facts.saves_base,
+                has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
             )
             for defect in self._facts.defects:
                 logger.warning("kvpool: %s", defect.warning)
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
+            weights_version.watch_adapters(self._scheduler)
             self._shown_values = fitted(self._facts.values)
             self._first_manifest = self._manifest_of("")
             self._told_version: str | None = None
@@ -266,6 +268,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._events.own_cache_was_reset()
         if is_empty:
             self._scheduler.own_cache_was_reset()
+            self._requests.own_cache_was_reset()
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""

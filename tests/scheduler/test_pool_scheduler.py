@@ -640,6 +640,22 @@ def test_a_request_without_an_identity_stays_out(bench: Bench) -> None:
     assert bench.counts("kvpool_miss_tokens") == {"{reason=unshareable}": 100}
 
 
+def test_requests_with_an_adapter_are_left_out_when_it_is_replaced(bench: Bench) -> None:
+    """Of a running one the rest is computed with the new one, of a waiting one perhaps all."""
+    bench.hold(range(1000), range(1))
+    for request_id in ("a", "b", "c"):
+        bench.add(request_id)
+        bench.views[request_id].reads_files = request_id != "c"
+    assert bench.admit("a") == bench.admit("c") == (32, True)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    bench.scheduler.load_ended("c")
+    bench.scheduler.adapter_was_replaced()
+    assert bench.admit("b") == NOTHING
+    assert {save.request_id for save in bench.step(a=68, c=68).saves} == {"c"}
+    assert bench.finish("a") is bench.finish("b") is None
+
+
 def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:
     assert bench.scheduler.match("x", 0) == NOTHING
     bench.scheduler.allocated("x", ((1,),), 16)

@@ -182,6 +182,28 @@ def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
     assert digests.of(1, path, reload=False) == new
 
 
+def test_an_adapter_that_the_engines_own_cache_takes_for_another_is_not_shared(
+    tmp_path: Path,
+) -> None:
+    """vLLM keeps blocks of an adapter that is loaded in place; they would be saved as the new's."""
+    path = adapter(tmp_path / "a", b"one")
+    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    without = RequestReader(MetricsRegistry(), media_are_named=True, has_own_cache=False)
+
+    def asked(by: RequestReader, inplace: bool = False) -> list[bytes]:
+        lora = LoRARequest("a", 1, path, load_inplace=inplace)
+        return hashes(by.read(request(lora_request=lora)))
+
+    old = asked(reader)
+    assert asked(reader, inplace=True) == old == asked(without)
+    adapter(tmp_path / "a", b"another")
+    with pytest.raises(OSError, match="reset_prefix_cache"):
+        asked(reader, inplace=True)
+    assert asked(without, inplace=True) != old
+    reader.own_cache_was_reset()
+    assert asked(reader, inplace=True) == asked(without) != old
+
+
 def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path: Path) -> None:
     path = adapter(tmp_path / "one", b"1" * 64)
     digests = AdapterDigests()

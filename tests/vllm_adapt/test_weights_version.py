@@ -614,6 +614,23 @@ def test_an_adapter_that_changes_between_its_load_and_its_first_request_has_no_d
     assert [call[0] for call in core.calls] == [*["add_lora"] * 3, "remove_lora", "add_lora"]
 
 
+class AdapterWatcher:
+    def __init__(self) -> None:
+        self.count = 0
+        weights_version.watch_adapters(self)
+
+    def adapter_was_replaced(self) -> None:
+        self.count += 1
+
+
+def test_only_a_load_in_place_replaces_an_adapter(core: Core) -> None:
+    watcher = AdapterWatcher()
+    core.add_lora(LoRARequest("a", 1, "/nowhere"))
+    assert watcher.count == 0
+    core.add_lora(LoRARequest("a", 1, "/nowhere", load_inplace=True))
+    assert watcher.count == 1
+
+
 def test_an_adapter_whose_files_are_not_here_is_loaded_all_the_same(core: Core) -> None:
     assert core.add_lora(LoRARequest("a", 7, "/nowhere"))
     assert weights_version.adapter_as_loaded(7, "/nowhere") is None

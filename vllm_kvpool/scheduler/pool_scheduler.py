@@ -149,8 +149,7 @@ class PoolScheduler:
             state.rest = answer.rest
         state.chain = answer.chain
         if state.chain is None:
-            state.may_load = state.may_save = False
-            self.saves.forget(state.view.request_id)
+            self._leave_out(state)
             return
         # What is stored need not be saved, unless a load of it has failed here.
         known = found
@@ -162,6 +161,11 @@ class PoolScheduler:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
             self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self.weights_version)
+
+    def _leave_out(self, state: RequestState) -> None:
+        """Neither load nor save any more of a request."""
+        state.may_load = state.may_save = False
+        self.saves.forget(state.view.request_id)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed` (block aligned) that a load can bring.
@@ -420,6 +424,13 @@ class PoolScheduler:
         self.weights_version = weights_version
         self._has_old_blocks = True
         self._forget_what_was_found()
+
+    def adapter_was_replaced(self) -> None:
+        """A LoRA adapter was loaded in place: it is not known which one requests that wait or run
+        are computed with, so those with an adapter are left out."""
+        for state in self._requests.values():
+            if state.view.reads_files:
+                self._leave_out(state)
 
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache is empty: what it finds there is of the new weights."""

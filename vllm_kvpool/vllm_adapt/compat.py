@@ -8,7 +8,7 @@ for each: such an engine must not hand wrong values to others, nor be given what
 them. docs/failures.md and tests have the same rows.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,14 @@ def environment_variables() -> Mapping[str, Callable[[], Any]]:
 
     known: Mapping[str, Callable[[], Any]] = envs.environment_variables
     return known
+
+
+def own_adapter_name(request: Any) -> Hashable:
+    """What vLLM's own prefix cache knows a request's LoRA adapter by: until 0.32 only its name."""
+    from vllm.v1.core import kv_cache_utils
+
+    read = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    return tuple(read(request)) if read is not None else request.lora_request.lora_name
 
 
 def shuffles_pages() -> bool:

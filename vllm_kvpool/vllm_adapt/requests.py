@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +16,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity
 from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.factors import canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import local_directory
 from vllm_kvpool.vllm_adapt.weights_version import MAX_ADAPTERS, adapter_as_loaded
@@ -42,6 +43,7 @@ class AdapterDigests:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Adapter] = {}
+        self._of_own_names: dict[Hashable, bytes] = {}
 
     def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
         """The digest; reads the adapter's files at first sight, and looks whether they are still
@@ -63,6 +65,24 @@ class AdapterDigests:
                 raise _changed(path)
         return known.digest
 
+    def check_own_name(self, own_name: Hashable, adapter: bytes) -> None:
+        """OSError if the engine's own prefix cache may hold KV of another adapter that it calls the
+        same: blocks that a request finds there would be saved as this adapter's."""
+        if len(self._of_own_names) >= MAX_ADAPTERS:
+            raise OSError(
+                f"{MAX_ADAPTERS} LoRA adapters have been used since the engine's prefix cache was "
+                "reset; reset it (reset_prefix_cache), so that more can be told apart"
+            )
+        if self._of_own_names.setdefault(own_name, adapter) != adapter:
+            raise OSError(
+                f"the engine's own prefix cache has KV of another LoRA adapter under {own_name}; "
+                "reset it (reset_prefix_cache), or load the adapter under another name"
+            )
+
+    def own_cache_was_reset(self) -> None:
+        """The engine's own prefix cache holds nothing. Scheduler's thread."""
+        self._of_own_names.clear()
+
 
 def _changed(path: str) -> OSError:
     return OSError(
@@ -82,23 +102,36 @@ class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
     `media_are_named` is False where vLLM numbers media instead of naming them, `saves_base` where
-    what it computes for requests without an adapter may be wrong.
+    what it computes for requests without an adapter may be wrong, `has_own_cache` where it has no
+    prefix cache of its own.
     """
 
     def __init__(
-        self, registry: MetricsRegistry, *, media_are_named: bool, saves_base: bool = True
+        self,
+        registry: MetricsRegistry,
+        *,
+        media_are_named: bool,
+        saves_base: bool = True,
+        has_own_cache: bool = True,
     ) -> None:
         self._registry = registry
         self._adapters = AdapterDigests()
         self._media_are_named = media_are_named
         self._saves_base = saves_base
+        self._has_own_cache = has_own_cache
+
+    def own_cache_was_reset(self) -> None:
+        """The engine's own prefix cache holds nothing."""
+        self._adapters.own_cache_was_reset()
 
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
         options = self._options(request)
         if request.lora_request is None and not self._saves_base:
             options = replace(options, save=False)
-        return VllmRequest(request, options, self._adapters, self._media_are_named)
+        return VllmRequest(
+            request, options, self._adapters, self._media_are_named, self._has_own_cache
+        )
 
     def _options(self, request: "Request") -> RequestOptions:
         try:
@@ -123,7 +156,9 @@ class VllmRequest:
         options: RequestOptions,
         adapters: AdapterDigests,
         media_are_named: bool,
+        has_own_cache: bool = True,
     ) -> None:
+        self._has_own_cache = has_own_cache
         self._request = request
         self._adapters = adapters
         self.request_id: str = request.request_id
@@ -168,6 +203,8 @@ class VllmRequest:
         if (lora := request.lora_request) is not None:
             adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
             adapter += _how_read(lora)
+            if self._has_own_cache:
+                self._adapters.check_own_name(compat.own_adapter_name(request), adapter)
         media = tuple(
             MediaItem(
                 f.identifier,

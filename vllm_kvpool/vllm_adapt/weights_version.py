@@ -186,6 +186,13 @@ class CacheWatcher(Protocol):
     def encoder_cache_was_reset(self) -> None: ...
 
 
+class AdapterWatcher(Protocol):
+    """Is told that an engine has replaced an adapter by another under the same id."""
+
+    def adapter_was_replaced(self) -> None: ...
+
+
+_adapter_watchers: "WeakSet[AdapterWatcher]" = WeakSet()
 _cache_watchers: "WeakSet[CacheWatcher]" = WeakSet()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
@@ -208,6 +215,11 @@ def watch(watcher: Watcher, config: Any) -> None:
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
     """Tell `watcher` of every reset of an encoder cache in this process, after it."""
     _cache_watchers.add(watcher)
+
+
+def watch_adapters(watcher: AdapterWatcher) -> None:
+    """Tell `watcher` of every adapter that is loaded in place in this process, after it."""
+    _adapter_watchers.add(watcher)
 
 
 def adapter_as_loaded(adapter_id: int, path: str) -> tuple[tuple[object, ...], ...] | None:
@@ -404,7 +416,11 @@ def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
             _adapters.clear()
         with contextlib.suppress(OSError):  # then the engine cannot read it either
             _adapters[key] = adapter_stamp(directory)
-    return call(core, lora_request)
+    try:
+        return call(core, lora_request)
+    finally:
+        for watcher in list(_adapter_watchers) if lora_request.load_inplace else ():
+            watcher.adapter_was_replaced()
 
 
 def _remove_lora(call: Callable[..., Any], core: Any, /, lora_id: int) -> Any:
