@@ -36,7 +36,7 @@ from tests.support.fakes import FakePins, FakeRequest
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
-from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
+from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
@@ -45,7 +45,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import HostCacheChange
 
@@ -417,7 +417,7 @@ class Bench:
         self.lookups = LookupService((self.store,), names, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, max_pinned)
-        self.scheduler = PoolScheduler(config, Role.BOTH, shape, self.lookups, MetricsRegistry())
+        self.scheduler = PoolScheduler(config, KVRole.BOTH, shape, self.lookups, MetricsRegistry())
         self.scheduler.saves.ledger.pins = FakePins()
         self.table = range(1, LONG_TOKENS // BLOCK + 1)
         self.names = [f"r{number}" for number in range(MANY)]
@@ -432,7 +432,7 @@ class Bench:
 
     def step(self, tokens: int) -> None:
         scheduled = dict.fromkeys(self.names, tokens) if tokens else {}
-        self.scheduler.plan_step(Step(scheduled, lambda request_id: (self.table,)))
+        self.scheduler.plan_step(ScheduledStep(scheduled, lambda request_id: (self.table,)))
 
 
 def pending_lookups(repeats: int) -> list[float]:

@@ -28,7 +28,7 @@ from benchmarks.common import Child, Result, Row, Target, percentile, run_script
 from benchmarks.sides import native_client
 from tests.support.fakes import FakeRequest
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
+from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
@@ -37,7 +37,7 @@ from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LOOKUP_TIMEOUT_S, LookupService
 from vllm_kvpool.scheduler.pool_scheduler import ANSWER_SHARE, PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.memory import MemoryStore
@@ -139,9 +139,9 @@ class Lookups:
         lookups: Any = LookupService((self._store,), NAMES, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, 1 << 20)
-        self._scheduler = PoolScheduler(config, Role.BOTH, shape, lookups, MetricsRegistry())
+        self._scheduler = PoolScheduler(config, KVRole.BOTH, shape, lookups, MetricsRegistry())
         # Something runs: `match` does not wait.
-        self._scheduler.plan_step(Step({"other": 1}, lambda request_id: ()))
+        self._scheduler.plan_step(ScheduledStep({"other": 1}, lambda request_id: ()))
         self._lookups = lookups
         self._count = 0
 

@@ -15,9 +15,9 @@ from vllm_kvpool.metrics import (
     METRICS,
     SECONDS,
     Bucket,
-    Kind,
+    MetricKind,
     MetricsRegistry,
-    Sample,
+    ParsedSample,
     StatsFile,
     adds_up,
     merge_samples,
@@ -31,7 +31,7 @@ THREADS, ADDS = 4, 500
 LIMIT_S = 30.0
 
 
-HISTOGRAMS = [name for name, metric in METRICS.items() if metric.kind is Kind.HISTOGRAM]
+HISTOGRAMS = [name for name, metric in METRICS.items() if metric.kind is MetricKind.HISTOGRAM]
 NASTY = ["", ",", "a=b,c=d", "{}", "x}.count", "%2C", "100%", "ü,\n", "value_of-x/y:z"]
 
 
@@ -40,7 +40,7 @@ def test_a_sample_reads_back_as_it_was_named(value: str) -> None:
     for name, metric in METRICS.items():
         labels = {label: f"{value}{i}" for i, label in enumerate(metric.labels)}
         buckets: list[Bucket | None] = [None]
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             buckets = [
                 Bucket(number, part)
                 for number in range(len(metric.bounds) + 1)
@@ -48,8 +48,8 @@ def test_a_sample_reads_back_as_it_was_named(value: str) -> None:
             ]
         for bucket in buckets:
             sample = sample_name(name, dict(reversed(labels.items())), bucket)
-            assert parse_sample(sample) == Sample(metric, tuple(labels.values()), bucket)
-            assert adds_up(sample) == (metric.kind is not Kind.GAUGE)
+            assert parse_sample(sample) == ParsedSample(metric, tuple(labels.values()), bucket)
+            assert adds_up(sample) == (metric.kind is not MetricKind.GAUGE)
 
 
 def test_series_whose_labels_look_like_grammar_are_told_apart() -> None:

@@ -24,7 +24,7 @@ from tests.test_sides import (
     random_kv,
     stages,
 )
-from vllm_kvpool.config import RequestOptions, Role, read_config
+from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.layout.topology import Topology
@@ -139,7 +139,7 @@ def test_an_engine_of_read_only_tiers_alone_promises_nothing(
     seal(tiers.path)
     stores = [tiers.memory if each == "memory" else each for each in others] + [tiers.file]
     shape = ModelShape.of_one_group(MODEL, Topology(HEADS, 1, stages(1), 2), 16, 100, 1, 64)
-    side = SchedulerSide(read_config({"store": stores}, env={}), Role.BOTH, shape)
+    side = SchedulerSide(read_config({"store": stores}, env={}), KVRole.BOTH, shape)
     view: View = FakeRequest("a", list(range(16)), RequestOptions(), RequestIdentity())
     side.scheduler.add(view)
     assert side.scheduler.finish("a", ([],)) == answer

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.copiers import warm_copier
 from tests.support.fakes import FakePins
-from vllm_kvpool.config import Role, read_config
+from vllm_kvpool.config import KVRole, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -328,7 +328,7 @@ def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...
     )
     shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), groups, 20, 1)
     config = read_config({"store": "memory://held", "chunk_tokens": CHUNK}, env={})
-    side = SchedulerSide(config, Role.BOTH, shape)
+    side = SchedulerSide(config, KVRole.BOTH, shape)
     ledger, pins = side.scheduler.saves.ledger, FakePins()
     ledger.pins = pins
     held = 0

@@ -31,7 +31,7 @@ T = TypeVar("T")
 C = TypeVar("C", "KVPoolConfig", "EmbedsConfig")
 
 
-class Role(Enum):
+class KVRole(Enum):
     """vLLM's `kv_role`."""
 
     PRODUCER = "kv_producer"

@@ -24,7 +24,7 @@ from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.request import Step
+from vllm_kvpool.scheduler.request import ScheduledStep
 from vllm_kvpool.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
@@ -293,7 +293,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's plan for the workers."""
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
-        step = Step(scheduler_output.num_scheduled_tokens, tables, preempted)
+        step = ScheduledStep(scheduler_output.num_scheduled_tokens, tables, preempted)
         plan, version = self._scheduler.plan_step(step), self._scheduler.weights_version
         if self._events is not None:
             self._events.planned(plan, version)

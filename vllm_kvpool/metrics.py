@@ -40,7 +40,7 @@ STATS_CLOSE_S = 1.0
 _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -51,7 +51,7 @@ class Metric:
     """One row of the table."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     help: str
     bounds: tuple[float, ...] = ()  # of a histogram: highest value of each bucket but the last
@@ -65,7 +65,7 @@ class Bucket(NamedTuple):
     part: Literal["count", "sum"]
 
 
-class Sample(NamedTuple):
+class ParsedSample(NamedTuple):
     """A sample's name, taken apart."""
 
     metric: Metric
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     bucket: Bucket | None = None
 
 
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 METRICS = {
     m.name: m
     for m in (
@@ -168,7 +168,7 @@ def sample_name(name: str, labels: Mapping[str, str], bucket: Bucket | None = No
     """
     metric = METRICS[name]
     assert set(labels) == set(metric.labels), (name, labels)
-    assert (bucket is None) == (metric.kind is not Kind.HISTOGRAM), (name, bucket)
+    assert (bucket is None) == (metric.kind is not MetricKind.HISTOGRAM), (name, bucket)
     pairs = [(label, labels[label]) for label in metric.labels]
     if bucket is None:
         return _series(name, pairs)
@@ -187,16 +187,18 @@ def _bound_name(bounds: tuple[float, ...], index: int) -> str:
 
 
 @lru_cache(maxsize=CACHED_NAMES)
-def parse_sample(sample: str) -> Sample:
+def parse_sample(sample: str) -> ParsedSample:
     """What `sample_name` made the name of."""
     name, _, rest = sample.partition("{")
     metric = METRICS[name]
     inside, _, part = rest.rpartition("}")
     values = [unquote(pair.partition("=")[2]) for pair in inside.split(",")] if inside else []
-    if metric.kind is not Kind.HISTOGRAM:
-        return Sample(metric, tuple(values))
+    if metric.kind is not MetricKind.HISTOGRAM:
+        return ParsedSample(metric, tuple(values))
     index = bisect_left(metric.bounds, float(values.pop()))
-    return Sample(metric, tuple(values), Bucket(index, "count" if part == ".count" else "sum"))
+    return ParsedSample(
+        metric, tuple(values), Bucket(index, "count" if part == ".count" else "sum")
+    )
 
 
 @lru_cache(maxsize=CACHED_NAMES)
@@ -210,7 +212,7 @@ def _bucket_names(
 ) -> tuple[tuple[float, ...], tuple[tuple[str, str], ...]]:
     """A series' bounds, and the names of the count and the sum of each of its buckets."""
     metric = METRICS[name]
-    assert metric.kind is Kind.HISTOGRAM, name
+    assert metric.kind is MetricKind.HISTOGRAM, name
     given = dict(labels)
     return metric.bounds, tuple(
         (sample_name(name, given, Bucket(i, "count")), sample_name(name, given, Bucket(i, "sum")))
@@ -288,7 +290,7 @@ class MetricsRegistry:
 @lru_cache(maxsize=CACHED_NAMES)
 def adds_up(sample: str) -> bool:
     """Whether samples of this name are summed over ranks and intervals."""
-    return METRICS[sample.partition("{")[0]].kind is not Kind.GAUGE
+    return METRICS[sample.partition("{")[0]].kind is not MetricKind.GAUGE
 
 
 def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
@@ -296,7 +298,7 @@ def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
     the highest counts, or the lowest where the table says so."""
     for sample, value in more.items():
         metric = METRICS[sample.partition("{")[0]]
-        if metric.kind is not Kind.GAUGE:
+        if metric.kind is not MetricKind.GAUGE:
             into[sample] = into.get(sample, 0) + value
         else:
             choose = min if metric.lowest else max

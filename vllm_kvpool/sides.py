@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from vllm_kvpool.config import KVPoolConfig, Role, Verify, WritePolicy, set_where_unset
+from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, with_weights
 from vllm_kvpool.layout.pages import LayerPages
@@ -218,7 +218,7 @@ class SchedulerSide:
     def __init__(
         self,
         config: KVPoolConfig,
-        role: Role,
+        role: KVRole,
         model: ModelShape,
         rank: int = 0,
         first_weights_version: str = "",

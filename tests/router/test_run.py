@@ -514,7 +514,7 @@ def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_kvpool.router.run.Upstream", Watched)
         with pytest.raises(ConfigError, match="cannot be read"):
-            asyncio.run(_serve(config))
+            asyncio.run(_serve(config, lambda: config))
     assert len(closed) == 1
 
 

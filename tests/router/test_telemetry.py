@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.scenes import Scene, busy_scene
-from vllm_kvpool.metrics import Kind
+from vllm_kvpool.metrics import MetricKind
 from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove, Sample, SetMode
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
@@ -206,7 +206,7 @@ def test_two_routers_of_a_process_do_not_share_their_metrics(telemetry: Telemetr
 def test_names_end_in_their_units() -> None:
     for row in ROUTER_METRICS.values():
         assert not row.name.endswith("_total"), "Prometheus's readers add it to counters"
-        if row.kind is Kind.HISTOGRAM:
+        if row.kind is MetricKind.HISTOGRAM:
             assert row.name.endswith("_seconds")
             assert list(row.bounds) == sorted(set(row.bounds))
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.fakes import FakeClock, FakePins, FakeRequest
 from tests.support.faults import Fault, FaultyStore
-from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions, Role
+from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import key_with_prefix, make_namespace
@@ -28,7 +28,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
@@ -70,7 +70,7 @@ class Bench:
     def __init__(
         self,
         block: int = 16,
-        role: Role = Role.BOTH,
+        role: KVRole = KVRole.BOTH,
         num_ranks: int = 1,
         max_pinned: int = 1000,
         config: KVPoolConfig | None = None,
@@ -169,7 +169,7 @@ class Bench:
         """An engine step that computes so many tokens of each request."""
         for request_id, count in scheduled.items():
             self.grow(request_id, self.views[request_id].num_computed_tokens + count)
-        plan = self.scheduler.plan_step(Step(scheduled, lambda name: (self.tables[name],)))
+        plan = self.scheduler.plan_step(ScheduledStep(scheduled, lambda name: (self.tables[name],)))
         for request_id, count in scheduled.items():
             self.views[request_id].num_computed_tokens += count
         self.scheduler.check()
@@ -611,14 +611,14 @@ def test_a_request_takes_part_as_it_wishes_and_may(
 @pytest.mark.parametrize(
     ("role", "save_decode", "saves"),
     [
-        (Role.PRODUCER, False, True),
-        (Role.BOTH, False, True),
-        (Role.CONSUMER, False, False),
-        (Role.CONSUMER, True, True),
+        (KVRole.PRODUCER, False, True),
+        (KVRole.BOTH, False, True),
+        (KVRole.CONSUMER, False, False),
+        (KVRole.CONSUMER, True, True),
     ],
 )
 def test_roles_load_and_producers_save(
-    make: Maker, role: Role, save_decode: bool, saves: bool
+    make: Maker, role: KVRole, save_decode: bool, saves: bool
 ) -> None:
     bench = make(role=role, config=KVPoolConfig(save_decode=save_decode))
     bench.hold(range(1000), range(1))
@@ -1270,9 +1270,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_ranks=st.integers(1, 2),
         spare=st.integers(1, 8),
         save_decode=st.booleans(),
-        role=st.sampled_from(Role),
+        role=st.sampled_from(KVRole),
     )
-    def begin(self, block: int, num_ranks: int, spare: int, save_decode: bool, role: Role) -> None:
+    def begin(
+        self, block: int, num_ranks: int, spare: int, save_decode: bool, role: KVRole
+    ) -> None:
         self.bench = Bench(
             block,
             role,
@@ -1281,7 +1283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             config=KVPoolConfig(save_decode=save_decode),
         )
         self.block, self.num_ranks = block, num_ranks
-        self.saves_at_all = role is not Role.CONSUMER or save_decode
+        self.saves_at_all = role is not KVRole.CONSUMER or save_decode
         self.live: dict[str, Live] = {}
         self.ended_loads: list[str] = []
         self.saves: dict[int, tuple[SavePlan, int]] = {}  # and ranks that have not gathered

@@ -19,7 +19,7 @@ from tests.scheduler.test_pool_scheduler import (
     hashes_of,
 )
 from tests.support.faults import Fault
-from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
+from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.keys import with_weights
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.metrics import sample_name
@@ -603,7 +603,7 @@ def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version
     topology = Topology(1, 1, ((0, 1),), 1)
     shape = ModelShape.of_one_group(NAMES.namespace, topology, 16, 100, 1, 16)
     config = read_config({"store": "memory://epochs"}, env={})
-    side = SchedulerSide(config, Role.BOTH, shape, first_weights_version=first_weights_version)
+    side = SchedulerSide(config, KVRole.BOTH, shape, first_weights_version=first_weights_version)
     heard = []
     for weights_version in (NEW, NEWER, NEW):
         side.weights_changed(weights_version)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock, FakeRequest
-from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role
+from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import (
@@ -32,7 +32,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, Step
+from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
@@ -121,7 +121,7 @@ class Engine:
         self.lookups = LookupService((self.memory,), self.names, CHUNK, block=block)
         self.scheduler = PoolScheduler(
             KVPoolConfig(save_decode=save_decode),
-            Role.BOTH,
+            KVRole.BOTH,
             shape,
             self.lookups,
             MetricsRegistry(),
@@ -177,7 +177,7 @@ class Engine:
             if self._room_for(request, before, before + count):
                 self._grow(request, before, before + count)
                 fitting[request_id] = count
-        step = Step(fitting, self._tables_of, tuple(self.preempted))
+        step = ScheduledStep(fitting, self._tables_of, tuple(self.preempted))
         self.preempted.clear()
         plan = self.scheduler.plan_step(step)
         for request_id, count in fitting.items():

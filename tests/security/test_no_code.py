@@ -137,7 +137,7 @@ sys.addaudithook(hook)
 """
 
 AT_WORK = """
-from vllm_kvpool.config import Role, read_config
+from vllm_kvpool.config import KVRole, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import Topology
@@ -153,7 +153,7 @@ watching = True
 config = read_config({"store": f"file://{sys.argv[1]}/pool?size=4MiB"}, env={})
 topology = Topology(2, 1, ((0, 4),), 2, True)
 shape = ModelShape.of_one_group(make_namespace("m", "0" * 12), topology, 16, 16, 1, 64)
-side = SchedulerSide(config, Role.BOTH, shape)
+side = SchedulerSide(config, KVRole.BOTH, shape)
 store = open_store(parse_store_url(config.store), segment=True)
 keys = [f"{shape.namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]
 buffers = [make_buffer(100_000) for _ in keys]

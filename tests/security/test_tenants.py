@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeRequest
-from vllm_kvpool.config import RequestOptions, Role, read_config
+from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import (
     ContextRank,
@@ -79,7 +79,7 @@ class Tenant:
     def __init__(self, url: str, namespace: Namespace) -> None:
         shape = ModelShape.of_one_group(namespace, TOPOLOGY, 16, 64, 1, 64)
         extra = {"store": url, "chunk_tokens": CHUNK}
-        self.side = SchedulerSide(read_config(extra, env={}), Role.BOTH, shape)
+        self.side = SchedulerSide(read_config(extra, env={}), KVRole.BOTH, shape)
 
     def hits(self, salt: str) -> int:
         """Tokens that the pool would give to a request of all of TOKENS and one more."""

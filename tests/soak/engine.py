@@ -29,14 +29,14 @@ from tests.soak.content import (
     prompt,
 )
 from tests.support.fakes import NULL_BLOCK, FakePins, FakeRequest
-from vllm_kvpool.config import KVPoolConfig, RequestOptions, Role, read_config
+from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import Topology
 from vllm_kvpool.metrics import merge_samples
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
-from vllm_kvpool.scheduler.request import Step
+from vllm_kvpool.scheduler.request import ScheduledStep
 from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 
@@ -56,7 +56,7 @@ class EngineSpec:
     stores: tuple[str, ...]
     tp_size: int
     block_size: int
-    role: Role = Role.BOTH
+    role: KVRole = KVRole.BOTH
     write_policy: str = "through"
     lookup_timeout_s: float = 0.5
     environment: tuple[tuple[str, str], ...] = ()
@@ -266,7 +266,9 @@ class Engine:
 
     def _plan(self, ready: dict[str, _Running]) -> StepPlan:
         scheduled = self._tokens_of(ready)
-        return self._scheduler.plan_step(Step(scheduled, lambda name: (ready[name].block_ids,)))
+        return self._scheduler.plan_step(
+            ScheduledStep(scheduled, lambda name: (ready[name].block_ids,))
+        )
 
     def _after_forward(self, plan: StepPlan, requests: Sequence[_Running]) -> None:
         """Save, collect what has ended in each rank, tell the scheduler's side."""
@@ -309,7 +311,7 @@ class Engine:
             self._after_forward(self._plan_idle(), ())
 
     def _plan_idle(self) -> StepPlan:
-        plan = self._scheduler.plan_step(Step({}, lambda name: ()))
+        plan = self._scheduler.plan_step(ScheduledStep({}, lambda name: ()))
         for rank in self._ranks:
             rank.side.worker.start_loads(plan)
         return plan

@@ -16,7 +16,7 @@ from tests.soak.crew import START_LIMIT_S, Crew, Member, Trouble, Vitals
 from tests.soak.directory import Directory, Found
 from tests.soak.engine import EngineSpec
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.config import Role
+from vllm_kvpool.config import KVRole
 
 SURVIVE_LIMIT_S = 20.0  # until everybody has answered twice after a strike
 RECOVER_LIMIT_S = 40.0  # until hits come back after a server was away
@@ -95,8 +95,8 @@ def open_scene(name: str, directory: Path) -> Iterator[Scene]:
         specs = {
             "writer": EngineSpec(stores, 1, 16),
             "old-writer": EngineSpec(stores, 2, 32, write_policy=policy),
-            "reader": EngineSpec(stores, 2, 64, Role.CONSUMER),
-            "old-reader": EngineSpec(stores, 1, 16, Role.CONSUMER),
+            "reader": EngineSpec(stores, 2, 64, KVRole.CONSUMER),
+            "old-reader": EngineSpec(stores, 1, 16, KVRole.CONSUMER),
         }
         yield Scene(name, specs, ("old-writer", "old-reader"), files, master)
 
@@ -112,7 +112,7 @@ class Prompts:
         count = self.chance.randint(1, 3)
         numbers: set[int] = set()
         while len(numbers) < count:
-            if member.spec.role is not Role.CONSUMER and self.chance.random() < 0.6:
+            if member.spec.role is not KVRole.CONSUMER and self.chance.random() < 0.6:
                 self.newest += 1
                 numbers.add(self.newest)
             else:
@@ -280,7 +280,7 @@ class Soak:
 
 def _progress(member: Member) -> float:
     """What grows only while an engine uses the scene's shared store."""
-    if member.spec.stores[0].startswith("host:") and member.spec.role is not Role.CONSUMER:
+    if member.spec.stores[0].startswith("host:") and member.spec.role is not KVRole.CONSUMER:
         return member.counted.get(SAVED_BY_MOONCAKE, 0.0)
     return member.hit_tokens
 

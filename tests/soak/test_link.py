@@ -19,7 +19,7 @@ from tests.soak.link import NEAR_ADDRESS, Link, NearObjects
 from tests.soak.rounds import RECOVER_LIMIT_S, SURVIVE_LIMIT_S, Prompts
 from tests.soak.wire import Weather
 from tests.support.namespaces import HostMaster, Inside, NoNamespaces
-from vllm_kvpool.config import Role
+from vllm_kvpool.config import KVRole
 
 GOOD = Weather()
 SLOW = Weather(delay_s=0.02)  # makes it likely that loads are under way
@@ -81,7 +81,7 @@ def mooncake(link: Link, start_crew: StartCrew, seed: int) -> Iterator[Crew]:
         url = f"mooncake://{master.address}"
         yield start_crew(
             EngineSpec((f"{url}?segment=256MiB",), 1, 16),
-            EngineSpec((f"{url}?segment=0",), 2, 64, Role.CONSUMER),
+            EngineSpec((f"{url}?segment=0",), 2, 64, KVRole.CONSUMER),
             Prompts(random.Random(seed)).choose,
         )
 
@@ -96,7 +96,7 @@ def objects(link: Link, start_crew: StartCrew, seed: int) -> Iterator[Crew]:
         chance = random.Random(seed)
         yield start_crew(
             writer,
-            replace(writer, tp_size=2, block_size=64, role=Role.CONSUMER),
+            replace(writer, tp_size=2, block_size=64, role=KVRole.CONSUMER),
             lambda member: (chance.randrange(FEW_PROMPTS),),
         )
 

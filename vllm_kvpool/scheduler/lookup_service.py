@@ -1,6 +1,6 @@
 """The threads that ask the stores for the scheduler, which never does.
 
-    scheduler's thread --Lookup, Forget, …--> lookup thread --TierCall--> a thread per tier
+    scheduler's thread --Lookup, ForgetLookup, …--> lookup thread --TierCall--> a thread per tier
              ^------------- LookupResult -------------'      ^------- its value -------'
                                                ^--Lookup--> the thread that reads adapters
 
@@ -43,7 +43,7 @@ JOIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetLookup:
     """The answer is not wanted any more."""
 
     lookup_id: int
@@ -61,7 +61,7 @@ class _Returned:
     value: list[bool] | bool | None
 
 
-_Message = Lookup | Forget | RemoveAll | PresenceCheck | _Identified | _Returned
+_Message = Lookup | ForgetLookup | RemoveAll | PresenceCheck | _Identified | _Returned
 
 
 class LookupService:
@@ -122,7 +122,7 @@ class LookupService:
 
     def forget(self, lookup_id: int) -> None:
         """The answer is not wanted any more; it may still come."""
-        self._inbox.put(Forget(lookup_id))
+        self._inbox.put(ForgetLookup(lookup_id))
 
     def remove_all(
         self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
@@ -166,7 +166,7 @@ class LookupService:
             try:
                 message = self._inbox.get(timeout=self._pause())
             except Empty:
-                message = Forget(-1)
+                message = ForgetLookup(-1)
             if message is None:
                 break
             self._take(message)
@@ -207,7 +207,7 @@ class LookupService:
                     self._begin(message.lookup, message.identity)
                 case _Returned():
                     self.core.returned(message.call, message.value, time.monotonic())
-                case Forget():
+                case ForgetLookup():
                     self.core.forget(message.lookup_id)
                 case RemoveAll():
                     self.core.remove_all(message, time.monotonic())

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvpool.config import KVPoolConfig, LoadPolicy, Role
+from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
@@ -29,7 +29,7 @@ from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, Step
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
@@ -43,7 +43,7 @@ class PoolScheduler:
     def __init__(
         self,
         config: KVPoolConfig,
-        role: Role,
+        role: KVRole,
         shape: PoolShape,
         lookups: LookupService,
         registry: MetricsRegistry,
@@ -57,7 +57,7 @@ class PoolScheduler:
         """What the ranks have in host memory."""
         self._registry = registry
         self._clock = clock
-        self._role_saves = role is not Role.CONSUMER or config.save_decode
+        self._role_saves = role is not KVRole.CONSUMER or config.save_decode
         self._can_save = can_save
         self._tables = GroupTables(shape.groups)
         self._reset = Reset(shape.num_ranks)
@@ -297,7 +297,7 @@ class PoolScheduler:
 
     # Steps
 
-    def plan_step(self, step: Step) -> StepPlan:
+    def plan_step(self, step: ScheduledStep) -> StepPlan:
         """The loads that are allocated and the saves that are due; pins the saves' blocks.
 
         Waits a moment for lookups where nothing else is left to do (`_rest`).

@@ -67,7 +67,7 @@ class RequestView(Protocol):
         """What shapes the KV besides the tokens. Runs on a thread of the lookup service."""
 
 
-class Step(NamedTuple):
+class ScheduledStep(NamedTuple):
     """One engine step: tokens scheduled by request, and access to block tables.
 
     `block_tables` gives a request's table in each KV cache group.

@@ -24,7 +24,7 @@ from itertools import islice
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, Step
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.transfer.ops import JobId, SavePlan
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class SavePlanner:
 
     def of_step(
         self,
-        step: Step,
+        step: ScheduledStep,
         requests: Mapping[str, RequestState],
         layered: LayeredLoads,
         weights_version: str,

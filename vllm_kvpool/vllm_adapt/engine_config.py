@@ -15,7 +15,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvpool.config import KVPoolConfig, LoadFailure, Role
+from vllm_kvpool.config import KVPoolConfig, KVRole, LoadFailure
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.pages import LayerPages
@@ -72,10 +72,10 @@ class EngineFacts:
         )
 
 
-def role_of(vllm_config: "VllmConfig") -> Role:
+def role_of(vllm_config: "VllmConfig") -> KVRole:
     """vLLM's `kv_role`."""
     assert vllm_config.kv_transfer_config is not None
-    return Role(vllm_config.kv_transfer_config.kv_role)
+    return KVRole(vllm_config.kv_transfer_config.kv_role)
 
 
 def first_weights_version(vllm_config: "VllmConfig") -> str:

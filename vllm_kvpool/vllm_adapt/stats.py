@@ -19,8 +19,8 @@ from vllm_kvpool.metrics import (
     METRICS,
     PREFIX,
     Bucket,
-    Kind,
     Metric,
+    MetricKind,
     MetricsRegistry,
     merge_samples,
     parse_sample,
@@ -137,9 +137,9 @@ class TableProm:
 
     def _make(self, metric_types: Mapping[Any, Any], labelnames: list[str]) -> None:
         classes = {
-            Kind.COUNTER: metric_types[Counter],
-            Kind.GAUGE: metric_types[Gauge],
-            Kind.HISTOGRAM: metric_types[Histogram],
+            MetricKind.COUNTER: metric_types[Counter],
+            MetricKind.GAUGE: metric_types[Gauge],
+            MetricKind.HISTOGRAM: metric_types[Histogram],
         }
         self._metrics = {
             metric.name: classes[metric.kind](
@@ -162,7 +162,7 @@ class TableProm:
             if bucket is not None:
                 series = (metric.name, engine_idx, labels)
                 self._replay.owe(series, metric, bucket, value, child.observe)
-            elif metric.kind is Kind.COUNTER:
+            elif metric.kind is MetricKind.COUNTER:
                 child.inc(value)
             else:
                 child.set(value)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from vllm_kvpool.metrics import SECONDS, Kind
+from vllm_kvpool.metrics import SECONDS, MetricKind
 from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
@@ -29,7 +29,7 @@ MAX_AGE_S = 1.0
 MAX_SERIES = 1 << 15
 LONG_SECONDS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
 
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 ROUTER_METRICS = {
     row.name: row
     for row in (
@@ -161,12 +161,12 @@ class Telemetry:
         self._first_token, self._added, self._request = (
             Histogram(PREFIX + row.name, row.help, registry=self._histograms, buckets=row.bounds)
             for row in ROUTER_METRICS.values()
-            if row.kind is Kind.HISTOGRAM and not row.labels
+            if row.kind is MetricKind.HISTOGRAM and not row.labels
         )
         self._by_replica = {
             row.name: ReplicaHistogram(row)
             for row in ROUTER_METRICS.values()
-            if row.kind is Kind.HISTOGRAM and row.labels
+            if row.kind is MetricKind.HISTOGRAM and row.labels
         }
         self._last: dict[bool, tuple[float, bytes]] = {}
 
@@ -251,7 +251,7 @@ class ReplicaHistogram:
 
 
 def _exposed(name: str) -> str:
-    return PREFIX + name + "_total" * (ROUTER_METRICS[name].kind is Kind.COUNTER)
+    return PREFIX + name + "_total" * (ROUTER_METRICS[name].kind is MetricKind.COUNTER)
 
 
 def _head(name: str) -> tuple[str, str]:
