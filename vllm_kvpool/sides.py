@@ -51,7 +51,7 @@ from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, 
 from vllm_kvpool.transfer.context import Tier, tier_names
 from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.engine import Engine, lane_names
-from vllm_kvpool.transfer.executor import Demote, Executor, UseNamespace
+from vllm_kvpool.transfer.executor import Executor, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
@@ -476,9 +476,7 @@ class WorkerSide:
             tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
         }
         if shedding and config.write_policy is WritePolicy.BACK:
-            self._demotion_thread = DemotionThread(
-                shedding, lambda tier, cells, answer: executor.post(Demote(tier, cells, answer))
-            )
+            self._demotion_thread = DemotionThread(shedding, executor.post)
         return executor
 
     def use_namespace(self, namespace: Namespace) -> None:

@@ -192,7 +192,7 @@ def test_without_huge_pages_set_aside_a_host_tier_has_others(
     monkeypatch.setattr(arena_module, "_MAP_HUGETLB", of_32_bytes)
     with caplog.at_level(logging.INFO, arena_module.__name__):
         arena = Arena(1 << 20, CELL_BYTES, host_nbytes=1 << 20)
-    assert "no huge pages set aside" in caplog.text
+    assert "no huge pages are set aside" in caplog.text
     fill(arena, arena.num_slots - 1)
 
 
@@ -204,6 +204,6 @@ def test_huge_pages_are_whole_and_only_for_a_host_tier(
         assert len(Arena(1 << 20, CELL_BYTES)._memory) == 1 << 20
         assert caplog.text == ""
         arena = Arena(1 << 20, CELL_BYTES, host_nbytes=2 << 20)
-    assert "4 MiB in huge pages" in caplog.text
+    assert "4 MiB of staging memory in huge pages" in caplog.text
     assert len(arena._memory) == 2 * HUGE_PAGE_BYTES
     assert arena.whole.nbytes == arena.num_slots * SLOT_BYTES <= 3 << 20

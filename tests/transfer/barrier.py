@@ -1,8 +1,9 @@
 """Waiting until an executor's own thread has taken what was posted to it."""
 
-from queue import Empty, SimpleQueue
+from queue import Empty
 
-from vllm_kvpool.transfer.executor import Demote, Executor
+from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.transfer.ops import DemotionJob
 
 WAIT_S = 1.0
 
@@ -12,9 +13,9 @@ def has_taken_all(executor: Executor) -> bool:
 
     Asked through the same inbox, by a demotion of no cells; not so once the engine has ended.
     """
-    answer: SimpleQueue[int] = SimpleQueue()
-    executor.post(Demote(0, (), answer))
+    job = DemotionJob(0, ())
+    executor.post(job)
     try:
-        return answer.get(timeout=WAIT_S) == 0
+        return job.answer.get(timeout=WAIT_S) == 0
     except Empty:
         return False

@@ -336,11 +336,11 @@ def test_a_dirty_cell_whose_put_is_stuck_is_held_until_the_answer() -> None:
 @pytest.mark.parametrize("lane", ["get-0", "put-1", "remove-0"])
 def test_a_demote_with_a_call_that_is_stuck_ends(lane: str, keep: int) -> None:
     bench = Bench(DISK, FAR, slots=4 + keep, keep=keep, write_back=True)
-    bench.demote(-1, 0, "a b")
+    bench.demote(0, "a b")
     bench.run_but(lane)
     [work] = bench.running
     told = bench.hangs(work) + bench.run(lambda name, key: MISSING)
-    assert told[-1] == "demoted -1: 0"
+    assert told[-1] == "demoted 0"
     assert bench.engine.idle
     bench.late(work)
     assert bench.is_clean
@@ -348,10 +348,10 @@ def test_a_demote_with_a_call_that_is_stuck_ends(lane: str, keep: int) -> None:
 
 def test_cells_whose_removal_fails_have_not_moved() -> None:
     bench = Bench(DISK, FAR, write_back=True)
-    bench.demote(-1, 0, "a b c")
+    bench.demote(0, "a b c")
     bench.run_but("remove-0")
     [work] = bench.running
-    assert bench.ends(work, DONE, FAILED, DONE) == ["demoted -1: 2"]
+    assert bench.ends(work, DONE, FAILED, DONE) == ["demoted 2"]
     assert bench.counted("kvpool_evicted_cells", tier="disk", fate="demoted") == 2
 
 

@@ -67,11 +67,11 @@ def test_tries_that_are_to_come_are_given_up_when_the_tier_goes_away() -> None:
 
 def test_a_removal_that_waits_is_given_up_when_the_tier_goes_away() -> None:
     bench = two_batches(DISK, FAR, slots=8, write_back=True)
-    bench.demote(-1, 0, "a b c")
+    bench.demote(0, "a b c")
     bench.run_but("remove-0")
     assert len(bench.running) == 2
     bench.health(0, up=False)
-    assert bench.run()[-1] == "demoted -1: 2"
+    assert bench.run()[-1] == "demoted 2"
     assert bench.is_clean
 
 

@@ -39,7 +39,6 @@ from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_HUNG
 from vllm_kvpool.transfer.graph import Batch
 from vllm_kvpool.transfer.ops import (
     CellOutcome,
-    DemotionDone,
     JobId,
     LaneName,
     LoadDone,
@@ -194,7 +193,7 @@ def test_the_lane_goes_on_in_another_thread(ward: Ward) -> None:
     assert ward.store.entered.wait(LIMIT_S)
     rank.executor.post(load_plan(3, (5, 6), CHUNK, 2 * CHUNK))
     assert has_taken_all(rank.executor)  # it waits in the lane, behind what hangs
-    assert [type(report) for report in rank.executor.drain()] == [DemotionDone]  # of the question
+    assert rank.executor.drain() == []
     assert ward.give_up(rank) == GET
     reports = rank.reports(2)
     assert sorted(reports) == [

@@ -94,25 +94,17 @@ class Demotions:
         moved = sum(op.state is OpState.DONE for op in demotion.removes)
         tier = self._context.tiers[demotion.job.tier].name
         self._context.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
-        self._context.reports.append(DemotionDone(demotion.job.job_id, moved))
+        self._context.reports.append(DemotionDone(demotion.job, moved))
 
 
 class DemotionThread:
-    """Asks stores what they would evict next, and has it demoted.
+    """Asks stores what they would evict next, and posts it to the engine."""
 
-    `post(tier, cells, answer)` hands a job to the engine, which puts the number of moved cells into
-    `answer`.
-    """
-
-    def __init__(
-        self,
-        stores: Mapping[int, Shedding],
-        post: Callable[[int, tuple[Cell, ...], "SimpleQueue[int]"], None],
-    ) -> None:
+    def __init__(self, stores: Mapping[int, Shedding], post: Callable[[DemotionJob], None]) -> None:
         self._stores = stores
         self._post = post
         self._closing = threading.Event()
-        self._answer: SimpleQueue[int] = SimpleQueue()  # of the present or the last demotion
+        self._answer: SimpleQueue[int] = SimpleQueue()  # of the present or the last job
         self._thread = threading.Thread(target=self._run, name="kvpool-demotion", daemon=True)
         self._thread.start()
 
@@ -138,14 +130,13 @@ class DemotionThread:
             found = store.surplus(MAX_CELLS)
             if not found:
                 return 0
-            cells = tuple(Cell(*each) for each in found)
-            answer: SimpleQueue[int] = SimpleQueue()
-            self._answer = answer  # before `is_set`: `close` puts into the newest
+            job = DemotionJob(tier, tuple(Cell(*each) for each in found))
+            self._answer = job.answer  # before `is_set`: `close` puts into the newest
             try:
                 if self._closing.is_set():
                     return 0
-                self._post(tier, cells, answer)
-                return answer.get(timeout=WAIT_S)
+                self._post(job)
+                return job.answer.get(timeout=WAIT_S)
             except Empty:
                 return 0
             finally:

@@ -32,7 +32,6 @@ from vllm_kvpool.transfer.lanes import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
     CancelRequest,
-    Cell,
     CellOutcome,
     DemotionDone,
     DemotionJob,
@@ -127,15 +126,6 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Demote:
-    """Demote cells of a tier; the number of those moved goes into `answer`."""
-
-    tier: int
-    cells: tuple[Cell, ...]
-    answer: "SimpleQueue[int]"
-
-
-@dataclass(frozen=True, slots=True)
 class UseNamespace:
     """Name the cells of later plans in this namespace."""
 
@@ -144,7 +134,15 @@ class UseNamespace:
 
 Plan = LoadPlan | SavePlan | PrefetchPlan
 Post = (
-    Plan | CancelRequest | DropSaves | Close | Demote | TierHealth | UseNamespace | Lend | LoanOver
+    Plan
+    | CancelRequest
+    | DropSaves
+    | DemotionJob
+    | TierHealth
+    | Lend
+    | LoanOver
+    | UseNamespace
+    | Close
 )
 
 
@@ -206,8 +204,6 @@ class Executor:
         self._reports: deque[Report] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._waiting = False
-        self._demotions: dict[JobId, SimpleQueue[int]] = {}
-        self._num_demotions = 0
         self._started: list[Batch] = []
         self._unpublished: list[Report] = []
         self._gauges = Gauges(engine, registry, trace)
@@ -297,8 +293,6 @@ class Executor:
                 case Close():
                     closing = message.deadline
                     self._step(Flush())
-                case Demote():
-                    self._demote(message)
                 case UseNamespace():
                     self._planner = self._planner.named(message.namespace)
                 case LaneThread():
@@ -388,12 +382,6 @@ class Executor:
             self._publish(self._unpublished)
             self._unpublished = []
 
-    def _demote(self, message: Demote) -> None:
-        self._num_demotions += 1
-        job = JobId(-self._num_demotions)  # jobs of the scheduler side are positive
-        self._demotions[job] = message.answer
-        self._step(DemotionJob(job, message.tier, message.cells))
-
     def _as_job(self, plan: Plan) -> Event:
         match plan:
             case LoadPlan():
@@ -412,6 +400,8 @@ class Executor:
             elif isinstance(action, Lent | LoanEnded):
                 if self._lender is not None:
                     self._lender.tell(action)
+            elif isinstance(action, DemotionDone):
+                action.job.answer.put(action.moved)
             else:
                 self._unpublished.append(action)
                 self._account(action)
@@ -430,8 +420,6 @@ class Executor:
                 self._load_seconds(now - self._open.pop(report.job_id).began)
                 name = f"load {report.reason.value}"
                 self._trace.add(Mark(now, name, report.job_id, report.request_id))
-            case DemotionDone():
-                self._demotions.pop(report.job_id).put(report.moved)
             case SaveGathered():
                 self._open[report.job_id].uses_pages = False
             case HostCacheChange() | SavesDropped() | SpanLoaded():

@@ -8,8 +8,9 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from queue import SimpleQueue
 from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
@@ -260,18 +261,21 @@ class HostCacheChange:
 
 @dataclass(frozen=True, slots=True)
 class DemotionJob:
-    """Move the cells that a tier would evict next into the tier after it."""
+    """Move the cells that a tier would evict next into the tier after it.
 
-    job_id: JobId
+    The executor puts the number of cells that have moved into `answer`.
+    """
+
     tier: int
     cells: tuple[Cell, ...]
+    answer: "SimpleQueue[int]" = field(default_factory=SimpleQueue)
 
 
 @dataclass(frozen=True, slots=True)
 class DemotionDone:
-    """A demotion has ended; `moved` cells are in the next tier."""
+    """A demotion has ended; `moved` cells are in the next tier. Not for the model's thread."""
 
-    job_id: JobId
+    job: DemotionJob
     moved: int
 
 
