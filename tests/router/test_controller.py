@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.controller import MAX_SLEEP_S, Controller
+from vllm_kvpool.router.control.controller import LOCK_EVERY_S, MAX_SLEEP_S, Controller
 from vllm_kvpool.router.control.desk import Settings
 from vllm_kvpool.router.control.events import (
     Added,
@@ -113,7 +113,7 @@ def test_locks_are_not_looked_at_for_each_of_many_events_but_soon() -> None:
     steps.tick(1.0)
     steps.measure("d", used=990)
     assert steps.controller.desk.locked == frozenset()
-    steps.tick(0.05)
+    steps.tick(LOCK_EVERY_S)
     assert steps.controller.desk.locked == {"d"}
     assert (steps.count("locks"), steps.count("releases")) == (1, 0)
     steps.drain("d")

@@ -14,12 +14,9 @@ from vllm_kvpool.router.control.placement import (
     choose_prefill,
     choose_to_clear,
     fits,
-    open_gates,
 )
 from vllm_kvpool.router.control.requests import Request, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
-
-NONE: frozenset[ReplicaId] = frozenset()
 
 
 def prefiller(name: str, *loads: int, cached: tuple[int, ...] = (), busy: float = 0.0) -> Replica:
@@ -47,6 +44,11 @@ def request(tokens: int = 1000, *, avoid: str = "") -> Request:
     return made
 
 
+def held_by(replicas: list[Replica]) -> dict[Replica, int]:
+    ask = request().ask
+    return {each: ask.prompt_tokens - each.uncached_tokens(ask) for each in replicas}
+
+
 @pytest.mark.parametrize(
     ("replicas", "avoid", "chosen"),
     [
@@ -68,7 +70,7 @@ def test_a_prompt_goes_where_it_is_computed_soonest(
     replicas: list[Replica], avoid: str, chosen: tuple[str, int] | None
 ) -> None:
     budgets = Budgets(prefill_tokens=4000, prefill_requests=2)
-    choice = choose_prefill(request(avoid=avoid), replicas, budgets, 10.0)
+    choice = choose_prefill(request(avoid=avoid), replicas, budgets, 10.0, held_by(replicas))
     assert (choice and (choice.replica.replica_id, choice.uncached_tokens)) == chosen
 
 
@@ -100,16 +102,6 @@ def test_what_is_cached_does_not_count(prompt: int, cached: tuple[int, ...], tok
 )
 def test_a_request_fits_below_the_headroom(replica: Replica, blocks: int, answer: bool) -> None:
     assert fits(replica, blocks, Budgets(headroom=0.95)) is answer
-
-
-def test_a_gate_is_open_until_it_has_enough() -> None:
-    budgets = Budgets(permits=2, decode_requests=3)
-    starting, full = decoder("starting", 1, 1, flowing=False), decoder("full", 1, 1, 1)
-    busy, locked, open_one = decoder("busy"), decoder("locked"), decoder("open", 1, 1)
-    busy.busy_until = 11.0
-    everyone = [starting, full, busy, locked, open_one]
-    assert open_gates(everyone, budgets, 10.0, {ReplicaId("locked")}) == [open_one]
-    assert open_gates(everyone, budgets, 11.0, NONE) == [busy, locked, open_one]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from vllm_kvpool.router.control.shedding import Shedder, ShedLimits
 
 MAX_SLEEP_S = 1.0
 """Locks are looked at, and old measurements noticed, at least so often."""
-LOCK_EVERY_S = 0.05
+LOCK_EVERY_S = 0.1
 
 
 class Controller:
@@ -94,16 +94,16 @@ class Controller:
         if desk.fleet.num_moves != num_moves:
             self._lock()
             self.dispatch.dispatch()
+        desk.totals()
         desk.starts.watch(desk.now, is_waiting=len(desk.migration) > 0 and len(desk.servers()) > 0)
         return desk.actions
 
     def next_due(self) -> float:
         """When something is due by time alone: a `Tick` should come then, if nothing else does."""
         desk = self.desk
-        pauses = (each.busy_until for each in desk.fleet if each.busy_until > desk.now)
         waits = self.desk.deadlines.next(), self.lifecycle.next_due(), self.scaling.next_due()
         held = desk.now + MAX_SLEEP_S
-        return max(desk.now, min(held, *waits, *pauses))
+        return max(desk.now, min(held, *waits, desk.table.next_open(desk.now)))
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -174,6 +174,7 @@ class Controller:
         desk.migration.check()
         desk.deadlines.check()
         desk.overload.check()
+        desk.table.check()
         assert desk.locked <= {each.replica_id for each in desk.fleet.decoders()}
         phases = Counter(each.phase for each in desk.requests.values())
         num_due = 0

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from vllm_kvpool.router.control.deadlines import Deadlines
 from vllm_kvpool.router.control.events import Action
 from vllm_kvpool.router.control.fleet import Fleet, Replica
+from vllm_kvpool.router.control.load_table import LoadTable, Totals
 from vllm_kvpool.router.control.migration import MigrationQueue
 from vllm_kvpool.router.control.overload import Load, Overload
-from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Budgets
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
 from vllm_kvpool.router.control.queue import PromptQueue
 from vllm_kvpool.router.control.rates import Flow as Rate
@@ -61,6 +62,7 @@ class Desk:
     overload: Overload
     shedder: Shedder
     fleet: Fleet = field(default_factory=Fleet)
+    table: LoadTable = field(init=False)
     queue: PromptQueue = field(default_factory=PromptQueue)
     migration: MigrationQueue = field(default_factory=MigrationQueue)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -90,6 +92,15 @@ class Desk:
     pool_is_up: bool = True
     _snapshot: Rates | None = None
     _usual_output: int = 1
+    _collapse: PromptPath | None = None
+    _collapse_of: tuple[int, int, bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.table = LoadTable(self.fleet, self.settings.budgets)
+
+    def totals(self) -> Totals:
+        """Over the replicas as they are now; `table` is up to date after it."""
+        return self.table.refresh(self.locked, is_collapsed=self.is_collapsed())
 
     def begin(self, now: float) -> None:
         """A step begins."""
@@ -129,6 +140,12 @@ class Desk:
 
     def collapse(self) -> PromptPath | None:
         """Why all prompts are computed where they are decoded; None if they are not."""
+        known = self.fleet.num_moves, len(self.fleet), self.pool_is_up
+        if known != self._collapse_of:
+            self._collapse_of, self._collapse = known, self._why_collapsed()
+        return self._collapse
+
+    def _why_collapsed(self) -> PromptPath | None:
         if not self.settings.hands_over:
             return PromptPath.SWITCHED_OFF
         if not self.pool_is_up:
@@ -142,7 +159,9 @@ class Desk:
     def servers(self) -> Sequence[Replica]:
         """Who may be given a request whole, or to decode."""
         prefillers, decoders = self.fleet.prefillers(), self.fleet.decoders()
-        return decoders if decoders and not self.is_collapsed() else (*decoders, *prefillers)
+        if not prefillers or (decoders and not self.is_collapsed()):
+            return decoders
+        return (*decoders, *prefillers)
 
     def unknown_tokens(self, ask: Ask) -> int:
         """Prompt tokens that the pool is not known to have."""
@@ -163,32 +182,29 @@ class Desk:
 
     def pressure(self) -> Pressure:
         """What a request finds before it."""
-        fleet, snapshot = self.fleet, self.snapshot()
+        fleet, snapshot, totals = self.fleet, self.snapshot(), self.totals()
         prefillers = () if self.is_collapsed() else fleet.prefillers()
         decoders = self.servers()
         bound = [request for each in fleet.in_states(HAS_BOUND) for request in each.bound]
         waiting = self.queue.tokens + sum(each.ask.prompt_tokens for each in bound)
         uncached = self.queue.uncached_tokens + sum(each.uncached for each in bound)
-        computing = sum(each.prefill_tokens for each in fleet)
         num_waiting = len(self.queue) + len(bound) + len(self.migration)
         mean_tokens = snapshot.output_tokens_per_request
-        size = max((each.sample.block_size for each in decoders), default=0) or 16
+        size = self.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting + self.migration.tokens + num_waiting * mean_tokens
         return Pressure(
             queued_requests=num_waiting,
-            queued_tokens=uncached + computing,
+            queued_tokens=uncached + totals.prefill_tokens,
             prefill_replicas=len(prefillers),
             decode_replicas=len(decoders),
             queued_blocks=to_come / size,
-            room_blocks=sum(
-                self._room(each) for each in decoders if each.replica_id not in self.locked
-            ),
-            committed_blocks=sum(each.committed_blocks for each in decoders),
-            committed_requests=sum(len(each.stays) for each in decoders),
+            room_blocks=float("inf") if totals.num_unsized else totals.room_blocks,
+            committed_blocks=totals.committed_blocks,
+            committed_requests=totals.committed_requests,
             is_saturated=self.overload.is_saturated,
             spill_share=SPILL_SHARE if self.settings.spills and not self.locked else 0.0,
             rates=snapshot,
-            starting_requests=sum(each.num_starting for each in decoders),
+            starting_requests=totals.starting_requests,
             starts_per_s=self.starts.per_second(self.now),
             is_gated=len(self.migration) > 0,
         )
@@ -202,13 +218,6 @@ class Desk:
             if each.prefills
         )
         return self.queue.uncached_tokens + sum(each.uncached for each in bound) + sum(behind)
-
-    def _room(self, replica: Replica) -> float:
-        """Blocks that may still be committed; of an engine that has not said: any number."""
-        total = replica.sample.total_blocks
-        if total == 0:
-            return float("inf")
-        return max(0.0, total * self.settings.budgets.headroom - replica.used_blocks)
 
     def is_stale(self, replica: Replica) -> bool:
         """Whether its metrics are too old to say anything, or have never come."""

@@ -5,17 +5,23 @@ a decoder. A request goes to a decoder at once, whole, where that is cheaper or 
 no prefill replica, no pool, a short prompt, or one that the pool has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm_kvpool.router.control import placement, takeover
 from vllm_kvpool.router.control.desk import Desk
 from vllm_kvpool.router.control.events import Decode, Prefill
 from vllm_kvpool.router.control.fleet import Replica, Stay
 from vllm_kvpool.router.control.flow import Flow
+from vllm_kvpool.router.control.load_table import Ranking
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import PromptPath, Request, Turn
 from vllm_kvpool.router.control.states import HAS_BOUND, OLD, State
 
+NEAREST = 2
+"""Replicas with least to do that are compared for a request, beside MAX_HOLDERS that have most of
+its prompt."""
+MAX_HOLDERS = 4
+MAX_CLEARED_OF = 16
 LOOK_AHEAD = 32
 """Requests that may pass some in front of them that fit nowhere."""
 MAX_PASSED_S = 2.0
@@ -36,11 +42,12 @@ class Dispatch:
         """Give out what can be given out now."""
         desk = self._desk
         self._flow.refuse_late()
-        if desk.is_collapsed():
-            for replica in desk.fleet.in_states(HAS_BOUND):
-                self._flow.unbind(replica)  # to whoever serves already
-        self._work_off_bound()
-        self._steal()
+        if desk.fleet.in_states(HAS_BOUND):
+            if desk.is_collapsed():
+                for replica in desk.fleet.in_states(HAS_BOUND):
+                    self._flow.unbind(replica)  # to whoever serves already
+            self._work_off_bound()
+            self._steal()
         self._give_prompts()
         self._give_handed()
 
@@ -59,7 +66,11 @@ class Dispatch:
         for replica in desk.fleet.in_states(_REFRACTORY):
             while replica.bound:
                 choice = placement.choose_prefill(
-                    replica.bound[0], (replica,), desk.settings.budgets, desk.now
+                    replica.bound[0],
+                    (replica,),
+                    desk.settings.budgets,
+                    desk.now,
+                    desk.fleet.holders(replica.bound[0].ask, MAX_HOLDERS),
                 )
                 if choice is None:
                     break
@@ -74,7 +85,11 @@ class Dispatch:
             if head is not None and head.order < request.order:
                 return
             choice = placement.choose_prefill(
-                request, desk.fleet.in_states(OLD), desk.settings.budgets, desk.now
+                request,
+                desk.fleet.in_states(OLD),
+                desk.settings.budgets,
+                desk.now,
+                desk.fleet.holders(request.ask, MAX_HOLDERS),
             )
             if choice is None:
                 return
@@ -93,8 +108,13 @@ class Dispatch:
                 desk.queue.remove(request.ask.request_id)
                 self._flow.hand(request, None)
                 continue
+            held = desk.fleet.holders(request.ask, MAX_HOLDERS)
             choice = placement.choose_prefill(
-                request, self._free_for(request), desk.settings.budgets, desk.now
+                request,
+                self._prefillers_for(request, held),
+                desk.settings.budgets,
+                desk.now,
+                held,
             )
             if self._spills(request, choice):
                 desk.counts["spilled"] += 1
@@ -121,19 +141,40 @@ class Dispatch:
         own_s = desk.unknown_tokens(request.ask) * rates.local_prefill_s_per_token
         if ahead / rates.prefill_tokens_per_s <= own_s:
             return False
-        decoders = desk.fleet.decoders()
-        computing = sum(each.num_computing for each in decoders)
-        return computing + desk.migration.num_from(None) < len(decoders)
+        computing = desk.totals().computing_requests
+        return computing + desk.migration.num_from(None) < len(desk.fleet.decoders())
 
-    def _free_for(self, request: Request) -> Sequence[Replica]:
-        """Who may compute a prompt of the queue: old replicas only once what was bound has gone.
+    def _prefillers_for(self, request: Request, held: Mapping[Replica, int]) -> Sequence[Replica]:
+        """Who may compute a prompt of the queue: those that have most of it, or least to do.
 
-        Else small prompts would pass a larger one that is bound, and waits for room at them.
+        Old replicas only once what was bound has gone: else small prompts would pass a larger one
+        that is bound, and waits for room at them.
         """
-        fleet = self._desk.fleet
+        desk, fleet = self._desk, self._desk.fleet
         found = takeover.next_bound(fleet)
-        waits = found is not None and found[1].order < request.order
-        return fleet.in_states(_UNPAIRED) if waits else fleet.prefillers()
+        if found is not None and found[1].order < request.order:
+            return fleet.in_states(_UNPAIRED)
+        desk.totals()
+        return self._candidates(request, held, desk.table.prefillers, lambda _: True)
+
+    def _candidates(
+        self,
+        request: Request,
+        held: Mapping[Replica, int],
+        ranking: Ranking,
+        accepts: Callable[[Replica], bool],
+    ) -> list[Replica]:
+        """Of the ranked replicas that accept: those that have most of the prompt, and the first."""
+        now, avoid = self._desk.now, request.avoid
+
+        def is_open(replica: Replica) -> bool:
+            return replica.is_open(now) and accepts(replica)
+
+        found = [each for each in held if each in ranking and is_open(each)]
+        first = ranking.first(NEAREST, lambda each: each.replica_id not in avoid and is_open(each))
+        if not first and not found:
+            first = ranking.first(1, is_open)
+        return [*found, *(each for each in first if each not in found)]
 
     def _whole_limit(self) -> int:
         """More stay in the queue: prefill replicas that come back may compute them."""
@@ -166,24 +207,43 @@ class Dispatch:
         desk, budgets = self._desk, self._desk.settings.budgets
         if not len(desk.migration):
             return
-        gates = placement.open_gates(desk.servers(), budgets, desk.now, desk.locked)
-        permits = sum(budgets.permits - each.num_starting for each in gates)
+        totals, ranking = desk.totals(), desk.table.decoders
+        permits = budgets.permits * len(ranking) - totals.starting_requests
         passed, too_many = 0, 1 << 62
-        for request in desk.migration.ready(permits + LOOK_AHEAD):
-            if not gates or passed >= LOOK_AHEAD:
+        cleared: set[Replica] = set()
+
+        def is_open(replica: Replica) -> bool:
+            return replica.is_open(desk.now) and replica not in cleared
+
+        for request in desk.migration.ready(max(0, permits) + LOOK_AHEAD):
+            if passed >= LOOK_AHEAD or not ranking.first(1, is_open):
                 return
             tokens = self._tokens(request)
             # What was too large for all a moment ago need not be tried.
-            fit = tokens < too_many
-            replica = placement.choose_decode(request, tokens, gates, budgets) if fit else None
-            if replica is not None:
-                self._decode(request, replica)
-                if not placement.open_gates((replica,), budgets, desk.now, desk.locked):
-                    gates.remove(replica)
+            if tokens < too_many and self._decode_somewhere(request, tokens, cleared):
                 continue
             passed, too_many = passed + 1, min(tokens, too_many)
             if desk.now - request.began > MAX_PASSED_S:
-                gates.remove(placement.choose_to_clear(tokens, gates, budgets))
+                gates = ranking.first(MAX_CLEARED_OF, is_open)
+                cleared.add(placement.choose_to_clear(tokens, gates, budgets))
+
+    def _decode_somewhere(self, request: Request, tokens: int, cleared: set[Replica]) -> bool:
+        """Give a request to a decoder, if one has room; not to those that are being cleared."""
+        desk, budgets = self._desk, self._desk.settings.budgets
+
+        def fits(replica: Replica) -> bool:
+            blocks = placement.blocks_for(tokens, replica)
+            return replica not in cleared and placement.fits(replica, blocks, budgets)
+
+        held = desk.fleet.holders(request.ask, MAX_HOLDERS)
+        gates = self._candidates(request, held, desk.table.decoders, fits)
+        mean_requests = desk.totals().committed_requests / max(1, len(desk.servers()))
+        replica = placement.choose_decode(request, tokens, gates, budgets, held, mean_requests)
+        if replica is None:
+            return False
+        self._decode(request, replica)
+        desk.totals()
+        return True
 
     def _decode(self, request: Request, replica: Replica) -> None:
         desk, ask = self._desk, request.ask

@@ -64,6 +64,17 @@ class Stay:
     """Whether it has been told to go on elsewhere."""
 
 
+@dataclass(slots=True)
+class Shared:
+    """What replicas of a fleet have in common."""
+
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    owners: dict[int, "Replica"] = field(default_factory=dict)
+    """By the numbers of their caches in `prefixes`."""
+    changed: set["Replica"] = field(default_factory=set)
+    """Since that was last looked at."""
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """One engine process. Owned by the controller."""
@@ -115,13 +126,12 @@ class Replica:
     """The role it is to take once it has been drained."""
     retry_at: float = float("inf")
     """When to try again after a failure."""
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    """Of the whole fleet."""
+    shared: Shared = field(default_factory=Shared)
     holder: int = 0
-    """What its engine's cache is called there."""
+    """What its engine's cache is called in `Shared.prefixes`."""
 
     def __post_init__(self) -> None:
-        self.holder = self.prefixes.new_holder()
+        self._new_holder()
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -137,6 +147,7 @@ class Replica:
 
     def measured(self, sample: Sample, now: float) -> None:
         """Its engine has told its metrics."""
+        self.shared.changed.add(self)
         self.sample, self.sampled_at = sample, now
         self.foreign_blocks = max(0, sample.used_blocks - self.most_committed)
         self.most_committed = self.committed_blocks
@@ -148,17 +159,22 @@ class Replica:
 
     def remember(self, prefix: Sequence[int]) -> None:
         """It has computed or loaded a prompt."""
-        self.prefixes.add(prefix, self.holder)
+        self.shared.prefixes.add(prefix, self.holder)
 
     @property
     def num_prefixes(self) -> int:
         """Beginnings of prompts that its cache is likely to have."""
-        return self.prefixes.num_held(self.holder)
+        return self.shared.prefixes.num_held(self.holder)
 
     def uncached_tokens(self, ask: Ask) -> int:
         """Prompt tokens that it is not known to have; at least 1."""
-        depth = self.prefixes.depth(ask.prefix, self.holder)
+        depth = self.shared.prefixes.depth(ask.prefix, self.holder)
         return max(1, ask.prompt_tokens - spans_of(depth) * ask.prefix_tokens)
+
+    @property
+    def used_share(self) -> float:
+        """Of its blocks."""
+        return self.used_blocks / (self.sample.total_blocks or 1 << 30)
 
     @property
     def has_work(self) -> bool:
@@ -169,16 +185,19 @@ class Replica:
         insort(self.bound, request, key=lambda each: each.order)
 
     def begin_prefill(self, request_id: RequestId, uncached_tokens: int) -> None:
+        self.shared.changed.add(self)
         self.prefills[request_id] = uncached_tokens
         self.prefill_tokens += uncached_tokens
 
     def end_prefill(self, request_id: RequestId) -> int:
         """The tokens it was given with."""
+        self.shared.changed.add(self)
         tokens = self.prefills.pop(request_id)
         self.prefill_tokens -= tokens
         return tokens
 
     def begin_stay(self, request_id: RequestId, stay: Stay) -> None:
+        self.shared.changed.add(self)
         stay.is_alone = self.num_starting == 0 and self.sample.waiting == 0
         for other in self.stays.values() if self.num_starting else ():
             other.is_alone = False
@@ -190,6 +209,7 @@ class Replica:
 
     def flows(self, request_id: RequestId, now: float) -> None:
         """A request has brought its first token here."""
+        self.shared.changed.add(self)
         stay = self.stays[request_id]
         self._decode_until(now)
         self._started(stay)
@@ -197,6 +217,7 @@ class Replica:
         stay.flows_since, stay.decoded_before = now, self.decoded_s
 
     def end_stay(self, request_id: RequestId, now: float) -> Stay:
+        self.shared.changed.add(self)
         self._decode_until(now)
         stay = self.stays.pop(request_id)
         self.committed_blocks -= stay.blocks
@@ -219,11 +240,25 @@ class Replica:
 
     def forget_engine(self) -> None:
         """Its engine has ended: nothing that was known of it holds for the next one."""
-        self.prefixes.forget(self.holder)
-        self.holder = self.prefixes.new_holder()
+        self.shared.changed.add(self)
+        self.forget_cache()
+        self._new_holder()
         self.sampled_at = None
         self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
         self.foreign_blocks = 0
+
+    def forget_cache(self) -> None:
+        self.shared.prefixes.forget(self.holder)
+        del self.shared.owners[self.holder]
+
+    def _new_holder(self) -> None:
+        self.holder = self.shared.prefixes.new_holder()
+        self.shared.owners[self.holder] = self
+
+    def pause(self, until: float) -> None:
+        """It has refused work."""
+        self.shared.changed.add(self)
+        self.busy_until = until
 
     def check(self) -> None:
         """The counts are those of what it has; what its state promises of its work holds."""
@@ -252,7 +287,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
-        self.prefixes = PrefixIndex()
+        self._shared = Shared()
         # Asked for many times an event, changed rarely.
         self._in_states: dict[frozenset[State], Sequence[Replica]] = {}
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
@@ -278,16 +313,18 @@ class Fleet:
     def add(self, spec: ReplicaSpec, now: float) -> Replica:
         assert spec.replica_id not in self._replicas
         replica = self._replicas[spec.replica_id] = Replica(
-            spec, since=now, last_work=now, prefixes=self.prefixes
+            spec, since=now, last_work=now, shared=self._shared
         )
         self._in_states.clear()
+        self.changed.add(replica)
         return replica
 
     def forget(self, replica_id: ReplicaId) -> None:
         replica = self._replicas[replica_id]
         assert not replica.has_work
         del self._replicas[replica_id]
-        self.prefixes.forget(replica.holder)
+        replica.forget_cache()
+        self.changed.add(replica)
         self._in_states.clear()
 
     def move(self, replica: Replica, cause: Cause, why: str, now: float) -> None:
@@ -301,6 +338,7 @@ class Fleet:
         self.transitions.append(record)
         self.counts[replica.state, cause] += 1
         self.num_moves += 1
+        self.changed.add(replica)
         replica.state, replica.since = after, now
         replica.role = ROLE_OF[after] or replica.role
         self._in_states.clear()
@@ -311,6 +349,17 @@ class Fleet:
         if found is None:
             found = self._in_states[states] = tuple(each for each in self if each.state in states)
         return found
+
+    @property
+    def changed(self) -> set[Replica]:
+        """Replicas that are not as they were; whoever looks at them empties it."""
+        return self._shared.changed
+
+    def holders(self, ask: Ask, most: int) -> dict[Replica, int]:
+        """Those with the longest beginnings of a prompt, by the tokens of these."""
+        found = self._shared.prefixes.holders(ask.prefix, most) if ask.prefix else {}
+        owners = self._shared.owners
+        return {owners[each]: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}
 
     def prefillers(self) -> Sequence[Replica]:
         """Those that may be given prompts."""
@@ -324,7 +373,8 @@ class Fleet:
         """See `Replica.check`; what is kept of states holds."""
         for each in self:
             each.check()
-        self.prefixes.check()
+        self._shared.prefixes.check()
+        assert {each.holder: each for each in self} == self._shared.owners
         if self._checked_moves != self.num_moves:
             self._checked_moves = self.num_moves
             for states, found in self._in_states.items():

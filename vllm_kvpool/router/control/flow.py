@@ -66,7 +66,9 @@ class Flow:
         desk.requests[ask.request_id] = request
         request.path = self.path(request)
         is_apart = request.path in APART
-        desk.asked_tokens += desk.unknown_tokens(ask) if is_apart else 0
+        if is_apart:
+            desk.asked_tokens += desk.unknown_tokens(ask)
+            desk.asked.read(desk.now, desk.asked_tokens)
         verdict = desk.shedder.decide(desk.pressure(), self._admission(ask))
         if isinstance(verdict, Shed):
             desk.counts["shed"] += 1
@@ -94,13 +96,12 @@ class Flow:
 
     def _admission(self, ask: Ask) -> Admission:
         desk = self._desk
-        sizes = [each.sample.block_size for each in desk.servers() if each.sample.block_size]
         output = min(ask.max_output_tokens, desk.snapshot().output_tokens_per_request)
         tokens = ask.prompt_tokens + ask.num_choices * output
         return Admission(
             prompt_tokens=ask.prompt_tokens,
             uncached_tokens=desk.unknown_tokens(ask),
-            blocks=tokens / (max(sizes, default=0) or DEFAULT_BLOCK_SIZE),
+            blocks=tokens / (desk.table.block_size or DEFAULT_BLOCK_SIZE),
             priority=ask.priority,
             deadline_s=None if ask.deadline == float("inf") else ask.deadline - desk.now,
         )
@@ -144,6 +145,7 @@ class Flow:
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
         desk.handed_tokens += ask.prompt_tokens
+        desk.handed.read(desk.now, desk.handed_tokens)
         replica.remember(ask.prefix)
         self.hand(request, event.replica)
 
@@ -282,7 +284,7 @@ class Flow:
         """Note that a replica has failed a request; False if that was its last chance."""
         desk = self._desk
         if outcome is Outcome.BUSY:
-            replica.busy_until = desk.now + desk.settings.busy_pause_s
+            replica.pause(desk.now + desk.settings.busy_pause_s)
         else:
             is_first = replica.replica_id not in request.avoid
             request.avoid.add(replica.replica_id)

@@ -15,7 +15,9 @@ from vllm_kvpool.router.control.flow import Flow
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
+    HAS_BOUND,
     LOADING,
+    OLD,
     TAKES_PREFILL,
     UP,
     Cause,
@@ -30,6 +32,7 @@ USE_CAUSE = {Role.PREFILL: Cause.USE_PREFILL, Role.DECODE: Cause.USE_DECODE}
 _PASSING = DRAINING | BROKEN | {State.REFRACTORY_PREFILL}
 """States that are left without anybody's asking."""
 _LEAVING = DRAINING | BROKEN | {State.SHUTTING_NULL, State.INACTIVE}
+_UNSETTLED = _PASSING | _LEAVING | HAS_BOUND | OLD
 _UNWANTED = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.SHUTTING_NULL})
 
 
@@ -202,6 +205,8 @@ class Lifecycle:
     def settle(self) -> None:
         """Take the edges that are due: work has ended, a pause is over, a partner has gone."""
         fleet = self._desk.fleet
+        if not fleet.in_states(_UNSETTLED):
+            return
         for replica in fleet.in_states(_PASSING):
             if replica.state is State.MUTATING_TO_DECODE and not replica.prefills:
                 self._flushed(replica)

@@ -7,17 +7,16 @@ more, as in consistent hashing with bounded loads); else to the one with the mos
 to its size.
 """
 
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.requests import Request
-from vllm_kvpool.router.control.states import ReplicaId
 
 DEFAULT_BLOCK_SIZE = 16
 LOAD_BOUND, LOAD_SLACK = 1.25, 4.0
+NONE_HELD: Mapping[Replica, int] = {}
 MISSING_STEPS = 8
 """Eighths of a prompt: smaller differences in what decoders have of it do not count."""
 
@@ -43,19 +42,26 @@ class PrefillChoice(NamedTuple):
 
 def blocks_for(tokens: int, replica: Replica) -> int:
     """Blocks that so many tokens take at a replica."""
-    return math.ceil(tokens / (replica.sample.block_size or DEFAULT_BLOCK_SIZE))
+    return -(-tokens // (replica.sample.block_size or DEFAULT_BLOCK_SIZE))
 
 
 def choose_prefill(
-    request: Request, replicas: Iterable[Replica], budgets: Budgets, now: float
+    request: Request,
+    replicas: Iterable[Replica],
+    budgets: Budgets,
+    now: float,
+    held: Mapping[Replica, int] = NONE_HELD,
 ) -> PrefillChoice | None:
-    """Where the prompt is computed soonest; None while every replica has enough to do."""
-    best: tuple[tuple[bool, int, ReplicaId], PrefillChoice] | None = None
+    """Where the prompt is computed soonest; None while every replica has enough to do.
+
+    `held`: tokens of the prompt that replicas have.
+    """
+    best: tuple[tuple[bool, int, str], PrefillChoice] | None = None
     for replica in replicas:
         load = replica.prefill_tokens
         if not replica.is_open(now) or len(replica.prefills) >= budgets.prefill_requests:
             continue
-        uncached = replica.uncached_tokens(request.ask)
+        uncached = max(1, request.ask.prompt_tokens - held.get(replica, 0))
         if load and load + uncached > budgets.prefill_tokens:
             continue
         # Who has failed it is asked again only if nobody else is left.
@@ -77,35 +83,28 @@ def fits(replica: Replica, blocks: int, budgets: Budgets) -> bool:
     return total == 0 or replica.used_blocks + blocks <= total * budgets.headroom
 
 
-def open_gates(
-    replicas: Iterable[Replica], budgets: Budgets, now: float, locked: Collection[ReplicaId]
-) -> list[Replica]:
-    """Who may be given one more request, if that is small enough. `locked`: overload locks."""
-    permits, most = budgets.permits, budgets.decode_requests
-    return [
-        each
-        for each in replicas
-        if each.num_starting < permits
-        and len(each.stays) < most
-        and each.is_open(now)
-        and each.spec.replica_id not in locked
-    ]
-
-
 def choose_decode(
-    request: Request, tokens: int, gates: Collection[Replica], budgets: Budgets
+    request: Request,
+    tokens: int,
+    gates: Iterable[Replica],
+    budgets: Budgets,
+    held: Mapping[Replica, int] = NONE_HELD,
+    mean_requests: float = 0.0,
 ) -> Replica | None:
-    """The gate for so many tokens, answer included; None if all are too full."""
+    """The gate for so many tokens, answer included; None if all are too full.
+
+    `held`: tokens of the prompt that replicas have. `mean_requests`: of all decoders.
+    """
     ask = request.ask
-    bound = LOAD_SLACK + LOAD_BOUND * sum(len(each.stays) for each in gates) / max(1, len(gates))
-    best: tuple[tuple[bool, int, float, int, ReplicaId], Replica] | None = None
+    bound = LOAD_SLACK + LOAD_BOUND * mean_requests
+    best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
     for replica in gates:
         blocks = blocks_for(tokens, replica)
         if not fits(replica, blocks, budgets):
             continue
-        missing = MISSING_STEPS
-        if ask.prefix and len(replica.stays) < bound:
-            missing = MISSING_STEPS * replica.uncached_tokens(ask) // ask.prompt_tokens
+        missing, known = MISSING_STEPS, held.get(replica, 0)
+        if known and len(replica.stays) < bound:
+            missing = MISSING_STEPS * max(1, ask.prompt_tokens - known) // ask.prompt_tokens
         rank = (
             *(replica.replica_id in request.avoid, missing, _share(replica, blocks)),
             *(len(replica.stays) + len(replica.prefills), replica.replica_id),

@@ -81,14 +81,12 @@ class PrefixIndex:
     def depth(self, prefix: Sequence[int], holder: int | None = None) -> int:
         """How many of the prompt's beginnings are known, of one cache or of any."""
 
-        def is_known(each: int) -> bool:
-            found = self._holders.get(each)
-            return found is not None and (holder is None or holder in found)
-
+        find = self._holders.get
         low, high = 0, len(prefix)
         while low < high:
             middle = (low + high + 1) // 2
-            if is_known(prefix[middle - 1]):
+            found = find(prefix[middle - 1])
+            if found is not None and (holder is None or holder in found):
                 low = middle
             else:
                 high = middle - 1

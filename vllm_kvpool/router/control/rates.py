@@ -314,6 +314,7 @@ class Measured:
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
         self._seen: dict[ReplicaId, _Seen] = {}
+        self._unmeasured = frozenset(each.name for each in fields(Rates)) - {"unmeasured"}
 
     def restarted(self, replica: ReplicaId) -> None:
         """Its first samples are left out again. A replica never seen is new in any case."""
@@ -334,6 +335,7 @@ class Measured:
         busy_s = busy.take(now)
         if busy_s > 0.0 and self._is_warm(stage.value, replica):
             self._stages[stage].add(now, tokens, busy_s)
+            self._know(f"{stage.value}_tokens_per_s")
 
     def ended(self, stage: Stage, replica: ReplicaId) -> None:
         if busy := self._of(replica).busy.get(stage):
@@ -343,6 +345,7 @@ class Measured:
         """A prompt of so many tokens took this long from its prefill's end to the next token."""
         if tokens > 0 and seconds > 0.0 and self._is_warm("handoff", replica):
             self._handoff.add(now, tokens, seconds)
+            self._know("handoff_overhead_s", "handoff_s_per_token")
 
     def prefilled_locally(
         self, replica: ReplicaId, now: float, tokens: int, seconds: float
@@ -351,39 +354,30 @@ class Measured:
         if tokens > 0 and seconds > 0.0 and self._is_warm("local", replica):
             self._local.add(now, seconds, tokens)
             self._local_line.add(now, tokens, seconds)
+            self._know("local_prefill_s_per_token", "local_overhead_s", "local_s_per_token")
 
     def decoded(self, replica: ReplicaId, now: float, requests: float, step_s: float) -> None:
         """A request got a token each `step_s`, beside so many, itself included."""
         if requests > 0.0 and step_s > 0.0 and self._is_warm("step", replica):
             self._step.add(now, requests, step_s)
+            self._know("step_base_s", "step_s_per_request")
 
     def answered(self, now: float, output_tokens: int) -> None:
         """A request is over, with so many tokens generated."""
         self._output.add(now, output_tokens, 1.0)
+        self._know("output_tokens_per_request")
 
     def counted(self, now: float, prompt_tokens: int, body_bytes: int) -> None:
         """An engine said how many tokens a body of so many bytes held."""
         if prompt_tokens > 0 and body_bytes > 0:
             self._prompt.add(now, prompt_tokens, body_bytes)
+            self._know("tokens_per_byte")
 
     def snapshot(self, now: float) -> Rates:
         """What is known at `now`."""
         overhead_s, s_per_token = self._handoff.aged(now)
         local_overhead_s, local_s_per_token = self._local_line.value
         step_base_s, step_s_per_request = self._step.value
-        samples = {
-            "prefill_tokens_per_s": self._stages[Stage.PREFILL].samples,
-            "transfer_tokens_per_s": self._stages[Stage.TRANSFER].samples,
-            "handoff_overhead_s": self._handoff.samples,
-            "handoff_s_per_token": self._handoff.samples,
-            "local_prefill_s_per_token": self._local.samples,
-            "local_overhead_s": self._local_line.samples,
-            "local_s_per_token": self._local_line.samples,
-            "step_base_s": self._step.samples,
-            "step_s_per_request": self._step.samples,
-            "output_tokens_per_request": self._output.samples,
-            "tokens_per_byte": self._prompt.samples,
-        }
         return Rates(
             prefill_tokens_per_s=self._stages[Stage.PREFILL].value,
             transfer_tokens_per_s=self._stages[Stage.TRANSFER].value,
@@ -396,8 +390,12 @@ class Measured:
             step_s_per_request=step_s_per_request,
             output_tokens_per_request=self._output.value,
             tokens_per_byte=self._prompt.value,
-            unmeasured=frozenset(name for name, number in samples.items() if not number),
+            unmeasured=self._unmeasured,
         )
+
+    def _know(self, *names: str) -> None:
+        if not self._unmeasured.isdisjoint(names):
+            self._unmeasured -= set(names)
 
     def _of(self, replica: ReplicaId) -> _Seen:
         if replica not in self._seen:

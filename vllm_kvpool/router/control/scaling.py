@@ -111,13 +111,15 @@ class Scaling:
     def tick(self) -> None:
         """Plan anew if it is time to, and in automatic mode carry it out."""
         desk = self._desk
-        desk.asked.read(desk.now, desk.asked_tokens)
-        desk.handed.read(desk.now, desk.handed_tokens)
         if self._due == math.inf:
             self._due = desk.now + self.settings.every_s  # until then all that there is is added
+            desk.asked.read(desk.now, 0.0)
+            desk.handed.read(desk.now, 0.0)
         if desk.now < self._due:
             return
         self._due = desk.now + self.settings.every_s
+        desk.asked.read(desk.now, desk.asked_tokens)
+        desk.handed.read(desk.now, desk.handed_tokens)
         self.plan, self.steps, memory = self._make()
         self.planned_at = desk.now
         if self.settings.mode is not Mode.AUTOMATIC:

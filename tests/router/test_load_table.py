@@ -1,0 +1,55 @@
+"""Replicas by how much they have to do, and sums over them, kept up to date."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.router_steps import Steps, spec
+from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.load_table import MAX_TRIED, Ranking
+from vllm_kvpool.router.control.states import Role
+
+REPLICAS = [Replica(spec(f"r{number}")) for number in range(6)]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(REPLICAS), st.none() | st.integers(0, 5)), max_size=200),
+    st.integers(1, 7),
+    st.sets(st.sampled_from(REPLICAS)),
+)
+def test_the_first_are_those_with_the_smallest_keys(
+    changes: list[tuple[Replica, int | None]], number: int, refused: set[Replica]
+) -> None:
+    ranking, keys = Ranking(), dict.fromkeys(REPLICAS, None) | {}
+    for replica, load in changes:
+        key = None if load is None else (float(load), 0, replica.replica_id)
+        ranking.set(replica, key)
+        keys[replica] = key
+    expected = sorted((key, r) for r, key in keys.items() if key is not None and r not in refused)
+    for _ in range(2):  # asking changes nothing
+        found = ranking.first(number, lambda each: each not in refused)
+        assert found == [replica for _, replica in expected[:number]]
+    assert len(ranking) == sum(key is not None for key in keys.values())
+
+
+def test_of_many_that_are_not_accepted_only_some_are_tried() -> None:
+    ranking, tried = Ranking(), []
+    for number in range(2 * MAX_TRIED):
+        replica = Replica(spec(f"r{number}"))
+        ranking.set(replica, (0.0, number, replica.replica_id))
+    assert ranking.first(1, lambda each: bool(tried.append(each))) == []
+    assert len(tried) == MAX_TRIED
+
+
+def test_an_event_looks_at_the_replicas_that_it_changes_alone() -> None:
+    steps = Steps()
+    for number in range(50):
+        steps.serve(f"d{number}", Role.DECODE)
+    desk = steps.controller.desk
+    seen: list[str] = []
+    take_in = desk.table._take_in
+    desk.table._take_in = lambda each: (seen.append(each.replica_id), take_in(each))[1]  # type: ignore[method-assign]
+    [call] = steps.ask("r", 20)
+    steps.began("r")
+    steps.decoded("r", call.replica)
+    assert set(seen) == {call.replica}
+    assert len(seen) == 3
