@@ -23,7 +23,6 @@ from vllm_kvpool.metrics import (
     merge_samples,
     parse_sample,
     sample_name,
-    summarize,
     write_stats,
 )
 
@@ -221,26 +220,6 @@ def test_a_tier_that_is_down_on_one_rank_shows_as_down() -> None:
     for up in (0, 1):
         merge_samples(total, {"kvpool_tier_up{tier=a}": up, "kvpool_tier_up{tier=b}": 1})
     assert total == {"kvpool_tier_up{tier=a}": 0, "kvpool_tier_up{tier=b}": 1}
-
-
-def test_a_summary_has_one_line_for_each_thing_one_asks_of_a_histogram() -> None:
-    registry = MetricsRegistry()
-    registry.add("kvpool_hit_tokens", 5)
-    for value in (0.002, 0.002, 0.0022, *[0.003] * 6, 60.0, 80.0):
-        registry.observe("kvpool_op_seconds", value, lane="get", tier="x=y")
-    registry.observe("kvpool_load_seconds", 0.0)
-    series = "kvpool_op_seconds{lane=get,tier=x%3Dy}"
-    assert summarize(registry.snapshot()) == pytest.approx(
-        {
-            "kvpool_hit_tokens": 5,
-            "kvpool_load_seconds.count": 1,
-            "kvpool_load_seconds.mean": 0,
-            "kvpool_load_seconds.p90": 0,
-            f"{series}.count": 11,
-            f"{series}.mean": 140.0242 / 11,
-            f"{series}.p90": 70.0,
-        }
-    )
 
 
 def test_the_stats_file_is_one_object_and_nothing_beside_it(tmp_path: Path) -> None:

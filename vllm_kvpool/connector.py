@@ -1,7 +1,7 @@
-"""vLLM's entry: chooses a side by role and forwards.
+"""`KVPoolConnector`, the class that vLLM loads: forwards vLLM's hooks to one of two sides.
 
 The scheduler's process holds a `SchedulerSide`, every worker a `WorkerSide` from the moment its KV
-caches are registered. All hooks are called by the process's main loop thread.
+caches are registered. vLLM calls all hooks on the process's main loop thread.
 """
 
 import atexit
@@ -46,17 +46,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KVPoolMetadata(KVConnectorMetadata):
-    """A step's plan on its way to the workers, and what its cells are called."""
+    """A step's plan and the namespace of its cells, on their way to the workers."""
 
     plan: StepPlan
     namespace: Namespace
     manifest: tuple[Namespace, bytes] | None = None
-    """What the stores are to say of a namespace, once for each."""
+    """A namespace and its manifest; sent once for each namespace."""
 
 
 @dataclass
 class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' reports on their way to the scheduler, which merges them once."""
+    """The workers' reports on their way to the scheduler, which merges them."""
 
     reports: tuple[StepReport, ...]
 
@@ -116,13 +116,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._first_manifest = self._manifest_of("")
             self._told_version: str | None = None
             logger.info(
-                "kvpool: namespace %s (what it stands for: %s in every store), tiers %s, "
-                "%d tokens a chunk, %d cells a chunk",
+                "kvpool: namespace %s, tiers %s, chunk_tokens=%d, %d cells per chunk; the values "
+                "behind the namespace are stored as %s",
                 self._facts.shape.namespace,
-                manifest_key(self._facts.shape.namespace),
                 ", ".join(self._scheduler_side.tier_names) or "none",
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
+                manifest_key(self._facts.shape.namespace),
             )
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
@@ -151,23 +151,23 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no request depends on what a cache holds."""
+        """False: what the pool cannot deliver is computed."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Prefer head-major pages, which are gathered in larger pieces."""
+        """Head-major pages where the model has heads: they are gathered in larger pieces."""
         return engine_config.preferred_layout(vllm_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layers must ask for their load, which they do not inside of a CUDA graph."""
+        """Whether layers wait for their load, which they cannot do inside a CUDA graph."""
         return read_config(extra_config).layerwise
 
     # Worker side
 
     def register_kv_caches(self, kv_caches: "dict[str, Any]") -> None:
-        """The pages are allocated: open the store and start the lanes."""
+        """The pages are allocated: open the stores and start the lanes."""
         weights_version.models.watch_callers()
         device = engine_config.device_of(kv_caches)
         self._worker_side = WorkerSide(
@@ -186,7 +186,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.worker.tells_stored = kv_events.are_on(self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step's plan is here: start its loads at once, beside the forward pass."""
+        """Take the step's plan and start its loads, beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVPoolMetadata)
         if self._worker_side is not None:
@@ -201,14 +201,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With `layerwise`: wait for what the layer is about to read. Else loads have ended."""
+        """With `layerwise`, wait until the layer's KV is loaded."""
         if self._worker_side is not None:
             self._worker_side.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: saves start when the step has ended, and take little of it."""
+        """Nothing to do: saves start when the step has ended (`wait_for_save`)."""
 
     def wait_for_save(self) -> None:
         """Start the step's saves."""
@@ -216,11 +216,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.worker.start_saves(self._plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load has ended in this rank, for releases that ask for no more."""
+        """Requests whose load has ended in this rank; for vLLM before 0.32."""
         return None, set(self._finish_step(finished_req_ids).loaded) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests whose load has ended in this rank, and those of them whose load has failed."""
+        """Requests whose load has ended in this rank, and which of them have failed."""
         results = self._finish_step(finished_req_ids)
         return compat.transfer_results(results.loaded, results.failed)
 
@@ -237,7 +237,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that a load reported as ended has not filled."""
+        """Blocks that ended loads have not filled, since the last call."""
         blocks, self._invalid_blocks = self._invalid_blocks, frozenset()
         return set(blocks)
 
@@ -256,7 +256,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The block pool, in which saves hold references."""
+        """Take the block pool, in which saves hold references."""
         scheduler = self._scheduler
         scheduler.saves.ledger.pins = engine_config.PoolPins(
             gpu_block_pool, self._own_cache_was_reset, scheduler.saves.drop_late
@@ -279,13 +279,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones a load can bring; never blocks on the store."""
+        """How many tokens beyond the computed ones a load can bring; never waits for a store."""
         return self._scheduler.match(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Blocks are allocated."""
+        """vLLM has allocated the request's blocks."""
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request.request_id, tables, num_external_tokens)
 
@@ -301,7 +301,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return KVPoolMetadata(plan, self._facts.shape.namespace, manifest)
 
     def _new_manifest(self) -> tuple[Namespace, bytes]:
-        """The manifest of the namespace under weights that no step has been planned with yet."""
+        """The manifest of the namespace of weights that no step has been planned with yet."""
         self._told_version = self._scheduler.weights_version
         return self._manifest_of(self._told_version) if self._told_version else self._first_manifest
 
@@ -313,7 +313,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """What the workers have reported."""
+        """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVPoolWorkerMetadata):
             report = StepReport.merge(meta.reports)
@@ -327,13 +327,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; its blocks need not be kept."""
+        """The request has ended; vLLM may free its blocks at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, where blocks come by KV cache group."""
+        """`request_finished` with one block table for each KV cache group."""
         self._block_tables.forget(request.request_id)
         if self._events is not None:
             self._events.finished(request.request_id)
@@ -341,18 +341,19 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return False, answer if engine_config.may_answer(request) else None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting frees blocks sooner than preempting would."""
+        """Whether saves hold blocks, so that waiting frees some without a preemption."""
         return self._scheduler.saves.has_pins
 
     def has_pending_push_work(self) -> bool:
-        """Whether a further step is needed although no request is left."""
+        """Whether vLLM is to make a further step although no request is left."""
         is_telling = self._events is not None and self._events.has_pending
         return self._scheduler.saves.has_pending or is_telling
 
     def reset_cache(self) -> bool | None:
-        """Remove every cell of the own namespace, and no other.
+        """Remove every cell of this engine's namespace; False if a store has not confirmed it.
 
-        Where vLLM only pauses, the pool, which is not its own, keeps what it has.
+        Waits for the stores, at most `RESET_WAIT_S`. When vLLM resets caches because it pauses or
+        sleeps, nothing is removed: other engines share the cells.
         """
         if weights_version.is_pausing():
             return True
@@ -361,13 +362,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """What has come into the pool's tiers or left them, as far as this engine knows."""
+        """KV events of the pool's tiers since the last call."""
         return () if self._events is None else self._events.take()
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
-        """Tokens of a hit by where they come from."""
+        """Tokens of the request's hit by the medium that they come from."""
         load = self._scheduler.load_of(request.request_id)
         namespace = with_weights(self._facts.shape.namespace, self._scheduler.weights_version)
         layer_group = self._facts.reference_group.name
@@ -383,13 +384,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # Both sides
 
     def get_kv_connector_stats(self) -> KVPoolStats | None:
-        """What has been counted since the last call."""
+        """The samples that have changed since the last call."""
         side = self._scheduler_side or self._worker_side
         return None if side is None else KVPoolStats.since_last(side.registry)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPoolStats | None:
-        """The statistics object of `data`, in the process that logs."""
+        """The statistics of `data`, in the process that logs."""
         return KVPoolStats(data or {})
 
     @classmethod
@@ -404,7 +405,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return KVPoolProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Flush saves for a bounded time, then end everything; a second call does nothing."""
+        """Finish saves for a bounded time, then close the sides; a second call does nothing."""
         if self._closed:
             return
         self._closed = True

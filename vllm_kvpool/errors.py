@@ -1,20 +1,15 @@
-"""The error families of the package.
-
-`ConfigError` is for users and is raised before an engine starts. `StoreError` is what the world
-does to a store; it never leaves the lanes except as a report. `ProtocolError` is for a
-message that no peer may send; it costs that message. Our own bugs trip an `assert`.
-"""
+"""The errors that the package raises; its own bugs trip an `assert`."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work; the message says what to change."""
+    """The configuration cannot work; the message says what to change. Raised before the start."""
 
 
 class StoreError(Exception):
-    """A store call failed as a whole, so nothing is known about any of its keys."""
+    """A store call failed as a whole, so nothing is known of its keys. Lanes make it a report."""
 
 
 class StoreUnreachable(StoreError):
@@ -26,11 +21,11 @@ class BuffersInUse(StoreError):
 
 
 class ProtocolError(Exception):
-    """A peer has sent what no peer of this protocol sends."""
+    """A peer has sent a message that the protocol does not allow; the message is dropped."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: the nearest known name, or all of them."""
+    """For the end of an error: the nearest known name, or else all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else "known are: " + ", ".join(names)

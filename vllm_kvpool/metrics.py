@@ -14,7 +14,6 @@ file, on a thread of its own: a disk that hangs must hold up no step.
 import logging
 import threading
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +33,6 @@ SECONDS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 CACHED_NAMES = 4096  # more than all samples of a process; beyond it names are only built anew
-SUMMARY_QUANTILE = 0.9
 STATS_EVERY_S = 1.0
 STATS_CLOSE_S = 1.0
 _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
@@ -303,34 +301,6 @@ def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
         else:
             choose = min if metric.lowest else max
             into[sample] = choose(into.get(sample, value), value)
-
-
-def summarize(samples: Mapping[str, float]) -> dict[str, float]:
-    """Samples for people: of a series of a histogram only `.count`, `.mean` and `.p90`.
-
-    The quantile is the mean of the values of the bucket that it lies in.
-    """
-    summary: dict[str, float] = {}
-    counts: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for sample in sorted(samples, key=_reading_order):
-        metric, labels, bucket = parse_sample(sample)
-        if bucket is None:
-            summary[sample] = samples[sample]
-        elif bucket.part == "count" and samples[sample]:
-            series = _series(metric.name, zip(metric.labels, labels, strict=True))
-            total = samples.get(sample.removesuffix("count") + "sum", 0)
-            counts[series].append((samples[sample], total))
-    for series, buckets in counts.items():
-        count = sum(n for n, _ in buckets)
-        summary[f"{series}.count"] = count
-        summary[f"{series}.mean"] = sum(total for _, total in buckets) / count
-        below = 0.0
-        for n, total in buckets:
-            below += n
-            if below >= SUMMARY_QUANTILE * count:
-                summary[f"{series}.p{SUMMARY_QUANTILE * 100:.0f}"] = total / n
-                break
-    return summary
 
 
 def _reading_order(sample: str) -> tuple[str, tuple[str, ...], Bucket]:

@@ -1,4 +1,4 @@
-"""Entry point of the `vllm.general_plugins` group: makes the class names known to vLLM."""
+"""Entry point of the `vllm.general_plugins` group: registers the connectors with vLLM."""
 
 import logging
 
@@ -7,9 +7,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def log_as_vllm() -> None:
-    """Send the pool's messages where vLLM's go, in its form and from its level on.
+    """Log with vLLM's handlers, format and level.
 
-    Called again as a connector starts: vLLM may configure its logging after plugins are loaded.
+    Called again when a connector starts: vLLM may configure logging after it has loaded plugins.
     """
     ours, theirs = logging.getLogger("vllm_kvpool"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
@@ -18,7 +18,7 @@ def log_as_vllm() -> None:
 
 
 def register() -> None:
-    """Called in every vLLM process; a second call does nothing."""
+    """Register both connectors. vLLM calls it in each process; a second call does nothing."""
     log_as_vllm()
     if "KVPoolConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(

@@ -178,9 +178,7 @@ def test_a_store_says_what_its_namespace_stands_for(
     engine = engines.get(spec)
     fresh(engine, Prompt(ids=IDS))
     fresh(engine, expecting(Prompt(ids=IDS), HIT))
-    found = re.search(
-        r"namespace (\S+) \(what it stands for: (\S+) in every store\)", engine.log.read_text()
-    )
+    found = re.search(r"namespace (\S+), tiers .* stored as (\S+)", engine.log.read_text())
     assert found is not None
     namespace = namespace_of(found[2])
     assert namespace == found[1]

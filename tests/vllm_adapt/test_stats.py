@@ -155,19 +155,32 @@ def test_series_in_a_burst_take_turns() -> None:
     assert counts == [[n, 0, 0], [n, n, 0], [n, n, n], [1.5 * n, n, n]]
 
 
-def test_the_log_line_sums_a_histogram_up() -> None:
+def test_the_log_line_has_a_few_sums_of_the_interval() -> None:
     registry = MetricsRegistry()
     registry.add("kvpool_hit_tokens", 5)
-    for value in (0.00003, 0.00004):
+    registry.add("kvpool_lookups", 2, outcome="answered")
+    registry.add("kvpool_lookup_seconds", 0.003)
+    for value in (0.03, 0.04):
         registry.observe("kvpool_load_seconds", value)
     first = KVPoolStats.since_last(registry)
     assert first is not None
-    registry.observe("kvpool_load_seconds", 0.00005)
+    registry.observe("kvpool_load_seconds", 0.05)
+    for store, nbytes in (("file", 1 << 20), ("mooncake", 1 << 19)):
+        registry.add("kvpool_bytes", nbytes, direction="load", store=store)
+    registry.add("kvpool_failures", kind="store_error")
+    registry.add("kvpool_failures", 0, kind="lane")
+    registry.set("kvpool_tier_up", 0, tier="mooncake")
+    registry.set("kvpool_tier_up", 1, tier="file")
+    registry.observe("kvpool_op_seconds", 0.1, lane="get", tier="file")
     second = KVPoolStats.since_last(registry)
     assert second is not None
     assert first.aggregate(second).reduce() == {
-        "kvpool_hit_tokens": 5,
-        "kvpool_load_seconds.count": 3,
-        "kvpool_load_seconds.mean": 0.00004,
-        "kvpool_load_seconds.p90": 0.00004,
+        "hit_tokens": 5,
+        "lookups": 2,
+        "lookup_ms": 1.5,
+        "loads": 3,
+        "load_ms": 40,
+        "load_MiB": 1.5,
+        "failed_store_error": 1,
+        "down_mooncake": 1,
     }

@@ -4,6 +4,7 @@ Statistics run on the thread of vLLM's stat loggers, once per step; `HitSources`
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,12 +25,55 @@ from vllm_kvpool.metrics import (
     MetricsRegistry,
     merge_samples,
     parse_sample,
-    summarize,
 )
 from vllm_kvpool.transfer.ops import LoadPlan
 from vllm_kvpool.vllm_adapt import compat
 
 REPLAYS_PER_STEP = 1000  # about 2 ms; a step has tens of batches
+MIB = 1 << 20
+
+# Counters in the log line: by metric, what their samples are called there (with which label, if one
+# tells them apart) and in which unit.
+_LOGGED = {
+    "kvpool_hit_tokens": ("hit_tokens", 1),
+    "kvpool_miss_tokens": ("miss_tokens", 1),
+    "kvpool_saved_tokens": ("saved_tokens", 1),
+    "kvpool_lookups": ("lookups", 1),
+    "kvpool_bytes": ("{0}_MiB", MIB),
+    "kvpool_failures": ("failed_{0}", 1),
+    "kvpool_ec_events": ("{0}_{1}", 1),
+}
+
+
+def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
+    """What the log line says of an interval: sums over stores and ranks, mean times, tiers down.
+
+    Zeros are left out. All samples are in `/metrics` and `stats_file`.
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+    lookup_s = load_s = loads = 0.0
+    for sample in sorted(samples):
+        metric, labels, bucket = parse_sample(sample)
+        value = samples[sample]
+        if metric.name in _LOGGED:
+            name, unit = _LOGGED[metric.name]
+            sums[name.format(*labels)] += value / unit
+        elif metric.name == "kvpool_lookup_seconds":
+            lookup_s += value
+        elif metric.name == "kvpool_load_seconds" and bucket is not None:
+            loads += value if bucket.part == "count" else 0
+            load_s += value if bucket.part == "sum" else 0
+        elif metric.name == "kvpool_tier_up" and not value:
+            sums[f"down_{labels[0]}"] = 1
+    if sums["lookups"]:
+        sums["lookup_ms"] = 1000 * lookup_s / sums["lookups"]
+    if loads:
+        sums |= {"loads": loads, "load_ms": 1000 * load_s / loads}
+    return {
+        name: round(value) if value == round(value) else round(value, 2)
+        for name, value in sums.items()
+        if value
+    }
 
 
 class TableStats:
@@ -49,8 +93,8 @@ class TableStats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line; to the microsecond."""
-        return {name: round(value, 6) for name, value in summarize(self.data).items()}
+        """The values of the log line."""
+        return log_values(self.data)
 
 
 @dataclass
