@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.common import Result, Row, Target, percentile, run_script
 from benchmarks.router_load import Arrival, LoadSpec, arrivals
 from benchmarks.router_sides import TOKEN, burst_side
-from vllm_kvpool.router.ops.shown import RouterView
+from vllm_kvpool.router.ops.snapshot import RouterView
 
 CALM_S, BURST_S, QUICK_S = 6.0, 24.0, 10.0
 SEEDS, QUICK_SEEDS = 1, 1

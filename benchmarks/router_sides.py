@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from tests.support.server_process import free_ports
-from vllm_kvpool.router.ops.shown import RouterView
+from vllm_kvpool.router.ops.snapshot import RouterView
 
 READY_TIMEOUT_S = 30.0
 POLL_S = 0.1

@@ -20,11 +20,10 @@ from vllm_kvpool.config import (
     read_embeds_config,
 )
 from vllm_kvpool.metrics import METRICS
-from vllm_kvpool.router.config import SECTIONS, launch_hosts
+from vllm_kvpool.router.config import SECTIONS, controller_of, launch_hosts
 from vllm_kvpool.router.config import load_config as load_router_config
-from vllm_kvpool.router.ops.admin import ROUTES
-from vllm_kvpool.router.ops.settings import controller_of
-from vllm_kvpool.router.ops.telemetry import PREFIX, ROUTER_METRICS
+from vllm_kvpool.router.ops.admin_api import ROUTES
+from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS
 from vllm_kvpool.storage.tiers import parse_tiers
 
 ROOT = Path(__file__).parent.parent

@@ -106,7 +106,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "router/run.py",
             "router/dataplane/http_server.py",
             "router/dataplane/upstream.py",
-            "router/ops/watch.py",
+            "router/ops/monitor.py",
         ),
         *(
             "router/ops/launcher.py",

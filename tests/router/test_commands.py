@@ -16,7 +16,7 @@ from vllm_kvpool.router.ops.commands import (
     CommandTemplate,
     LaunchHost,
     LaunchSpec,
-    WeightSource,
+    LaunchWeights,
     check_launch,
     read_template,
     weight_arguments,
@@ -132,12 +132,12 @@ def test_an_environment_goes_with_the_command() -> None:
 @pytest.mark.parametrize(
     ("source", "arguments"),
     [
-        (WeightSource.DISK, ()),
-        (WeightSource.HOST_MEMORY, ("--safetensors-load-strategy", "prefetch")),
-        (WeightSource.PRELOAD, ("--load-format", "ipc_cache")),
+        (LaunchWeights.DISK, ()),
+        (LaunchWeights.HOST_MEMORY, ("--safetensors-load-strategy", "prefetch")),
+        (LaunchWeights.PRELOAD, ("--load-format", "ipc_cache")),
     ],
 )
-def test_other_sources_of_weights(source: WeightSource, arguments: tuple[str, ...]) -> None:
+def test_other_sources_of_weights(source: LaunchWeights, arguments: tuple[str, ...]) -> None:
     assert weight_arguments(source) == arguments
 
 
@@ -145,7 +145,7 @@ def test_other_sources_of_weights(source: WeightSource, arguments: tuple[str, ..
     ("changes", "said"),
     [
         ({"extra": ("x",)}, "extra arguments are lost"),
-        ({"weights": WeightSource.PRELOAD}, "'preload' of host 'here' is lost"),
+        ({"weights": LaunchWeights.PRELOAD}, "'preload' of host 'here' is lost"),
     ],
 )
 def test_configuration_that_would_not_reach_the_engine_is_named(
@@ -156,7 +156,7 @@ def test_configuration_that_would_not_reach_the_engine_is_named(
 
 
 def test_configuration_that_reaches_the_engine_is_accepted() -> None:
-    check_launch(spec(weights=WeightSource.PRELOAD, extra=("x",)))
+    check_launch(spec(weights=LaunchWeights.PRELOAD, extra=("x",)))
     check_launch(spec(template=CommandTemplate(("vllm", "{port}"))))
 
 
@@ -170,9 +170,9 @@ def test_vllm_takes_the_arguments() -> None:
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     sources = {
-        WeightSource.DISK: (True, None),
-        WeightSource.HOST_MEMORY: (True, "prefetch"),
-        WeightSource.PRELOAD: (True, None),
+        LaunchWeights.DISK: (True, None),
+        LaunchWeights.HOST_MEMORY: (True, "prefetch"),
+        LaunchWeights.PRELOAD: (True, None),
     }
     for source, taken in sources.items():
         arguments = parser.parse_args(weight_arguments(source))

@@ -19,7 +19,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.ops.compatibility import Mismatch, problems
-from vllm_kvpool.router.ops.view import state_of
+from vllm_kvpool.router.ops.snapshot import state_of
 
 USUAL = Sample(namespace="m@fmt:0", chunk_tokens=256)
 PLAIN = Sample(has_connector=False)

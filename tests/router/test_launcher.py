@@ -24,10 +24,17 @@ from vllm_kvpool.router.ops.commands import (
     LaunchSpec,
     read_template,
 )
-from vllm_kvpool.router.ops.launcher import Launcher
-from vllm_kvpool.router.ops.launches import Adopted, End, Exited, LauncherEvent, Started, StopFailed
-from vllm_kvpool.router.ops.ledger import EngineRecord, Ledger
-from vllm_kvpool.router.ops.processes import Process
+from vllm_kvpool.router.ops.launcher import (
+    Adopted,
+    EndCause,
+    Exited,
+    Launcher,
+    LauncherEvent,
+    Started,
+    StopFailed,
+)
+from vllm_kvpool.router.ops.state_file import StateFile
+from vllm_kvpool.router.ops.supervisor import EngineRecord, Process
 
 BOUND_S = 20.0
 HERE = LaunchHost(name="here")
@@ -117,7 +124,7 @@ class Bench:
     def another(self) -> Launcher:
         self.launcher = Launcher(
             {"here": HERE, "far": self.far},
-            Ledger(self.root / "engines.json"),
+            StateFile(self.root / "engines.json"),
             self.events.append,
         )
         return self.launcher
@@ -157,7 +164,7 @@ class Bench:
             while words not in (self.root / "logs" / f"{replica_id}.log").read_text():
                 await asyncio.sleep(0.01)
 
-    def ledger(self) -> dict[str, object]:
+    def state_file(self) -> dict[str, object]:
         content = msgspec.json.decode((self.root / "engines.json").read_bytes())
         return {engine["replica_id"]: engine for engine in content["engines"]}
 
@@ -168,10 +175,10 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(launcher_module, "LOST_POLL_S", 0.05)
     bench = Bench(tmp_path)
     yield bench
-    for record in bench.launcher._ledger.records.values():
-        for process in (record.engine, record.keeper):
+    for record in bench.launcher._state_file.records.values():
+        for process in (record.engine, record.supervisor):
             kill(session(process.pid) if process else [])
-    bench.launcher._ledger.close()
+    bench.launcher._state_file.close()
 
 
 def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -187,7 +194,7 @@ def test_an_engine_is_started_drained_and_stopped(bench: Bench) -> None:
         await bench.said("ready")
         assert is_alive(pid)
         assert os.getsid(pid) == pid != os.getsid(0)
-        assert bench.ledger()["r1"]["port"] == port
+        assert bench.state_file()["r1"]["port"] == port
         slow = asyncio.create_task(
             asyncio.to_thread(
                 lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/slow", timeout=9).read()
@@ -198,10 +205,10 @@ def test_an_engine_is_started_drained_and_stopped(bench: Bench) -> None:
         assert await slow == b"done"
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code, ended.why) == (End.STOPPED, 0, "exit code 0")
+        assert (ended.end, ended.code, ended.why) == (EndCause.STOPPED, 0, "exit code 0")
         assert ended.log_lines[0] == "ready"
         assert ended.log_lines[-1] == "drained"
-        assert bench.ledger() == {}
+        assert bench.state_file() == {}
         assert bench.launcher.replica_ids == ()
         assert len(bench.events) == 2
 
@@ -218,7 +225,7 @@ def test_an_engine_that_does_not_drain_is_killed_with_all_it_has_started(bench: 
         ended = await bench.until(Exited)
         assert time.monotonic() - begun >= 0.2
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code, ended.why) == (End.KILLED, 137, "ended by SIGKILL")
+        assert (ended.end, ended.code, ended.why) == (EndCause.KILLED, 137, "ended by SIGKILL")
         await ends(pid)
 
     run(story)
@@ -232,12 +239,12 @@ def test_an_engine_that_exits_is_reported_with_its_last_words(bench: Bench) -> N
         ended = await bench.until(Exited)
         assert ended == Exited(
             replica_id="r1",
-            end=End.BY_ITSELF,
+            end=EndCause.BY_ITSELF,
             code=3,
             why="exit code 3",
             log_lines=tuple(f"line {i}" for i in range(31, 51)),
         )
-        assert bench.ledger() == {}
+        assert bench.state_file() == {}
 
     run(story)
 
@@ -250,7 +257,7 @@ def test_what_a_crashed_engine_leaves_behind_is_ended(bench: Bench) -> None:
         os.kill(pid, signal.SIGKILL)
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code) == (End.BY_ITSELF, 137)
+        assert (ended.end, ended.code) == (EndCause.BY_ITSELF, 137)
         assert len(left) == 1
         await ends(pid)
 
@@ -280,7 +287,7 @@ def test_a_log_that_cannot_be_written_is_no_start(bench: Bench) -> None:
         bench.launcher.start(bench.spec("true"))
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code, ended.log_lines) == (End.NOT_STARTED, None, ())
+        assert (ended.end, ended.code, ended.log_lines) == (EndCause.NOT_STARTED, None, ())
         assert "logs" in ended.why
         assert bench.events == [ended]
 
@@ -319,7 +326,7 @@ def test_engines_run_on_without_the_router_and_are_found_again(bench: Bench) -> 
         bench.launcher.stop("r1")
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code) == (End.STOPPED, 143)
+        assert (ended.end, ended.code) == (EndCause.STOPPED, 143)
 
     run(first)
     run(second)
@@ -341,7 +348,7 @@ asyncio.run(story())
 
 
 def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
-    bench.launcher._ledger.close()
+    bench.launcher._state_file.close()
     with subprocess.Popen(
         [sys.executable, "-c", ROUTER, str(bench.root)], stdout=subprocess.PIPE
     ) as router:
@@ -356,7 +363,7 @@ def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
         os.kill(adopted.pid, signal.SIGUSR1)
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.why) == (End.BY_ITSELF, "ended by SIGUSR1")
+        assert (ended.end, ended.why) == (EndCause.BY_ITSELF, "ended by SIGUSR1")
 
     run(story)
 
@@ -371,14 +378,14 @@ def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench:
 
     async def second() -> None:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        record = bench.another()._ledger.records["r1"]
+        record = bench.another()._state_file.records["r1"]
         # As if the pid of another engine had been given to this very process.
         namesake = Process(boot_id, os.getpid(), 1)
-        bench.launcher._ledger.put(
-            msgspec.structs.replace(record, replica_id="r2", engine=namesake, keeper=namesake)
+        bench.launcher._state_file.put(
+            msgspec.structs.replace(record, replica_id="r2", engine=namesake, supervisor=namesake)
         )
         assert await bench.launcher.adopt() == ()
-        assert bench.ledger() == {}
+        assert bench.state_file() == {}
         assert is_alive(os.getpid())
 
     run(first)
@@ -391,8 +398,10 @@ def test_a_router_that_died_while_an_engine_began_finds_it(bench: Bench) -> None
         await bench.launcher.close()
 
     async def second() -> None:
-        record = bench.another()._ledger.records["r1"]
-        bench.launcher._ledger.put(msgspec.structs.replace(record, engine=None, keeper=None))
+        record = bench.another()._state_file.records["r1"]
+        bench.launcher._state_file.put(
+            msgspec.structs.replace(record, engine=None, supervisor=None)
+        )
         (adopted,) = await bench.launcher.adopt()
         assert is_alive(adopted.pid)
         bench.launcher.stop("r1")
@@ -416,12 +425,12 @@ def test_a_record_without_a_process_is_given_up(
         stop_timeout_s=1.0,
         kill_timeout_s=1.0,
     )
-    bench.launcher._ledger.put(record)
-    bench.launcher._ledger.put(msgspec.structs.replace(record, replica_id="r2", host="no more"))
+    bench.launcher._state_file.put(record)
+    bench.launcher._state_file.put(msgspec.structs.replace(record, replica_id="r2", host="no more"))
 
     async def story() -> None:
         assert await bench.launcher.adopt() == ()
-        assert list(bench.ledger()) == ["r2"], "an unknown host may be known again tomorrow"
+        assert list(bench.state_file()) == ["r2"], "an unknown host may be known again tomorrow"
 
     run(story)
 
@@ -434,7 +443,7 @@ def test_a_stop_that_comes_early_late_or_twice(bench: Bench) -> None:
         bench.launcher.stop("r1")
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert ended.end is End.STOPPED
+        assert ended.end is EndCause.STOPPED
         bench.launcher.stop("r1")
         assert [type(event) for event in bench.events] == [Started, Exited]
 
@@ -454,7 +463,7 @@ def test_all_are_stopped_at_once(bench: Bench) -> None:
         await bench.launcher.stop_all(drain_s=0.5)
         assert time.monotonic() - begun < 4 * 0.5 + 2
         ended = [event for event in bench.events if isinstance(event, Exited)]
-        assert [event.end for event in ended] == [End.KILLED] * 4
+        assert [event.end for event in ended] == [EndCause.KILLED] * 4
         assert bench.launcher.replica_ids == ()
 
     run(story)
@@ -472,7 +481,7 @@ def test_an_engine_elsewhere_is_started_and_stopped_through_its_prefix(bench: Be
         bench.launcher.stop("r1")
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code) == (End.STOPPED, 143)
+        assert (ended.end, ended.code) == (EndCause.STOPPED, 143)
 
     run(story)
 
@@ -487,7 +496,7 @@ def test_a_prefix_without_a_shell(bench: Bench) -> None:
         bench.launcher.stop("r1", drain_s=0.1)
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert ended.end is End.KILLED
+        assert ended.end is EndCause.KILLED
         await ends(pid)
 
     run(story)
@@ -500,11 +509,11 @@ def test_a_connection_that_ends_is_no_end_of_the_engine(
 ) -> None:
     async def story() -> None:
         pid = await bench.started(bench.spec("sh", "-c", QUIET, host=bench.far))
-        keeper = bench.launcher._ledger.records["r1"].keeper
-        assert keeper
+        supervisor = bench.launcher._state_file.records["r1"].supervisor
+        assert supervisor
         if is_adopted:
             await bench.launcher.close()
-        kill([pid for pid in session(keeper.pid) if keeper_dies or pid != keeper.pid])
+        kill([pid for pid in session(supervisor.pid) if keeper_dies or pid != supervisor.pid])
         if is_adopted:
             (adopted,) = await bench.another().adopt()
             assert adopted.pid == pid
@@ -513,7 +522,7 @@ def test_a_connection_that_ends_is_no_end_of_the_engine(
         os.kill(pid, signal.SIGTERM)
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.why) == (End.BY_ITSELF, "exit code unknown")
+        assert (ended.end, ended.why) == (EndCause.BY_ITSELF, "exit code unknown")
 
     run(story)
 
@@ -521,12 +530,12 @@ def test_a_connection_that_ends_is_no_end_of_the_engine(
 def test_the_code_of_a_connection_is_not_the_engines(bench: Bench) -> None:
     async def story() -> None:
         pid = await bench.started(bench.spec("sh", "-c", QUIET, host=bench.far))
-        keeper = bench.launcher._ledger.records["r1"].keeper
-        assert keeper
-        kill([*(each for each in session(keeper.pid) if each != keeper.pid), pid])
+        supervisor = bench.launcher._state_file.records["r1"].supervisor
+        assert supervisor
+        kill([*(each for each in session(supervisor.pid) if each != supervisor.pid), pid])
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.why) == (End.BY_ITSELF, "exit code unknown")
+        assert (ended.end, ended.why) == (EndCause.BY_ITSELF, "exit code unknown")
 
     run(story)
 
@@ -538,7 +547,7 @@ def test_a_host_that_cannot_be_reached_starts_nothing(bench: Bench) -> None:
         bench.launcher.start(bench.spec("sh", "-c", QUIET, host=bench.far))
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.code) == (End.NOT_STARTED, 255)
+        assert (ended.end, ended.code) == (EndCause.NOT_STARTED, 255)
         assert ended.why == "host 'far' has started nothing"
         assert ended.log_lines == ("no route",)
 
@@ -554,16 +563,16 @@ def test_a_host_that_does_not_answer_is_given_up(
     async def story() -> None:
         bench.launcher.start(bench.spec("sh", "-c", QUIET, host=bench.far))
         async with asyncio.timeout(BOUND_S):
-            while not (keeper := bench.launcher._ledger.records["r1"].keeper):
+            while not (supervisor := bench.launcher._state_file.records["r1"].supervisor):
                 await asyncio.sleep(0.01)
-        assert session(keeper.pid) != []
+        assert session(supervisor.pid) != []
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
         assert (ended.end, ended.why) == (
-            End.NOT_STARTED,
+            EndCause.NOT_STARTED,
             "host 'far' has started nothing within 0.3 s",
         )
-        await ends(keeper.pid)
+        await ends(supervisor.pid)
 
     run(story)
 
@@ -581,12 +590,12 @@ def test_what_cannot_be_stopped_is_said_and_can_be_stopped_later(
         failed = await bench.until(StopFailed)
         assert failed == StopFailed("r1", "host 'far' does not answer")
         assert is_alive(pid)
-        assert list(bench.ledger()) == ["r1"]
+        assert list(bench.state_file()) == ["r1"]
         bench.down.unlink()
         bench.launcher.stop("r1")
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert ended.end is End.STOPPED
+        assert ended.end is EndCause.STOPPED
         assert [type(event) for event in bench.events] == [Started, StopFailed, Exited]
 
     run(story)
@@ -651,9 +660,9 @@ def test_a_bug_of_ours_is_a_report_and_loses_no_engine(
         pid = await bench.started(bench.spec("sh", "-c", QUIET))
         ended = await bench.until(Exited)
         assert isinstance(ended, Exited)
-        assert (ended.end, ended.why) == (End.UNWATCHED, "RuntimeError: a bug")
+        assert (ended.end, ended.why) == (EndCause.UNWATCHED, "RuntimeError: a bug")
         assert is_alive(pid)
-        assert list(bench.ledger()) == ["r1"]
+        assert list(bench.state_file()) == ["r1"]
 
     run(story)
     assert "the launcher has failed" in caplog.text

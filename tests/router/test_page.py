@@ -12,8 +12,8 @@ from tests.router.browser import Browser, Chromium
 from tests.router.scenes import Scene, busy_scene
 from vllm_kvpool.router.control.events import Drain, Failed, Mode, Remove, SetMode, SetRole
 from vllm_kvpool.router.control.states import ReplicaId, Role
-from vllm_kvpool.router.ops.admin import Admin
-from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.admin_api import Admin
+from vllm_kvpool.router.ops.metrics import Telemetry
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -9,8 +9,8 @@ from hatchling.builders.wheel import WheelBuilder
 
 from tests.router.scenes import Scene
 from vllm_kvpool.router.control.states import State
-from vllm_kvpool.router.ops.admin import PAGE, Admin
-from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.admin_api import PAGE, Admin
+from vllm_kvpool.router.ops.metrics import Telemetry
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "vllm_kvpool" / "router" / "ops" / "page"

@@ -178,7 +178,7 @@ def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back()
                     Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
                 )
                 await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
-            assert len(rig.router.replicas.watches) == 3
+            assert len(rig.router.replicas.monitors) == 3
             rig.router.post(Remove(ReplicaId("new")))
             await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
             await more.stop()

@@ -5,6 +5,7 @@ string stands for a variable of the environment, so that secrets need not be in 
 paths are below the file's own directory.
 """
 
+import logging
 import os
 import re
 import tomllib
@@ -17,6 +18,16 @@ from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.router.control.breaker import BreakerLimits
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import Mode
+from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.standings import WeightSource
 from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
     DEFAULT_PREFETCH_COMMAND,
@@ -25,10 +36,12 @@ from vllm_kvpool.router.ops.commands import (
     PREFETCH_PLACEHOLDERS,
     LaunchHost,
     LaunchSpec,
-    WeightSource,
+    LaunchWeights,
     check_launch,
     read_template,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_REPLICAS = 1024
 LOCK_HYSTERESIS = 0.05
@@ -47,7 +60,6 @@ _DNS = re.compile(r"[A-Za-z0-9._-]+:[1-9]\d{0,4}")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
-Mode = Literal["manual", "dry_run", "automatic"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +156,7 @@ class HostConfig(_Section, frozen=True, kw_only=True):
     address: str = "127.0.0.1"
     """Where the engines started there are reached."""
     max_replicas: int = 1
-    weight_source: WeightSource = WeightSource.DISK
+    weight_source: LaunchWeights = LaunchWeights.DISK
     first_port: int = 8100
     env: dict[str, str] = {}
 
@@ -174,7 +186,7 @@ class LaunchConfig(_Section, frozen=True, kw_only=True):
 class PlannerConfig(_Section, frozen=True, kw_only=True):
     """When roles change and replicas come and go."""
 
-    mode: Mode = "manual"
+    mode: Mode = Mode.MANUAL
     min_prefill: int = 1
     min_decode: int = 1
     queue_target_s: float = 2.0
@@ -569,7 +581,89 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
         yield str(error)
 
 
-# What is made of it
+# What the parts are told
+
+
+FAILURE_WINDOW_S, MAX_QUARANTINE_S = 120.0, 600.0
+FLIP_COOLDOWN_S = 20.0
+_SOURCES = {
+    LaunchWeights.DISK: WeightSource.DISK,
+    LaunchWeights.HOST_MEMORY: WeightSource.MEMORY,
+    LaunchWeights.PRELOAD: WeightSource.MEMORY,
+}
+
+
+def controller_of(config: RouterConfig) -> Controller:
+    """A controller that does as the configuration says; ConfigError where it cannot."""
+    flow, overload, health = config.flow, config.overload, config.health
+    if overload.lock_at <= flow.headroom:
+        log.warning(
+            "[overload] lock_at %s is not above [flow] headroom %s: decoders that the router has "
+            "filled are locked, and their batches run half empty; raise the one or lower the other",
+            *(overload.lock_at, flow.headroom),
+        )
+    return Controller(
+        Settings(
+            budgets=Budgets(
+                prefill_tokens=flow.prefill_tokens,
+                prefill_requests=flow.prefill_requests,
+                decode_requests=flow.decode_requests,
+                headroom=flow.headroom,
+            ),
+            max_attempts=flow.max_attempts,
+            max_lost=flow.max_lost,
+            resume_within_s=flow.resume_within_s,
+            busy_pause_s=flow.busy_pause_s,
+            drain_timeout_s=flow.drain_timeout_s,
+            retry_pause_s=health.retry_pause_s,
+            spills=flow.spills,
+            hands_over=flow.hands_over,
+            takes_over=config.planner.live_takeover,
+        ),
+        scaling=_scaling(config),
+        overload=OverloadLimits(
+            lock_watermark=overload.lock_at,
+            release_watermark=overload.lock_at - LOCK_HYSTERESIS,
+        ),
+        shed=ShedLimits(
+            ttft_target_s=overload.ttft_target_s, max_queued_requests=overload.max_queue
+        ),
+        breaker=BreakerLimits(
+            failures=health.max_failures,
+            window_s=FAILURE_WINDOW_S,
+            first_quarantine_s=health.quarantine_s,
+            longest_quarantine_s=max(MAX_QUARANTINE_S, health.quarantine_s),
+        ),
+    )
+
+
+def _scaling(config: RouterConfig) -> ScalingSettings:
+    planner = config.planner
+    return ScalingSettings(
+        mode=planner.mode,
+        standby_ttl_s=planner.standby_ttl_s,
+        hosts=tuple(
+            HostSpec(
+                name=host.name,
+                address=host.address,
+                first_port=host.first_port,
+                slots=host.max_replicas,
+                source=_SOURCES[host.weight_source],
+            )
+            for host in config.hosts
+        ),
+        limits=PlanLimits(
+            min_prefill=planner.min_prefill,
+            # Engines are started on hosts only, so those bound them.
+            max_prefill=MAX_REPLICAS,
+            min_decode=planner.min_decode,
+            max_decode=MAX_REPLICAS,
+            max_total=MAX_REPLICAS,
+            queue_target_s=planner.queue_target_s,
+            down_hold_s=planner.down_hold_s,
+            flip_cooldown_s=FLIP_COOLDOWN_S,
+        ),
+    )
 
 
 def launch_hosts(config: RouterConfig) -> dict[str, LaunchHost]:
@@ -597,8 +691,8 @@ def launch_spec(
     given = next(each for each in config.hosts if each.name == host.name)
     launch = config.launch
     weights = given.weight_source
-    if from_disk and weights is WeightSource.PRELOAD:
-        weights = WeightSource.DISK
+    if from_disk and weights is LaunchWeights.PRELOAD:
+        weights = LaunchWeights.DISK
     return LaunchSpec(
         replica_id=replica_id,
         host=host,

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import resource
 import secrets
 import signal
 import time
@@ -23,7 +24,13 @@ from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, launch_hosts, read_tenants, state_dir
+from vllm_kvpool.router.config import (
+    RouterConfig,
+    controller_of,
+    launch_hosts,
+    read_tenants,
+    state_dir,
+)
 from vllm_kvpool.router.control.events import (
     Abort,
     Action,
@@ -50,20 +57,19 @@ from vllm_kvpool.router.dataplane.headers import REQUEST_ID
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler, Wiring
 from vllm_kvpool.router.dataplane.server import Server
 from vllm_kvpool.router.dataplane.upstream import Answer, EngineLost, Upstream
-from vllm_kvpool.router.ops.admin import Admin
+from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
-from vllm_kvpool.router.ops.file_limit import allow_connections
-from vllm_kvpool.router.ops.prefetches import Prefetches
+from vllm_kvpool.router.ops.metrics import Telemetry
+from vllm_kvpool.router.ops.prefetches import Prefetches, prefetch_commands
 from vllm_kvpool.router.ops.replicas import Replicas
 from vllm_kvpool.router.ops.request_log import RequestLog, access_log
-from vllm_kvpool.router.ops.settings import controller_of, prefetch_commands
-from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Tenants
-from vllm_kvpool.router.ops.view import health_of
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+SPARE_FILES = 512
 MAX_OUTPUT_TOKENS = 1 << 20
 MAX_CHOICES = 16_384
 """vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
@@ -306,7 +312,7 @@ class Router:
                     break
         found: dict[str, dict[str, Any]] = {}
         for each in up:
-            found = {**self.replicas.watches[each.replica_id].models, **found}
+            found = {**self.replicas.monitors[each.replica_id].models, **found}
         return list(found.values())
 
     def _health(self) -> tuple[int, bytes]:
@@ -340,6 +346,25 @@ def admin_token(config: RouterConfig) -> str:
 def _address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def allow_connections(max_connections: int) -> int:
+    """Let the process have so many of clients, and as many to engines; how many files it may have.
+
+    What the system does not allow is said in the log: further connections will then be refused.
+    """
+    wanted = 2 * max_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "%d open files are allowed, %d connections may need %d; raise the limit (ulimit -n)",
+            *(allowed, max_connections, wanted),
+        )
+    return allowed
 
 
 def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:

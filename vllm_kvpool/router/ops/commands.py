@@ -110,7 +110,7 @@ DEFAULT_PREFETCH_COMMAND = (
 )
 
 
-class WeightSource(Enum):
+class LaunchWeights(Enum):
     """Where an engine that starts takes its weights from."""
 
     DISK = "disk"
@@ -120,14 +120,14 @@ class WeightSource(Enum):
     """Device memory that a `vllm preload` on the host holds (CUDA). Such engines cannot sleep."""
 
 
-def weight_arguments(source: WeightSource) -> tuple[str, ...]:
+def weight_arguments(source: LaunchWeights) -> tuple[str, ...]:
     """What `vllm serve` must be told of its weights' source."""
     match source:
-        case WeightSource.DISK:
+        case LaunchWeights.DISK:
             return ()
-        case WeightSource.HOST_MEMORY:
+        case LaunchWeights.HOST_MEMORY:
             return ("--safetensors-load-strategy", "prefetch")
-        case WeightSource.PRELOAD:
+        case LaunchWeights.PRELOAD:
             return ("--load-format", "ipc_cache")
 
 
@@ -170,7 +170,7 @@ class LaunchSpec:
     """What it prints, on this machine. A former one is kept beside it, as `.1`."""
     template: CommandTemplate = CommandTemplate(DEFAULT_ENGINE_COMMAND)
     kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
-    weights: WeightSource = WeightSource.DISK
+    weights: LaunchWeights = LaunchWeights.DISK
     extra: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to what the engine inherits. Not for secrets: it is part of a command line."""
@@ -214,7 +214,7 @@ def check_launch(spec: LaunchSpec) -> None:
     names = spec.template.names()
     if spec.extra and "extra..." not in names:
         raise ConfigError("launch.command: {extra...} is missing, so extra arguments are lost")
-    if spec.weights is not WeightSource.DISK and "weight_source_args" not in names:
+    if spec.weights is not LaunchWeights.DISK and "weight_source_args" not in names:
         raise ConfigError(
             "launch.command: {weight_source_args} is missing, so the weight_source "
             f"{spec.weights.value!r} of host {spec.host.name!r} is lost"

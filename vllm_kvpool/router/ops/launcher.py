@@ -15,40 +15,87 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import msgspec
 
 from vllm_kvpool.router.ops.commands import LaunchHost, LaunchSpec
-from vllm_kvpool.router.ops.keepers import (
-    end_keeper,
-    keeper_lives,
-    log_text,
-    open_log,
-    rotate_log,
-)
-from vllm_kvpool.router.ops.launches import (
-    Adopted,
-    End,
-    Exited,
-    LauncherEvent,
-    Started,
-    StopFailed,
-)
-from vllm_kvpool.router.ops.ledger import EngineRecord, Ledger
-from vllm_kvpool.router.ops.processes import (
+from vllm_kvpool.router.ops.state_file import StateFile
+from vllm_kvpool.router.ops.supervisor import (
+    EngineRecord,
     Presence,
     Process,
     Signal,
     describe_code,
+    end_supervisor,
     last_lines,
     launch_command,
+    log_text,
+    open_log,
     read_marks,
     read_presence,
+    rotate_log,
     signal_command,
+    supervisor_lives,
 )
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine's process runs; whether it is ready is another matter."""
+
+    replica_id: str
+    pid: int
+    """On the engine's host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """An engine of a former router runs on."""
+
+    replica_id: str
+    host: str
+    port: int
+    role: str
+    pid: int
+
+
+class EndCause(Enum):
+    """Why an engine's process has ended."""
+
+    NOT_STARTED = "not_started"
+    BY_ITSELF = "by_itself"
+    STOPPED = "stopped"  # as it was told, having drained
+    KILLED = "killed"  # it had not drained in time
+    UNWATCHED = "unwatched"  # a bug of ours; the next router may find it running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """The engine's process is gone, with all it had started."""
+
+    replica_id: str
+    end: EndCause
+    code: int | None
+    """As a shell gives it, 128 and more for a signal; None if nobody has seen it."""
+    why: str
+    log_lines: tuple[str, ...]
+    """The last it has printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopFailed:
+    """The process is still there after SIGKILL, or its host does not answer. It is watched on."""
+
+    replica_id: str
+    why: str
+
+
+LauncherEvent = Started | Exited | StopFailed
+
 
 MAX_ENGINES = 256
 CALL_TIMEOUT_S = 15.0  # a command on a host, with the connection it needs
@@ -67,9 +114,9 @@ class _Engine:
     host: LaunchHost
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     drain_s: float = 0.0
-    end: End = End.BY_ITSELF
+    end: EndCause = EndCause.BY_ITSELF
     has_lost_connection: bool = False
-    """The engine has outlived its keeper, who could have told its exit code."""
+    """The engine has outlived its supervisor, who could have told its exit code."""
 
 
 class Launcher:
@@ -78,12 +125,12 @@ class Launcher:
     def __init__(
         self,
         hosts: Mapping[str, LaunchHost],
-        ledger: Ledger,
+        state_file: StateFile,
         report: Callable[[LauncherEvent], None],
     ) -> None:
         """`report` is called in the loop's thread and must not block."""
         self._hosts = dict(hosts)
-        self._ledger = ledger
+        self._state_file = state_file
         self._report = report
         self._engines: dict[str, _Engine] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -112,17 +159,17 @@ class Launcher:
             kill_timeout_s=spec.kill_timeout_s,
         )
         # Before there is a process: a router that dies in between leaves none that nobody knows.
-        self._ledger.put(record)
+        self._state_file.put(record)
         self._own(_Engine(record, spec.host), spec)
 
     async def adopt(self) -> tuple[Adopted, ...]:
         """Take over what a former router has left running; bounded by a call to each host."""
-        known = [r for r in self._ledger.records.values() if r.replica_id not in self._engines]
+        known = [r for r in self._state_file.records.values() if r.replica_id not in self._engines]
         found = await asyncio.gather(*(self._adopt(record) for record in known))
         return tuple(adopted for adopted in found if adopted is not None)
 
     def stop(self, replica_id: str, drain_s: float | None = None) -> None:
-        """End an engine: SIGTERM, SIGKILL after `drain_s` (its own time to stop, if None).
+        """EndCause an engine: SIGTERM, SIGKILL after `drain_s` (its own time to stop, if None).
 
         `Exited` or `StopFailed` is reported. Without effect on an engine that has ended."""
         engine = self._engines.get(replica_id)
@@ -151,7 +198,7 @@ class Launcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._ledger.close()
+        self._state_file.close()
 
     def _own(self, engine: _Engine, spec: LaunchSpec | None) -> None:
         replica_id = engine.record.replica_id
@@ -167,13 +214,13 @@ class Launcher:
                 await self._watch(engine)
         except Exception as error:
             log.exception("%s: the launcher has failed", record.replica_id)
-            engine.end, why = End.UNWATCHED, f"{type(error).__name__}: {error}"
+            engine.end, why = EndCause.UNWATCHED, f"{type(error).__name__}: {error}"
         text = log_text(record, from_end=True)
         marks = read_marks(text, record.launch_id)
         code = _exit_code(engine, marks.exit_code)
         del self._engines[record.replica_id], self._tasks[record.replica_id]
-        if engine.end is not End.UNWATCHED:
-            self._ledger.remove(record.replica_id)
+        if engine.end is not EndCause.UNWATCHED:
+            self._state_file.remove(record.replica_id)
         self._report(
             Exited(
                 replica_id=record.replica_id,
@@ -186,32 +233,32 @@ class Launcher:
 
     async def _start(self, engine: _Engine, spec: LaunchSpec) -> str:
         """Why there is no process; empty if there is one."""
-        engine.end = End.NOT_STARTED
+        engine.end = EndCause.NOT_STARTED
         try:
             await _spawn(spec, engine.record.launch_id)
         except OSError as error:
             return str(error)
         identified = await self._identify(engine, IDENTITY_TIMEOUT_S)
         if identified is None:
-            if not keeper_lives(engine.record):
+            if not supervisor_lives(engine.record):
                 return f"host {spec.host.name!r} has started nothing"
-            end_keeper(engine.record)
+            end_supervisor(engine.record)
             return f"host {spec.host.name!r} has started nothing within {IDENTITY_TIMEOUT_S:g} s"
-        engine.end = End.BY_ITSELF
+        engine.end = EndCause.BY_ITSELF
         self._report(Started(spec.replica_id, identified.pid))
         return ""
 
     async def _adopt(self, record: EngineRecord) -> Adopted | None:
         host = self._hosts.get(record.host)
         if host is None:
-            # It stays in the ledger: with the host in the configuration again, it is found.
+            # It stays in the state_file: with the host in the configuration again, it is found.
             log.error("%s runs on host %s, which is unknown", record.replica_id, record.host)
             return None
         engine = _Engine(record, host)
         process = record.engine or await self._identify(engine, ADOPT_TIMEOUT_S)
         if process is None or await _signal(engine, Signal.NONE) is Presence.GONE:
-            end_keeper(engine.record)
-            self._ledger.remove(record.replica_id)
+            end_supervisor(engine.record)
+            self._state_file.remove(record.replica_id)
             return None
         self._own(engine, None)
         return Adopted(
@@ -223,14 +270,14 @@ class Launcher:
         )
 
     async def _identify(self, engine: _Engine, timeout_s: float) -> Process | None:
-        """Wait until the engine has said who it is; None if it does not, or its keeper ends."""
+        """Wait until the engine has said who it is; None if it does not, or its supervisor ends."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
-            # Looked at first: what a keeper has written before it ended is in the log.
-            ended = engine.record.keeper is not None and not keeper_lives(engine.record)
+            # Looked at first: what a supervisor has written before it ended is in the log.
+            ended = engine.record.supervisor is not None and not supervisor_lives(engine.record)
             marks = read_marks(log_text(engine.record), engine.record.launch_id)
             record = msgspec.structs.replace(
-                engine.record, keeper=marks.keeper, engine=marks.engine
+                engine.record, supervisor=marks.supervisor, engine=marks.engine
             )
             if record != engine.record:
                 self._keep(engine, record)
@@ -256,20 +303,20 @@ class Launcher:
             gone.cancel()
         # What it may have left behind holds its devices and its port.
         await _signal(engine, Signal.KILL)
-        end_keeper(engine.record)
+        end_supervisor(engine.record)
 
     async def _stop(self, engine: _Engine, gone: asyncio.Task[None]) -> None:
-        engine.end = End.STOPPED
+        engine.end = EndCause.STOPPED
         await _signal(engine, Signal.TERM)
         if (await asyncio.wait({gone}, timeout=engine.drain_s))[0]:
             return
-        engine.end = End.KILLED
+        engine.end = EndCause.KILLED
         await _signal(engine, Signal.KILL)
         if (await asyncio.wait({gone}, timeout=engine.record.kill_timeout_s))[0]:
             return
         match await _signal(engine, Signal.NONE):
             case Presence.GONE:
-                end_keeper(engine.record)  # its connection alone was left
+                end_supervisor(engine.record)  # its connection alone was left
                 return
             case Presence.ALIVE:
                 why = f"still there {engine.record.kill_timeout_s:g} s after SIGKILL"
@@ -279,7 +326,7 @@ class Launcher:
 
     async def _await_end(self, engine: _Engine) -> None:
         path, rotate_at = Path(engine.record.log_path), 0.0
-        while keeper_lives(engine.record):
+        while supervisor_lives(engine.record):
             await asyncio.sleep(WATCH_POLL_S)
             if (now := asyncio.get_running_loop().time()) >= rotate_at:
                 rotate_at = now + ROTATE_EVERY_S
@@ -291,7 +338,7 @@ class Launcher:
 
     def _keep(self, engine: _Engine, record: EngineRecord) -> None:
         engine.record = record
-        self._ledger.put(record)
+        self._state_file.put(record)
 
 
 def _exit_code(engine: _Engine, code: int | None) -> int | None:
@@ -300,7 +347,7 @@ def _exit_code(engine: _Engine, code: int | None) -> int | None:
         return None
     # ssh ends with 255 when it loses the host, and with more than 128 when a signal ends it; the
     # engine may have ended as well before its host was asked.
-    is_elsewhere = engine.host.prefix is not None and engine.end is End.BY_ITSELF
+    is_elsewhere = engine.host.prefix is not None and engine.end is EndCause.BY_ITSELF
     return None if is_elsewhere and code is not None and code > 128 else code
 
 

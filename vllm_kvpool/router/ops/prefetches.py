@@ -17,12 +17,21 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_kvpool.config import environment, read_config
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
+from vllm_kvpool.prefetch.route import pool_options, route_of, scheme_of
+from vllm_kvpool.router.config import RouterConfig
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.known_cells import KnownCells
 from vllm_kvpool.router.control.prefetch import Begin, Bring, End, PrefetchPlan
 from vllm_kvpool.router.dataplane.bodies import ClientRequest
-from vllm_kvpool.router.ops.keepers import open_log
+from vllm_kvpool.router.ops.commands import (
+    PREFETCH_PLACEHOLDERS,
+    LaunchHost,
+    in_environment,
+    read_template,
+)
+from vllm_kvpool.router.ops.supervisor import open_log
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +46,46 @@ class _Process:
     orders: asyncio.Queue[ChunkNames]
     is_over: asyncio.Event
     task: asyncio.Task[None]
+
+
+def prefetch_commands(
+    config: RouterConfig, hosts: Mapping[str, LaunchHost]
+) -> dict[str, tuple[str, ...]]:
+    """What is run to bring cells near, by host; none where nothing can be brought.
+
+    ConfigError where the command cannot work.
+    """
+    launch = config.launch
+    template = read_template(
+        "[launch] prefetch_command", launch.prefetch_command, PREFETCH_PLACEHOLDERS
+    )
+    if not launch.prefetch_bytes or not config.planner.live_takeover:
+        return {}
+    values = {
+        "kv_transfer_config": launch.kv_transfer_config,
+        "max_bytes": str(launch.prefetch_bytes),
+        "max_seconds": f"{launch.load_timeout_s:g}",
+    }
+    commands = {}
+    for given in config.hosts:
+        host = hosts[given.name]
+        # What a process inherits on another host is not known here.
+        inherited = environment() if host.prefix is None else {}
+        if _can_bring(launch.kv_transfer_config, {**inherited, **given.env}):
+            command = in_environment(given.env, template.render(values, {}))
+            commands[given.name] = host.command(command)
+    return commands
+
+
+def _can_bring(kv_transfer_config: str, env: Mapping[str, str]) -> bool:
+    """Whether engines' cells may lie in a far tier, and be brought into a near one."""
+    try:
+        options = pool_options(kv_transfer_config)
+        urls = () if options is None else read_config(options, env).store_urls
+    except ValueError as error:  # a ConfigError, too: engines will say so
+        log.warning("nothing is prefetched: kv_transfer_config: %s", error)
+        return False
+    return route_of([scheme_of(url) for url in urls]) is not None
 
 
 class Prefetches:

@@ -28,21 +28,20 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import UP, ReplicaId, Role
 from vllm_kvpool.router.dataplane.upstream import Upstream
-from vllm_kvpool.router.ops.commands import WeightSource
+from vllm_kvpool.router.ops.commands import LaunchWeights
 from vllm_kvpool.router.ops.compatibility import Problem, problems
-from vllm_kvpool.router.ops.launcher import Launcher
-from vllm_kvpool.router.ops.launches import Exited, LauncherEvent, Started, StopFailed
-from vllm_kvpool.router.ops.ledger import Ledger
-from vllm_kvpool.router.ops.watch import Watch
+from vllm_kvpool.router.ops.launcher import Exited, Launcher, LauncherEvent, Started, StopFailed
+from vllm_kvpool.router.ops.monitor import Monitor
+from vllm_kvpool.router.ops.state_file import StateFile
 
 log = logging.getLogger(__name__)
 
 COMPATIBILITY_EVERY_S = 1.0
-LEDGER = "engines.json"
+STATE_FILE = "engines.json"
 
 
 def stop_engines(config: RouterConfig) -> tuple[str, ...]:
-    """End the engines that a router has left running; their ids.
+    """EndCause the engines that a router has left running; their ids.
 
     ConfigError while a router runs, or where what is left cannot be read.
     """
@@ -60,7 +59,7 @@ async def _stop_engines(config: RouterConfig) -> tuple[str, ...]:
             case StopFailed(replica_id=replica_id, why=why):
                 log.error("engine %s cannot be stopped: %s", replica_id, why)
 
-    launcher = Launcher(launch_hosts(config), Ledger(state_dir(config) / LEDGER), hear)
+    launcher = Launcher(launch_hosts(config), StateFile(state_dir(config) / STATE_FILE), hear)
     await launcher.adopt()
     await launcher.stop_all()
     await launcher.close()
@@ -73,7 +72,7 @@ class Replicas:
     def __init__(
         self, config: RouterConfig, fleet: Fleet, engines: Upstream, post: Callable[[Event], None]
     ) -> None:
-        self.watches: dict[ReplicaId, Watch] = {}
+        self.monitors: dict[ReplicaId, Monitor] = {}
         self._config = config
         self._fleet = fleet
         self._engines = engines
@@ -86,7 +85,7 @@ class Replicas:
 
     def lists(self, model: str) -> bool:
         """Whether an engine has said that it serves the model; all serve the one without a name."""
-        return not model or any(model in each.models for each in self.watches.values())
+        return not model or any(model in each.models for each in self.monitors.values())
 
     async def find(self) -> None:
         """Engines of ours that a former router has left, and what is missing of them.
@@ -97,8 +96,8 @@ class Replicas:
         if not self._hosts:
             return
         launch = self._config.launch
-        ledger = Ledger(state_dir(self._config) / LEDGER)
-        self._launcher = Launcher(self._hosts, ledger, self._hear)
+        state_file = StateFile(state_dir(self._config) / STATE_FILE)
+        self._launcher = Launcher(self._hosts, state_file, self._hear)
         missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
         room = launch.prefill + launch.decode
         for found in await self._launcher.adopt():
@@ -119,24 +118,24 @@ class Replicas:
     def perform(self, action: Load | Warm | Probe | Rest) -> None:
         """Never waits; does nothing any more once all stop."""
         if self._is_stopping:
-            return  # what a watch has seen meanwhile: what it begins, nobody would end
+            return  # what a monitor has seen meanwhile: what it begins, nobody would end
         match action:
             case Load():
                 self._load(action)
             case Warm(replica):
-                self.watches[replica].warm()
+                self.monitors[replica].warm()
             case Probe(replica):
-                if replica in self.watches:
-                    self.watches[replica].ask()
+                if replica in self.monitors:
+                    self.monitors[replica].ask()
             case Rest(replica, forget):
                 self._rest(replica, forget=forget)
 
     async def stop(self) -> None:
-        """Watch no longer; engines of ours end, too, unless they are to be kept."""
+        """Monitor no longer; engines of ours end, too, unless they are to be kept."""
         self._is_stopping = True
         if self._compatibility is not None:
             self._compatibility.cancel()
-        await asyncio.gather(*(watch.stop() for watch in self.watches.values()))
+        await asyncio.gather(*(monitor.stop() for monitor in self.monitors.values()))
         if self._launcher is not None:
             if not self._config.launch.keep_on_exit:
                 await self._launcher.stop_all()
@@ -169,14 +168,14 @@ class Replicas:
     def _load(self, action: Load) -> None:
         replica_id = action.replica
         spec = self._fleet[replica_id].spec
-        watch = self.watches.get(replica_id)
-        if watch is None:
-            watch = Watch(replica_id, spec.url, self._engines, self._config.health, self._post)
-            self.watches[replica_id] = watch
-            watch.start()
+        monitor = self.monitors.get(replica_id)
+        if monitor is None:
+            monitor = Monitor(replica_id, spec.url, self._engines, self._config.health, self._post)
+            self.monitors[replica_id] = monitor
+            monitor.start()
         if spec.is_ours:
-            self._launch(action, spec, is_hung=watch.has_failed)
-        watch.load(self._config.launch.load_timeout_s, wakes=not spec.is_ours)
+            self._launch(action, spec, is_hung=monitor.has_failed)
+        monitor.load(self._config.launch.load_timeout_s, wakes=not spec.is_ours)
 
     def _launch(self, action: Load, spec: ReplicaSpec, *, is_hung: bool) -> None:
         assert self._launcher is not None
@@ -189,7 +188,7 @@ class Replicas:
                     replica_id=replica_id,
                     port=int(spec.url.rpartition(":")[2]),
                     role=action.role.value,
-                    from_disk=action.weights == WeightSource.DISK.value,
+                    from_disk=action.weights == LaunchWeights.DISK.value,
                 )
             )
             return
@@ -200,17 +199,17 @@ class Replicas:
             self._launcher.stop(replica_id, 0.0)
 
     def _rest(self, replica_id: ReplicaId, *, forget: bool) -> None:
-        watch = self.watches.get(replica_id)
+        monitor = self.monitors.get(replica_id)
         is_ours = self._launcher is not None and replica_id in self._launcher.replica_ids
         if is_ours:
             assert self._launcher is not None
             self._launcher.stop(replica_id)
-        if watch is None:
+        if monitor is None:
             return  # it was added, and never wanted
-        watch.rest(sleeps=not is_ours and not forget)
+        monitor.rest(sleeps=not is_ours and not forget)
         if forget:
-            del self.watches[replica_id]
-            self._run(watch.stop())
+            del self.monitors[replica_id]
+            self._run(monitor.stop())
 
     def _hear(self, event: LauncherEvent) -> None:
         match event:

@@ -15,7 +15,7 @@ from vllm_kvpool.router.control.events import (
     Prefill,
     PrefillEnded,
 )
-from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.metrics import Telemetry
 
 access_log = logging.getLogger("vllm_kvpool.router.access")
 

@@ -36,7 +36,7 @@ OK = 200
 BUSY_STATUSES = (429, 503)
 
 
-class Watch:
+class Monitor:
     """Watches one replica. Owned by the router's loop; `post` takes its events."""
 
     def __init__(

@@ -2,14 +2,18 @@
 
 Owned by the router's loop. It reads the controller and posts events; `post` carries an event out
 before it returns, so that the answer can say what follows. Without the token nothing is answered
-but the page's own files.
+but the page's own files. What orders mean is decided in `admin_requests.py`.
 """
 
+import hmac
+import ipaddress
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
@@ -22,14 +26,71 @@ from vllm_kvpool.router.dataplane.http_server import (
     Response,
     ServerLimits,
 )
-from vllm_kvpool.router.ops import orders
-from vllm_kvpool.router.ops.access import Access
-from vllm_kvpool.router.ops.orders import OrderError
-from vllm_kvpool.router.ops.shown import RouterView
-from vllm_kvpool.router.ops.telemetry import Telemetry
-from vllm_kvpool.router.ops.view import plan_now, plan_of, state_of
+from vllm_kvpool.router.ops import admin_requests
+from vllm_kvpool.router.ops.admin_requests import AdminError
+from vllm_kvpool.router.ops.metrics import Telemetry
+from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, plan_of, state_of
 
 log = logging.getLogger(__name__)
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
+_SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """An HTTP status, and what to do about it."""
+
+    status: int
+    error: str
+
+
+class Access:
+    """The rules of one admin address."""
+
+    def __init__(self, token: str, hosts: Iterable[str] = ()) -> None:
+        """`hosts`: names that it goes by. Addresses and localhost always are."""
+        assert token, "an empty token would let everybody in"
+        self._token = token.encode()
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    def check_place(self, host: str | None, origin: str | None) -> Denial | None:
+        """Whether a request is meant for this address, and comes from its own page, if from any."""
+        if host is None or not self._is_ours(host):
+            return Denial(403, f"not known as {host!r}; add the name to hosts of [admin]")
+        if origin is None or origin.lower().partition("://")[2] == host.lower():
+            return None
+        name = urlsplit(origin).hostname
+        if name is not None and name in self._hosts:
+            return None
+        return Denial(403, f"requests of pages from {origin!r} are refused")
+
+    def check_token(self, authorization: str | None) -> Denial | None:
+        """Whether the token has come with it."""
+        if authorization is None:
+            return Denial(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
+        is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
+        given = authorization[len(_SCHEME) :].strip() if is_bearer else ""
+        # Whatever bytes a client has sent: they are only compared.
+        if hmac.compare_digest(given.encode(errors="surrogateescape"), self._token):
+            return None
+        return Denial(401, "the token is wrong; it is token of [admin], or in the router's log")
+
+    def _is_ours(self, host: str) -> bool:
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = match[1].strip("[]").lower()
+        return name == "localhost" or name in self._hosts or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
 
 MAX_BODY_BYTES = 64 << 10
 LIMITS = ServerLimits(
@@ -161,7 +222,7 @@ class Admin:
             return _error(405, f"{http.method} is not for {http.path}; use {allowed}")
         try:
             return handler(http, replica_id)
-        except OrderError as error:
+        except AdminError as error:
             return _error(error.status, str(error))
         except ConfigError as error:
             return _error(409, str(error))
@@ -177,50 +238,50 @@ class Admin:
     # Orders
 
     def _set_mode(self, http: HttpRequest, _: str) -> Response:
-        self._carry_out(orders.set_mode(http.body))
+        self._carry_out(admin_requests.set_mode(http.body))
         return _json({"mode": plan_of(self._controller).mode})
 
     def _add(self, http: HttpRequest, _: str) -> Response:
-        event = orders.add(self._view(), http.body)
+        event = admin_requests.add(self._view(), http.body)
         self._carry_out(event)
         return self._following(event.spec.replica_id)
 
     def _spawn(self, http: HttpRequest, _: str) -> Response:
-        event = orders.spawn(http.body)
+        event = admin_requests.spawn(http.body)
         before = {each.id for each in self._view().replicas}
         self._carry_out(event)
         (started,) = [each.id for each in self._view().replicas if each.id not in before]
         return self._following(started)
 
     def _remove(self, http: HttpRequest, replica_id: str) -> Response:
-        self._carry_out(orders.remove(self._view(), replica_id, force=_is_forced(http)))
+        self._carry_out(admin_requests.remove(self._view(), replica_id, force=_is_forced(http)))
         return self._following(replica_id)
 
     def _drain(self, http: HttpRequest, replica_id: str) -> Response:
-        self._carry_out(orders.drain(self._view(), replica_id, force=_is_forced(http)))
+        self._carry_out(admin_requests.drain(self._view(), replica_id, force=_is_forced(http)))
         return self._following(replica_id)
 
     def _set_role(self, http: HttpRequest, replica_id: str) -> Response:
         force = _is_forced(http)
-        self._carry_out(orders.set_role(self._view(), replica_id, http.body, force=force))
+        self._carry_out(admin_requests.set_role(self._view(), replica_id, http.body, force=force))
         return self._following(replica_id)
 
     def _add_instances(self, http: HttpRequest, _: str) -> Response:
-        events = orders.add_instances(self._view(), http.body)
+        events = admin_requests.add_instances(self._view(), http.body)
         for event in events:
             self._carry_out(event)
         names = [event.spec.replica_id for event in events]
         message = f"Instances {names} are waiting to be added." if names else "Nothing to add."
-        return _json(orders.instances_answer(self._view(), message))
+        return _json(admin_requests.instances_answer(self._view(), message))
 
     def _remove_instances(self, http: HttpRequest, _: str) -> Response:
         view = self._view()
-        events = orders.remove_instances(view, http.body, force=_is_forced(http))
+        events = admin_requests.remove_instances(view, http.body, force=_is_forced(http))
         for event in events:
             self._carry_out(event)
-        names = orders.addresses(view, [event.replica for event in events])
+        names = admin_requests.addresses(view, [event.replica for event in events])
         message = f"Instances {names} are isolated and waiting to be removed."
-        return _json(orders.instances_answer(self._view(), message))
+        return _json(admin_requests.instances_answer(self._view(), message))
 
     def _view(self) -> RouterView:
         return state_of(self._controller, self._clock())
@@ -231,7 +292,7 @@ class Admin:
 
     def _following(self, replica_id: str) -> Response:
         found = [each for each in self._view().replicas if each.id == replica_id]
-        return _json(orders.follows(replica_id, found[0] if found else None), 202)
+        return _json(admin_requests.follows(replica_id, found[0] if found else None), 202)
 
 
 def _route_of(path: str) -> tuple[str, str]:

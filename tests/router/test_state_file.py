@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.ops.ledger import EngineRecord, Ledger
-from vllm_kvpool.router.ops.processes import Process
+from vllm_kvpool.router.ops.state_file import StateFile
+from vllm_kvpool.router.ops.supervisor import EngineRecord, Process
 
 
 def record(replica_id: str, **changes: object) -> EngineRecord:
@@ -26,13 +26,13 @@ def record(replica_id: str, **changes: object) -> EngineRecord:
 
 def test_the_next_router_reads_what_the_last_one_wrote(tmp_path: Path) -> None:
     path = tmp_path / "state" / "engines.json"
-    ledger = Ledger(path)
-    ledger.put(record("r1"))
-    ledger.put(record("r2"))
-    ledger.put(record("r1", role="prefill"))
-    ledger.remove("r2")
-    ledger.close()
-    after = Ledger(path)
+    state_file = StateFile(path)
+    state_file.put(record("r1"))
+    state_file.put(record("r2"))
+    state_file.put(record("r1", role="prefill"))
+    state_file.remove("r2")
+    state_file.close()
+    after = StateFile(path)
     assert dict(after.records) == {"r1": record("r1", role="prefill")}
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -40,11 +40,11 @@ def test_the_next_router_reads_what_the_last_one_wrote(tmp_path: Path) -> None:
 
 
 def test_no_two_routers_have_one_state(tmp_path: Path) -> None:
-    first = Ledger(tmp_path / "engines.json")
+    first = StateFile(tmp_path / "engines.json")
     with pytest.raises(ConfigError, match="held by another router"):
-        Ledger(tmp_path / "engines.json")
+        StateFile(tmp_path / "engines.json")
     first.close()
-    Ledger(tmp_path / "engines.json").close()
+    StateFile(tmp_path / "engines.json").close()
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ def test_what_cannot_be_read_is_put_aside_and_said(
 ) -> None:
     path = tmp_path / "engines.json"
     path.write_text(text)
-    ledger = Ledger(path)
-    assert dict(ledger.records) == {}
+    state_file = StateFile(path)
+    assert dict(state_file.records) == {}
     assert (tmp_path / "engines.json.unreadable").read_text() == text
     assert "engines of a former router are not known" in caplog.text
-    ledger.close()
+    state_file.close()
 
 
 def test_a_write_that_was_cut_short_leaves_the_former_state(tmp_path: Path) -> None:
     path = tmp_path / "engines.json"
-    ledger = Ledger(path)
-    ledger.put(record("r1"))
-    ledger.close()
+    state_file = StateFile(path)
+    state_file.put(record("r1"))
+    state_file.close()
     (tmp_path / "engines.json.new").write_text('{"version":1,"eng')
-    after = Ledger(path)
+    after = StateFile(path)
     assert list(after.records) == ["r1"]
     after.put(record("r2"))
     after.close()
@@ -78,25 +78,25 @@ def test_a_write_that_was_cut_short_leaves_the_former_state(tmp_path: Path) -> N
 def test_a_place_that_cannot_be_had_is_a_mistake_of_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be kept in"):
-        Ledger(tmp_path / "file" / "engines.json")
+        StateFile(tmp_path / "file" / "engines.json")
 
 
 def test_a_state_that_cannot_be_read_is_left_to_others(tmp_path: Path) -> None:
     path = tmp_path / "engines.json"
     path.mkdir()
     with pytest.raises(ConfigError, match="cannot be read") as failed:
-        Ledger(path)
+        StateFile(path)
     path.rmdir()
-    Ledger(path).close()  # the failure, which still is held, holds no lock
+    StateFile(path).close()  # the failure, which still is held, holds no lock
     assert failed.value is not None
 
 
 def test_a_full_disk_does_not_stop_the_router(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ledger = Ledger(tmp_path / "engines.json")
+    state_file = StateFile(tmp_path / "engines.json")
     (tmp_path / "engines.json.new").mkdir()  # stands for any OSError
-    ledger.put(record("r1"))
-    assert list(ledger.records) == ["r1"]
+    state_file.put(record("r1"))
+    assert list(state_file.records) == ["r1"]
     assert "is not up to date" in caplog.text
-    ledger.close()
+    state_file.close()

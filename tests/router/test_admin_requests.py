@@ -19,10 +19,9 @@ from vllm_kvpool.router.control.events import (
     Spawn,
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role
-from vllm_kvpool.router.ops import orders
-from vllm_kvpool.router.ops.orders import OrderError
-from vllm_kvpool.router.ops.shown import RouterView
-from vllm_kvpool.router.ops.view import state_of
+from vllm_kvpool.router.ops import admin_requests
+from vllm_kvpool.router.ops.admin_requests import AdminError
+from vllm_kvpool.router.ops.snapshot import RouterView, state_of
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,9 @@ def added(name: str, url: str, role: Role, host: str = "") -> Added:
 
 
 def test_an_engine_is_added_under_its_address_or_the_id_given(view: RouterView) -> None:
-    plain = orders.add(view, body(url="http://10.0.0.5:8000/", role="prefill"))
+    plain = admin_requests.add(view, body(url="http://10.0.0.5:8000/", role="prefill"))
     assert plain == added("10.0.0.5:8000", "http://10.0.0.5:8000", Role.PREFILL)
-    named = orders.add(view, body(url="https://x:1", role="decode", id="d9", host="h2"))
+    named = admin_requests.add(view, body(url="https://x:1", role="decode", id="d9", host="h2"))
     assert named == added("d9", "https://x:1", Role.DECODE, "h2")
 
 
@@ -78,8 +77,8 @@ ADD = {"url": "http://new:1", "role": "prefill"}
 def test_what_cannot_be_added_says_why(
     view: RouterView, fields: dict[str, Any], status: int, said: str
 ) -> None:
-    with pytest.raises(OrderError) as refused:
-        orders.add(view, body(**fields))
+    with pytest.raises(AdminError) as refused:
+        admin_requests.add(view, body(**fields))
     assert refused.value.status == status
     assert said in str(refused.value)
 
@@ -87,21 +86,21 @@ def test_what_cannot_be_added_says_why(
 @pytest.mark.parametrize("sent", [b"", b"{", b"[]", b"null", b"\xff", b'"x"'])
 def test_a_body_that_is_no_order_is_answered_with_an_example(view: RouterView, sent: bytes) -> None:
     for order in (
-        lambda: orders.add(view, sent),
-        lambda: orders.spawn(sent),
-        lambda: orders.set_mode(sent),
-        lambda: orders.set_role(view, "p0", sent, force=False),
-        lambda: orders.add_instances(view, sent),
-        lambda: orders.remove_instances(view, sent, force=False),
+        lambda: admin_requests.add(view, sent),
+        lambda: admin_requests.spawn(sent),
+        lambda: admin_requests.set_mode(sent),
+        lambda: admin_requests.set_role(view, "p0", sent, force=False),
+        lambda: admin_requests.add_instances(view, sent),
+        lambda: admin_requests.remove_instances(view, sent, force=False),
     ):
-        with pytest.raises(OrderError, match=r"; send \{") as refused:
+        with pytest.raises(AdminError, match=r"; send \{") as refused:
             order()
         assert refused.value.status == 400
 
 
 def test_a_text_that_is_not_utf8_is_no_order(view: RouterView) -> None:
-    with pytest.raises(OrderError, match=r"can't decode byte 0xff.*; send \{") as refused:
-        orders.add(view, b'{"url":"http://\xff:1","role":"prefill"}')
+    with pytest.raises(AdminError, match=r"can't decode byte 0xff.*; send \{") as refused:
+        admin_requests.add(view, b'{"url":"http://\xff:1","role":"prefill"}')
     assert refused.value.status == 400
 
 
@@ -111,28 +110,28 @@ def test_there_is_a_bound_on_replicas() -> None:
         spec = ReplicaSpec(replica_id=ReplicaId(f"r{number}"), url=f"http://h{number}:1")
         scene.controller.desk.fleet.add(spec, 0.0)
     full = shown(scene)
-    with pytest.raises(OrderError, match="1024 replicas already") as refused:
-        orders.add(full, body(**ADD))
+    with pytest.raises(AdminError, match="1024 replicas already") as refused:
+        admin_requests.add(full, body(**ADD))
     assert refused.value.status == 409
-    with pytest.raises(OrderError, match="1024 replicas already"):
-        orders.add_instances(full, body(type="prefill", instances="new:1"))
+    with pytest.raises(AdminError, match="1024 replicas already"):
+        admin_requests.add_instances(full, body(type="prefill", instances="new:1"))
 
 
 def test_spawn_and_mode() -> None:
-    assert orders.spawn(body(role="decode")) == Spawn(Role.DECODE, "")
-    assert orders.spawn(body(role="prefill", host="h1")) == Spawn(Role.PREFILL, "h1")
-    assert orders.set_mode(body(mode="dry_run")) == SetMode(Mode.DRY_RUN)
-    with pytest.raises(OrderError, match="choose 'manual' or 'dry_run' or 'automatic'"):
-        orders.set_mode(body(mode="auto"))
-    with pytest.raises(OrderError, match="role is ''"):
-        orders.spawn(body(role=""))
+    assert admin_requests.spawn(body(role="decode")) == Spawn(Role.DECODE, "")
+    assert admin_requests.spawn(body(role="prefill", host="h1")) == Spawn(Role.PREFILL, "h1")
+    assert admin_requests.set_mode(body(mode="dry_run")) == SetMode(Mode.DRY_RUN)
+    with pytest.raises(AdminError, match="choose 'manual' or 'dry_run' or 'automatic'"):
+        admin_requests.set_mode(body(mode="auto"))
+    with pytest.raises(AdminError, match="role is ''"):
+        admin_requests.spawn(body(role=""))
 
 
 Order = Callable[[RouterView, str, bool], object]
 ORDERS: dict[str, Order] = {
-    "remove": lambda view, name, force: orders.remove(view, name, force=force),
-    "drain": lambda view, name, force: orders.drain(view, name, force=force),
-    "flip": lambda view, name, force: orders.set_role(
+    "remove": lambda view, name, force: admin_requests.remove(view, name, force=force),
+    "drain": lambda view, name, force: admin_requests.drain(view, name, force=force),
+    "flip": lambda view, name, force: admin_requests.set_role(
         view, name, body(role="decode" if name.startswith("p") else "prefill"), force=force
     ),
 }
@@ -142,10 +141,10 @@ ORDERS: dict[str, Order] = {
 def test_a_replica_that_is_not_there_is_answered_with_those_that_are(
     view: RouterView, order: Order
 ) -> None:
-    with pytest.raises(OrderError, match="no replica 'px'; known are: p0, p1, d0, d1") as refused:
+    with pytest.raises(AdminError, match="no replica 'px'; known are: p0, p1, d0, d1") as refused:
         order(view, "px", True)
     assert refused.value.status == 404
-    with pytest.raises(OrderError, match="known are: none"):
+    with pytest.raises(AdminError, match="known are: none"):
         order(shown(Scene()), "px", False)
 
 
@@ -157,7 +156,7 @@ def test_the_last_one_of_a_role_stays_unless_forced(order: Order) -> None:
         scene.serving(name, Role.DECODE)
     view = shown(scene)
     assert order(view, "d0", False) is not None
-    with pytest.raises(OrderError, match=r"nobody else serves prefill; .*force=true") as refused:
+    with pytest.raises(AdminError, match=r"nobody else serves prefill; .*force=true") as refused:
         order(view, "p0", False)
     assert refused.value.status == 409
     assert order(view, "p0", True) is not None
@@ -166,37 +165,37 @@ def test_the_last_one_of_a_role_stays_unless_forced(order: Order) -> None:
 def test_a_role_that_it_has_already_is_no_loss() -> None:
     scene = Scene()
     scene.serving("p0", Role.PREFILL)
-    asked = orders.set_role(shown(scene), "p0", body(role="prefill"), force=False)
+    asked = admin_requests.set_role(shown(scene), "p0", body(role="prefill"), force=False)
     assert asked == SetRole(ReplicaId("p0"), Role.PREFILL)
 
 
 def test_what_does_not_serve_may_always_go(view: RouterView) -> None:
-    assert orders.remove(view, "d2", force=False) == Remove(ReplicaId("d2"))
-    assert orders.drain(view, "d2", force=False) == Drain(ReplicaId("d2"))
+    assert admin_requests.remove(view, "d2", force=False) == Remove(ReplicaId("d2"))
+    assert admin_requests.drain(view, "d2", force=False) == Drain(ReplicaId("d2"))
 
 
 # As of vLLM-Ascend's proxy
 
 
 def test_instances_are_added_one_or_many_and_never_twice(view: RouterView) -> None:
-    one = orders.add_instances(view, body(type="decode", instances="10.0.0.7:9000"))
+    one = admin_requests.add_instances(view, body(type="decode", instances="10.0.0.7:9000"))
     assert one == [added("10.0.0.7:9000", "http://10.0.0.7:9000", Role.DECODE)]
     names = ["a:1", "10.0.0.1:8000", "[::1]:2", "a:1"]
-    many = orders.add_instances(view, body(type="prefill", instances=names))
+    many = admin_requests.add_instances(view, body(type="prefill", instances=names))
     assert [each.spec.url for each in many] == ["http://a:1", "http://[::1]:2"]
 
 
 def test_instances_are_removed_whatever_they_do_by_now(view: RouterView) -> None:
     asked = body(type="prefill", instances=["10.0.0.1:8000", "10.0.0.1:8002"])
-    removed = orders.remove_instances(view, asked, force=False)
+    removed = admin_requests.remove_instances(view, asked, force=False)
     assert removed == [Remove(ReplicaId("p0")), Remove(ReplicaId("d0"))]
 
 
 def test_the_last_ones_of_a_role_are_not_removed_together_unless_forced(view: RouterView) -> None:
     asked = body(type="prefill", instances=["10.0.0.1:8000", "10.0.0.1:8001"])
-    with pytest.raises(OrderError, match="nobody else serves prefill"):
-        orders.remove_instances(view, asked, force=False)
-    assert len(orders.remove_instances(view, asked, force=True)) == 2
+    with pytest.raises(AdminError, match="nobody else serves prefill"):
+        admin_requests.remove_instances(view, asked, force=False)
+    assert len(admin_requests.remove_instances(view, asked, force=True)) == 2
 
 
 @pytest.mark.parametrize(
@@ -216,23 +215,23 @@ def test_what_cannot_be_instances_says_why(
     view: RouterView, fields: dict[str, Any], said: str
 ) -> None:
     for order in (
-        lambda: orders.add_instances(view, body(**fields)),
-        lambda: orders.remove_instances(view, body(**fields), force=True),
+        lambda: admin_requests.add_instances(view, body(**fields)),
+        lambda: admin_requests.remove_instances(view, body(**fields), force=True),
     ):
-        with pytest.raises(OrderError) as refused:
+        with pytest.raises(AdminError) as refused:
             order()
         assert refused.value.status == 400
         assert said in str(refused.value)
 
 
 def test_an_instance_that_is_not_there_cannot_be_removed(view: RouterView) -> None:
-    with pytest.raises(OrderError, match=r"no instance 'a:1'; known are: 10.0.0.1:8000, 10") as no:
-        orders.remove_instances(view, body(type="prefill", instances="a:1"), force=False)
+    with pytest.raises(AdminError, match=r"no instance 'a:1'; known are: 10.0.0.1:8000, 10") as no:
+        admin_requests.remove_instances(view, body(type="prefill", instances="a:1"), force=False)
     assert no.value.status == 404
 
 
 def test_the_answer_names_instances_by_the_role_they_have_now(view: RouterView) -> None:
-    answer = orders.instances_answer(view, "done")
+    answer = admin_requests.instances_answer(view, "done")
     assert answer.message == "done"
     assert answer.current_prefill_instances == ("10.0.0.1:8000", "10.0.0.1:8001")
     assert answer.current_decode_instances == ("10.0.0.1:8002", "10.0.0.1:8003")
@@ -243,7 +242,7 @@ def test_the_answer_names_instances_by_the_role_they_have_now(view: RouterView) 
 
 def following(scene: Scene, name: str) -> str:
     found = [each for each in shown(scene).replicas if each.id == name]
-    answer = orders.follows(name, found[0] if found else None)
+    answer = admin_requests.follows(name, found[0] if found else None)
     assert answer.id == name
     assert (answer.state is None) == (not found)
     return answer.follows

@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, launch_hosts, launch_spec, read_config
-from vllm_kvpool.router.ops.commands import WeightSource
-from vllm_kvpool.router.ops.settings import controller_of, prefetch_commands
+from vllm_kvpool.router.config import (
+    RouterConfig,
+    controller_of,
+    launch_hosts,
+    launch_spec,
+    read_config,
+)
+from vllm_kvpool.router.ops.commands import LaunchWeights
+from vllm_kvpool.router.ops.prefetches import prefetch_commands
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
 
@@ -75,13 +81,13 @@ def test_an_engine_is_started_as_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("source", "chosen", "weights"),
     [
-        ("disk", "disk", WeightSource.DISK),
-        ("preload", "memory", WeightSource.PRELOAD),
-        ("preload", "disk", WeightSource.DISK),
-        ("host_memory", "memory", WeightSource.HOST_MEMORY),
+        ("disk", "disk", LaunchWeights.DISK),
+        ("preload", "memory", LaunchWeights.PRELOAD),
+        ("preload", "disk", LaunchWeights.DISK),
+        ("host_memory", "memory", LaunchWeights.HOST_MEMORY),
     ],
 )
-def test_where_weights_are_read(source: str, chosen: str, weights: WeightSource) -> None:
+def test_where_weights_are_read(source: str, chosen: str, weights: LaunchWeights) -> None:
     given = config({"weight_source": source})
     host = launch_hosts(given)["big"]
     spec = launch_spec(given, host, replica_id="x", port=9002, from_disk=chosen == "disk")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.router.ops.commands import LaunchHost
-from vllm_kvpool.router.ops.processes import (
+from vllm_kvpool.router.ops.supervisor import (
     BOOT_ID_PATH,
     MARK,
     Marks,
@@ -161,19 +161,19 @@ def test_answers_are_found_among_what_hosts_print(printed: str, presence: Presen
 
 def test_marks_are_read_among_what_engines_print() -> None:
     text = (
-        f"Welcome to far\n{MARK} id1 keeper boot {STAT}\n"
+        f"Welcome to far\n{MARK} id1 supervisor boot {STAT}\n"
         f"{MARK} id2 engine boot {STAT}\n{MARK} id1 engine far {STAT}\n"
         f"INFO starting\n{MARK} id1 exit 143\n"
     )
-    keeper, engine = Process("boot", 41, 5397147), Process("far", 41, 5397147)
-    assert read_marks(text, "id1") == Marks(keeper, engine, 143)
+    supervisor, engine = Process("boot", 41, 5397147), Process("far", 41, 5397147)
+    assert read_marks(text, "id1") == Marks(supervisor, engine, 143)
     assert read_marks(text, "id3") == Marks()
     assert last_lines(text, 5) == ("Welcome to far", "INFO starting")
     assert last_lines(text, 1) == ("INFO starting",)
 
 
 def test_a_mark_that_is_not_whole_yet_is_not_read() -> None:
-    whole = f"{MARK} id1 keeper boot {STAT}\n"
+    whole = f"{MARK} id1 supervisor boot {STAT}\n"
     for end in range(len(whole)):
         assert read_marks(whole[:end], "id1") == Marks()
 

@@ -8,8 +8,8 @@ from vllm_kvpool.metrics import MetricKind
 from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove, Sample, SetMode
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
-from vllm_kvpool.router.ops.shown import OUTCOMES
-from vllm_kvpool.router.ops.telemetry import PREFIX, ROUTER_METRICS, Telemetry
+from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS, Telemetry
+from vllm_kvpool.router.ops.snapshot import OUTCOMES
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.router.ops.access import Access
+from vllm_kvpool.router.ops.admin_api import Access
 
 ACCESS = Access("s3cret+/=", hosts=("Router.internal",))
 

@@ -2,24 +2,26 @@ import os
 import subprocess
 from pathlib import Path
 
-from vllm_kvpool.router.ops.keepers import (
+from vllm_kvpool.router.ops.supervisor import (
+    BOOT_ID_PATH,
     LOG_BYTES,
-    end_keeper,
-    keeper_lives,
+    EngineRecord,
+    Process,
+    end_supervisor,
     log_text,
     open_log,
+    parse_stat,
     rotate_log,
+    supervisor_lives,
 )
-from vllm_kvpool.router.ops.ledger import EngineRecord
-from vllm_kvpool.router.ops.processes import BOOT_ID_PATH, Process, parse_stat
 
 
 def record(pid: int | None, log_path: str = "none.log") -> EngineRecord:
-    """Of an engine whose keeper is a process of this machine."""
-    keeper = None
+    """Of an engine whose supervisor is a process of this machine."""
+    supervisor = None
     if pid is not None:
         stat = parse_stat(Path(f"/proc/{pid}/stat").read_text())
-        keeper = Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)
+        supervisor = Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)
     return EngineRecord(
         replica_id="r1",
         host="here",
@@ -29,26 +31,26 @@ def record(pid: int | None, log_path: str = "none.log") -> EngineRecord:
         log_path=log_path,
         stop_timeout_s=1.0,
         kill_timeout_s=1.0,
-        keeper=keeper,
+        supervisor=supervisor,
     )
 
 
 def test_a_keeper_is_ended_once() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        keeper = record(process.pid)
-        assert keeper_lives(keeper)
-        end_keeper(keeper)
+        supervisor = record(process.pid)
+        assert supervisor_lives(supervisor)
+        end_supervisor(supervisor)
         assert process.wait(10) == -9
-    assert not keeper_lives(keeper)
-    end_keeper(keeper)
-    assert not keeper_lives(record(None))
+    assert not supervisor_lives(supervisor)
+    end_supervisor(supervisor)
+    assert not supervisor_lives(record(None))
 
 
 def test_an_orphan_that_the_router_was_left_with_is_reaped() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        keeper = record(process.pid)
-        assert not keeper_lives(keeper)
+        supervisor = record(process.pid)
+        assert not supervisor_lives(supervisor)
         assert not Path(f"/proc/{process.pid}").exists()
 
 

@@ -15,29 +15,12 @@ from typing import IO
 import msgspec
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.ops.processes import Process
+from vllm_kvpool.router.ops.supervisor import EngineRecord
 
 log = logging.getLogger(__name__)
 
-LEDGER_VERSION = 1
-MAX_LEDGER_BYTES = 4 << 20
-
-
-class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that has been started, and by which process to know it again."""
-
-    replica_id: str
-    host: str
-    port: int
-    role: str
-    launch_id: str
-    log_path: str
-    stop_timeout_s: float
-    kill_timeout_s: float
-    keeper: Process | None = None
-    """On the router's machine; None until it has said who it is."""
-    engine: Process | None = None
-    """On the engine's machine; likewise."""
+STATE_VERSION = 1
+MAX_STATE_BYTES = 4 << 20
 
 
 class _Content(msgspec.Struct, frozen=True):
@@ -45,7 +28,7 @@ class _Content(msgspec.Struct, frozen=True):
     engines: tuple[EngineRecord, ...]
 
 
-class Ledger:
+class StateFile:
     """The records of engines, in memory and in the file. Used by one thread."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +62,7 @@ class Ledger:
         self._lock.close()
 
     def _write(self) -> None:
-        content = _Content(LEDGER_VERSION, tuple(self._records.values()))
+        content = _Content(STATE_VERSION, tuple(self._records.values()))
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             new.unlink(missing_ok=True)
@@ -109,9 +92,9 @@ def _lock(path: Path) -> IO[bytes]:
 def _read(path: Path) -> tuple[EngineRecord, ...]:
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_LEDGER_BYTES + 1)
+            text = file.read(MAX_STATE_BYTES + 1)
         content = msgspec.json.decode(text, type=_Content)
-        if content.version == LEDGER_VERSION and len(text) <= MAX_LEDGER_BYTES:
+        if content.version == STATE_VERSION and len(text) <= MAX_STATE_BYTES:
             return content.engines
         why = f"version {content.version}, {len(text)} bytes"
     except FileNotFoundError:

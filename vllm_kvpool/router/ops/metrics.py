@@ -21,8 +21,15 @@ from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
 from vllm_kvpool.router.control.states import State
-from vllm_kvpool.router.ops.shown import OUTCOMES, RatesView, ReplicaView, RouterView
-from vllm_kvpool.router.ops.view import Edge, state_of, transition_counts
+from vllm_kvpool.router.ops.snapshot import (
+    OUTCOMES,
+    Edge,
+    RatesView,
+    ReplicaView,
+    RouterView,
+    state_of,
+    transition_counts,
+)
 
 PREFIX = "kvpool_router_"
 MAX_AGE_S = 1.0

@@ -27,8 +27,8 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.dataplane.http_server import ServerLimits
-from vllm_kvpool.router.ops.admin import HEADERS, LIMITS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
-from vllm_kvpool.router.ops.telemetry import Telemetry
+from vllm_kvpool.router.ops.admin_api import HEADERS, LIMITS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
+from vllm_kvpool.router.ops.metrics import Telemetry
 
 TOKEN = "s3cret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -388,7 +388,7 @@ def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture
     async def use(client: ClientSession) -> None:
         await ask(client, "POST", "/replicas/d1/drain")
 
-    with caplog.at_level("INFO", logger="vllm_kvpool.router.ops.admin"):
+    with caplog.at_level("INFO", logger="vllm_kvpool.router.ops.admin_api"):
         with_client(busy_scene(), use)
     assert "an administrator asks: Drain(replica='d1')" in caplog.text
     assert TOKEN not in caplog.text

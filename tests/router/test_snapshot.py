@@ -27,24 +27,22 @@ from vllm_kvpool.router.control.events import (
     Spawn,
 )
 from vllm_kvpool.router.control.states import LOADING, Cause, ReplicaId, Role, State
-from vllm_kvpool.router.ops.shown import (
+from vllm_kvpool.router.ops.snapshot import (
     COUNTS,
+    NO_PLAN,
     OUTCOMES,
+    SHOWN_TRANSITIONS,
+    Edge,
     FirstTokenView,
     HealthView,
     ReplicaView,
     RouterView,
     WaitingView,
-    bereft,
-    serves,
-)
-from vllm_kvpool.router.ops.view import (
-    NO_PLAN,
-    SHOWN_TRANSITIONS,
-    Edge,
     health_of,
     plan_now,
     plan_of,
+    roles_left_empty,
+    serves,
     state_of,
     transition_counts,
 )
@@ -253,10 +251,10 @@ def test_the_mode_can_be_changed_while_it_serves() -> None:
 def test_roles_that_nobody_would_serve_any_more() -> None:
     scene = busy_scene()
     view = shown(scene)
-    assert bereft(view, ["p0"]) == []
-    assert bereft(view, ["p0", "p1"]) == [Role.PREFILL]
-    assert bereft(view, ["p0", "p1", "d0", "d1"]) == [Role.PREFILL, Role.DECODE]
-    assert bereft(view, ["d0", "d1"]) == [Role.DECODE], "d2 is quarantined"
+    assert roles_left_empty(view, ["p0"]) == []
+    assert roles_left_empty(view, ["p0", "p1"]) == [Role.PREFILL]
+    assert roles_left_empty(view, ["p0", "p1", "d0", "d1"]) == [Role.PREFILL, Role.DECODE]
+    assert roles_left_empty(view, ["d0", "d1"]) == [Role.DECODE], "d2 is quarantined"
     assert not serves(replica(scene, "d2"), Role.DECODE)
 
 

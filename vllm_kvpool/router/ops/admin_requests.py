@@ -1,6 +1,6 @@
 """What administrators ask for, from bodies of requests to events (pure).
 
-An order that cannot be meant is refused before the controller hears of it, with an `OrderError`
+An order that cannot be meant is refused before the controller hears of it, with an `AdminError`
 that says what to change. Those under `/instances` are those of vLLM-Ascend's proxy.
 """
 
@@ -22,7 +22,7 @@ from vllm_kvpool.router.control.events import (
     Spawn,
 )
 from vllm_kvpool.router.control.states import DRAINING, LOADING, UP, ReplicaId, Role, State
-from vllm_kvpool.router.ops.shown import ReplicaView, RouterView, bereft, serves
+from vllm_kvpool.router.ops.snapshot import ReplicaView, RouterView, roles_left_empty, serves
 
 MAX_INSTANCES = 256
 """Of one order."""
@@ -30,7 +30,7 @@ _ID = re.compile(r"[!-~]{1,128}")
 _INSTANCE = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@?#\s]+):\d{1,5}")
 
 
-class OrderError(Exception):
+class AdminError(Exception):
     """An order that is not carried out: an HTTP status, and what to change."""
 
     def __init__(self, status: int, error: str) -> None:
@@ -122,16 +122,16 @@ def set_mode(body: bytes) -> SetMode:
     try:
         return SetMode(Mode(asked.mode))
     except ValueError:
-        raise OrderError(400, f"mode is {asked.mode!r}; choose {_either(Mode)}") from None
+        raise AdminError(400, f"mode is {asked.mode!r}; choose {_either(Mode)}") from None
 
 
 def find(view: RouterView, replica_id: str) -> ReplicaView:
-    """OrderError where there is no such replica."""
+    """AdminError where there is no such replica."""
     for each in view.replicas:
         if each.id == replica_id:
             return each
     known = ", ".join(each.id for each in view.replicas) or "none"
-    raise OrderError(404, f"no replica {replica_id!r}; known are: {known}")
+    raise AdminError(404, f"no replica {replica_id!r}; known are: {known}")
 
 
 # Of several, as of vLLM-Ascend's proxy
@@ -143,7 +143,7 @@ def add_instances(view: RouterView, body: bytes) -> list[Added]:
     role, urls = _role(asked.type), {each.url for each in view.replicas}
     new = [each for each in _names(asked) if f"http://{each}" not in urls]
     if len(view.replicas) + len(new) > MAX_REPLICAS:
-        raise OrderError(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
+        raise AdminError(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
     return [_added(view, f"http://{each}", role, each, "") for each in new]
 
 
@@ -156,7 +156,7 @@ def remove_instances(view: RouterView, body: bytes, *, force: bool) -> list[Remo
     for name in _names(asked):
         if f"http://{name}" not in by_url:
             known = ", ".join(sorted(_address(url) for url in by_url)) or "none"
-            raise OrderError(404, f"no instance {name!r}; known are: {known}")
+            raise AdminError(404, f"no instance {name!r}; known are: {known}")
         ids.append(by_url[f"http://{name}"])
     _keep_roles(view, ids, force)
     return [Remove(ReplicaId(each)) for each in ids]
@@ -232,14 +232,14 @@ def _read(body: bytes, kind: type[_T], example: str) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise OrderError(400, f"{error}; send {example}") from None
+        raise AdminError(400, f"{error}; send {example}") from None
 
 
 def _role(name: str) -> Role:
     try:
         return Role(name)
     except ValueError:
-        raise OrderError(400, f"role is {name!r}; choose {_either(Role)}") from None
+        raise AdminError(400, f"role is {name!r}; choose {_either(Role)}") from None
 
 
 def _either(kind: type[Role] | type[Mode]) -> str:
@@ -249,22 +249,22 @@ def _either(kind: type[Role] | type[Mode]) -> str:
 def _added(view: RouterView, url: str, role: Role, replica_id: str, host: str) -> Added:
     url = url.rstrip("/")
     if error := url_error(url):
-        raise OrderError(400, error)
+        raise AdminError(400, error)
     name = replica_id or _address(url)
     if _ID.fullmatch(name) is None:
-        raise OrderError(400, f"id is {name!r}; choose up to 128 characters without spaces")
+        raise AdminError(400, f"id is {name!r}; choose up to 128 characters without spaces")
     for each in view.replicas:
         if name == each.id or url == each.url:
-            raise OrderError(409, f"{each.id!r} at {each.url} is there already")
+            raise AdminError(409, f"{each.id!r} at {each.url} is there already")
     if len(view.replicas) >= MAX_REPLICAS:
-        raise OrderError(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
+        raise AdminError(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
     return Added(spec=ReplicaSpec(replica_id=ReplicaId(name), url=url, host=host), role=role)
 
 
 def _keep_roles(view: RouterView, taken: Iterable[str], force: bool) -> None:
-    if not force and (roles := bereft(view, taken)):
+    if not force and (roles := roles_left_empty(view, taken)):
         names = " and ".join(each.value for each in roles)
-        raise OrderError(
+        raise AdminError(
             409, f"nobody else serves {names}; add another one first, or say ?force=true"
         )
 
@@ -277,10 +277,10 @@ def _instances(body: bytes) -> InstancesBody:
 def _names(asked: InstancesBody) -> list[str]:
     given = (asked.instances,) if isinstance(asked.instances, str) else asked.instances
     if not 1 <= len(given) <= MAX_INSTANCES:
-        raise OrderError(400, f"{len(given)} instances; name 1 to {MAX_INSTANCES}")
+        raise AdminError(400, f"{len(given)} instances; name 1 to {MAX_INSTANCES}")
     for each in given:
         if _INSTANCE.fullmatch(each) is None:
-            raise OrderError(400, f"instance is {each!r}; write host:port")
+            raise AdminError(400, f"instance is {each!r}; write host:port")
     return list(dict.fromkeys(given))
 
 

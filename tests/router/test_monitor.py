@@ -12,7 +12,7 @@ from vllm_kvpool.router.config import HealthConfig
 from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.upstream import Upstream
-from vllm_kvpool.router.ops.watch import Watch
+from vllm_kvpool.router.ops.monitor import Monitor
 
 ONE = ReplicaId("one")
 QUICK = HealthConfig(every_s=0.02, timeout_s=0.15, failures=2)
@@ -22,7 +22,7 @@ IDLE = HealthConfig(every_s=60.0, timeout_s=0.15, failures=2)
 class Bench:
     """An engine, its watch, and what it has reported."""
 
-    def __init__(self, engine: ScriptedEngine, watch: Watch, events: list[Event]) -> None:
+    def __init__(self, engine: ScriptedEngine, watch: Monitor, events: list[Event]) -> None:
         self.engine = engine
         self.watch = watch
         self.events = events
@@ -47,7 +47,7 @@ async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> Asyn
         connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=spec.api_key
     )
     events: list[Event] = []
-    watch = Watch(ONE, url, engines, config, events.append)
+    watch = Monitor(ONE, url, engines, config, events.append)
     watch.start()
     try:
         yield Bench(engine, watch, events)
