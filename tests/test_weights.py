@@ -14,6 +14,7 @@ from vllm_kvpool.identity.weights import (
     DIGEST_BYTES,
     PIECE_BYTES,
     PIECES_PER_OTHER_FILE,
+    READ_BYTES,
     digest_adapter,
     known_sample,
     sample_weights,
@@ -100,6 +101,37 @@ def test_a_changed_byte_at_any_end_or_the_middle_of_a_tensor_is_seen(
     names = list(SIZES)
     start = sum(SIZES[n] for n in names[: names.index(name)])
     change(path, data_start(path) + start + offset)
+    assert sample_weights(tmp_path) != before
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.wte.weight"])
+@pytest.mark.parametrize("columns", [16, 100, 700])
+def test_a_changed_row_of_embeddings_is_seen(tmp_path: Path, name: str, columns: int) -> None:
+    """Some trainings change the embeddings of a few tokens, and nothing else."""
+    rows = 3 * READ_BYTES // 2 // 700
+    header = json.dumps(
+        {name: {"dtype": "U8", "shape": [rows, columns], "data_offsets": [0, rows * columns]}}
+    ).encode()
+    path = tmp_path / "model.safetensors"
+    data = random_bytes(rows * columns, 0)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    before = sample_weights(tmp_path)
+    for row in (0, 1, rows // 3, rows - 2, rows - 1):
+        place = data_start(path) + row * columns
+        change(path, place)
+        assert sample_weights(tmp_path) != before, row
+        change(path, place)
+    assert sample_weights(tmp_path) == before
+
+
+@pytest.mark.parametrize("shape", [[0, 4], [7, 3], [-1, 5], [10**30, 2], [2**63, 2], ["2", 3], 5])
+def test_embeddings_of_an_impossible_shape_are_sampled(tmp_path: Path, shape: object) -> None:
+    tensor = {"dtype": "U8", "shape": shape, "data_offsets": [0, 1000]}
+    header = json.dumps({"embed": tensor}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + random_bytes(1000, 0))
+    before = sample_weights(tmp_path)
+    change(path, data_start(path) + 999)
     assert sample_weights(tmp_path) != before
 
 

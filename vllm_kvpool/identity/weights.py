@@ -2,17 +2,17 @@
 
 Two models of one name and one shape must never share KV, so their weights' identity is part of the
 namespace. Reading all of a large model would take minutes; for every tensor of every safetensors
-file a few short pieces are read instead, and of other files pieces at equal distances. LoRA
-adapters are small and are read whole. Weights are a directory, or one file with those that it is
-split into.
+file a few short pieces are read instead, of embeddings a piece of every row, since some trainings
+change a few tokens alone, and of other files pieces at equal distances. LoRA adapters are small and
+are read whole. Weights are a directory, or one file with those that it is split into.
 """
 
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 
@@ -21,6 +21,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PIECE_BYTES = 64
 PIECES_PER_TENSOR = 3
 PIECES_PER_OTHER_FILE = 256
+READ_BYTES = 8 << 20  # of embeddings, at a time: in order, which disks read ahead
+_EMBEDDINGS = re.compile("emb|wte")
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
 _SPLIT = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
@@ -51,6 +53,16 @@ class _Tensor(msgspec.Struct):
     """What is needed of a safetensors header's entry; `__metadata__` has none of it."""
 
     data_offsets: tuple[int, int] | None = None
+    shape: tuple[int, ...] = ()
+
+
+class _Span(NamedTuple):
+    """Bytes of a file that are sampled: `pieces` of them, or the beginning of every row."""
+
+    start: int
+    stop: int
+    pieces: int
+    row_bytes: int = 0
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -74,7 +86,7 @@ def weight_files(path: Path) -> list[Path]:
 def sample_weights(path: Path) -> str | None:
     """A hex digest of a sample of the weight files, or None if there are none.
 
-    Reads about 200 bytes a tensor. Raises OSError.
+    Reads about 200 bytes a tensor, and embeddings whole. Raises OSError.
     """
     files = weight_files(path)
     if not files:
@@ -87,12 +99,31 @@ def sample_weights(path: Path) -> str | None:
             header = _safetensors_header(file.read(8), size) if each.suffix == ".safetensors" else 0
             text = file.read(header)
             digest.update(text)
-            spans = _tensor_spans(text, 8 + header, size) or [(0, size, PIECES_PER_OTHER_FILE)]
-            for start, stop, pieces in spans:
-                for i in range(pieces):
-                    file.seek(start + max(0, stop - start - PIECE_BYTES) * i // max(1, pieces - 1))
-                    digest.update(file.read(min(PIECE_BYTES, stop - start)))
+            spans = _tensor_spans(text, 8 + header, size)
+            for span in spans or [_Span(0, size, PIECES_PER_OTHER_FILE)]:
+                for piece in _rows(file, span) if span.row_bytes else _pieces(file, span):
+                    digest.update(piece)
     return digest.hexdigest()
+
+
+def _pieces(file: BinaryIO, span: _Span) -> Iterator[bytes]:
+    start, size = span.start, span.stop - span.start
+    for i in range(span.pieces):
+        file.seek(start + max(0, size - PIECE_BYTES) * i // max(1, span.pieces - 1))
+        yield file.read(min(PIECE_BYTES, size))
+
+
+def _rows(file: BinaryIO, span: _Span) -> Iterator[bytes | memoryview]:
+    row = span.row_bytes
+    piece = min(row, PIECE_BYTES)
+    step = max(1, READ_BYTES // row) * row
+    file.seek(span.start)
+    for start in range(span.start, span.stop, step):
+        block = memoryview(file.read(min(step, span.stop - start)))
+        whole = piece == row
+        yield (
+            block if whole else b"".join(block[at : at + piece] for at in range(0, len(block), row))
+        )
 
 
 def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
@@ -130,15 +161,18 @@ def _safetensors_header(first: bytes, size: int) -> int:
     return length if 0 < length <= min(size - 8, MAX_SAFETENSORS_HEADER) else 0
 
 
-def _tensor_spans(header: bytes, data_start: int, size: int) -> list[tuple[int, int, int]]:
-    """Start, end and number of pieces of each tensor; none if the header is not what it should."""
+def _tensor_spans(header: bytes, data_start: int, size: int) -> list[_Span]:
+    """What is sampled of each tensor; nothing if the header is not what it should."""
     tensors = _tensors(header)
     spans = []
     for name in sorted(tensors):
-        offsets = tensors[name].data_offsets
+        offsets, shape = tensors[name].data_offsets, tensors[name].shape
         if offsets is not None and 0 <= offsets[0] < offsets[1] <= size - data_start:
             start, stop = (data_start + offset for offset in offsets)
-            spans.append((start, stop, PIECES_PER_TENSOR))
+            rows = shape[0] if len(shape) > 1 and _EMBEDDINGS.search(name) else 0
+            has_rows = rows > 0 and (stop - start) % rows == 0
+            row_bytes = (stop - start) // rows if has_rows else 0
+            spans.append(_Span(start, stop, PIECES_PER_TENSOR, row_bytes))
     return spans
 
 
