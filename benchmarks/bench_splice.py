@@ -1,6 +1,6 @@
 """What the router does with bodies and streams, in time of its only thread.
 
-    python benchmarks/bench_splice.py --json splice.json
+    python benchmarks/bench_splice.py --json resumer.json
 
 Bodies and chunks are vLLM's, byte for byte, without an engine. A chunk is measured as part of a
 stream of a thousand, whose first, which may carry the prompt's token ids, has rows of its own.
@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
-from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
-from vllm_kvpool.router.dataplane.recovery import joined_ids, resume_body
-from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.resume.policy import joined_ids, resume_body
+from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
 from vllm_kvpool.router.dataplane.sse import Events, frame
-from vllm_kvpool.router.dataplane.steps import Resume
 
 CHUNKS = 1000
 CHARS_PER_TOKEN = 4
@@ -37,13 +36,13 @@ def completion_body(prompt_tokens: int, **fields: object) -> bytes:
     return json.dumps({"model": "m", "prompt": ids, "stream": True, **fields}).encode()
 
 
-def head(kind: Kind) -> str:
-    name = "chat.completion.chunk" if kind is Kind.CHAT else "text_completion"
+def head(kind: Endpoint) -> str:
+    name = "chat.completion.chunk" if kind is Endpoint.CHAT else "text_completion"
     return f'{{"id":"id-0123456789abcdef","object":"{name}","created":1700000000,"model":"m",'
 
 
-def first_chunk(kind: Kind, ids: bytes) -> bytes:
-    if kind is Kind.CHAT:
+def first_chunk(kind: Endpoint, ids: bytes) -> bytes:
+    if kind is Endpoint.CHAT:
         choice = '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,'
         choice += '"finish_reason":null}'
         text = f'{head(kind)}"choices":[{choice}],"prompt_token_ids":'
@@ -51,9 +50,9 @@ def first_chunk(kind: Kind, ids: bytes) -> bytes:
     return chunk(kind, 0).replace(b'"prompt_token_ids":null', b'"prompt_token_ids":' + ids)
 
 
-def chunk(kind: Kind, turn: int) -> bytes:
+def chunk(kind: Endpoint, turn: int) -> bytes:
     rest = '"finish_reason":null'
-    if kind is Kind.CHAT:
+    if kind is Endpoint.CHAT:
         body = f'"delta":{{"content":" word{turn}"}},"logprobs":null,{rest}'
     else:
         body = f'"text":" word{turn}","logprobs":null,{rest},"stop_reason":null,'
@@ -77,7 +76,7 @@ def row(what: str, seconds: list[float], per: int = 1, of: str = "") -> Row:
     return {"what": what, "of": of, "p50 us": p50, "p99 us": p99}
 
 
-def stream_rows(kind: Kind, repeats: int) -> list[Row]:
+def stream_rows(kind: Endpoint, repeats: int) -> list[Row]:
     request = parse_request(kind, body_of(kind, 1_000))
     first = first_chunk(kind, b"[1,2,3]")
     chunks = [chunk(kind, turn) for turn in range(CHUNKS)]
@@ -85,10 +84,10 @@ def stream_rows(kind: Kind, repeats: int) -> list[Row]:
     wire = b"".join(framed)
 
     def feed() -> None:
-        splice = Splice(request, tracked=True)
-        splice.feed(first)
+        resumer = StreamResumer(request, tracked=True)
+        resumer.feed(first)
         for each in chunks:
-            splice.feed(each)
+            resumer.feed(each)
 
     def split() -> None:
         events = Events()
@@ -104,28 +103,28 @@ def stream_rows(kind: Kind, repeats: int) -> list[Row]:
     return [row(what, timed(action, repeats), CHUNKS, of) for what, action in actions.items()]
 
 
-def body_of(kind: Kind, prompt_tokens: int) -> bytes:
-    make = chat_body if kind is Kind.CHAT else completion_body
+def body_of(kind: Endpoint, prompt_tokens: int) -> bytes:
+    make = chat_body if kind is Endpoint.CHAT else completion_body
     return make(prompt_tokens, max_tokens=1000, temperature=0)
 
 
-def size_rows(kind: Kind, prompt_tokens: int, repeats: int) -> list[Row]:
+def size_rows(kind: Endpoint, prompt_tokens: int, repeats: int) -> list[Row]:
     of = f"{kind.name.lower()}, {prompt_tokens // 1000}k prompt tokens"
     raw = body_of(kind, prompt_tokens)
     request = parse_request(kind, raw)
     ids = json.dumps(list(range(10_000, 10_000 + prompt_tokens)), separators=(",", ":")).encode()
     first = first_chunk(kind, ids)
-    fresh = [Splice(request, tracked=True) for _ in range(repeats)]
+    fresh = [StreamResumer(request, tracked=True) for _ in range(repeats)]
 
     def resumed() -> None:
         resume_body(request, joined_ids(ids, range(500)), 500, 1, 1000)
 
     def lost() -> None:
-        splice = Splice(request, tracked=True)
-        splice.feed(first)
+        resumer = StreamResumer(request, tracked=True)
+        resumer.feed(first)
         for turn in range(3):
-            splice.feed(chunk(kind, turn))
-        assert isinstance(splice.lost(), Resume)
+            resumer.feed(chunk(kind, turn))
+        assert isinstance(resumer.lost(), Resume)
 
     actions: dict[str, Callable[[], object]] = {
         "parse a body": lambda: parse_request(kind, raw),
@@ -140,11 +139,11 @@ def size_rows(kind: Kind, prompt_tokens: int, repeats: int) -> list[Row]:
 
 def measure(quick: bool) -> Result:
     repeats = QUICK_REPEATS if quick else REPEATS
-    rows = [each for kind in Kind for each in stream_rows(kind, repeats)]
+    rows = [each for kind in Endpoint for each in stream_rows(kind, repeats)]
     for prompt_tokens in PROMPT_TOKENS:
-        rows += [each for kind in Kind for each in size_rows(kind, prompt_tokens, repeats)]
+        rows += [each for kind in Endpoint for each in size_rows(kind, prompt_tokens, repeats)]
     values = {(each["what"], each["of"]): each["p50 us"] for each in rows}
-    slowest = max(float(str(values["feed, a chunk", kind.name.lower()])) for kind in Kind)
+    slowest = max(float(str(values["feed, a chunk", kind.name.lower()])) for kind in Endpoint)
     parse = float(str(values["parse a body", "chat, 128k prompt tokens"])) / 1000
     targets = [
         Target("feed a chunk, p50", slowest, MAX_CHUNK_US, False, "us"),

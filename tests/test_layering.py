@@ -114,7 +114,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "router/load.py",
         ),
         *(
-            "router/dataplane/spelling.py",
             "router/ops/discovery.py",
             "router/ops/prefetches.py",
             "router/ops/replicas.py",

@@ -6,9 +6,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from vllm_kvpool.router.dataplane.splice import Splice
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize
+from vllm_kvpool.router.dataplane.resume.stream_resumer import (
+    Finish,
+    Refusal,
+    Step,
+    StreamLost,
+    StreamResumer,
+)
 from vllm_kvpool.router.dataplane.sse import Events, frame
-from vllm_kvpool.router.dataplane.steps import Detokenize, EngineLost, Finish, Refusal, Step
 
 Stream = Callable[[str, bytes], list[bytes]]
 """What an engine streams for a path and a body."""
@@ -90,9 +96,9 @@ def _see_choice(seen: Transcript, choice: dict[str, Any]) -> None:
 
 @dataclass
 class Router:
-    """Feeds `splice` from engines that die, the n-th after `cuts[n]` bytes; then none does."""
+    """Feeds `resumer` from engines that die, the n-th after `cuts[n]` bytes; then none does."""
 
-    splice: Splice
+    resumer: StreamResumer
     engine: Stream
     cuts: Sequence[int] = ()
     detokenize: Callable[[bytes], str | None] = lambda body: None
@@ -106,23 +112,23 @@ class Router:
             wire = b"".join(map(frame, self.engine(path, body)))
             if self._feed(wire[: cuts.pop(0)] if cuts else wire):
                 return self.told
-            step = self.splice.lost()
+            step = self.resumer.lost()
             self.steps.append(step)
             while isinstance(step, Detokenize):
-                step = self.splice.spelled(self.detokenize(step.body))
+                step = self.resumer.detokenized(self.detokenize(step.body))
                 self.steps.append(step)
             if isinstance(step, Finish | Refusal):
-                assert self.splice.ended
+                assert self.resumer.ended
                 return [*self.told, *step.payloads]
             path, body = step.path, step.body
 
     def _feed(self, wire: bytes) -> bool:
         try:
             for payload in Events().feed(wire):
-                self.told += self.splice.feed(payload)
-        except EngineLost:
+                self.told += self.resumer.feed(payload)
+        except StreamLost:
             return False
-        return self.splice.ended
+        return self.resumer.ended
 
 
 def chunk_ends(payloads: Sequence[bytes]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.router.dataplane.answer import Answer, Mark, Overlap
+from vllm_kvpool.router.dataplane.resume.answer import Answer, Overlap, ResumePoint
 
 
 def told(answer: Answer, *chunks: tuple[int, str]) -> Answer:
@@ -14,9 +14,9 @@ def told(answer: Answer, *chunks: tuple[int, str]) -> Answer:
     return answer
 
 
-def marks(answer: Answer) -> list[Mark]:
-    found = [answer.last_mark(chars) for chars in range(answer.num_chars + 1)]
-    return sorted({mark for mark in found if mark is not None})
+def resume_points(answer: Answer) -> list[ResumePoint]:
+    found = [answer.last_resume_point(chars) for chars in range(answer.num_chars + 1)]
+    return sorted({resume_point for resume_point in found if resume_point is not None})
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def marks(answer: Answer) -> list[Mark]:
     ],
 )
 def test_marks(chunks: list[tuple[int, str]], expected: list[tuple[int, int]]) -> None:
-    assert marks(told(Answer((), withholds=True), *chunks)) == expected
+    assert resume_points(told(Answer((), withholds=True), *chunks)) == expected
 
 
 def test_what_is_echoed_comes_before_all_tokens() -> None:
@@ -52,21 +52,21 @@ def test_what_is_echoed_comes_before_all_tokens() -> None:
 def test_with_stop_strings_a_mark_is_further_on_by_what_is_withheld() -> None:
     answer = told(Answer(["x", "xyz"], withholds=True), (1, "ab"), (1, "c"), (2, "d"), (1, "e"))
     # Nothing is known of the end of several tokens: what they say first is withheld.
-    assert marks(answer) == [(1, 4), (2, 5)]
-    assert answer.exact_mark() == (2, 5)
-    assert told(answer, (1, "f")).exact_mark() is None
-    assert told(Answer(["xyz"], withholds=False), (1, "ab")).exact_mark() == (1, 2)
+    assert resume_points(answer) == [(1, 4), (2, 5)]
+    assert answer.exact_resume_point() == (2, 5)
+    assert told(answer, (1, "f")).exact_resume_point() is None
+    assert told(Answer(["xyz"], withholds=False), (1, "ab")).exact_resume_point() == (1, 2)
 
 
 def test_marks_do_not_go_across_a_marker() -> None:
     answer = Answer((), withholds=True)
     answer.add_text([("reasoning", "so")], 1, 1)
     answer.add_text([("reasoning", "?")], 2, 3)
-    assert marks(answer) == [(1, 2)]
+    assert resume_points(answer) == [(1, 2)]
     answer.add_text([("content", "yes")], 1, 5)
-    assert marks(answer) == [(5, 6)]
+    assert resume_points(answer) == [(5, 6)]
     answer.add_text([("reasoning", "a"), ("content", "b")], 1, 6)
-    assert marks(answer) == []
+    assert resume_points(answer) == []
     assert answer.text_after(1) == [
         *(("reasoning", "o?"), ("content", "yes"), ("reasoning", "a"), ("content", "b"))
     ]
@@ -75,9 +75,9 @@ def test_marks_do_not_go_across_a_marker() -> None:
 def test_other_tokens_have_no_marks_of_the_old_ones() -> None:
     answer = told(Answer((), withholds=True), (1, "a"), (1, "b"), (1, "c"))
     answer.replace_after(1, [1, 1], [])
-    assert marks(answer) == [(1, 1), (2, 2), (3, 3)]
+    assert resume_points(answer) == [(1, 1), (2, 2), (3, 3)]
     answer.replace_after(1, [9], [])
-    assert marks(answer) == [(1, 1)]
+    assert resume_points(answer) == [(1, 1)]
     assert answer.ids.tolist() == [1, 9]
 
 

@@ -7,7 +7,7 @@ import pytest
 from multidict import CIMultiDict
 
 from tests.support.router_rig import CHAT, RouterRig, run
-from vllm_kvpool.router.dataplane.cors import preflight, shown_to
+from vllm_kvpool.router.dataplane.server import preflight, shown_to
 
 PAGE, OTHER = "https://page.example", "https://other.example"
 ANYBODY = {"Access-Control-Allow-Origin": "*"}

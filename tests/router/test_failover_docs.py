@@ -7,19 +7,22 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane import whole_answer
-from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
-from vllm_kvpool.router.dataplane.recovery import Manner
-from vllm_kvpool.router.dataplane.splice import Splice
-from vllm_kvpool.router.dataplane.steps import Detokenize, Refusal, Resume
+from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.resume import whole_answer
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.stream_resumer import (
+    Refusal,
+    Resume,
+    StreamResumer,
+)
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "router_failover.md"
-KINDS = {"completion": [Kind.COMPLETION], "chat": [Kind.CHAT], "both": list(Kind)}
+KINDS = {"completion": [Endpoint.COMPLETION], "chat": [Endpoint.CHAT], "both": list(Endpoint)}
 TEXT = "abcdef"
-WORDS = {Manner.RESUME: "resumed", Manner.REPLAY: "begun again"}
+WORDS = {ResumeMode.RESUME: "resumed", ResumeMode.REPLAY: "begun again"}
 
 
-def rows() -> list[tuple[Kind, str, str, str]]:
+def rows() -> list[tuple[Endpoint, str, str, str]]:
     found = []
     for line in DOCUMENT.read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -29,9 +32,9 @@ def rows() -> list[tuple[Kind, str, str, str]]:
     return found
 
 
-def chunk(kind: Kind, text: str, token: int) -> bytes:
+def chunk(kind: Endpoint, text: str, token: int) -> bytes:
     choice: dict[str, Any] = {"index": 0, "finish_reason": None, "token_ids": [token]}
-    if kind is Kind.CHAT:
+    if kind is Endpoint.CHAT:
         choice |= {"delta": {"content": text}}
     else:
         choice |= {"text": text}
@@ -39,34 +42,34 @@ def chunk(kind: Kind, text: str, token: int) -> bytes:
     return json.dumps({"id": "1", "choices": [choice], "prompt_token_ids": [7]}).encode()
 
 
-def outcome(kind: Kind, fields: dict[str, Any], temperature: float) -> str:
+def outcome(kind: Endpoint, fields: dict[str, Any], temperature: float) -> str:
     body: dict[str, Any] = {"model": "m", "stream": True, "temperature": temperature}
-    body |= {"prompt": "p"} if kind is Kind.COMPLETION else {"messages": []}
+    body |= {"prompt": "p"} if kind is Endpoint.COMPLETION else {"messages": []}
     request = parse_request(kind, json.dumps(body | fields).encode())
-    splice = Splice(request, tracked=request.trackable)
+    resumer = StreamResumer(request, tracked=request.trackable)
     for token, text in enumerate(TEXT):
-        splice.feed(chunk(kind, text, token))
-    step = splice.lost()
+        resumer.feed(chunk(kind, text, token))
+    step = resumer.lost()
     while isinstance(step, Detokenize):
-        withheld = "c" * splice.answer.withheld_chars
-        step = splice.spelled(TEXT + withheld)
+        withheld = "c" * resumer.answer.withheld_chars
+        step = resumer.detokenized(TEXT + withheld)
     if isinstance(step, Refusal):
         return "error"
     assert isinstance(step, Resume)
-    return WORDS[step.manner]
+    return WORDS[step.mode]
 
 
 @pytest.mark.parametrize(("kind", "fields", "greedy", "sampled"), rows())
-def test_the_table(kind: Kind, fields: str, greedy: str, sampled: str) -> None:
+def test_the_table(kind: Endpoint, fields: str, greedy: str, sampled: str) -> None:
     read = json.loads(fields)
     assert (outcome(kind, read, 0), outcome(kind, read, 0.8)) == (greedy, sampled)
 
 
 def test_named_bounds_exist() -> None:
-    import vllm_kvpool.router.dataplane.splice as splice
+    import vllm_kvpool.router.dataplane.resume.stream_resumer as resumer
 
     for name in re.findall(r"`(MAX_[A-Z_]+)`", DOCUMENT.read_text()):
-        assert name in vars(splice)
+        assert name in vars(resumer)
 
 
 def test_what_is_asked_for_in_one_piece_is_listed() -> None:

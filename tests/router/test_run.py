@@ -427,7 +427,7 @@ def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFix
                     body = {**STREAM, "prompt": f"{kind.__name__} {LONG}", "max_tokens": 2000}
                     reply = await rig.complete(body)
                     assert reply.status == 500 or reply.error is not None, kind
-                    assert not rig.router.num_exchanges
+                    assert not rig.router.num_requests
                 desk = rig.router.controller.desk
                 assert not desk.requests, kind
                 for each in desk.fleet:  # what was not told of is not known

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
-from vllm_kvpool.router.dataplane.splice import Splice
-from vllm_kvpool.router.dataplane.whole_answer import WholeAnswer, streamed, why_unstreamed
+from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
+from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, streamed, why_unstreamed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.entrypoints.generate.base.serving", reason="an older vLLM")
-    from tests.router.test_splice_vllm import (
+    from tests.router.test_stream_resumer_vllm import (
         FIELDS,
         LOGPROBS,
         STEPS,
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 ASKED = [
     (kind, {**fields, "stream": False})
-    for kind in Kind
+    for kind in Endpoint
     for fields in (*FIELDS, *LOGPROBS[kind])
     if not ({"stream_options", "echo"} & fields.keys())
 ]
@@ -35,12 +35,12 @@ def assembled(case: Case) -> dict[str, Any]:
     request = parse_request(case.kind, case.body())
     assert why_unstreamed(request) is None
     asked = streamed(request)
-    splice, whole = Splice(asked, tracked=asked.trackable), WholeAnswer(case.kind)
+    resumer, whole = StreamResumer(asked, tracked=asked.trackable), WholeAnswer(case.kind)
     body = asked.whole_body(track=asked.trackable)
     for payload in case.engine().stream(case.kind.value, body):
-        for told in splice.feed(payload):
+        for told in resumer.feed(payload):
             whole.add(told)
-    assert splice.ended
+    assert resumer.ended
     assert whole.is_complete
     status, answer = whole.answer()
     assert status == 200
@@ -50,7 +50,7 @@ def assembled(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(("kind", "fields"), ASKED)
 def test_an_assembled_answer_is_vllms_own(
-    kind: Kind, fields: dict[str, Any], steps: tuple[int, ...]
+    kind: Endpoint, fields: dict[str, Any], steps: tuple[int, ...]
 ) -> None:
     for text in TEXTS:
         case = Case(kind, text, steps, fields)
@@ -65,7 +65,7 @@ def test_an_assembled_answer_is_vllms_own(
 def test_reasoning_is_told_from_content(parser: str) -> None:
     for text in THOUGHTS:
         for fields in ({}, {"return_token_ids": True}, {"include_reasoning": False}):
-            case = Case(Kind.CHAT, text, STEPS[0], {**fields, "stream": False}, parser)
+            case = Case(Endpoint.CHAT, text, STEPS[0], {**fields, "stream": False}, parser)
             expected = case.engine().whole(case.kind.value, case.body())
             seen = assembled(case)
             if parser == "qwen3":

@@ -265,7 +265,7 @@ class RouterRig:
     async def check_idle(self) -> None:
         """Nothing is left of what was asked; waits for what is just ending."""
         desk = self.router.controller.desk
-        await self.until(lambda: not self.router.num_exchanges, "no exchanges are left")
+        await self.until(lambda: not self.router.num_requests, "no exchanges are left")
         self.router.controller.check()
         assert not desk.requests, self.describe()
         assert not any(each.has_work for each in desk.fleet), self.describe()

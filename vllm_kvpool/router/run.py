@@ -51,12 +51,12 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
-from vllm_kvpool.router.dataplane.bodies import ClientRequest
 from vllm_kvpool.router.dataplane.downstream import Downstream
 from vllm_kvpool.router.dataplane.headers import REQUEST_ID
-from vllm_kvpool.router.dataplane.request_handler import RequestHandler, Wiring
+from vllm_kvpool.router.dataplane.request_body import ClientRequest
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
 from vllm_kvpool.router.dataplane.server import Server
-from vllm_kvpool.router.dataplane.upstream import Answer, EngineLost, Upstream
+from vllm_kvpool.router.dataplane.upstream import EngineLost, EngineResponse, Upstream
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -93,7 +93,7 @@ class Router:
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._exchanges: dict[RequestId, RequestHandler] = {}
+        self._handlers: dict[RequestId, RequestHandler] = {}
         self._logs: dict[RequestId | None, RequestLog] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -114,7 +114,7 @@ class Router:
         fleet = self.controller.desk.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, self.post)
-        self._wiring = Wiring(
+        self._hooks = RouterHooks(
             upstream=self._upstream,
             post=self.post,
             url_of=lambda replica: fleet[replica].spec.url,
@@ -140,9 +140,9 @@ class Router:
         self.admin_port = 0
 
     @property
-    def num_exchanges(self) -> int:
+    def num_requests(self) -> int:
         """Requests of clients that are not over."""
-        return len(self._exchanges)
+        return len(self._handlers)
 
     async def start(self) -> None:
         """Listen, find engines again, and begin to watch and to load them.
@@ -231,18 +231,18 @@ class Router:
                 request_id = ask.request_id
             case _:
                 return
-        if request_id in self._exchanges:
-            self._exchanges[request_id].fail()
+        if request_id in self._handlers:
+            self._handlers[request_id].fail()
 
     def _perform(self, action: Action) -> None:
         match action:
             case Prefill() | Decode() | Refuse():
                 self._logs[action.request_id].perform(action, self._clock())
-                self._exchanges[action.request_id].give(action)
+                self._handlers[action.request_id].enqueue(action)
             case Abort(request_id):
-                exchange = self._exchanges.get(request_id)
-                if exchange is not None:
-                    exchange.abort()
+                handler = self._handlers.get(request_id)
+                if handler is not None:
+                    handler.abort()
             case Load() | Warm() | Probe() | Rest():
                 self.replicas.perform(action)
 
@@ -273,19 +273,19 @@ class Router:
             priority=request.priority,
             deadline=now + self.config.front.max_wait_s,
         )
-        exchange = RequestHandler(request_id, request, headers, downstream, self._wiring)
-        self._exchanges[request_id] = exchange
+        handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
+        self._handlers[request_id] = handler
         request_log = self._logs[request_id] = RequestLog(now, now)
         try:
             self.post(Arrived(ask))
-            await exchange.run()
+            await handler.run()
         finally:
-            del self._exchanges[request_id]
+            del self._handlers[request_id]
             del self._logs[request_id]
             ended = self._clock()
             self.telemetry.request(ended - now)
             if self.config.front.access_log:
-                of_client = (downstream.client, request.kind.value, request.model)
+                of_client = (downstream.client, request.endpoint.value, request.model)
                 line = request_log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
                 access_log.info("%s", line)
 
@@ -299,7 +299,9 @@ class Router:
             each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica_id)
         ]
 
-    async def _list_models(self, headers: CIMultiDict[str]) -> Answer | list[dict[str, Any]]:
+    async def _list_models(
+        self, headers: CIMultiDict[str]
+    ) -> EngineResponse | list[dict[str, Any]]:
         """All that engines list; or what an engine says to a client without a good key."""
         up = self.controller.desk.fleet.in_states(UP)
         if self.config.api_key:

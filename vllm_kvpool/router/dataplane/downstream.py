@@ -6,9 +6,9 @@ engine that has.
 
 from collections.abc import Mapping
 
-from vllm_kvpool.router.dataplane.bodies import error_body
-from vllm_kvpool.router.dataplane.chunks import DONE
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, Response
+from vllm_kvpool.router.dataplane.request_body import error_body
+from vllm_kvpool.router.dataplane.resume.chunks import DONE
 from vllm_kvpool.router.dataplane.sse import frame
 
 JSON = "application/json"

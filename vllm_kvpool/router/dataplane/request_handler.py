@@ -23,15 +23,15 @@ from vllm_kvpool.router.control.events import (
     Cancelled,
     Decode,
     DecodeBegan,
+    DecodeEnded,
     Event,
     Outcome,
     Prefill,
+    PrefillEnded,
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.bodies import ClientRequest
-from vllm_kvpool.router.dataplane.chunks import DONE
 from vllm_kvpool.router.dataplane.downstream import (
     EVENT_STREAM,
     JSON,
@@ -40,29 +40,40 @@ from vllm_kvpool.router.dataplane.downstream import (
     ClientGone,
     Downstream,
 )
-from vllm_kvpool.router.dataplane.headers import answer_headers, with_request_id
-from vllm_kvpool.router.dataplane.recovery import Manner
-from vllm_kvpool.router.dataplane.replies import (
+from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_request_id
+from vllm_kvpool.router.dataplane.request_body import ClientRequest
+from vllm_kvpool.router.dataplane.responses import (
     FAILED_FROM,
     OK,
     NoReply,
-    Said,
+    TokenCounts,
     error_event,
     outcome_of,
+    read_detokenized,
     read_reply,
 )
-from vllm_kvpool.router.dataplane.reports import ended, outcome_of_error
-from vllm_kvpool.router.dataplane.spelling import spell
-from vllm_kvpool.router.dataplane.splice import Splice
-from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
-from vllm_kvpool.router.dataplane.steps import Detokenize, Finish, Refusal, Resume
-from vllm_kvpool.router.dataplane.steps import EngineLost as StreamLost
-from vllm_kvpool.router.dataplane.upstream import Answer, EngineBroke, EngineLost, Upstream
-from vllm_kvpool.router.dataplane.whole_answer import (
+from vllm_kvpool.router.dataplane.resume.chunks import DONE
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.stream_resumer import (
+    Finish,
+    Refusal,
+    Resume,
+    StreamLost,
+    StreamResumer,
+)
+from vllm_kvpool.router.dataplane.resume.whole_answer import (
     NotAssembled,
     WholeAnswer,
     streamed,
     why_unstreamed,
+)
+from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
+from vllm_kvpool.router.dataplane.upstream import (
+    EngineBroke,
+    EngineLost,
+    EngineResponse,
+    EngineUnreached,
+    Upstream,
 )
 
 log = logging.getLogger(__name__)
@@ -74,8 +85,8 @@ Directive = Prefill | Decode | Refuse
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
-    """What exchanges need of the router."""
+class RouterHooks:
+    """What request handlers need of the router."""
 
     upstream: Upstream
     post: Callable[[Event], None]
@@ -91,7 +102,7 @@ class Wiring:
 
 
 class RequestHandler:
-    """Owned by its task; `give`, `abort` and `fail` are called in the same loop."""
+    """Owned by its task; `enqueue`, `abort` and `fail` are called in the same loop."""
 
     def __init__(
         self,
@@ -99,18 +110,18 @@ class RequestHandler:
         request: ClientRequest,
         headers: CIMultiDict[str],
         downstream: Downstream,
-        wiring: Wiring,
+        hooks: RouterHooks,
     ) -> None:
         self.request_id = request_id
         self._client_request = self._request = request
         """As it came, and as engines are asked."""
         self._headers = headers
         self._downstream = downstream
-        self._wiring = wiring
+        self._hooks = hooks
         self._directives: deque[Directive] = deque()
         self._wake = asyncio.Event()
         self._call: Prefill | Decode | None = None
-        self._leash: asyncio.Timeout | None = None
+        self._abort_scope: asyncio.Timeout | None = None
         self._is_aborted = False
         self._is_over = False
         """Whether the controller knows that it is."""
@@ -118,22 +129,22 @@ class RequestHandler:
         self._whole: WholeAnswer | None = None
         """What is assembled for a client that has asked for no stream."""
         if not request.stream and why_unstreamed(request) is None:
-            self._whole = WholeAnswer(request.kind)
+            self._whole = WholeAnswer(request.endpoint)
             self._request = streamed(request)
-        self._splice = self._new_splice()
+        self._resumer = self._new_resumer()
         self._resume: Resume | None = None
-        self._num_payloads = self._num_told = 0
+        self._num_payloads = self._num_delivered = 0
         """Of streams: events so far, and tokens before the present call."""
-        self._failure: Answer | None = None
+        self._failure: EngineResponse | None = None
         """What an engine has said of its own failure."""
 
-    def _new_splice(self) -> Splice | None:
+    def _new_resumer(self) -> StreamResumer | None:
         request = self._request
-        return Splice(request, tracked=request.trackable) if request.stream else None
+        return StreamResumer(request, tracked=request.trackable) if request.stream else None
 
     # Called by the router
 
-    def give(self, directive: Directive) -> None:
+    def enqueue(self, directive: Directive) -> None:
         """The controller's next wish."""
         self._is_aborted = False
         self._directives.append(directive)
@@ -141,8 +152,8 @@ class RequestHandler:
 
     def abort(self) -> None:
         """The call in hand, or given and not begun, is not wanted any more; it ends as lost."""
-        if self._leash is not None and not self._is_aborted:
-            self._leash.reschedule(0.0)
+        if self._abort_scope is not None and not self._is_aborted:
+            self._abort_scope.reschedule(0.0)
         self._is_aborted = True
 
     def fail(self) -> None:
@@ -198,7 +209,7 @@ class RequestHandler:
     def _end_all(self) -> None:
         """Report what was begun, or was to be, and is not done; and that it is over."""
         if not self._is_over or self._has_failed:
-            self._wiring.post(Cancelled(self.request_id))
+            self._hooks.post(Cancelled(self.request_id))
         if self._call is not None:
             self._report(Outcome.CANCELLED)
         while self._directives:
@@ -207,13 +218,15 @@ class RequestHandler:
                 self._call = call
                 self._report(Outcome.CANCELLED)
 
-    def _report(self, outcome: Outcome, said: Said | None = None, seconds: float = 0.0) -> None:
+    def _report(
+        self, outcome: Outcome, said: TokenCounts | None = None, seconds: float = 0.0
+    ) -> None:
         """The call in hand has ended."""
         call, self._call = self._call, None
         assert call is not None
         if isinstance(call, Decode):
             self._is_over |= outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-        self._wiring.post(ended(call, outcome, said or Said(), seconds))
+        self._hooks.post(ended(call, outcome, said or TokenCounts(), seconds))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that can be aborted; EngineBroke if it is."""
@@ -221,19 +234,19 @@ class RequestHandler:
         if self._is_aborted:
             raise EngineBroke(why)
         try:
-            async with asyncio.timeout(None) as self._leash:
+            async with asyncio.timeout(None) as self._abort_scope:
                 return await call()
         except TimeoutError:
             raise EngineBroke(why) from None
         finally:
-            self._leash = None
+            self._abort_scope = None
 
     # Prefill
 
     async def _prefill(self, directive: Prefill) -> None:
         self._call = directive
         began = asyncio.get_running_loop().time()
-        said = Said()
+        said = TokenCounts()
         try:
             answer = await self._attempt(partial(self._ask_prefill, directive))
             outcome = outcome_of(answer.status)
@@ -243,17 +256,17 @@ class RequestHandler:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
         if outcome is Outcome.OK:
-            self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
-            if self._wiring.named is not None and said.cells is not None:
-                self._wiring.named(self._request, said.cells)
+            self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
+            if self._hooks.named is not None and said.cells is not None:
+                self._hooks.named(self._request, said.cells)
         self._report(outcome, said, asyncio.get_running_loop().time() - began)
 
-    async def _ask_prefill(self, directive: Prefill) -> Answer:
-        return await self._wiring.upstream.post(
-            self._wiring.url_of(directive.replica) + self._request.kind.value,
-            self._request.prefill_body(name_cells=self._wiring.named is not None),
+    async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
+        return await self._hooks.upstream.post(
+            self._hooks.url_of(directive.replica) + self._request.endpoint.value,
+            self._request.prefill_body(name_cells=self._hooks.named is not None),
             with_request_id(self._headers, "prefill"),
-            self._wiring.prefill_timeout_s,
+            self._hooks.prefill_timeout_s,
         )
 
     # Decode
@@ -261,14 +274,14 @@ class RequestHandler:
     async def _decode(self, directive: Decode) -> bool:
         """Whether the client has been answered; if not, another engine is to go on."""
         self._call = directive
-        splice = self._splice
+        resumer = self._resumer
         try:
-            if splice is None:
+            if resumer is None:
                 return await self._attempt(partial(self._answer_whole, directive))
-            return await self._attempt(partial(self._answer_stream, directive, splice))
+            return await self._attempt(partial(self._answer_stream, directive, resumer))
         except NotAssembled as error:
             log.info("%s: asked again without a stream: %s", self.request_id, error)
-            self._whole = self._splice = self._resume = None
+            self._whole = self._resumer = self._resume = None
             self._request = self._client_request
             return await self._decode(directive)
         except (EngineLost, StreamLost, NoReply, EventTooLong) as error:
@@ -281,12 +294,12 @@ class RequestHandler:
         `rejected`: it is there, and does not take what the stream would go on from.
         """
         said = self._said_by_stream()
-        after = self._splice.lost(rejected=rejected) if self._splice is not None else None
+        after = self._resumer.lost(rejected=rejected) if self._resumer is not None else None
         if isinstance(after, Detokenize):
-            assert self._splice is not None
-            wiring = self._wiring
-            urls = wiring.others(directive.replica)
-            after = await spell(self._splice, after, wiring.upstream, urls, self._headers)
+            assert self._resumer is not None
+            hooks = self._hooks
+            urls = hooks.others(directive.replica)
+            after = await detokenize(self._resumer, after, hooks.upstream, urls, self._headers)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, said)
             return False
@@ -316,41 +329,41 @@ class RequestHandler:
                 self._whole.add(payload)
             if self._whole.is_complete:
                 return False
-        self._whole = WholeAnswer(self._request.kind)
-        self._splice, self._resume = self._new_splice(), None
+        self._whole = WholeAnswer(self._request.endpoint)
+        self._resumer, self._resume = self._new_resumer(), None
         return True
 
     def _whole_body(self, directive: Decode, *, track: bool) -> bytes:
         return self._request.whole_body(
             directive.expect_tokens,
-            self._wiring.expect_timeout_ms if directive.expect_tokens else None,
+            self._hooks.expect_timeout_ms if directive.expect_tokens else None,
             track=track,
         )
 
     async def _answer_whole(self, directive: Decode) -> bool:
-        url = self._wiring.url_of(directive.replica) + self._request.kind.value
+        url = self._hooks.url_of(directive.replica) + self._request.endpoint.value
         body = self._whole_body(directive, track=False)
         # The time of its first token is unknown: it counts as decoding, and nothing is learned.
-        self._wiring.post(DecodeBegan(self.request_id, is_seen=False))
-        answer = await self._wiring.upstream.post(url, body, self._headers)
+        self._hooks.post(DecodeBegan(self.request_id, is_seen=False))
+        answer = await self._hooks.upstream.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         said = read_reply(answer.body)
-        self._wiring.learn(said.prompt_tokens, self._request.prompt_bytes)
+        self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
         self._report(Outcome.OK, said)
         await self._downstream.send(answer.status, answer_headers(answer.headers), answer.body)
         return True
 
-    async def _answer_stream(self, directive: Decode, splice: Splice) -> bool:
+    async def _answer_stream(self, directive: Decode, resumer: StreamResumer) -> bool:
         resume = self._resume
-        if resume is None or resume.manner is Manner.REPEAT:
-            path = self._request.kind.value
+        if resume is None or resume.mode is ResumeMode.REPEAT:
+            path = self._request.endpoint.value
             body = self._whole_body(directive, track=self._request.trackable)
         else:
             path, body = resume.path, resume.body
-        url = self._wiring.url_of(directive.replica) + path
-        self._num_payloads, self._num_told = 0, splice.answer.num_told
-        async with self._wiring.upstream.open(url, body, self._headers) as engine:
+        url = self._hooks.url_of(directive.replica) + path
+        self._num_payloads, self._num_delivered = 0, resumer.answer.num_delivered
+        async with self._hooks.upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
@@ -360,11 +373,11 @@ class RequestHandler:
             last: list[bytes] = []
 
             def take(data: bytes) -> bool:
-                out, lost = self._feed(splice, events.feed(data))
+                out, lost = self._feed(resumer, events.feed(data))
                 if whole is not None:
                     for payload in out:
                         whole.add(payload)
-                if splice.ended:
+                if resumer.ended:
                     last.extend(out)
                     return False
                 goes_on = True
@@ -377,14 +390,14 @@ class RequestHandler:
                     raise lost
                 return goes_on
 
-            while not splice.ended:
+            while not resumer.ended:
                 if await engine.pump(take):
                     break
                 await downstream.drain()
-            if splice.ended:
+            if resumer.ended:
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
-                self._end_stream(splice)
+                self._end_stream(resumer)
                 await self._end(last, headers)
                 engine.finish()
                 return True
@@ -402,42 +415,44 @@ class RequestHandler:
         headers["Content-Type"] = JSON
         await self._downstream.send(status, headers, body)
 
-    def _feed(self, splice: Splice, payloads: list[bytes]) -> tuple[list[bytes], StreamLost | None]:
+    def _feed(
+        self, resumer: StreamResumer, payloads: list[bytes]
+    ) -> tuple[list[bytes], StreamLost | None]:
         """What the client is sent, which it must be also if the engine is lost after that."""
         out: list[bytes] = []
         for payload in payloads:
             try:
-                out += splice.feed(payload)
+                out += resumer.feed(payload)
             except StreamLost as error:
                 return out, error
             if self._num_payloads == 0:
-                self._wiring.post(DecodeBegan(self.request_id))
+                self._hooks.post(DecodeBegan(self.request_id))
             self._num_payloads += 1
-            if splice.ended:
+            if resumer.ended:
                 break  # what an engine says after its end is for nobody
         return out, None
 
-    def _end_stream(self, splice: Splice) -> None:
-        if splice.prompt_tokens:
-            self._wiring.learn(splice.prompt_tokens, self._request.prompt_bytes)
+    def _end_stream(self, resumer: StreamResumer) -> None:
+        if resumer.prompt_tokens:
+            self._hooks.learn(resumer.prompt_tokens, self._request.prompt_bytes)
         self._report(Outcome.OK, self._said_by_stream())
 
-    def _said_by_stream(self) -> Said:
+    def _said_by_stream(self) -> TokenCounts:
         """What the present call's stream has brought."""
-        if self._splice is None:
-            return Said()
-        prompt_tokens = self._splice.prompt_tokens or 0
+        if self._resumer is None:
+            return TokenCounts()
+        prompt_tokens = self._resumer.prompt_tokens or 0
         if not self._request.trackable:
             # Without a usage: mostly one token each; the last one is the end.
-            counted = self._splice.output_tokens
+            counted = self._resumer.output_tokens
             tokens = max(0, self._num_payloads - 1) if counted is None else counted
-            return Said(prompt_tokens, tokens)
-        return Said(prompt_tokens, self._splice.answer.num_told - self._num_told)
+            return TokenCounts(prompt_tokens, tokens)
+        return TokenCounts(prompt_tokens, self._resumer.answer.num_delivered - self._num_delivered)
 
-    async def _answer_error(self, directive: Decode, answer: Answer) -> bool:
+    async def _answer_error(self, directive: Decode, answer: EngineResponse) -> bool:
         """An engine has refused the request, or has failed with it, and says so."""
         outcome = outcome_of(answer.status)
-        has_tokens = self._splice is not None and self._splice.has_begun
+        has_tokens = self._resumer is not None and self._resumer.has_begun
         if outcome is Outcome.REJECTED and has_tokens:
             log.info("%s: %s does not go on: %s", self.request_id, directive.replica, answer.status)
             return await self._lost(directive, Outcome.FAILED, rejected=True)
@@ -467,5 +482,74 @@ class RequestHandler:
         await self._downstream.tell(directive.status, directive.why, kind, more)
 
 
-def _is_json(answer: Answer) -> bool:
+def _is_json(answer: EngineResponse) -> bool:
     return answer.headers.get("Content-Type", "").startswith(JSON)
+
+
+def ended(
+    call: Prefill | Decode, outcome: Outcome, said: TokenCounts, seconds: float
+) -> PrefillEnded | DecodeEnded:
+    """Its event; a prefill took so many `seconds`."""
+    if isinstance(call, Decode):
+        return DecodeEnded(
+            request_id=call.request_id,
+            replica=call.replica,
+            outcome=outcome,
+            prompt_tokens=said.prompt_tokens,
+            output_tokens=said.output_tokens,
+        )
+    return PrefillEnded(
+        request_id=call.request_id,
+        replica=call.replica,
+        outcome=outcome,
+        prompt_tokens=said.prompt_tokens,
+        saved_tokens=said.saved_tokens,
+        cached_tokens=said.cached_tokens,
+        seconds=seconds,
+    )
+
+
+def outcome_of_error(error: Exception) -> Outcome:
+    """What it means to the request that an engine has not answered as one."""
+    match error:
+        case EngineUnreached():
+            return Outcome.UNREACHED
+        case EngineBroke():
+            return Outcome.LOST
+    return Outcome.FAILED
+
+
+DETOKENIZE_TIMEOUT_S = 5.0
+MAX_DETOKENIZERS = 3
+"""Engines that are asked, one after the other."""
+
+
+async def detokenize(
+    resumer: StreamResumer,
+    step: Detokenize,
+    engines: Upstream,
+    urls: Sequence[str],
+    headers: Headers,
+) -> Resume | Finish | Refusal:
+    """What `resumer` wants done once it knows; any engine of a model knows, and one may not answer.
+
+    Takes DETOKENIZE_TIMEOUT_S at most, after which the resumer goes on without knowing.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + DETOKENIZE_TIMEOUT_S
+    after: Resume | Finish | Refusal | Detokenize = step
+    while isinstance(after, Detokenize):
+        text: str | None = None
+        for url in urls[:MAX_DETOKENIZERS]:
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                break
+            try:
+                answer = await engines.post(url + after.path, after.body, headers, left_s)
+                if answer.status == OK:
+                    text = read_detokenized(answer.body)
+                    break
+            except (EngineLost, NoReply):
+                continue
+        after = resumer.detokenized(text)
+    return after

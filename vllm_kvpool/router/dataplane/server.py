@@ -7,7 +7,7 @@ whole, parsed, and served by `serve`.
 import math
 import ssl
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,27 +15,31 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import FrontConfig
-from vllm_kvpool.router.dataplane.bodies import (
-    BadRequest,
-    ClientRequest,
-    Kind,
-    error_body,
-    parse_request,
-)
-from vllm_kvpool.router.dataplane.cors import preflight, shown_to
 from vllm_kvpool.router.dataplane.downstream import JSON, SERVER, Downstream
-from vllm_kvpool.router.dataplane.headers import REQUEST_ID, answer_headers, request_headers
+from vllm_kvpool.router.dataplane.headers import (
+    REQUEST_ID,
+    Headers,
+    answer_headers,
+    request_headers,
+)
 from vllm_kvpool.router.dataplane.http_server import (
     HttpRequest,
     HttpServer,
     Response,
     ServerLimits,
 )
-from vllm_kvpool.router.dataplane.upstream import Answer
+from vllm_kvpool.router.dataplane.request_body import (
+    BadRequest,
+    ClientRequest,
+    Endpoint,
+    error_body,
+    parse_request,
+)
+from vllm_kvpool.router.dataplane.upstream import EngineResponse
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
 
 Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
-ListModels = Callable[[CIMultiDict[str]], Awaitable[Answer | list[dict[str, Any]]]]
+ListModels = Callable[[CIMultiDict[str]], Awaitable[EngineResponse | list[dict[str, Any]]]]
 
 _ERRORS = {
     400: "BadRequestError",
@@ -50,7 +54,7 @@ _ERRORS = {
     500: "InternalServerError",
     503: "ServiceUnavailable",
 }
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in Endpoint}
 _METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
@@ -160,7 +164,7 @@ class Server:
             response = response._replace(headers={**response.headers, **shown})
         http.respond(response)
 
-    async def _generate(self, http: HttpRequest, kind: Kind, shown: dict[str, str]) -> None:
+    async def _generate(self, http: HttpRequest, kind: Endpoint, shown: dict[str, str]) -> None:
         trusted = self._config.trust_clients
         try:
             request = parse_request(kind, http.body, is_trusted=trusted)
@@ -200,7 +204,7 @@ class Server:
         if self._tenants is not None:
             headers = self._as_router(headers)
         found = await self._models(headers)
-        if isinstance(found, Answer):
+        if isinstance(found, EngineResponse):
             return Response(found.status, answer_headers(found.headers), found.body)
         if not found:
             return _error(503, "No engine is up yet.")
@@ -229,3 +233,37 @@ def _error(status: int, why: str) -> Response:
     if status == 503:
         headers["Retry-After"] = "1"
     return Response(status, headers, error_body(why, kind=_ERRORS[status], code=status))
+
+
+ANY = "*"
+MAX_AGE_S = 600
+
+
+def shown_to(headers: Headers, allowed: Sequence[str]) -> dict[str, str]:
+    """Headers with which the page that has sent a request with `headers` may read the answer."""
+    origin = headers.get("Origin")
+    if origin is None or not allowed:
+        return {}
+    if ANY in allowed:
+        return {"Access-Control-Allow-Origin": ANY}
+    vary = {"Vary": "Origin"}
+    return {"Access-Control-Allow-Origin": origin, **vary} if origin in allowed else vary
+
+
+def preflight(
+    headers: Headers, allowed: Sequence[str], methods: Sequence[str]
+) -> dict[str, str] | None:
+    """Headers of the answer to a browser that asks before a request; None if it may not send it."""
+    shown = shown_to(headers, allowed)
+    if (
+        "Access-Control-Allow-Origin" not in shown
+        or headers.get("Access-Control-Request-Method") not in methods
+    ):
+        return None
+    wanted = headers.get("Access-Control-Request-Headers")
+    return {
+        **shown,
+        "Access-Control-Allow-Methods": ", ".join(methods),
+        "Access-Control-Max-Age": str(MAX_AGE_S),
+        **({"Access-Control-Allow-Headers": wanted} if wanted else {}),
+    }

@@ -52,7 +52,7 @@ class EngineBroke(EngineLost):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineResponse:
     """A whole answer."""
 
     status: int
@@ -115,7 +115,7 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> EngineResponse:
         """POST, and read the whole answer. Without headers it is a request of the router's own."""
         if headers is None:
             headers = self._own_headers | {"Content-Type": "application/json"}
@@ -128,12 +128,12 @@ class Upstream:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
         most_bytes: int = MAX_ANSWER_BYTES,
-    ) -> Answer:
+    ) -> EngineResponse:
         """GET. Without headers it is a request of the router's own."""
         given = self._own_headers if headers is None else headers
         return await self._whole(_Call("GET", url, b"", given), timeout_s, most_bytes)
 
-    async def _whole(self, call: "_Call", timeout_s: float, most_bytes: int) -> Answer:
+    async def _whole(self, call: "_Call", timeout_s: float, most_bytes: int) -> EngineResponse:
         try:
             async with asyncio.timeout(timeout_s), _Opened(self, call) as response:
                 return await response.read(most_bytes)
@@ -266,7 +266,7 @@ class UpstreamResponse:
         self.connection.resume()
         return data
 
-    async def read(self, most_bytes: int = MAX_ANSWER_BYTES) -> Answer:
+    async def read(self, most_bytes: int = MAX_ANSWER_BYTES) -> EngineResponse:
         """The whole answer; EngineLost if it is larger than any engine's."""
         parts: list[bytes] = []
         size = 0
@@ -280,7 +280,7 @@ class UpstreamResponse:
             return True
 
         await self.pump(take)
-        return Answer(self.status, self.headers, b"".join(parts))
+        return EngineResponse(self.status, self.headers, b"".join(parts))
 
     def finish(self) -> None:
         """All that matters has come: its connection is kept if the body ends soon."""

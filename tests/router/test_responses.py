@@ -4,7 +4,13 @@ import pytest
 
 from vllm_kvpool.identity.cell_names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, ChunkNames, KeyPrefix
 from vllm_kvpool.router.control.events import Outcome
-from vllm_kvpool.router.dataplane.replies import NoReply, Said, outcome_of, read_reply, read_spelled
+from vllm_kvpool.router.dataplane.responses import (
+    NoReply,
+    TokenCounts,
+    outcome_of,
+    read_detokenized,
+    read_reply,
+)
 
 STEM = KeyPrefix("a@", 7)
 
@@ -35,25 +41,25 @@ def test_what_a_status_means(status: int, outcome: Outcome) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'{"choices":[]}', Said()),
-        (b'{"choices":[],"usage":null,"kv_transfer_params":null}', Said()),
-        (b'{"choices":[],"usage":{"prompt_tokens":7}}', Said(prompt_tokens=7)),
+        (b'{"choices":[]}', TokenCounts()),
+        (b'{"choices":[],"usage":null,"kv_transfer_params":null}', TokenCounts()),
+        (b'{"choices":[],"usage":{"prompt_tokens":7}}', TokenCounts(prompt_tokens=7)),
         (
             b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":null,'
             b'"prompt_tokens_details":null}}',
-            Said(prompt_tokens=7),
+            TokenCounts(prompt_tokens=7),
         ),
         (
             b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":2,'
             b'"prompt_tokens_details":{"cached_tokens":4}},'
             b'"kv_transfer_params":{"kvpool":{"tokens":6}}}',
-            Said(prompt_tokens=7, output_tokens=2, cached_tokens=4, saved_tokens=6),
+            TokenCounts(prompt_tokens=7, output_tokens=2, cached_tokens=4, saved_tokens=6),
         ),
-        (b'{"choices":[],"kv_transfer_params":{"other":1}}', Said()),
-        (b'{"choices":[],"kv_transfer_params":{"kvpool":null}}', Said()),
+        (b'{"choices":[],"kv_transfer_params":{"other":1}}', TokenCounts()),
+        (b'{"choices":[],"kv_transfer_params":{"kvpool":null}}', TokenCounts()),
     ],
 )
-def test_counts_of_an_answer(body: bytes, said: Said) -> None:
+def test_counts_of_an_answer(body: bytes, said: TokenCounts) -> None:
     assert read_reply(body) == said
 
 
@@ -72,7 +78,7 @@ def test_counts_of_an_answer(body: bytes, said: Said) -> None:
 )
 def test_what_the_cells_are_called(cells: bytes, names: ChunkNames | None) -> None:
     body = b'{"choices":[],"kv_transfer_params":{"kvpool":{"tokens":6,"cells":%b}}}' % cells
-    assert read_reply(body) == Said(saved_tokens=6, cells=names)
+    assert read_reply(body) == TokenCounts(saved_tokens=6, cells=names)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_rubbish_is_no_answer(body: bytes) -> None:
 
 
 def test_the_text_of_tokens() -> None:
-    assert read_spelled(b'{"prompt":"hello"}') == "hello"
+    assert read_detokenized(b'{"prompt":"hello"}') == "hello"
     for body in (b"{}", b'{"prompt":null}', b"oops"):
         with pytest.raises(NoReply):
-            read_spelled(body)
+            read_detokenized(body)

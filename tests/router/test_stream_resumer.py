@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 
 from tests.router.clients import Router, chunk_ends, transcript
 from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
-from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
-from vllm_kvpool.router.dataplane.recovery import Manner
-from vllm_kvpool.router.dataplane.splice import MAX_HELD_CHUNKS, MAX_RESUMES, Splice
-from vllm_kvpool.router.dataplane.steps import (
+from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
+from vllm_kvpool.router.dataplane.resume.stream_resumer import (
+    MAX_HELD_CHUNKS,
+    MAX_RESUMES,
     CannotResume,
-    Detokenize,
-    EngineLost,
     Finish,
     Refusal,
     Resume,
     Step,
+    StreamLost,
+    StreamResumer,
 )
 
 PROMPT = "Say é:"
@@ -34,7 +35,7 @@ ALPHABET = "ab é日😀\n#"
 class Case:
     """A request and the answer to it."""
 
-    kind: Kind
+    kind: Endpoint
     answer: list[int]
     steps: list[list[int]] = field(default_factory=lambda: [[1]])
     """Of each engine in turn."""
@@ -42,13 +43,13 @@ class Case:
 
     def body(self) -> bytes:
         prompt: dict[str, Any] = {"prompt": PROMPT}
-        if self.kind is Kind.CHAT:
+        if self.kind is Endpoint.CHAT:
             prompt = {"messages": [{"role": "user", "content": PROMPT}]}
         fields = {"model": "m", "stream": True, "temperature": 0, **prompt, "max_tokens": 100}
         return json.dumps({**fields, **self.fields}).encode()
 
     def prompt_tokens(self) -> int:
-        return len(tokens_of(CHAT_PROMPT if self.kind is Kind.CHAT else PROMPT))
+        return len(tokens_of(CHAT_PROMPT if self.kind is Endpoint.CHAT else PROMPT))
 
     def engine(self, turn: int = 0) -> SmallEngine:
         """Greedy: it says the answer, and then that again."""
@@ -72,7 +73,7 @@ class Case:
         request = parse_request(self.kind, self.body())
         turns = iter(range(1000))
         router = Router(
-            Splice(request, tracked=request.trackable),
+            StreamResumer(request, tracked=request.trackable),
             lambda path, body: self.engine(next(turns)).stream(path, body),
             cuts,
             self.engine().detokenize,
@@ -81,9 +82,7 @@ class Case:
 
 
 def manners(steps: Sequence[Step]) -> list[str]:
-    return [
-        each.manner.value if isinstance(each, Resume) else type(each).__name__ for each in steps
-    ]
+    return [each.mode.value if isinstance(each, Resume) else type(each).__name__ for each in steps]
 
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -105,7 +104,7 @@ def cases(draw: st.DrawFn, temperature: float = 0) -> Case:
         fields |= {"stop": stops, "include_stop_str_in_output": draw(st.booleans())}
     fields["max_tokens"] = draw(st.sampled_from([100, 100, 8, 3, 1]))
     fields["min_tokens"] = min(fields["max_tokens"], draw(st.sampled_from([0, 0, 4])))
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(Endpoint))
     answer = [*tokens_of(text, draw(sizes)), EOS]
     return Case(kind, answer, draw(st.lists(steps, min_size=1, max_size=3)), fields)
 
@@ -132,13 +131,13 @@ def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (Kind.COMPLETION, {}),
-        (Kind.COMPLETION, {"return_token_ids": True}),
-        (Kind.CHAT, {}),
-        (Kind.CHAT, {"stop": ["日本\n", "x"]}),
+        (Endpoint.COMPLETION, {}),
+        (Endpoint.COMPLETION, {"return_token_ids": True}),
+        (Endpoint.CHAT, {}),
+        (Endpoint.CHAT, {"stop": ["日本\n", "x"]}),
     ],
 )
-def test_every_byte_is_a_place_to_die(kind: Kind, fields: dict[str, Any]) -> None:
+def test_every_byte_is_a_place_to_die(kind: Endpoint, fields: dict[str, Any]) -> None:
     case = Case(kind, [*tokens_of("a é日本 b", (1, 2)), EOS], [[1], [1, 3]], fields | COUNTED)
     expected = transcript(case.reference())
     for cut in range(sum(len(each) + 8 for each in case.first_stream())):
@@ -151,7 +150,7 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
 ) -> None:
     """Engines draw tokens at random, and each its own: what no engine would say is never told."""
     request = parse_request(case.kind, case.body())
-    splice = Splice(request, tracked=True)
+    resumer = StreamResumer(request, tracked=True)
     least = case.prompt_tokens() + case.fields["min_tokens"]
 
     def draw(tokens: Sequence[int]) -> int:
@@ -163,15 +162,15 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
 
     cuts = [random.randrange(3000) for _ in range(random.randrange(1, 5))]
     detokenize = SmallEngine(draw).detokenize if spells else lambda body: None
-    router = Router(splice, engine, cuts, detokenize)
+    router = Router(resumer, engine, cuts, detokenize)
     seen = transcript(router.run(case.kind.value, request.whole_body(track=True)))
     if seen.error:
         assert isinstance(router.steps[-1], Refusal)
         return
-    drawn = splice.answer.ids.tolist()
+    drawn = resumer.answer.ids.tolist()
     expected = transcript(Case(case.kind, drawn, fields=case.fields).reference())
     assert seen == expected, (cuts, manners(router.steps))
-    assert Manner.REPLAY.value not in manners(router.steps)
+    assert ResumeMode.REPLAY.value not in manners(router.steps)
 
 
 # Each rule on its own
@@ -205,14 +204,14 @@ ROLE = (
 )
 
 
-def splice_of(body: dict[str, Any], **more: Any) -> Splice:
-    kind = Kind.COMPLETION if "prompt" in body else Kind.CHAT
+def splice_of(body: dict[str, Any], **more: Any) -> StreamResumer:
+    kind = Endpoint.COMPLETION if "prompt" in body else Endpoint.CHAT
     request = parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
-    return Splice(request, tracked=request.trackable)
+    return StreamResumer(request, tracked=request.trackable)
 
 
-def feed(splice: Splice, *payloads: bytes) -> list[bytes]:
-    return [told for payload in payloads for told in splice.feed(payload)]
+def feed(resumer: StreamResumer, *payloads: bytes) -> list[bytes]:
+    return [told for payload in payloads for told in resumer.feed(payload)]
 
 
 def sent(step: Step) -> dict[str, Any]:
@@ -243,59 +242,59 @@ def test_ids_are_taken_out_of_json_with_spaces_too() -> None:
 
 
 def test_tokens_without_text_wait_for_it() -> None:
-    splice = splice_of(COMPLETION)
-    assert feed(splice, first("", [1]), said("", [2])) == []
+    resumer = splice_of(COMPLETION)
+    assert feed(resumer, first("", [1]), said("", [2])) == []
     held = [said("", None), said("", None), said("é", None)]
-    assert splice.feed(said("é", [3])) == held
-    assert feed(splice, said("", [4]), said("", [5], "stop")) == [
+    assert resumer.feed(said("é", [3])) == held
+    assert feed(resumer, said("", [4]), said("", [5], "stop")) == [
         said("", None),
         said("", None, "stop"),
     ]
 
 
 def test_what_waits_is_bounded() -> None:
-    splice = splice_of(COMPLETION)
-    told = [len(splice.feed(said("", [each]))) for each in range(MAX_HELD_CHUNKS + 1)]
+    resumer = splice_of(COMPLETION)
+    told = [len(resumer.feed(said("", [each]))) for each in range(MAX_HELD_CHUNKS + 1)]
     assert told == [0] * MAX_HELD_CHUNKS + [MAX_HELD_CHUNKS + 1]
 
 
 def test_deltas_that_are_there_for_their_ids_alone_are_dropped() -> None:
-    splice = splice_of(CHAT)
-    feed(splice, ROLE)
-    assert splice.feed(chat({}, [1])) == []
-    assert splice.feed(chat({"content": "a"}, [2])) == [chat({"content": "a"})]
+    resumer = splice_of(CHAT)
+    feed(resumer, ROLE)
+    assert resumer.feed(chat({}, [1])) == []
+    assert resumer.feed(chat({"content": "a"}, [2])) == [chat({"content": "a"})]
     asks = splice_of(CHAT, return_token_ids=True)
     feed(asks, ROLE)
     assert feed(asks, chat({}, [1]), chat({"content": "a"}, [2]))[0] == chat({}, [1])
 
 
 def test_a_delta_without_text_that_has_logprobs_is_not_dropped() -> None:
-    splice = splice_of(CHAT, logprobs=True)
+    resumer = splice_of(CHAT, logprobs=True)
     bare = chat({}, [1]).replace(b'"logprobs":null', b'"logprobs":{"content":[]}')
-    told = feed(splice, ROLE, bare, chat({"content": "a"}, [2]))
+    told = feed(resumer, ROLE, bare, chat({"content": "a"}, [2]))
     assert told[1] == bare.replace(b"[1]", b"null")
 
 
 def test_nothing_delivered_is_asked_again() -> None:
-    splice = splice_of(COMPLETION, temperature=1)
-    feed(splice, first("", [1]))
-    step = splice.lost()
+    resumer = splice_of(COMPLETION, temperature=1)
+    feed(resumer, first("", [1]))
+    step = resumer.lost()
     assert isinstance(step, Resume)
-    assert (step.manner, step.num_tokens) == (Manner.REPEAT, 0)
+    assert (step.mode, step.num_tokens) == (ResumeMode.REPEAT, 0)
     assert sent(step) == COMPLETION | {"temperature": 1, "return_token_ids": True}
-    assert not splice.has_begun
+    assert not resumer.has_begun
 
 
 def test_the_role_is_told_once() -> None:
-    splice = splice_of(CHAT, temperature=1)
-    feed(splice, ROLE)
-    assert splice.has_begun
-    step = splice.lost()
+    resumer = splice_of(CHAT, temperature=1)
+    feed(resumer, ROLE)
+    assert resumer.has_begun
+    step = resumer.lost()
     assert isinstance(step, Resume)
-    assert step.manner is Manner.REPEAT
+    assert step.mode is ResumeMode.REPEAT
     again = ROLE.replace(b"chatcmpl-1", b"chatcmpl-2").replace(b'"created":1', b'"created":2')
     told = chat({"content": "a"}, [1]).replace(b"chatcmpl-1", b"chatcmpl-2")
-    assert feed(splice, again, told.replace(b'"created":1', b'"created":2')) == [
+    assert feed(resumer, again, told.replace(b'"created":1', b'"created":2')) == [
         chat({"content": "a"})
     ]
 
@@ -303,159 +302,159 @@ def test_the_role_is_told_once() -> None:
 def test_a_completion_goes_on_from_its_tokens() -> None:
     fields = {"max_tokens": 9, "min_tokens": 2, "seed": 4, "truncate_prompt_tokens": 3, "n": 1}
     params = {"kvpool": {"expect_tokens": 5, "load": True}, "other": 1}
-    splice = splice_of(COMPLETION, **fields, kv_transfer_params=params, temperature=1)
-    feed(splice, first(), said("b", [2]), said("", [3]))
-    step = splice.lost()
+    resumer = splice_of(COMPLETION, **fields, kv_transfer_params=params, temperature=1)
+    feed(resumer, first(), said("b", [2]), said("", [3]))
+    step = resumer.lost()
     assert isinstance(step, Resume)
-    assert (step.manner, step.path, step.num_tokens) == (Manner.RESUME, "/v1/completions", 2)
+    assert (step.mode, step.path, step.num_tokens) == (ResumeMode.RESUME, "/v1/completions", 2)
     expected = COMPLETION | {"temperature": 1, "prompt": [7, 8, 1, 2], "max_tokens": 7}
     expected |= {"min_tokens": 0, "seed": 5, "return_token_ids": True}
     assert sent(step) == expected | {"kv_transfer_params": {"kvpool": {"load": True}, "other": 1}}
-    told = feed(splice, said("c", [3], prompt=[7, 8, 1, 2]), said("", [0], "stop"), b"[DONE]")
+    told = feed(resumer, said("c", [3], prompt=[7, 8, 1, 2]), said("", [0], "stop"), b"[DONE]")
     assert told == [said("c"), said("", None, "stop"), b"[DONE]"]
-    assert splice.ended
-    assert splice.answer.ids.tolist() == [1, 2, 3, 0]
+    assert resumer.ended
+    assert resumer.answer.ids.tolist() == [1, 2, 3, 0]
 
 
 def test_a_chat_goes_on_from_its_tokens_as_a_chat() -> None:
-    splice = splice_of(CHAT, max_completion_tokens=9)
-    feed(splice, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
-    step = splice.lost()
+    resumer = splice_of(CHAT, max_completion_tokens=9)
+    feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
+    step = resumer.lost()
     assert isinstance(step, Resume)
     # One token is generated again, to be compared.
-    assert (step.manner, step.path, step.num_tokens) == (Manner.RESUME, Kind.CHAT.value, 2)
+    assert (step.mode, step.path, step.num_tokens) == (ResumeMode.RESUME, Endpoint.CHAT.value, 2)
     ids = {"prompt_token_ids": [7, 8, ord("a"), ord("b")]}
     expected = CHAT | {"max_tokens": 7, "return_token_ids": True, "kv_transfer_params": ids}
     assert sent(step) == expected
     again = ROLE.replace(b"[7,8]", b"[7,8,97,98]")
-    assert feed(splice, again, chat({"content": "cd"}, [99, 100])) == [chat({"content": "d"})]
+    assert feed(resumer, again, chat({"content": "cd"}, [99, 100])) == [chat({"content": "d"})]
 
 
 def test_a_greedy_answer_that_differs_is_begun_again_and_then_given_up() -> None:
-    splice = splice_of(CHAT)
-    feed(splice, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
-    assert isinstance(step := splice.lost(), Resume)
-    assert step.manner is Manner.RESUME
-    feed(splice, ROLE.replace(b"[7,8]", b"[7,8,1]"))
+    resumer = splice_of(CHAT)
+    feed(resumer, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
+    assert isinstance(step := resumer.lost(), Resume)
+    assert step.mode is ResumeMode.RESUME
+    feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1]"))
     with pytest.raises(CannotResume):
-        splice.feed(chat({"content": "x"}, [9]))
-    assert isinstance(step := splice.lost(), Resume)
-    assert step.manner is Manner.REPLAY
-    assert feed(splice, ROLE, chat({"content": "a"}, [1])) == []
+        resumer.feed(chat({"content": "x"}, [9]))
+    assert isinstance(step := resumer.lost(), Resume)
+    assert step.mode is ResumeMode.REPLAY
+    assert feed(resumer, ROLE, chat({"content": "a"}, [1])) == []
     with pytest.raises(CannotResume):
-        splice.feed(chat({"content": ""}, [0], "stop"))
-    assert isinstance(splice.lost(), Refusal)
+        resumer.feed(chat({"content": ""}, [0], "stop"))
+    assert isinstance(resumer.lost(), Refusal)
 
 
 def test_an_engine_that_ignores_the_tokens_is_found_out() -> None:
-    splice = splice_of(CHAT)
-    feed(splice, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
-    splice.lost()
+    resumer = splice_of(CHAT)
+    feed(resumer, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
+    resumer.lost()
     with pytest.raises(CannotResume, match="not taken"):
-        splice.feed(ROLE)
-    assert isinstance(step := splice.lost(), Resume)
-    assert step.manner is Manner.REPLAY
-    assert feed(splice, ROLE, chat({"content": "ab"}, [3]), chat({"content": "c"}, [4])) == [
+        resumer.feed(ROLE)
+    assert isinstance(step := resumer.lost(), Resume)
+    assert step.mode is ResumeMode.REPLAY
+    assert feed(resumer, ROLE, chat({"content": "ab"}, [3]), chat({"content": "c"}, [4])) == [
         chat({"content": "c"})
     ]
 
 
 def test_an_engine_that_does_not_say_what_it_has_taken_is_not_believed() -> None:
-    splice = splice_of(COMPLETION)
-    feed(splice, first(), said("b", [2]))
-    splice.lost()
+    resumer = splice_of(COMPLETION)
+    feed(resumer, first(), said("b", [2]))
+    resumer.lost()
     with pytest.raises(CannotResume, match="does not say"):
-        splice.feed(said("c", [3]))
+        resumer.feed(said("c", [3]))
 
 
 @pytest.mark.parametrize("rejected", [True, False])
 def test_an_engine_that_refuses_to_go_on_is_not_asked_again(rejected: bool) -> None:
-    splice = splice_of(COMPLETION)
-    feed(splice, first(), said("b", [2]))
-    assert isinstance(step := splice.lost(), Resume)
-    assert step.manner is Manner.RESUME
+    resumer = splice_of(COMPLETION)
+    feed(resumer, first(), said("b", [2]))
+    assert isinstance(step := resumer.lost(), Resume)
+    assert step.mode is ResumeMode.RESUME
     if not rejected:
-        with pytest.raises(EngineLost, match="does not go on: no"):
-            splice.feed(b'{"error":{"message":"no","code":400}}')
-    assert isinstance(step := splice.lost(rejected=rejected), Resume)
-    assert step.manner is Manner.REPLAY
+        with pytest.raises(StreamLost, match="does not go on: no"):
+            resumer.feed(b'{"error":{"message":"no","code":400}}')
+    assert isinstance(step := resumer.lost(rejected=rejected), Resume)
+    assert step.mode is ResumeMode.REPLAY
 
 
 def test_what_is_sampled_in_a_chat_is_spelled_before_it_goes_on() -> None:
-    splice = splice_of(CHAT, temperature=1)
-    feed(splice, ROLE, chat({"content": "ab"}, [1, 2]), chat({"content": ""}, [3]))
-    step = splice.lost()
+    resumer = splice_of(CHAT, temperature=1)
+    feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]), chat({"content": ""}, [3]))
+    step = resumer.lost()
     assert isinstance(step, Detokenize)
     assert (step.path, sent(step)) == ("/detokenize", {"model": "m", "tokens": [1, 2, 3]})
     # The last has begun a character.
-    assert sent(splice.spelled("ab\ufffd")) == {"model": "m", "tokens": [1, 2]}
-    step = splice.spelled("ab")
+    assert sent(resumer.detokenized("ab\ufffd")) == {"model": "m", "tokens": [1, 2]}
+    step = resumer.detokenized("ab")
     assert isinstance(step, Resume)
     assert sent(step)["kv_transfer_params"] == {"prompt_token_ids": [7, 8, 1, 2]}
-    feed(splice, ROLE.replace(b"[7,8]", b"[7,8,1,2]"))
-    assert splice.feed(chat({"content": "c"}, [4])) == [chat({"content": "c"})]
+    feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1,2]"))
+    assert resumer.feed(chat({"content": "c"}, [4])) == [chat({"content": "c"})]
 
 
 @pytest.mark.parametrize("text", [None, "xy", "a", "", "xxab", "ab\ufffd"])
 def test_what_cannot_be_spelled_is_refused_unless_a_token_ends_there(text: str | None) -> None:
-    splice = splice_of(CHAT, temperature=1)
-    feed(splice, ROLE, chat({"content": "ab"}, [1, 2]))
-    splice.lost()
-    step = splice.spelled(text)
+    resumer = splice_of(CHAT, temperature=1)
+    feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]))
+    resumer.lost()
+    step = resumer.detokenized(text)
     while isinstance(step, Detokenize):
-        step = splice.spelled(text)
+        step = resumer.detokenized(text)
     assert isinstance(step, Refusal)
-    splice = splice_of(CHAT, temperature=1)
-    feed(splice, ROLE, chat({"content": "ab"}, [1]))
-    splice.lost()
-    step = splice.spelled(text)
+    resumer = splice_of(CHAT, temperature=1)
+    feed(resumer, ROLE, chat({"content": "ab"}, [1]))
+    resumer.lost()
+    step = resumer.detokenized(text)
     while isinstance(step, Detokenize):
-        step = splice.spelled(text)
+        step = resumer.detokenized(text)
     assert isinstance(step, Resume if text is None else Refusal)
 
 
 def test_only_tokens_of_a_character_are_left_out_of_what_is_spelled() -> None:
     """A token that is not shown, as an end that is ignored, must not pass for a missing "a"."""
-    splice = splice_of(CHAT, temperature=1)
-    feed(splice, ROLE, chat({"content": "aaa"}, [1, 1, 0, 1]))
-    assert sent(splice.lost())["tokens"] == [1, 1, 0, 1]
-    assert isinstance(splice.spelled("aa<end>a"), Refusal)
+    resumer = splice_of(CHAT, temperature=1)
+    feed(resumer, ROLE, chat({"content": "aaa"}, [1, 1, 0, 1]))
+    assert sent(resumer.lost())["tokens"] == [1, 1, 0, 1]
+    assert isinstance(resumer.detokenized("aa<end>a"), Refusal)
 
 
 def test_what_was_withheld_for_a_stop_string_is_told_by_the_router() -> None:
-    splice = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+    resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
     # Of "hello" two characters are withheld.
-    feed(splice, first("hel", [1, 2]))
-    assert isinstance(splice.lost(), Detokenize)
-    step = splice.spelled("hello")
+    feed(resumer, first("hel", [1, 2]))
+    assert isinstance(resumer.lost(), Detokenize)
+    step = resumer.detokenized("hello")
     assert isinstance(step, Resume)
     assert step.num_tokens == 2
-    told = feed(splice, said("!", [3], prompt=[7, 8, 1, 2]))
+    told = feed(resumer, said("!", [3], prompt=[7, 8, 1, 2]))
     assert told == [said("lo!")]
 
 
 def test_a_stop_string_that_may_have_begun_is_not_passed_over() -> None:
-    splice = splice_of(COMPLETION, temperature=1, stop=["xyz"])
-    feed(splice, first("hel", [1, 2]))
-    splice.lost()
-    assert isinstance(splice.spelled("hellx"), Refusal)
-    splice = splice_of(COMPLETION, temperature=1, stop=["xyz"])
-    feed(splice, first("hel", [1, 2]))
-    splice.lost()
-    assert sent(splice.spelled("hell\ufffd"))["tokens"] == [1]
-    splice = splice_of(COMPLETION, stop=["xyz"], include_stop_str_in_output=True)
-    feed(splice, first("a", [1]), said("x", [2]), said("y", [3]))
-    step = splice.lost()
+    resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+    feed(resumer, first("hel", [1, 2]))
+    resumer.lost()
+    assert isinstance(resumer.detokenized("hellx"), Refusal)
+    resumer = splice_of(COMPLETION, temperature=1, stop=["xyz"])
+    feed(resumer, first("hel", [1, 2]))
+    resumer.lost()
+    assert sent(resumer.detokenized("hell\ufffd"))["tokens"] == [1]
+    resumer = splice_of(COMPLETION, stop=["xyz"], include_stop_str_in_output=True)
+    feed(resumer, first("a", [1]), said("x", [2]), said("y", [3]))
+    step = resumer.lost()
     assert isinstance(step, Resume)
     assert step.num_tokens == 1
 
 
 def test_tool_calls_pass_and_are_not_continued() -> None:
-    splice = splice_of(CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
+    resumer = splice_of(CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
     call = {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f"}}]}
-    feed(splice, ROLE)
-    assert splice.feed(chat(call, [1])) == [chat(call)]
-    step = splice.lost()
+    feed(resumer, ROLE)
+    assert resumer.feed(chat(call, [1])) == [chat(call)]
+    step = resumer.lost()
     assert isinstance(step, Refusal)
     assert "tool calls" in step.why
     error = json.loads(step.payloads[0])["error"]
@@ -464,20 +463,20 @@ def test_tool_calls_pass_and_are_not_continued() -> None:
 
 
 def test_several_choices_pass_and_are_not_continued() -> None:
-    splice = splice_of(COMPLETION, n=2, temperature=1)
+    resumer = splice_of(COMPLETION, n=2, temperature=1)
     one, other = said("a"), said("b").replace(b'"index":0', b'"index":1')
-    assert isinstance(splice.lost(), Resume)
-    assert feed(splice, one, other) == [one, other]
-    assert feed(splice, said("", None, "stop")) == [said("", None, "stop")]
-    with pytest.raises(EngineLost):
-        splice.feed(b"[DONE]")
-    assert isinstance(splice.lost(), Refusal)
+    assert isinstance(resumer.lost(), Resume)
+    assert feed(resumer, one, other) == [one, other]
+    assert feed(resumer, said("", None, "stop")) == [said("", None, "stop")]
+    with pytest.raises(StreamLost):
+        resumer.feed(b"[DONE]")
+    assert isinstance(resumer.lost(), Refusal)
 
 
 def test_several_choices_that_have_all_ended_have_ended() -> None:
-    splice = splice_of(COMPLETION, n=2, temperature=1)
-    feed(splice, said("", None, "stop"), said("", None, "stop"))
-    assert splice.lost() == Finish((b"[DONE]",))
+    resumer = splice_of(COMPLETION, n=2, temperature=1)
+    feed(resumer, said("", None, "stop"), said("", None, "stop"))
+    assert resumer.lost() == Finish((b"[DONE]",))
 
 
 @pytest.mark.parametrize(
@@ -500,50 +499,50 @@ def test_several_choices_that_have_all_ended_have_ended() -> None:
     ],
 )
 def test_what_a_dying_engine_says_is_not_passed_on(payload: bytes) -> None:
-    splice = splice_of(COMPLETION)
-    feed(splice, first())
-    with pytest.raises(EngineLost):
-        splice.feed(payload)
-    assert isinstance(splice.lost(), Resume)
+    resumer = splice_of(COMPLETION)
+    feed(resumer, first())
+    with pytest.raises(StreamLost):
+        resumer.feed(payload)
+    assert isinstance(resumer.lost(), Resume)
 
 
 def test_an_error_of_the_clients_own_is_passed_on() -> None:
-    splice = splice_of(COMPLETION)
+    resumer = splice_of(COMPLETION)
     error = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
-    assert feed(splice, error, b"[DONE]") == [error, b"[DONE]"]
-    splice = splice_of(COMPLETION)
-    feed(splice, error)
-    assert splice.lost() == Finish((b"[DONE]",))
+    assert feed(resumer, error, b"[DONE]") == [error, b"[DONE]"]
+    resumer = splice_of(COMPLETION)
+    feed(resumer, error)
+    assert resumer.lost() == Finish((b"[DONE]",))
 
 
 def test_an_end_that_was_lost_is_made_up() -> None:
-    splice = splice_of(COMPLETION, **USAGE)
-    feed(splice, first(), said("b", [2, 3], "stop"))
-    step = splice.lost()
+    resumer = splice_of(COMPLETION, **USAGE)
+    feed(resumer, first(), said("b", [2, 3], "stop"))
+    step = resumer.lost()
     assert isinstance(step, Finish)
     usage, done = step.payloads
     counts = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
     assert json.loads(usage) == json.loads(HEAD[:-1] + b"}") | {"choices": [], "usage": counts}
     assert done == b"[DONE]"
-    splice = splice_of(COMPLETION)
-    feed(splice, first(), said("b", [2, 3], "stop"))
-    assert splice.lost() == Finish((b"[DONE]",))
+    resumer = splice_of(COMPLETION)
+    feed(resumer, first(), said("b", [2, 3], "stop"))
+    assert resumer.lost() == Finish((b"[DONE]",))
 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_answer_of_all_its_tokens_is_ended_without_an_engine(asks: bool) -> None:
-    splice = splice_of(COMPLETION, max_tokens=2, return_token_ids=asks)
-    feed(splice, first(), said("b", [2]))
-    step = splice.lost()
+    resumer = splice_of(COMPLETION, max_tokens=2, return_token_ids=asks)
+    feed(resumer, first(), said("b", [2]))
+    step = resumer.lost()
     assert isinstance(step, Finish)
     assert json.loads(step.payloads[0]) == json.loads(said("", [] if asks else None, "length"))
-    assert splice.ended
+    assert resumer.ended
 
 
 def test_it_is_not_tried_for_ever() -> None:
-    splice = splice_of(COMPLETION)
-    feed(splice, first())
-    steps = [splice.lost() for _ in range(MAX_RESUMES + 1)]
+    resumer = splice_of(COMPLETION)
+    feed(resumer, first())
+    steps = [resumer.lost() for _ in range(MAX_RESUMES + 1)]
     assert manners(steps) == ["resume"] * MAX_RESUMES + ["Refusal"]
 
 
@@ -554,16 +553,16 @@ def test_an_engine_may_write_its_json_another_way() -> None:
         chunk = json.loads(payload)
         return json.dumps({"choices": chunk.pop("choices"), **chunk, "id": "other"}).encode()
 
-    splice = splice_of(COMPLETION)
-    feed(splice, first(), said("b", [2]))
-    splice.lost()
-    (told,) = splice.feed(other(said("c", [3], prompt=[7, 8, 1, 2])))
+    resumer = splice_of(COMPLETION)
+    feed(resumer, first(), said("b", [2]))
+    resumer.lost()
+    (told,) = resumer.feed(other(said("c", [3], prompt=[7, 8, 1, 2])))
     assert json.loads(told) == json.loads(said("c"))
     # The first engine is the odd one: the others' chunks stay as they are.
-    splice = splice_of(COMPLETION)
-    feed(splice, other(first()), other(said("b", [2])))
-    splice.lost()
-    (told,) = splice.feed(said("c", [3], prompt=[7, 8, 1, 2]))
+    resumer = splice_of(COMPLETION)
+    feed(resumer, other(first()), other(said("b", [2])))
+    resumer.lost()
+    (told,) = resumer.feed(said("c", [3], prompt=[7, 8, 1, 2]))
     assert json.loads(told) == json.loads(said("c"))
 
 
@@ -584,30 +583,30 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
         text = json.dumps(logprobs, separators=(",", ":")).encode()
         return payload.replace(b'"logprobs":null', b'"logprobs":' + text)
 
-    splice = splice_of(COMPLETION, logprobs=0, **COUNTED)
-    feed(splice, counted(logged(first("ab", [1]), [0], ["ab"]), 2, 1))
-    feed(splice, counted(logged(said("c", [2]), [2], ["c"]), 2, 2))
-    splice.lost()
+    resumer = splice_of(COMPLETION, logprobs=0, **COUNTED)
+    feed(resumer, counted(logged(first("ab", [1]), [0], ["ab"]), 2, 1))
+    feed(resumer, counted(logged(said("c", [2]), [2], ["c"]), 2, 2))
+    resumer.lost()
     new = logged(said("de", [3, 4], prompt=[7, 8, 1, 2]), [0, 1], ["d", "e"])
-    (told,) = feed(splice, counted(new, 4, 2))
+    (told,) = feed(resumer, counted(new, 4, 2))
     assert told == counted(logged(said("de"), [3, 4], ["d", "e"]), 2, 4)
 
 
 def test_tokens_that_the_client_sees_are_not_drawn_anew() -> None:
-    splice = splice_of(COMPLETION, temperature=1, return_token_ids=True)
+    resumer = splice_of(COMPLETION, temperature=1, return_token_ids=True)
     # The last has begun a character, and the client knows of it.
-    feed(splice, first("a", [1]), said("b", [2, 3]))
-    splice.lost()
-    splice.spelled("ab\ufffd")
-    step = splice.spelled("ab")
+    feed(resumer, first("a", [1]), said("b", [2, 3]))
+    resumer.lost()
+    resumer.detokenized("ab\ufffd")
+    step = resumer.detokenized("ab")
     assert isinstance(step, Resume)
     assert step.num_tokens == 2
     with pytest.raises(CannotResume, match="other tokens"):
-        splice.feed(said("c", [9], prompt=[7, 8, 1, 2]))
-    splice.lost()
-    splice.spelled("ab\ufffd")
-    splice.spelled("ab")
-    assert splice.feed(said("e", [3, 4], prompt=[7, 8, 1, 2])) == [said("e", [4])]
+        resumer.feed(said("c", [9], prompt=[7, 8, 1, 2]))
+    resumer.lost()
+    resumer.detokenized("ab\ufffd")
+    resumer.detokenized("ab")
+    assert resumer.feed(said("e", [3, 4], prompt=[7, 8, 1, 2])) == [said("e", [4])]
 
 
 @pytest.mark.parametrize(
@@ -623,33 +622,33 @@ def test_tokens_that_the_client_sees_are_not_drawn_anew() -> None:
 def test_as_many_tokens_are_left_as_were(
     body: dict[str, Any], fields: dict[str, Any], expected: int | None
 ) -> None:
-    splice = splice_of(body, **fields)
+    resumer = splice_of(body, **fields)
     if body is CHAT:
-        feed(splice, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
+        feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
     else:
-        feed(splice, first(), said("b", [2]))
-    asked = sent(splice.lost())
+        feed(resumer, first(), said("b", [2]))
+    asked = sent(resumer.lost())
     assert asked.get("max_tokens") == expected
     assert "max_completion_tokens" not in asked
 
 
 def test_a_chat_that_does_not_say_how_many_has_the_models_default() -> None:
-    request = parse_request(Kind.CHAT, json.dumps(CHAT).encode())
-    splice = Splice(request, tracked=True, default_max_tokens=10)
-    feed(splice, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
-    assert sent(splice.lost())["max_tokens"] == 8
+    request = parse_request(Endpoint.CHAT, json.dumps(CHAT).encode())
+    resumer = StreamResumer(request, tracked=True, default_max_tokens=10)
+    feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
+    assert sent(resumer.lost())["max_tokens"] == 8
 
 
 def test_what_goes_on_is_of_the_kind_that_it_was() -> None:
-    splice = splice_of(CHAT, temperature=1)
+    resumer = splice_of(CHAT, temperature=1)
     thought = chat({"reasoning": "I think that"}, [1])
-    assert feed(splice, ROLE, thought) == [
+    assert feed(resumer, ROLE, thought) == [
         ROLE.replace(b"[7,8]", b"null"),
         chat({"reasoning": "I think that"}),
     ]
-    splice.lost()
-    assert isinstance(splice.spelled("<think>I think that"), Resume)
-    feed(splice, ROLE.replace(b"[7,8]", b"[7,8,1]"))
+    resumer.lost()
+    assert isinstance(resumer.detokenized("<think>I think that"), Resume)
+    feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1]"))
     with pytest.raises(CannotResume, match="as content what was reasoning"):
-        splice.feed(chat({"content": "so"}, [2]))
-    assert isinstance(splice.lost(), Refusal)
+        resumer.feed(chat({"content": "so"}, [2]))
+    assert isinstance(resumer.lost(), Refusal)

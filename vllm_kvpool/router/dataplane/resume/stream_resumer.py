@@ -1,10 +1,10 @@
 """One client's stream out of the streams of one engine after another (pure).
 
 `feed` takes the payloads of the present engine's stream and gives those for the client: byte for
-byte as vLLM would have sent them, less what only the router has asked for. It raises `EngineLost`
+byte as vLLM would have sent them, less what only the router has asked for. It raises `StreamLost`
 when the stream cannot go on. The owner then calls `lost`, as it does when the connection breaks or
 ends before `[DONE]`, and does what comes back: ask another engine and feed its stream (`Resume`),
-ask one what text some tokens are and call `spelled` (`Detokenize`), or send the client the last
+ask one what text some tokens are and call `detokenized` (`Detokenize`), or send the client the last
 payloads (`Finish`, `Refusal`).
 
 What has tokens and no text is held back until text comes: after a failure it is generated again.
@@ -14,16 +14,19 @@ is compared with what the client has before it is dropped.
 Owned by one task. It neither waits nor knows the time.
 """
 
-from vllm_kvpool.router.dataplane.answer import Answer, Overlap
-from vllm_kvpool.router.dataplane.bodies import ClientRequest, Kind, count_ids, error_body
-from vllm_kvpool.router.dataplane.chunks import (
+from array import array
+from dataclasses import dataclass, field
+
+from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, count_ids, error_body
+from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
+from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
     Choice,
     Chunk,
     Failure,
+    InvalidChunk,
     Patch,
     Piece,
-    Rubbish,
     Usage,
     end_chunk,
     head_of,
@@ -39,24 +42,138 @@ from vllm_kvpool.router.dataplane.chunks import (
     without_ids,
     without_prompt_ids,
 )
-from vllm_kvpool.router.dataplane.recovery import (
-    Manner,
+from vllm_kvpool.router.dataplane.resume.policy import (
+    Detokenize,
+    NotResumable,
+    ResumeMode,
+    ResumePlan,
+    ResumePolicy,
+    Way,
     joined_ids,
     resume_body,
     same_ids,
     stop_strings,
 )
-from vllm_kvpool.router.dataplane.restart import Hopeless, Point, Restart, Way
-from vllm_kvpool.router.dataplane.steps import (
-    CannotResume,
-    Detokenize,
-    EngineLost,
-    Finish,
-    Refusal,
-    Resume,
-    Step,
-)
-from vllm_kvpool.router.dataplane.streams import Stream, Told, terms_of
+
+
+class StreamLost(Exception):
+    """The engine's stream cannot go on; close it and call `lost`."""
+
+
+class CannotResume(StreamLost):
+    """The engine says something else than the client has been told already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """POST `body` to `path` of any engine, and feed what it streams.
+
+    It may be sent to one engine after another until one streams. `num_tokens` of the answer go with
+    the prompt; so many less are left to generate.
+    """
+
+    mode: ResumeMode
+    path: str
+    body: bytes
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The answer is complete; only its end was lost. The client is sent the rest of it."""
+
+    payloads: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer cannot go on. The client is sent `payloads`, or `body` if it has no status yet."""
+
+    why: str
+    body: bytes
+    payloads: tuple[bytes, ...]
+
+
+Step = Resume | Detokenize | Finish | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTerms:
+    """What follows from the request for its stream."""
+
+    tracked: bool
+    is_plain: bool
+    """Of one choice, of which the client is told its text alone."""
+    hides_ids: bool
+    """Only the router has asked for token ids."""
+    tells_tokens: bool
+    """The client sees which tokens there are."""
+    counts_chars: bool
+    """Its chunks have a `text_offset`."""
+    num_choices: int
+    max_tokens: int | None
+    text_kind: str
+    """The field that holds plain text."""
+
+
+def terms_of(request: ClientRequest, tracked: bool, default_max_tokens: int | None) -> StreamTerms:
+    """`default_max_tokens` is for chats that do not say how many they want."""
+    asks_ids, asked = request.asks_token_ids, request.max_output_tokens
+    is_chat = request.endpoint is Endpoint.CHAT
+    logprobs = request.value("logprobs")
+    # A completion that asks for none of the others, 0, still gets those of its own tokens.
+    has_logprobs = bool(logprobs) if is_chat else logprobs is not None
+    tells_tokens, num_choices = asks_ids or has_logprobs, request.n * max(1, request.num_prompts)
+    return StreamTerms(
+        tracked=tracked,
+        is_plain=tracked and not tells_tokens and num_choices == 1,
+        hides_ids=tracked and not asks_ids,
+        tells_tokens=tells_tokens,
+        counts_chars=has_logprobs and not is_chat,
+        num_choices=num_choices,
+        max_tokens=default_max_tokens if asked is None else asked,
+        text_kind="content" if is_chat else "text",
+    )
+
+
+@dataclass(slots=True)
+class Stream:
+    """The present engine's."""
+
+    mode: ResumeMode = ResumeMode.REPEAT
+    goes_on: bool = False
+    """Whether the client has something already; else it is as the first."""
+    start: ResumePoint = BEGINNING
+    """Where in the answer it begins."""
+    sent_ids: bytes = b""
+    """Prompt ids that its engine is to take; empty once it has said that it has."""
+    overlap: Overlap = field(default_factory=lambda: Overlap(()))
+    kind: str | None = None
+    """What its first text has to be, where nothing is compared."""
+    pending_text: str = ""
+    """Text that comes before its first."""
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    """Its tokens, as long as it is behind what the client has."""
+    ends: "array[int]" = field(default_factory=lambda: array("q"))
+    is_behind: bool = False
+    num_tokens: int = 0
+    """Of the answer, up to here."""
+    earlier_chars: int = 0
+    earlier_reasoning_tokens: int = 0
+    head: bytes = b""
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What the client has been sent, besides text and tokens."""
+
+    anything: bool = False
+    role: bool = False
+    num_finished: int = 0
+    """Choices that have ended."""
+    error: bool = False
+    usage: bool = False
+
 
 MAX_RESUMES = 8
 MAX_HELD_CHUNKS = 1024
@@ -64,7 +181,7 @@ _SERVER_ERROR = 500
 _ABORTED = "abort"
 
 
-class Splice:
+class StreamResumer:
     """See the module docstring.
 
     `tracked`: the first engine is asked with `track`. `default_max_tokens`: of the model's
@@ -82,17 +199,17 @@ class Splice:
         """Whether the client has been given all of it, `[DONE]` included."""
         self._request = request
         self._terms = terms_of(request, tracked, default_max_tokens)
-        self._restart = Restart(request, self.answer)
+        self._restart = ResumePolicy(request, self.answer)
         self._stream = Stream()
         self._head = b""
         self._held: list[bytes] = []
-        self._told = Told()
+        self._delivered = Delivered()
         self._usage: Usage | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the client has been sent anything."""
-        return self._told.anything
+        return self._delivered.anything
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -108,35 +225,35 @@ class Splice:
         return self._usage.completion_tokens if self._usage is not None else None
 
     def feed(self, payload: bytes) -> list[bytes]:
-        """What the client is sent for one payload of the engine; raises EngineLost."""
+        """What the client is sent for one payload of the engine; raises StreamLost."""
         assert not self.ended
         if payload == DONE:
             return self._done()
         try:
             chunk = read(payload)
-        except Rubbish as error:
-            raise EngineLost(str(error)) from None
+        except InvalidChunk as error:
+            raise StreamLost(str(error)) from None
         if self._terms.is_plain and (plain := self._plain(payload, chunk)) is not None:
             return [plain]
         if chunk.error is not None:
             return self._error(payload, chunk.error)
         if not self._stream.head:
             self._stream.head = head_of(payload)
-            if not self._told.anything:
+            if not self._delivered.anything:
                 self._head = self._stream.head
         self._usage = chunk.usage if chunk.usage and not chunk.choices else self._usage
         for choice in chunk.choices:
             if choice.finish_reason == _ABORTED:
                 # Nobody but an operator or the router aborts: the engine is being stopped.
-                raise EngineLost("the engine has aborted the request")
+                raise StreamLost("the engine has aborted the request")
         if self._terms.num_choices > 1:
-            self._told.num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
+            self._delivered.num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
         if chunk.choices:
             return self._choice(payload, chunk, chunk.choices[0])
-        self._told.usage = True
+        self._delivered.usage = True
         return self._tell(self._outgoing(payload, chunk))
 
     def lost(self, *, rejected: bool = False) -> Step:
@@ -145,36 +262,36 @@ class Splice:
         `rejected`: the engine has refused what `Resume` says (a 4xx but 429), so others will too.
         """
         assert not self.ended
-        if rejected and self._stream.manner is Manner.RESUME:
+        if rejected and self._stream.mode is ResumeMode.RESUME:
             self._restart.unable()
         self._held.clear()
-        if self._told.error or self._told.num_finished == self._terms.num_choices:
+        if self._delivered.error or self._delivered.num_finished == self._terms.num_choices:
             return self._finish()
         self.num_resumes += 1
         if self.num_resumes > MAX_RESUMES:
             return self._refuse(f"it has lost its engine {self.num_resumes} times")
-        if self._terms.num_choices > 1 and self._told.anything:
+        if self._terms.num_choices > 1 and self._delivered.anything:
             return self._refuse("several choices or prompts at once cannot be continued")
         return self._go(self._restart.begin())
 
-    def spelled(self, text: str | None) -> Step:
+    def detokenized(self, text: str | None) -> Step:
         """The answer to `Detokenize`; None if no engine gives one."""
-        return self._go(self._restart.spelled(text))
+        return self._go(self._restart.detokenized(text))
 
     def _done(self) -> list[bytes]:
-        if not self._told.error and self._told.num_finished < self._terms.num_choices:
-            raise EngineLost("the engine has ended its stream before the answer has ended")
+        if not self._delivered.error and self._delivered.num_finished < self._terms.num_choices:
+            raise StreamLost("the engine has ended its stream before the answer has ended")
         self.ended = True
         return [DONE]
 
     def _error(self, payload: bytes, failure: Failure) -> list[bytes]:
         if (failure.code or _SERVER_ERROR) >= _SERVER_ERROR:
-            raise EngineLost(f"the engine has failed: {failure.message}")
-        if self._stream.manner is Manner.RESUME:
+            raise StreamLost(f"the engine has failed: {failure.message}")
+        if self._stream.mode is ResumeMode.RESUME:
             # The request was good enough for the first engine.
             self._restart.unable()
-            raise EngineLost(f"the engine does not go on: {failure.message}")
-        self._told.error = True
+            raise StreamLost(f"the engine does not go on: {failure.message}")
+        self._delivered.error = True
         return self._tell(payload)
 
     def _see_prompt(self, chunk: Chunk) -> None:
@@ -218,7 +335,7 @@ class Splice:
         answer.ids.extend(ids)
         stream.num_tokens += len(ids)
         answer.add_text(((kind, text),), len(ids), stream.num_tokens)
-        answer.num_told = stream.num_tokens
+        answer.num_delivered = stream.num_tokens
         return without_ids(payload)
 
     def _choice(self, payload: bytes, chunk: Chunk, choice: Choice) -> list[bytes]:
@@ -226,11 +343,11 @@ class Splice:
         is_end = choice.finish_reason is not None
         pieces = pieces_of(choice)
         if delta is not None and delta.role and not pieces and not is_end:
-            if self._told.role:
+            if self._delivered.role:
                 return []
-            self._told.role = True
+            self._delivered.role = True
             return self._tell(self._outgoing(payload, chunk))
-        self._told.role |= delta is not None and bool(delta.role)
+        self._delivered.role |= delta is not None and bool(delta.role)
         if stream.sent_ids:
             self._restart.unable()
             raise CannotResume("the engine does not say which tokens it goes on from")
@@ -249,23 +366,23 @@ class Splice:
             self._held.append(out)
             return self._tell() if len(self._held) > MAX_HELD_CHUNKS else []
         self.answer.add_text(new, len(choice.token_ids or ()), stream.num_tokens)
-        self._told.num_finished += is_end
+        self._delivered.num_finished += is_end
         return self._tell(out)
 
     def _new_text(self, pieces: list[Piece], is_end: bool) -> list[Piece]:
-        """What the client does not have of it, after what it is owed."""
+        """What the client does not have of it, after what it is pending_text."""
         stream = self._stream
-        if not pieces and not (is_end and stream.owed):
+        if not pieces and not (is_end and stream.pending_text):
             return []
         kind, text = pieces[0] if pieces else (stream.kind or self._terms.text_kind, "")
         if stream.kind not in (None, kind):
             # It does not see where in the answer it is; another would not either.
             self._restart.unable()
             raise CannotResume(f"the engine says as {kind} what was {stream.kind}")
-        new = stream.overlap.cut([(kind, stream.owed + text), *pieces[1:]])
+        new = stream.overlap.cut([(kind, stream.pending_text + text), *pieces[1:]])
         if new is None:
             raise self._diverged("says something else than the client has")
-        stream.owed, stream.kind = "", None
+        stream.pending_text, stream.kind = "", None
         return new
 
     def _take_ids(self, choice: Choice, pieces: list[Piece]) -> int:
@@ -276,8 +393,8 @@ class Splice:
             answer.has_ids &= ids is not None
             return 0
         begin, skipped = stream.num_tokens, 0
-        if self._terms.tells_tokens and begin < answer.num_told:
-            skipped = min(len(ids), answer.num_told - begin)
+        if self._terms.tells_tokens and begin < answer.num_delivered:
+            skipped = min(len(ids), answer.num_delivered - begin)
             if answer.ids[begin : begin + skipped].tolist() != ids[:skipped]:
                 raise self._diverged("generates other tokens than the client has")
         stream.num_tokens += len(ids)
@@ -296,7 +413,7 @@ class Splice:
         stream, answer = self._stream, self.answer
         if not stream.is_behind or stream.overlap:
             return
-        if self._terms.tells_tokens and stream.num_tokens < answer.num_told:
+        if self._terms.tells_tokens and stream.num_tokens < answer.num_delivered:
             return
         answer.replace_after(stream.start.num_tokens, stream.ids, stream.ends)
         stream.is_behind = False
@@ -307,15 +424,15 @@ class Splice:
         if terms.hides_ids and is_only_for_ids(choice, payload):
             self.answer.is_parsed = True
             return True
-        if isinstance(choice.token_ids, list) and stream.num_tokens > self.answer.num_told:
+        if isinstance(choice.token_ids, list) and stream.num_tokens > self.answer.num_delivered:
             return False
         return stream.goes_on and (bool(pieces) or stream.is_behind or stream.num_tokens > 0)
 
     def _tell(self, *payloads: bytes) -> list[bytes]:
         told = [*self._held, *payloads]
         self._held.clear()
-        self._told.anything = True
-        self.answer.num_told = max(self.answer.num_told, self._stream.num_tokens)
+        self._delivered.anything = True
+        self.answer.num_delivered = max(self.answer.num_delivered, self._stream.num_tokens)
         return told
 
     def _outgoing(
@@ -349,30 +466,30 @@ class Splice:
         return payload
 
     def _diverged(self, how: str) -> CannotResume:
-        self._restart.failed(self._stream.manner)
+        self._restart.failed(self._stream.mode)
         return CannotResume(f"the engine {how}")
 
     def _go(self, way: Way) -> Step:
         match way:
             case Detokenize():
                 return way
-            case Hopeless(why=why):
+            case NotResumable(why=why):
                 return self._refuse(why)
-            case Point():
+            case ResumePlan():
                 return self._resume(way)
 
-    def _resume(self, point: Point) -> Step:
+    def _resume(self, point: ResumePlan) -> Step:
         answer, request, terms = self.answer, self._request, self._terms
-        num_tokens, num_chars = point.mark
+        num_tokens, num_chars = point.resume_point
         overlap = Overlap(answer.text_after(num_chars))
-        resumes = point.manner is Manner.RESUME
+        resumes = point.mode is ResumeMode.RESUME
         self._stream = Stream(
-            manner=point.manner,
-            goes_on=self._told.anything,
-            start=point.mark,
+            mode=point.mode,
+            goes_on=self._delivered.anything,
+            start=point.resume_point,
             overlap=overlap,
             kind=answer.kind if resumes and not overlap else None,
-            owed=point.owed,
+            pending_text=point.pending_text,
             is_behind=True,
             num_tokens=num_tokens,
             earlier_chars=answer.ends[num_tokens - 1] if resumes and terms.counts_chars else 0,
@@ -381,22 +498,26 @@ class Splice:
         if not resumes:
             answer.num_reasoning_tokens = 0
             body = request.whole_body(track=terms.tracked)
-            return Resume(point.manner, request.kind.value, body)
+            return Resume(point.mode, request.endpoint.value, body)
         if terms.max_tokens is not None and num_tokens >= terms.max_tokens:
-            return self._finish(point.owed)
+            return self._finish(point.pending_text)
         ids = self._stream.sent_ids = joined_ids(self.answer.prompt_ids, answer.ids[:num_tokens])
         body = resume_body(request, ids, num_tokens, self.num_resumes, terms.max_tokens)
-        return Resume(point.manner, request.kind.value, body, num_tokens)
+        return Resume(point.mode, request.endpoint.value, body, num_tokens)
 
-    def _finish(self, owed: str | None = None) -> Finish:
-        """End the stream without an engine; `owed` is the last text where there was no end yet."""
+    def _finish(self, pending_text: str | None = None) -> Finish:
+        """End the stream without an engine; `pending_text`: its last text, if it had no end."""
         request, answer = self._request, self.answer
         payloads: list[bytes] = []
-        if owed is not None:
+        if pending_text is not None:
             ids: list[int] | None = [] if request.asks_token_ids else None
-            payloads.append(end_chunk(self._head, request.kind is Kind.CHAT, owed, ids))
+            payloads.append(
+                end_chunk(self._head, request.endpoint is Endpoint.CHAT, pending_text, ids)
+            )
         options = request.value("stream_options") or {}
-        has_usage = self._told.usage or self._told.error or not options.get("include_usage")
+        has_usage = (
+            self._delivered.usage or self._delivered.error or not options.get("include_usage")
+        )
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
             payloads.append(usage_chunk(self._head, prompt_tokens, self._stream.num_tokens))
         self.ended = True

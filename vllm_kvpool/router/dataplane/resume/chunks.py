@@ -26,7 +26,7 @@ Piece = tuple[str, str]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class Rubbish(ProtocolError):
+class InvalidChunk(ProtocolError):
     """An engine has sent what is no chunk of a stream."""
 
 
@@ -85,11 +85,11 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 
 def read(payload: bytes) -> Chunk:
-    """Raises Rubbish."""
+    """Raises InvalidChunk."""
     try:
         return _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Rubbish(f"the engine has sent what is no chunk: {error}") from None
+        raise InvalidChunk(f"the engine has sent what is no chunk: {error}") from None
 
 
 def is_something(raw: Raw) -> bool:

@@ -13,10 +13,9 @@ import pytest
 
 from tests.router.clients import Router, Transcript, chunk_ends, transcript
 from tests.support.seeds import seeds
-from vllm_kvpool.router.dataplane.answer import Answer
-from vllm_kvpool.router.dataplane.bodies import ClientRequest, Kind, parse_request
-from vllm_kvpool.router.dataplane.splice import Splice
-from vllm_kvpool.router.dataplane.steps import Refusal, Resume
+from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, parse_request
+from vllm_kvpool.router.dataplane.resume.answer import Answer
+from vllm_kvpool.router.dataplane.resume.stream_resumer import Refusal, Resume, StreamResumer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -47,11 +46,11 @@ FIELDS: list[dict[str, Any]] = [
     {"ignore_eos": True, "max_tokens": 30, "return_token_ids": True},
     {"stop_token_ids": [70], "skip_special_tokens": False},
 ]
-LOGPROBS: dict[Kind, list[dict[str, Any]]] = {
-    Kind.COMPLETION: [{"logprobs": 0}, {"logprobs": 2, "stop": ["\n\n"]}, {"echo": True}],
-    Kind.CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stop": ["\n\n"]}],
+LOGPROBS: dict[Endpoint, list[dict[str, Any]]] = {
+    Endpoint.COMPLETION: [{"logprobs": 0}, {"logprobs": 2, "stop": ["\n\n"]}, {"echo": True}],
+    Endpoint.CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stop": ["\n\n"]}],
 }
-BY_KIND = [(kind, fields) for kind in Kind for fields in FIELDS + LOGPROBS[kind]]
+BY_KIND = [(kind, fields) for kind in Endpoint for fields in FIELDS + LOGPROBS[kind]]
 
 
 @cache
@@ -61,7 +60,7 @@ def tokenizer() -> Any:
 
 @dataclass
 class Case:
-    kind: Kind
+    kind: Endpoint
     text: str = ""
     """What the model says, again and again if it is not ended."""
     steps: tuple[int, ...] = (1,)
@@ -71,13 +70,13 @@ class Case:
 
     def body(self) -> bytes:
         prompt: dict[str, Any] = {"prompt": PROMPT}
-        if self.kind is Kind.CHAT:
+        if self.kind is Endpoint.CHAT:
             prompt = {"messages": [{"role": "user", "content": PROMPT}]}
         fields = {"model": "m", "stream": True, "temperature": 0, "request_id": "7", **prompt}
         return json.dumps({**fields, "max_tokens": 60, **self.fields}).encode()
 
     def prompt_tokens(self) -> int:
-        text = CHAT_PROMPT if self.kind is Kind.CHAT else PROMPT
+        text = CHAT_PROMPT if self.kind is Endpoint.CHAT else PROMPT
         if messages := self.fields.get("messages"):
             text = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
         return len(tokenizer().encode(text))
@@ -115,15 +114,15 @@ class Case:
             one.created, one.steps = next(created), pick() if pick else self.steps
             return one.stream(path, body)
 
-        splice = Splice(request, tracked=request.trackable)
-        router = Router(splice, engine, cuts, detokenize or self.engine().detokenize)
+        resumer = StreamResumer(request, tracked=request.trackable)
+        router = Router(resumer, engine, cuts, detokenize or self.engine().detokenize)
         return router.run(self.kind.value, request.whole_body(track=request.trackable)), router
 
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(("kind", "fields"), BY_KIND)
 def test_a_stream_that_is_not_cut_is_the_engines_own(
-    kind: Kind, fields: dict[str, Any], steps: tuple[int, ...]
+    kind: Endpoint, fields: dict[str, Any], steps: tuple[int, ...]
 ) -> None:
     for text in TEXTS:
         case = Case(kind, text, steps, fields)
@@ -132,7 +131,7 @@ def test_a_stream_that_is_not_cut_is_the_engines_own(
 
 @pytest.mark.parametrize(("kind", "fields"), BY_KIND)
 def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
-    kind: Kind, fields: dict[str, Any]
+    kind: Endpoint, fields: dict[str, Any]
 ) -> None:
     for text, steps in zip(TEXTS, [STEPS[0], STEPS[1], STEPS[1], STEPS[0], STEPS[2]], strict=True):
         case = Case(kind, text, steps, fields)
@@ -151,7 +150,7 @@ def test_a_message_that_is_echoed_is_no_part_of_the_answer(
     more = {"echo": True, "add_generation_prompt": False, "continue_final_message": True}
     fields = {**fields, **more, "messages": messages, "temperature": temperature}
     for text, steps in zip(TEXTS, [STEPS[0], STEPS[1], STEPS[1], STEPS[0], STEPS[2]], strict=True):
-        case = Case(Kind.CHAT, text, steps, fields)
+        case = Case(Endpoint.CHAT, text, steps, fields)
         expected = transcript(case.reference())
         assert expected.texts["content"].startswith("So far")
         for cut in chunk_ends(case.first_stream()):
@@ -167,7 +166,7 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(seed: int) -> None:
     """Engines draw at random, each its own, also what is no text at all."""
     random, eos = Random(seed), tokenizer().eos_token_id
     words = [*tokenizer().encode("ab é日😀\n\n#x 漢字。 the"), eos]
-    kind = random.choice(list(Kind))
+    kind = random.choice(list(Endpoint))
     options = {"include_usage": True, "continuous_usage_stats": random.random() < 0.5}
     fields = {**random.choice(FIELDS + LOGPROBS[kind][:2]), "stream_options": options}
     fields |= {"max_tokens": random.choice([3, 12, 40]), "temperature": 0.8, "min_tokens": 0}
@@ -182,7 +181,7 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(seed: int) -> None:
     if seen.error is not None:
         assert isinstance(router.steps[-1], Refusal)
         return
-    assert seen == transcript(case.reference(router.splice.answer.ids.tolist())), router.steps
+    assert seen == transcript(case.reference(router.resumer.answer.ids.tolist())), router.steps
 
 
 THOUGHTS = [
@@ -208,7 +207,7 @@ def test_reasoning_goes_on_as_reasoning(parser: str, temperature: float) -> None
     for text in THOUGHTS:
         for fields in (FIELDS[2], *others):
             fields = {**fields, "temperature": temperature}
-            case = Case(Kind.CHAT, text, STEPS[len(text) % 2], fields, parser)
+            case = Case(Endpoint.CHAT, text, STEPS[len(text) % 2], fields, parser)
             expected = without_details(transcript(case.reference()))
             assert case.run([])[0] == case.reference()
             for cut in chunk_ends(case.first_stream()):
@@ -244,7 +243,7 @@ def test_a_detokenizer_primed_up_to_a_mark_goes_on_exactly_there(
         if given := whole.get_next_output_text(finished=False, delta=True):
             known.add_text([("text", given)], len(new), done)
             num_given += 1
-    marks = {known.last_mark(chars) for chars in range(len(text) + 10)} - {None}
+    marks = {known.last_resume_point(chars) for chars in range(len(text) + 10)} - {None}
     assert steps != (1,) or len(marks) == num_given
     for mark in marks:
         assert mark is not None

@@ -5,12 +5,12 @@ import pytest
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.replies import NoReply, Said
-from vllm_kvpool.router.dataplane.reports import ended, outcome_of_error
+from vllm_kvpool.router.dataplane.request_handler import ended, outcome_of_error
+from vllm_kvpool.router.dataplane.responses import NoReply, TokenCounts
 from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineLost, EngineUnreached
 
 ONE, REPLICA = RequestId("1"), ReplicaId("r")
-SAID = Said(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_tokens=8)
+SAID = TokenCounts(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_tokens=8)
 
 
 def test_each_call_has_its_event() -> None:

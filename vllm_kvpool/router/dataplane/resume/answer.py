@@ -1,22 +1,12 @@
-"""What is known of one answer: its tokens, its text, and where a token ends that a text ends with.
+"""What is known of one answer: its tokens, its text, and from where an engine can go on with it.
 
-Characters are counted over all text that has been delivered, in order. A *mark* is a number of
-tokens after which the detokenizer of the engine had given out all text but what it withholds for
-stop strings, so that another engine which is given these tokens as prompt goes on exactly there:
-
-- A chunk of one token that brings text ends at one. (A detokenizer that waits for the rest of a
-  character gives out nothing, and then all at once.)
-- So does any chunk whose next text begins with an ASCII character, if nothing is withheld: a
-  character that was waited for has several bytes.
-
-With stop strings vLLM withholds as many characters as the longest has, less one. A mark then stands
-that much further in the text than what has been delivered when it is made. Text of another kind (a
-chat's reasoning, then its content) has a marker between that is not part of it: marks do not go
-across.
-
-A stop string that has not ended in what an engine has generated begins after all that it has given
-out, so an engine that goes on from a mark in the delivered text sees all of it. Where nothing is
-withheld (`include_stop_str_in_output`) it might have begun before: `open_chars` says where.
+Characters are counted over all text delivered. A resume point is a number of tokens after which the
+engine's detokenizer had given out all text but what it withholds for stop strings: another engine
+that is given these tokens as prompt goes on exactly there. A chunk of one token that brings text
+ends at one; so does any chunk whose next text begins with an ASCII character, if nothing is
+withheld (a character that was waited for has several bytes). With stop strings vLLM withholds one
+character less than the longest has, and the point stands that much further in the text. None lies
+across a change of the kind of text, such as a chat's reasoning and its content.
 """
 
 from array import array
@@ -24,23 +14,23 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_kvpool.router.dataplane.chunks import Piece
+from vllm_kvpool.router.dataplane.resume.chunks import Piece
 
-MAX_MARKS = 512
+MAX_RESUME_POINTS = 512
 
 
-class Mark(NamedTuple):
+class ResumePoint(NamedTuple):
     """See the module docstring."""
 
     num_tokens: int
     num_chars: int
 
 
-BEGINNING = Mark(0, 0)
+BEGINNING = ResumePoint(0, 0)
 
 
 class Answer:
-    """One client's answer so far. Owned by its `Splice`."""
+    """One client's answer so far. Owned by its `StreamResumer`."""
 
     def __init__(self, stops: Sequence[str], withholds: bool) -> None:
         self.prompt_ids = b""
@@ -49,7 +39,7 @@ class Answer:
         """All that engines have sent and nothing has contradicted; the last may be undelivered."""
         self.ends = array("q")
         """Where the text of each token ends as `text_offset` counts, where that is known."""
-        self.num_told = 0
+        self.num_delivered = 0
         """Tokens whose chunk has been delivered."""
         self.num_chars = 0
         self.num_echoed = 0
@@ -65,8 +55,8 @@ class Answer:
         self._stops = stops
         longest = max(map(len, stops), default=1)
         self.withheld_chars = longest - 1 if withholds else 0
-        self._marks: deque[Mark] = deque(maxlen=MAX_MARKS)
-        self._likely: Mark | None = None  # the end of a chunk of several tokens
+        self._resume_points: deque[ResumePoint] = deque(maxlen=MAX_RESUME_POINTS)
+        self._likely: ResumePoint | None = None  # the end of a chunk of several tokens
 
     @property
     def kind(self) -> str | None:
@@ -78,7 +68,7 @@ class Answer:
         for kind, text in pieces:
             if kind != self.kind:
                 self._runs.append((kind, []))
-                self._marks.clear()
+                self._resume_points.clear()
                 self._likely = None
             if text[0] < "\x80":
                 self._keep(self._likely)
@@ -89,30 +79,33 @@ class Answer:
             self.num_echoed = self.num_chars
         if len(pieces) != 1 or not tokens_of_chunk:
             return
-        mark = Mark(num_tokens, self.num_chars + self.withheld_chars)
+        point = ResumePoint(num_tokens, self.num_chars + self.withheld_chars)
         if tokens_of_chunk == 1:
-            self._keep(mark)
+            self._keep(point)
         elif not self.withheld_chars:
-            self._likely = mark
+            self._likely = point
 
-    def _keep(self, mark: Mark | None) -> None:
-        if mark is not None and (not self._marks or self._marks[-1] < mark):
-            self._marks.append(mark)
+    def _keep(self, point: ResumePoint | None) -> None:
+        if point is not None and (not self._resume_points or self._resume_points[-1] < point):
+            self._resume_points.append(point)
 
-    def last_mark(self, max_chars: int) -> Mark | None:
+    def last_resume_point(self, max_chars: int) -> ResumePoint | None:
         """The last one in so much of the text."""
-        return next((mark for mark in reversed(self._marks) if mark.num_chars <= max_chars), None)
+        return next(
+            (point for point in reversed(self._resume_points) if point.num_chars <= max_chars),
+            None,
+        )
 
-    def exact_mark(self) -> Mark | None:
+    def exact_resume_point(self) -> ResumePoint | None:
         """The one at the end of the delivered text, if there is one."""
-        mark = self.last_mark(self.num_chars)
-        return mark if mark is not None and mark.num_chars == self.num_chars else None
+        point = self.last_resume_point(self.num_chars)
+        return point if point is not None and point.num_chars == self.num_chars else None
 
     def replace_after(self, num_tokens: int, ids: Sequence[int], ends: Sequence[int]) -> None:
         """Another engine has generated other tokens for the same text."""
         if self.ids[num_tokens:] != array("i", ids):
-            kept = [mark for mark in self._marks if mark.num_tokens <= num_tokens]
-            self._marks = deque(kept, MAX_MARKS)
+            kept = [point for point in self._resume_points if point.num_tokens <= num_tokens]
+            self._resume_points = deque(kept, MAX_RESUME_POINTS)
             self._likely = None
         del self.ids[num_tokens:], self.ends[num_tokens:]
         self.ids.extend(ids)

@@ -6,7 +6,7 @@ import msgspec
 
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.control.events import Outcome
-from vllm_kvpool.router.dataplane.bodies import error_body
+from vllm_kvpool.router.dataplane.request_body import error_body
 
 OK = 200
 BUSY_STATUSES = (429, 503)
@@ -38,7 +38,7 @@ def error_event(status: int, body: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TokenCounts:
     """What an answer says of its tokens."""
 
     prompt_tokens: int = 0
@@ -78,17 +78,17 @@ class _Body(msgspec.Struct):
     kv_transfer_params: _Transfer | None = None
 
 
-class _Spelled(msgspec.Struct):
+class _Detokenized(msgspec.Struct):
     prompt: str
 
 
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_names = msgspec.json.Decoder(ChunkNames).decode
-_decode_spelled = msgspec.json.Decoder(_Spelled).decode
+_decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_reply(body: bytes) -> Said:
+def read_reply(body: bytes) -> TokenCounts:
     """The counts of an answer in one piece; raises NoReply."""
     try:
         reply = _decode(body)
@@ -97,7 +97,7 @@ def read_reply(body: bytes) -> Said:
     usage, transfer = reply.usage or _Usage(), reply.kv_transfer_params
     details = usage.prompt_tokens_details
     saved = (transfer.kvpool if transfer else None) or _Saved()
-    return Said(
+    return TokenCounts(
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens or 0,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
@@ -114,9 +114,9 @@ def _names(raw: msgspec.Raw) -> ChunkNames | None:
         return None
 
 
-def read_spelled(body: bytes) -> str:
+def read_detokenized(body: bytes) -> str:
     """The text of an answer of `/detokenize`; raises NoReply."""
     try:
-        return _decode_spelled(body).prompt
+        return _decode_detokenized(body).prompt
     except _ERRORS as error:
         raise NoReply(f"answers what is not its JSON: {error}") from None

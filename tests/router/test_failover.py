@@ -25,9 +25,9 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
-from vllm_kvpool.router.dataplane.bodies import Kind, parse_request
 from vllm_kvpool.router.dataplane.downstream import Downstream
-from vllm_kvpool.router.dataplane.request_handler import RequestHandler, Wiring
+from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
 pytestmark = pytest.mark.alone
@@ -639,11 +639,11 @@ ONE = RequestId("1")
 
 def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
-    request = parse_request(Kind.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
+    request = parse_request(Endpoint.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
     engines = Upstream(
         connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=""
     )
-    wiring = Wiring(
+    hooks = RouterHooks(
         upstream=engines,
         post=told.append,
         url_of=lambda replica: "http://127.0.0.1:9",
@@ -653,7 +653,7 @@ def _exchange(told: list[Event]) -> RequestHandler:
         prefill_timeout_s=1.0,
     )
     client = Downstream(None, 1.0, {})  # type: ignore[arg-type]
-    return RequestHandler(ONE, request, CIMultiDict({"X-Request-Id": "1"}), client, wiring)
+    return RequestHandler(ONE, request, CIMultiDict({"X-Request-Id": "1"}), client, hooks)
 
 
 def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
@@ -666,7 +666,7 @@ def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
         ):
             told: list[Event] = []
             exchange = _exchange(told)
-            exchange.give(call)
+            exchange.enqueue(call)
             exchange.abort()
             task = asyncio.ensure_future(exchange.run())
             while not told:
@@ -687,7 +687,7 @@ def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> None:
         exchange = _exchange(told)
         task = asyncio.ensure_future(exchange.run())
         await asyncio.sleep(0)
-        exchange.give(Decode(ONE, ReplicaId("r"), 0))
+        exchange.enqueue(Decode(ONE, ReplicaId("r"), 0))
         task.cancel()
         await asyncio.wait([task])
         assert told == [

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from vllm_kvpool.router.dataplane.bodies import ClientRequest, Kind
-from vllm_kvpool.router.dataplane.chunks import DONE
+from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint
+from vllm_kvpool.router.dataplane.resume.chunks import DONE
 
 STREAM_INTERVAL = 16
 """Tokens of a chunk after the first one: the client gets no chunk, and each costs CPU."""
@@ -83,8 +83,8 @@ UNKNOWN_LOGPROB = -9999.0
 class WholeAnswer:
     """Owned by the task of its request. `add` takes what a client of the stream would get."""
 
-    def __init__(self, kind: Kind) -> None:
-        self._is_chat = kind is Kind.CHAT
+    def __init__(self, kind: Endpoint) -> None:
+        self._is_chat = kind is Endpoint.CHAT
         self._head: dict[str, Any] = {}
         self._once: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}

@@ -358,7 +358,7 @@ async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> Non
         await rig.until(lambda: rig.engines[at].board.faults() == [], "its engine has it")
     task.cancel()
     await rig.until(lambda: name not in desk.requests, "the controller has forgotten it")
-    await rig.until(lambda: rig.router.num_exchanges == len(known), "no exchange is left")
+    await rig.until(lambda: rig.router.num_requests == len(known), "no exchange is left")
     if at is not None:
         await rig.until(lambda: rig.engines[at].counts.aborted == aborted + 1, "it is aborted")
     rig.router.controller.check()

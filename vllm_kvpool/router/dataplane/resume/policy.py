@@ -1,0 +1,297 @@
+"""Whether, from where how an answer goes on whose engine is lost (pure).
+
+Nothing delivered: the same request again. Greedy answers go on from the last resume point that the
+stop strings allow, and what is generated again is compared. Sampled ones must not generate anything
+again, so they go on after the last token, whose text an engine is asked first (`/detokenize`); if
+none can say, they go on from the last resume point, and what is sampled may come out the same.
+Where something looks at the answer alone (penalties, structured output), no tokens are resumed:
+it is begun again, if it is greedy, and compared as well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, kvpool_wishes
+from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, ResumePoint
+
+DETOKENIZE_PATH = "/detokenize"
+GREEDY_BELOW = 1e-5
+"""vLLM decodes greedily below this temperature."""
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_MAX_SEED = (1 << 63) - 1
+_SPACE = b" \t\r\n"
+
+# What would act on the first part of the answer twice, or not at all, if it became prompt.
+_OF_THE_PROMPT = (
+    *("truncate_prompt_tokens", "truncation_side", "suffix", "echo", "prompt_logprobs"),
+    *("return_prompt_text", "n", "best_of"),
+)
+
+
+class ResumeMode(Enum):
+    """How an answer goes on at another engine."""
+
+    REPEAT = "repeat"  # nothing of it has been delivered: the same request again
+    RESUME = "resume"  # from the tokens so far
+    REPLAY = "replay"  # the same request again, without what has been delivered
+
+
+def stop_strings(request: ClientRequest) -> list[str]:
+    stop = request.value("stop")
+    each = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    return [one for one in each if isinstance(one, str)]
+
+
+def is_greedy(request: ClientRequest) -> bool:
+    """Whether the same request again gives the same answer, as far as the engine can.
+
+    A temperature that is not given is the server's, and mostly not 0.
+    """
+    temperature = request.value("temperature")
+    is_zero = isinstance(temperature, int | float) and temperature < GREEDY_BELOW
+    return is_zero or request.value("top_k") == 1
+
+
+def why_hopeless(request: ClientRequest) -> str | None:
+    """Why an answer that has begun cannot go on in any way."""
+    if request.n > 1 or (request.value("best_of") or 1) != 1:
+        return "an answer of several choices cannot be continued"
+    if request.num_prompts > 1:
+        return "answers to several prompts at once cannot be continued"
+    if request.value("use_beam_search"):
+        return "beam search cannot be continued"
+    return None
+
+
+def why_not_resumed(request: ClientRequest) -> str | None:
+    """Why an answer cannot be resumed from its tokens, whatever these are."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        if request.value(name):
+            return f"`{name}` counts the tokens of one answer"
+    for name in ("bad_words", "repetition_detection", "vllm_xargs", "logits_processors"):
+        if request.value(name):
+            return f"`{name}` looks at one answer alone"
+    if request.value("thinking_token_budget") not in (None, -1):
+        return "`thinking_token_budget` counts the tokens of one answer"
+    format_ = request.value("response_format")
+    is_text = format_ is None or (isinstance(format_, dict) and format_.get("type") == "text")
+    if request.value("structured_outputs") or not is_text:
+        return "a structured output is followed from its beginning"
+    if request.value("spaces_between_special_tokens") is False:
+        return "spaces between special tokens depend on the token before"
+    if request.endpoint is Endpoint.CHAT:
+        if request.value("tools") and request.value("tool_choice") != "none":
+            return "tool calls are looked for from the beginning"
+        if _has_media(request.value("messages")):
+            return "token ids do not say what media the messages have"
+    return None
+
+
+def resume_body(
+    request: ClientRequest,
+    ids: bytes,
+    num_tokens: int,
+    num_resumes: int,
+    max_tokens: int | None,
+) -> bytes:
+    """Have the answer continued after `num_tokens` of it.
+
+    `ids` is the JSON list of the prompt and those tokens; `max_tokens` is of the whole answer, None
+    for as many as fit. A chat stays a chat, so that its engine goes on parsing: vLLM takes the ids
+    of a rendered prompt in `kv_transfer_params`. A seed would draw again what it has drawn for the
+    first tokens, so it is moved on.
+    """
+    fields = {name: raw for name, raw in request.fields.items() if name not in _OF_THE_PROMPT}
+    params = request.value("kv_transfer_params") or {}
+    if "kvpool" in params:
+        wishes = kvpool_wishes(params)
+        kept = {name: each for name, each in wishes.items() if not name.startswith("expect_")}
+        params = {**params, "kvpool": kept}
+    if request.endpoint is Endpoint.COMPLETION:
+        fields["prompt"] = Raw(ids)
+    else:
+        params = {**params, "prompt_token_ids": Raw(ids)}
+        fields.pop("max_completion_tokens", None)
+    if params:
+        fields["kv_transfer_params"] = _raw(params)
+    fields.pop("max_tokens", None)
+    if max_tokens is not None:
+        assert max_tokens > num_tokens
+        fields["max_tokens"] = _raw(max_tokens - num_tokens)
+    if min_tokens := _whole(request.value("min_tokens")):
+        fields["min_tokens"] = _raw(max(0, min_tokens - num_tokens))
+    if (seed := _whole(request.value("seed"))) is not None:
+        fields["seed"] = _raw((seed + num_resumes) & _MAX_SEED)
+    fields["return_token_ids"] = _raw(True)
+    return msgspec.json.encode(fields)
+
+
+def joined_ids(prompt_ids: bytes, generated: Sequence[int]) -> bytes:
+    """One JSON list of a JSON list and what comes after it."""
+    prompt = prompt_ids.strip()[1:-1].strip()
+    answer = msgspec.json.encode(list(generated))[1:-1]
+    return b"[%b]" % b",".join(part for part in (prompt, answer) if part)
+
+
+def same_ids(one: bytes, other: bytes) -> bool:
+    """Whether two JSON lists are of the same ids."""
+    return one == other or one.translate(None, _SPACE) == other.translate(None, _SPACE)
+
+
+def _raw(value: Any) -> Raw:
+    return Raw(msgspec.json.encode(value))
+
+
+def _whole(value: Any) -> int | None:
+    """As leniently as the engine has read it."""
+    return None if value is None else msgspec.convert(value, int, strict=False)
+
+
+def _has_media(messages: Any) -> bool:
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") not in _TEXT_PARTS for part in parts)
+
+
+MAX_TRIES = 4
+"""Ends of the answer that are looked at: no character has more tokens."""
+DETOKENIZED_TOKENS = 80
+COMPARED_CHARS = 16
+_UNFINISHED = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """POST `body` to `path` of any engine; give `detokenized` the answer's `prompt`, or None."""
+
+    body: bytes
+    path: str = DETOKENIZE_PATH
+
+
+class ResumePlan(NamedTuple):
+    """Where an engine is to go on."""
+
+    mode: ResumeMode
+    resume_point: ResumePoint = BEGINNING
+    pending_text: str = ""
+    """Text before the resume point that no engine has given out."""
+
+
+class NotResumable(NamedTuple):
+    why: str
+
+
+Way = ResumePlan | Detokenize | NotResumable
+
+
+class ResumePolicy:
+    """Decides for one answer, as often as it loses its engine. Owned by its `StreamResumer`."""
+
+    def __init__(self, request: ClientRequest, answer: Answer) -> None:
+        self._request = request
+        self._answer = answer
+        self._num_detokenized = 0  # tokens whose text has been asked for
+        self._tries_left = 0
+        self._failed: set[ResumeMode] = set()
+
+    def failed(self, mode: ResumeMode) -> None:
+        """An engine has said something else than the client has been told."""
+        # What is sampled may well come out another way the next time.
+        if mode is ResumeMode.REPLAY or is_greedy(self._request):
+            self._failed.add(mode)
+
+    def unable(self) -> None:
+        """The engines do not go on from tokens."""
+        self._failed.add(ResumeMode.RESUME)
+
+    def begin(self) -> Way:
+        """The engine is lost: how to go on."""
+        answer, request = self._answer, self._request
+        if answer.num_chars == answer.num_echoed and not answer.has_tool_calls:
+            return ResumePlan(ResumeMode.REPEAT)
+        if why := why_hopeless(request):
+            return NotResumable(why)
+        if answer.has_tool_calls:
+            return NotResumable("an answer with tool calls cannot be continued")
+        if why := self._why_not_resumed():
+            return self._replay(why)
+        if is_greedy(request):
+            return self._from_mark(compares=True)
+        exact = answer.exact_resume_point()
+        if exact and request.endpoint is Endpoint.COMPLETION and not answer.open_chars():
+            return ResumePlan(ResumeMode.RESUME, exact)
+        self._num_detokenized, self._tries_left = len(answer.ids), MAX_TRIES
+        return self._detokenize()
+
+    def detokenized(self, text: str | None) -> Way:
+        """What the tokens are that `Detokenize` has named; None if nobody can say."""
+        answer = self._answer
+        if text is None:
+            return self._from_mark(compares=False)
+        if text.endswith(_UNFINISHED):
+            # The last token has begun a character, of which nothing has been given out.
+            self._num_detokenized -= 1
+            self._tries_left -= 1
+            if self._tries_left and self._num_detokenized:
+                return self._detokenize()
+            return self._from_mark(compares=True)
+        num_known = len(text) - answer.withheld_chars
+        pending_text = text[max(0, num_known) :]
+        if num_known <= 0 or not self._is_end(text[:num_known]) or answer.open_chars(pending_text):
+            return self._from_mark(compares=True)
+        point = ResumePoint(self._num_detokenized, answer.num_chars + len(pending_text))
+        return ResumePlan(ResumeMode.RESUME, point, pending_text)
+
+    def _why_not_resumed(self) -> str | None:
+        if ResumeMode.RESUME in self._failed:
+            return "no engine has gone on from its tokens"
+        if not self._answer.has_ids or not self._answer.prompt_ids:
+            return "its token ids are not known"
+        if self._answer.is_parsed and self._answer.withheld_chars:
+            return "with stop strings its text lags behind the tokens that are looked for in it"
+        return why_not_resumed(self._request)
+
+    def _replay(self, why: str) -> Way:
+        if not is_greedy(self._request):
+            return NotResumable(f"{why}, and what is sampled cannot be begun again")
+        if ResumeMode.REPLAY in self._failed:
+            return NotResumable(f"{why}, and begun again it came out another way")
+        return ResumePlan(ResumeMode.REPLAY)
+
+    def _from_mark(self, *, compares: bool) -> Way:
+        """`compares`: a chat has to generate something again, that it can be compared."""
+        answer = self._answer
+        max_chars = answer.num_chars - answer.open_chars()
+        if compares and self._request.endpoint is Endpoint.CHAT:
+            max_chars = min(max_chars, answer.num_chars - 1)
+        point = answer.last_resume_point(max_chars)
+        if point is None:
+            return self._replay("it cannot be told which of its tokens have been delivered")
+        return ResumePlan(ResumeMode.RESUME, point)
+
+    def _detokenize(self) -> Detokenize:
+        tokens = self._answer.ids[self._first_detokenized : self._num_detokenized].tolist()
+        body = {"model": self._request.model, "tokens": tokens}
+        return Detokenize(msgspec.json.encode(body))
+
+    @property
+    def _first_detokenized(self) -> int:
+        num_tokens = DETOKENIZED_TOKENS + 4 * self._answer.withheld_chars
+        return max(0, len(self._answer.ids) - num_tokens)
+
+    def _is_end(self, text: str) -> bool:
+        """Whether that is how the delivered text ends; all of it, where all tokens were named."""
+        answer = self._answer
+        if not self._first_detokenized and not answer.is_parsed:
+            told = answer.tail(answer.num_chars - answer.num_echoed)
+            # Some tokenizers leave out a space at the beginning.
+            return told in (text, f" {text}")
+        told = answer.tail(COMPARED_CHARS)
+        compared = min(len(told), len(text))
+        is_enough = compared >= COMPARED_CHARS // 2
+        return is_enough and text[-compared:] == told[-compared:]
