@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.load_table import MAX_TRIED, Ranking
+from vllm_kvpool.router.control.load_table import MAX_TRIED, Ranking, Rankings
 from vllm_kvpool.router.control.states import Role
 
 REPLICAS = [Replica(spec(f"r{number}")) for number in range(6)]
@@ -53,3 +53,18 @@ def test_an_event_looks_at_the_replicas_that_it_changes_alone() -> None:
     steps.decoded("r", call.replica)
     assert set(seen) == {call.replica}
     assert len(seen) == 3
+
+
+def test_replicas_are_ranked_by_model_however_idle_others_are() -> None:
+    rankings = Rankings()
+    for number in range(100):
+        replica = Replica(spec(f"r{number}"), models=frozenset({"b" if number == 99 else "a"}))
+        rankings.set(replica, (float(number), 0, replica.replica_id))
+    [only] = rankings.first(2, lambda each: True, "b")
+    assert only.replica_id == "r99"
+    assert [each.replica_id for each in rankings.first(2, lambda each: True, "")] == ["r0", "r1"]
+    only.models = frozenset({"a"})
+    rankings.set(only, (-1.0, 0, only.replica_id))
+    assert rankings.first(2, lambda each: True, "b") == []
+    assert rankings.first(1, lambda each: True, "a") == [only]
+    assert len(rankings) == 100

@@ -266,6 +266,7 @@ class Router:
             max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
             # What an engine will refuse needs no room: none is cleared, and it does not wait.
             num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
+            model=request.model,
             prefix=request.prefix,
             prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
             # Whether a model that no engine has listed is there after all, one engine says.

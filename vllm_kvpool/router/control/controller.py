@@ -144,7 +144,7 @@ class Controller:
             case Measured():
                 self.lifecycle.measured(event)
             case ModelsListed(models=models):
-                replica.models = models
+                self.desk.fleet.list_models(replica, models)
             case Warmed():
                 self.lifecycle.warmed(replica)
             case Drain():

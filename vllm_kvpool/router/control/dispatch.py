@@ -12,7 +12,7 @@ from vllm_kvpool.router.control.desk import Desk
 from vllm_kvpool.router.control.events import Decode, Prefill
 from vllm_kvpool.router.control.fleet import Replica, Stay
 from vllm_kvpool.router.control.flow import Flow
-from vllm_kvpool.router.control.load_table import Ranking
+from vllm_kvpool.router.control.load_table import Rankings
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import PromptPath, Request, Turn
 from vllm_kvpool.router.control.states import HAS_BOUND, OLD, State
@@ -99,7 +99,9 @@ class Dispatch:
 
     def _give_prompts(self) -> None:
         desk = self._desk
-        while (request := desk.queue.head()) is not None:
+        blocked: set[str] = set()
+        """Models whose next prompt finds no room."""
+        while (request := desk.queue.head(blocked)) is not None:
             path = self._flow.path(request)
             if path is not PromptPath.HANDED_OVER:
                 if len(desk.migration) >= self._whole_limit():
@@ -125,7 +127,7 @@ class Dispatch:
                 desk.queue.remove(request.ask.request_id)
                 self._prefill(request, choice)
             elif not self._bind(request):
-                return
+                blocked.add(request.ask.model)
 
     def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
         """Whether a decoder computes a prompt, as prefill replicas are behind.
@@ -161,19 +163,21 @@ class Dispatch:
         self,
         request: Request,
         held: Mapping[Replica, int],
-        ranking: Ranking,
+        ranking: Rankings,
         accepts: Callable[[Replica], bool],
     ) -> list[Replica]:
         """Of the ranked replicas that accept: those that have most of the prompt, and the first."""
-        now, avoid = self._desk.now, request.avoid
+        now, avoid, model = self._desk.now, request.avoid, request.ask.model
 
         def is_open(replica: Replica) -> bool:
             return replica.is_open(now) and accepts(replica)
 
         found = [each for each in held if each in ranking and is_open(each)]
-        first = ranking.first(NEAREST, lambda each: each.replica_id not in avoid and is_open(each))
+        first = ranking.first(
+            NEAREST, lambda each: each.replica_id not in avoid and is_open(each), model
+        )
         if not first and not found:
-            first = ranking.first(1, is_open)
+            first = ranking.first(1, is_open, model)
         return [*found, *(each for each in first if each not in found)]
 
     def _whole_limit(self) -> int:
@@ -182,7 +186,7 @@ class Dispatch:
 
     def _bind(self, request: Request) -> bool:
         desk = self._desk
-        replica = takeover.choose_new(desk.fleet, desk.now)
+        replica = takeover.choose_new(desk.fleet, desk.now, request.ask.model)
         if replica is None:
             return False
         desk.queue.remove(request.ask.request_id)
@@ -209,22 +213,28 @@ class Dispatch:
             return
         totals, ranking = desk.totals(), desk.table.decoders
         permits = budgets.permits * len(ranking) - totals.starting_requests
-        passed, too_many = 0, 1 << 62
+        passed, most = 0, max(0, permits) + LOOK_AHEAD
+        too_many: dict[str, int] = {}
         cleared: set[Replica] = set()
 
         def is_open(replica: Replica) -> bool:
             return replica.is_open(desk.now) and replica not in cleared
 
-        for request in desk.migration.ready(max(0, permits) + LOOK_AHEAD):
-            if passed >= LOOK_AHEAD or not ranking.first(1, is_open):
+        for request in desk.migration.ready(most if desk.fleet.is_of_one_model() else None):
+            model = request.ask.model
+            if passed >= LOOK_AHEAD or not ranking.first(1, is_open, ""):
                 return
+            if model and not ranking.first(1, is_open, model):
+                continue
             tokens = self._tokens(request)
             # What was too large for all a moment ago need not be tried.
-            if tokens < too_many and self._decode_somewhere(request, tokens, cleared):
+            fewest = too_many.get(model, tokens + 1)
+            if tokens < fewest and self._decode_somewhere(request, tokens, cleared):
                 continue
-            passed, too_many = passed + 1, min(tokens, too_many)
+            passed += 1
+            too_many[model] = min(tokens, fewest)
             if desk.now - request.began > MAX_PASSED_S:
-                gates = ranking.first(MAX_CLEARED_OF, is_open)
+                gates = ranking.first(MAX_CLEARED_OF, is_open, model)
                 cleared.add(placement.choose_to_clear(tokens, gates, budgets))
 
     def _decode_somewhere(self, request: Request, tokens: int, cleared: set[Replica]) -> bool:

@@ -171,6 +171,10 @@ class Replica:
         depth = self.shared.prefixes.depth(ask.prefix, self.holder)
         return max(1, ask.prompt_tokens - spans_of(depth) * ask.prefix_tokens)
 
+    def serves(self, model: str) -> bool:
+        """As far as is known: an engine that has not listed its models may."""
+        return not model or not self.models or model in self.models
+
     @property
     def used_share(self) -> float:
         """Of its blocks."""
@@ -293,6 +297,8 @@ class Fleet:
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
         self.counts: Counter[tuple[State, Cause]] = Counter()
         self.num_moves = 0
+        self._listed: frozenset[str] | None = None
+        self._is_of_one_model = True
         self._checked_moves = 0
 
     def __iter__(self) -> Iterator[Replica]:
@@ -323,6 +329,7 @@ class Fleet:
         replica = self._replicas[replica_id]
         assert not replica.has_work
         del self._replicas[replica_id]
+        self._listed = None
         replica.forget_cache()
         self.changed.add(replica)
         self._in_states.clear()
@@ -354,6 +361,28 @@ class Fleet:
     def changed(self) -> set[Replica]:
         """Replicas that are not as they were; whoever looks at them empties it."""
         return self._shared.changed
+
+    def list_models(self, replica: Replica, models: frozenset[str]) -> None:
+        """It has told what it serves."""
+        replica.models = models
+        self.changed.add(replica)
+        self._listed = None
+
+    def listed(self, model: str) -> str:
+        """The model if any replica lists it, else "": one engine will say that there is none."""
+        return model if model in self._all_listed() else ""
+
+    def is_of_one_model(self) -> bool:
+        """Whether all replicas list the same names, as far as they have listed any."""
+        self._all_listed()
+        return self._is_of_one_model
+
+    def _all_listed(self) -> frozenset[str]:
+        if self._listed is None:
+            self._listed = frozenset(name for each in self for name in each.models)
+            sets = {each.models for each in self if each.models}
+            self._is_of_one_model = len(sets) <= 1
+        return self._listed
 
     def holders(self, ask: Ask, most: int) -> dict[Replica, int]:
         """Those with the longest beginnings of a prompt, by the tokens of these."""

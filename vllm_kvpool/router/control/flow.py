@@ -5,6 +5,8 @@ which puts it into the pool, waits in the migration queue, and is decoded by who
 happens to requests is told here; `Dispatch` gives them out.
 """
 
+from dataclasses import replace
+
 from vllm_kvpool.router.control.desk import Desk
 from vllm_kvpool.router.control.events import (
     REFUSALS,
@@ -62,6 +64,8 @@ class Flow:
         assert ask.request_id not in desk.requests, ask.request_id
         desk.counts["arrived"] += 1
         self._arrivals += 1
+        if ask.model:
+            ask = replace(ask, model=desk.fleet.listed(ask.model))
         request = Request(ask, desk.now, self._arrivals, began=desk.now)
         desk.requests[ask.request_id] = request
         request.path = self.path(request)
@@ -90,7 +94,10 @@ class Flow:
         rates = desk.snapshot()
         handoff_s = rates.handoff_s(ask.prompt_tokens)
         if rates.stolen_s(desk.unknown_tokens(ask)) > handoff_s:
-            return desk.collapse() or PromptPath.HANDED_OVER
+            if (why := desk.collapse()) is not None:
+                return why
+            serving = any(each.serves(ask.model) for each in desk.fleet.prefillers())
+            return PromptPath.HANDED_OVER if serving else PromptPath.NO_PREFILL_REPLICA
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 

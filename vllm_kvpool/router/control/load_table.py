@@ -18,6 +18,47 @@ MAX_TRIED = 32
 Key = tuple[float, int, ReplicaId]
 
 
+class Rankings:
+    """Replicas by a key, the smallest first, for each model."""
+
+    def __init__(self) -> None:
+        self._by_models: dict[frozenset[str], Ranking] = {}
+        self._models: dict[ReplicaId, frozenset[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __contains__(self, replica: Replica) -> bool:
+        return replica.replica_id in self._models
+
+    def set(self, replica: Replica, key: Key | None) -> None:
+        """None: it is not ranked."""
+        before = self._models.pop(replica.replica_id, None)
+        if before is not None and (key is None or before != replica.models):
+            self._by_models[before].set(replica, None)
+            if not len(self._by_models[before]):
+                del self._by_models[before]
+        if key is not None:
+            self._models[replica.replica_id] = replica.models
+            self._by_models.setdefault(replica.models, Ranking()).set(replica, key)
+
+    def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
+        """So many that serve a model and are accepted, those with the smallest keys."""
+        rankings = [
+            ranking
+            for models, ranking in self._by_models.items()
+            if not model or not models or model in models
+        ]
+        if len(rankings) == 1:
+            return rankings[0].first(number, accepts)
+        found = [
+            (ranking.key(each), each)
+            for ranking in rankings
+            for each in ranking.first(number, accepts)
+        ]
+        return [each for _, each in sorted(found, key=lambda pair: pair[0])[:number]]
+
+
 class Ranking:
     """Replicas by a key, the smallest first."""
 
@@ -30,8 +71,8 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, replica: Replica) -> bool:
-        return replica.replica_id in self._entries
+    def key(self, replica: Replica) -> Key:
+        return self._entries[replica.replica_id][0]
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
@@ -106,9 +147,9 @@ class LoadTable:
         self._is_collapsed = False
         self._paused: set[ReplicaId] = set()
         self._totals = Totals()
-        self.prefillers = Ranking()
+        self.prefillers = Rankings()
         """Those that may be given one more prompt, by the tokens that they have to compute."""
-        self.decoders = Ranking()
+        self.decoders = Rankings()
         """Those that may be given one more request, by the share of their blocks in use."""
         self.block_size = 0
         """The largest of all engines so far."""

@@ -59,7 +59,11 @@ def choose_prefill(
     best: tuple[tuple[bool, int, str], PrefillChoice] | None = None
     for replica in replicas:
         load = replica.prefill_tokens
-        if not replica.is_open(now) or len(replica.prefills) >= budgets.prefill_requests:
+        if (
+            not replica.serves(request.ask.model)
+            or not replica.is_open(now)
+            or len(replica.prefills) >= budgets.prefill_requests
+        ):
             continue
         uncached = max(1, request.ask.prompt_tokens - held.get(replica, 0))
         if load and load + uncached > budgets.prefill_tokens:

@@ -5,6 +5,7 @@ being taken, cancelled or out of time, takes its tokens with it.
 """
 
 import heapq
+from collections.abc import Collection
 
 from vllm_kvpool.router.control.requests import Request, RequestId
 
@@ -16,8 +17,9 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, Request] = {}
-        # Entries whose request has left stay until they come up, or are too many.
-        self._heap: list[tuple[tuple[int, int], RequestId]] = []
+        # By model: a model's requests do not wait for those of another. Entries whose request has
+        # left stay until they come up, or are too many.
+        self._heaps: dict[str, list[tuple[tuple[int, int], RequestId]]] = {}
         self.tokens = 0
         """Prompt tokens of all that wait."""
         self.uncached_tokens = 0
@@ -33,17 +35,24 @@ class PromptQueue:
         request_id = request.ask.request_id
         assert request_id not in self._waiting
         self._waiting[request_id] = request
-        heapq.heappush(self._heap, (request.order, request_id))
+        heap = self._heaps.setdefault(request.ask.model, [])
+        heapq.heappush(heap, (request.order, request_id))
         self.tokens += request.ask.prompt_tokens
         self.uncached_tokens += request.uncached
 
-    def head(self) -> Request | None:
-        """Who is next."""
-        while self._heap:
-            request = self._waiting.get(self._heap[0][1])
+    def head(self, without: Collection[str] = ()) -> Request | None:
+        """Who is next, of all models but some."""
+        heads = [self._head(model) for model in list(self._heaps) if model not in without]
+        return min((each for each in heads if each), key=lambda each: each.order, default=None)
+
+    def _head(self, model: str) -> Request | None:
+        heap = self._heaps[model]
+        while heap:
+            request = self._waiting.get(heap[0][1])
             if request is not None:
                 return request
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
+        del self._heaps[model]
         return None
 
     def remove(self, request_id: RequestId) -> Request | None:
@@ -52,14 +61,18 @@ class PromptQueue:
         if request is not None:
             self.tokens -= request.ask.prompt_tokens
             self.uncached_tokens -= request.uncached
-            if len(self._heap) > 2 * len(self._waiting) + SLACK:
-                self._heap = [(each.order, key) for key, each in self._waiting.items()]
-                heapq.heapify(self._heap)
+            if sum(map(len, self._heaps.values())) > 2 * len(self._waiting) + SLACK:
+                self._heaps.clear()
+                for key, each in self._waiting.items():
+                    self._heaps.setdefault(each.ask.model, []).append((each.order, key))
+                for heap in self._heaps.values():
+                    heapq.heapify(heap)
         return request
 
     def check(self) -> None:
         """The counts are those of what waits, and little else is kept."""
         assert self.tokens == sum(each.ask.prompt_tokens for each in self._waiting.values())
         assert self.uncached_tokens == sum(each.uncached for each in self._waiting.values())
-        assert {request_id for _, request_id in self._heap} >= self._waiting.keys()
-        assert len(self._heap) <= 2 * len(self._waiting) + SLACK + 1
+        entries = [key for heap in self._heaps.values() for _, key in heap]
+        assert set(entries) >= self._waiting.keys()
+        assert len(entries) <= 2 * len(self._waiting) + SLACK + 1

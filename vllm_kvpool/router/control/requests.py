@@ -19,6 +19,8 @@ class Ask:
     """Exact, or estimated from the prompt's bytes."""
     max_output_tokens: int
     """What the client asks for at most, of each choice."""
+    model: str = ""
+    """The name that replicas list it by, or an adapter's; empty: whichever they serve."""
     num_choices: int = 1
     prefix: tuple[int, ...] = ()
     """Hashes of ever longer beginnings of the prompt, shortest first."""

@@ -25,9 +25,13 @@ def limit(replica: Replica, now: float) -> int:
     return max(LEAST_LIMIT, FIRST_LIMIT - fallen)
 
 
-def choose_new(fleet: Fleet, now: float) -> Replica | None:
+def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
     """The loading replica that one more request may be bound to, the emptiest first."""
-    open_ones = [each for each in fleet.in_states(NEW) if len(each.bound) < limit(each, now)]
+    open_ones = [
+        each
+        for each in fleet.in_states(NEW)
+        if each.serves(model) and len(each.bound) < limit(each, now)
+    ]
     return min(open_ones, key=lambda each: (len(each.bound), each.replica_id), default=None)
 
 

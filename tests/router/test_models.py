@@ -1,0 +1,81 @@
+"""Several models behind one router: requests go to replicas that serve theirs."""
+
+import pytest
+
+from tests.support.router_steps import Steps
+from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.events import Decode, ModelsListed, Prefill
+from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.requests import Phase, PromptPath
+from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.states import ReplicaId
+
+ALL_IN = ShedLimits(ttft_target_s=1000.0)
+
+
+def cluster(settings: Settings | None = None, **models: str) -> Steps:
+    """Replicas by name, with the models that they list: those named p... compute prompts."""
+    steps = Steps(settings, shed=ALL_IN)
+    for name in models:
+        steps.fleet(**{"prefill" if name.startswith("p") else "decode": name})
+    for name, listed in models.items():
+        steps.step(ModelsListed(ReplicaId(name), frozenset(listed.split())))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [("a", {"d1", "d2"}), ("b", {"d3"}), ("adapter", {"d2"}), ("", {"d1", "d2", "d3"})],
+)
+def test_a_request_goes_to_a_replica_that_lists_its_model(model: str, places: set[str]) -> None:
+    steps = cluster(d1="a", d2="a adapter", d3="b")
+    calls = [steps.ask(f"r{number}", 20, model=model)[0] for number in range(9)]
+    assert {each.replica for each in calls if isinstance(each, Decode)} == places
+
+
+def test_both_stages_serve_the_model() -> None:
+    steps = cluster(p1="a", p2="b", d1="a", d2="b")
+    for number, (name, prefill, decode) in enumerate([("a", "p1", "d1"), ("b", "p2", "d2")] * 3):
+        request = f"r{number}"
+        assert steps.ask(request, model=name) == [Prefill(request, prefill)]
+        assert steps.prefilled(request, prefill) == [Decode(request, decode, 0)]
+
+
+def test_a_model_that_nobody_lists_is_for_an_engine_to_refuse() -> None:
+    steps = cluster(d1="a", d2="b")
+    assert isinstance(steps.ask("r", 20, model="unknown")[0], Decode)
+
+
+def test_a_prompt_whose_model_no_prefill_replica_serves_is_computed_by_its_decoder() -> None:
+    steps = cluster(p1="a", d1="a", d2="b")
+    assert steps.ask("r", model="b") == [Decode("r", "d2", 0)]
+    assert steps.controller.desk.prompts == {PromptPath.NO_PREFILL_REPLICA: 1}
+
+
+def test_prompts_of_one_model_do_not_wait_for_those_of_another() -> None:
+    settings = Settings(budgets=Budgets(prefill_requests=1, decode_requests=1))
+    steps = cluster(settings, p1="a", p2="b", d1="a", d2="b")
+    steps.ask("a1", model="a")
+    steps.ask("a2", model="a")
+    assert steps.phase("a2") is Phase.QUEUED
+    assert steps.ask("b1", model="b") == [Prefill("b1", "p2")]
+    steps.prefilled("a1", "p1")
+    steps.prefilled("a2", "p1")
+    assert steps.phase("a2") is Phase.HANDING
+    assert steps.prefilled("b1", "p2") == [Decode("b1", "d2", 0)]
+
+
+def test_a_request_waits_for_its_model_while_others_are_idle() -> None:
+    steps = cluster(Settings(budgets=Budgets(decode_requests=1)), d1="a", d2="b")
+    steps.ask("a1", 20, model="a")
+    assert steps.ask("a2", 20, model="a") == []
+    assert steps.decoded("a1", "d1") == [Decode("a2", "d1", 0)]
+
+
+def test_adapters_come_and_go() -> None:
+    steps = cluster(d1="a", d2="a")
+    steps.step(ModelsListed(ReplicaId("d2"), frozenset({"a", "new"})))
+    assert steps.ask("r", 20, model="new") == [Decode("r", "d2", 0)]
+    steps.step(ModelsListed(ReplicaId("d2"), frozenset({"a"})))
+    steps.step(ModelsListed(ReplicaId("d1"), frozenset({"a", "new"})))
+    assert steps.ask("s", 20, model="new") == [Decode("s", "d1", 0)]
