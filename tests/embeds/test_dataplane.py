@@ -526,7 +526,7 @@ def test_a_write_that_does_not_end_keeps_its_staging_memory(
     monkeypatch.setattr(mooncake_plane, "PIECE_BYTES", PIECE)
     with faulty(fake, 4 * PIECE) as (landing, plane, clock):
         fake.fate = lambda index: Fate.HANGS if index == 0 else Fate.LANDS
-        with pytest.raises(WriteError, match="does not end") as caught:
+        with pytest.raises(WriteError, match="did not end") as caught:
             write_all(landing, plane)
         assert not caught.value.quiesced
         timeout_s = mooncake_plane.timeout_of(PIECE)
@@ -557,7 +557,7 @@ def test_quarantine_ends_when_the_write_does(fake: FakeTransferEngine) -> None:
 def test_with_all_staging_memory_in_quarantine_nothing_is_sent(fake: FakeTransferEngine) -> None:
     with faulty(fake) as (landing, plane, clock):
         fake.fate = lambda index: Fate.HANGS
-        with pytest.raises(WriteError, match="does not end"):
+        with pytest.raises(WriteError, match="did not end"):
             write_all(landing, plane)
         assert quarantined_bytes(plane) == STAGING_BYTES
         num_writes = len(fake.writes)

@@ -20,7 +20,7 @@ from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane import io_workers
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.transports import WriterPlane
-from vllm_kvpool.embeds.faults import CONTROL, DRAINER, RESOLVER, THREADS, WRITER
+from vllm_kvpool.embeds.faults import CONTROL, DRAINER, RESOLVER, WRITER
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.peers import Peers
@@ -99,10 +99,9 @@ def test_every_thread_is_in_the_table_and_has_a_point() -> None:
     folder = Path(io_workers.__file__).parent.parent
     starts = [path.name for path in folder.rglob("*.py") if "Thread(target" in path.read_text()]
     assert starts == ["faults.py"]
-    assert set(POINTS) == set(THREADS)
     with Engine(PeerRole.BOTH):
         names = {each.name for each in threading.enumerate() if each.name.startswith("kvpool-ec")}
-    assert {re.sub(r"-\d+$", "", name) for name in names} == set(THREADS) - {RESOLVER}
+    assert {re.sub(r"-\d+$", "", name) for name in names} == set(POINTS) - {RESOLVER}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit], ids=["a bug", "a death"])

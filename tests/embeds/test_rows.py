@@ -72,18 +72,6 @@ def test_holds_is_inclusion(parts: list[tuple[int, int]], span: tuple[int, int])
         assert here.holds(first, end) == (set(range(first, end)) <= numbers)
 
 
-@given(sets)
-def test_what_a_peer_sends_is_the_set_that_it_has(parts: list[tuple[int, int]]) -> None:
-    here, _ = built(parts)
-    assert Intervals.checked(here.spans, MOST) == here
-
-
-@pytest.mark.parametrize("span", [(-1, 2), (3, 3), (5, 4), (0, 11), (10, 11), (1 << 60, 1 << 61)])
-def test_what_cannot_be_rows_of_an_item_is_refused(span: tuple[int, int]) -> None:
-    with pytest.raises(ProtocolError, match="of an item of 10"):
-        Intervals.checked([(0, 1), span], 10)
-
-
 extents = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=8)
 
 

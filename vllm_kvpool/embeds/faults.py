@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -20,19 +20,11 @@ from vllm_kvpool.errors import ProtocolError
 W = TypeVar("W")
 R = TypeVar("R")
 
-CONTROL, WRITER, DRAINER, RESOLVER = (
-    "kvpool-ec-control",
-    "kvpool-ec-write",
-    "kvpool-ec-drain",
-    "kvpool-ec-resolve",
-)
-THREADS: Mapping[str, str] = {
-    CONTROL: "no embedding is sent or received any more: requests encode here, or fail",
-    WRITER: "what it prepared or wrote counts as failed, and is retried",
-    DRAINER: "the rows it copied count as damaged, and are granted again",
-    RESOLVER: "the names it resolved count as unknown, and are refused",
-}
-"""Every thread of a worker's embedding side, and what its death costs."""
+# Names of a worker's threads, and what the death of one costs.
+CONTROL = "kvpool-ec-control"  # no embedding is sent or received: requests encode here, or fail
+WRITER = "kvpool-ec-write"  # what it prepared or wrote counts as failed, and is tried again
+DRAINER = "kvpool-ec-drain"  # the rows it copied count as damaged, and are granted again
+RESOLVER = "kvpool-ec-resolve"  # the names it resolved count as unknown, and are refused
 
 Died = Callable[[str, BaseException], None]
 
@@ -128,7 +120,7 @@ class Guard:
             return False
         except Exception as error:
             self._counts["internal_errors"] += 1
-            text = "kvpool: a bug in the control thread of embeddings, in phase %r; it continues"
+            text = "kvpool: a bug in kvpool-ec-control (%s) cost one message or item; report it"
             self.log.log(logging.ERROR, f"bug in {phase}", "", text, phase, error=error)
             if phase in self._in_a_row:
                 self._in_a_row[phase] += 1

@@ -223,7 +223,8 @@ class Peers:
             logging.WARNING,
             "stranger",
             frame.address,
-            "kvpool: messages from %s at the control port are not answered: it is not in %s",
+            "kvpool: messages from %s at the control port are not answered: add the host to %s to "
+            "allow it",
             frame.address or "a host without an address",
             OPTION,
         )
@@ -338,7 +339,12 @@ class Peers:
                 where, text = link.endpoint or connection.address, shown_text(body.text)
                 kind = "refusal"
                 self._log.log(
-                    logging.WARNING, kind, where, "kvpool: the peer %s refuses: %s", where, text
+                    logging.WARNING,
+                    kind,
+                    where,
+                    "kvpool: the peer %s refuses a session: %s",
+                    where,
+                    text,
                 )
         elif not self._matches_session(session, envelope):
             # For an earlier incarnation here, or from a peer that lost its session: greet again.

@@ -407,7 +407,9 @@ class IoWorkers:
             check_planes(planes, output.shape)
             digest = item_name(planes)
         except Exception as error:  # costs only this output
-            text = "kvpool: an encoder's output could not be read; the item is withdrawn"
+            text = (
+                "kvpool: an encoder's output could not be copied to the host; the item is withdrawn"
+            )
             self._log.log(logging.ERROR, "prepare", "", text, error=error)
             return ""
         output.planes = planes
@@ -423,7 +425,7 @@ class IoWorkers:
         try:
             results = self._plane.write(work.window, given)
         except Exception as error:
-            text = "kvpool: rows could not be written; they are granted again"
+            text = "kvpool: rows could not be written to a peer; they are granted again"
             self._log.log(logging.ERROR, "write", "", text, error=error)
             results = [WriteError(repr(error), quiesced=False)] * len(given)
         pairs = zip(work.writes, results, strict=True)

@@ -267,8 +267,8 @@ class MooncakeWriter:
         piece_bytes = min(PIECE_BYTES, staging_bytes // MIN_PIECES // PAGE_BYTES * PAGE_BYTES)
         if not piece_bytes:
             raise ConfigError(
-                f"staging_bytes={staging_bytes} is too small: {MIN_PIECES * PAGE_BYTES} are "
-                f"the least, and {MIN_PIECES * PIECE_BYTES} for each writer are fast"
+                f"staging_bytes={staging_bytes} is less than {MIN_PIECES * PAGE_BYTES}, the least; "
+                f"{MIN_PIECES * PIECE_BYTES} for each writer thread are fast"
             )
         self._engine = engine
         self.native = native
@@ -357,11 +357,15 @@ class MooncakeWriter:
             if answer in (WRITTEN, FAILED):
                 sent.numbers.pop()
                 if answer == FAILED:
-                    raise WriteError("Mooncake's transfer failed", quiesced=False)
+                    raise WriteError(f"Mooncake's write to {window.session} failed", quiesced=False)
                 continue
             was_early = True
             if now >= deadline:
-                raise WriteError("Mooncake's transfer does not end", quiesced=False)
+                raise WriteError(
+                    f"Mooncake's write to {window.session} did not end within "
+                    f"{timeout_of(sent.nbytes):.0f} s",
+                    quiesced=False,
+                )
             if self._closing.is_set():
                 raise WriteError("the process ends", quiesced=False)
             spent = now - sent.begun

@@ -74,7 +74,7 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         yield fd, status
     finally:
         os.close(fd)
@@ -92,7 +92,7 @@ def _create_locked() -> tuple[Path, int]:
                 return path, fd
         os.close(fd)
     raise ConfigError(
-        f"{CREATE_ATTEMPTS} new files in {DIRECTORY} were removed at once; what removes them?"
+        f"{CREATE_ATTEMPTS} new files in {DIRECTORY} were removed at once by another program"
     )
 
 

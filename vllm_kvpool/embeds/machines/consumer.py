@@ -440,7 +440,7 @@ class Consumer:
             )
         if item is None and len(self.items) >= self.limits.max_items:
             count = self.limits.max_items
-            return Code.TOO_LARGE, f"the consumer knows of {count} items already"
+            return Code.TOO_LARGE, f"the consumer knows {count} items, its limit"
         return None
 
     def _begin(
@@ -514,7 +514,7 @@ class Consumer:
         self._refuse(ref, Code.CONFLICT)
         item.gone.add(ref[0])
         if item.state in WITHOUT_SENDER and self._is_gone_everywhere(item):
-            text = "no encoder that is there has the encoding that the other ranks have"
+            text = "no connected encoder has the encoding that the other ranks have"
             self._fail(item, Code.GONE, text, now)
 
     def _refuse(self, ref: TransferRef, code: Code) -> None:
@@ -756,7 +756,7 @@ class Consumer:
             item.corrupt += 1
         if item.corrupt > self.limits.max_corrupt:
             most = self.limits.max_corrupt
-            text = f"rows of {item.corrupt} grants arrived damaged; at most {most} may"
+            text = f"rows of {item.corrupt} grants arrived damaged, more than the limit of {most}"
             self._abandon_sender(item, Code.CORRUPT, text, now)
         else:
             self._mark_idle_if_no_grants(item)

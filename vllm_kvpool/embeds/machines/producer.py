@@ -800,7 +800,7 @@ class Producer:
             return
         if now - transfer.since > self.limits.waiting_timeout_s and not transfer.writing:
             self.counts["timeouts"] += 1
-            text = f"no news for {now - transfer.since:.1f} s (waiting_timeout_s)"
+            text = f"no message for {now - transfer.since:.1f} s (waiting_timeout_s)"
             transfer.final_message = Withdraw(transfer.tid, Code.TIMEOUT, text)
             self._end(transfer, TransferEvent.FAIL, now)
             return

@@ -152,17 +152,6 @@ class Intervals(msgspec.Struct, frozen=True, gc=False):
 
     spans: tuple[Span, ...] = ()
 
-    @classmethod
-    def checked(cls, spans: Sequence[Sequence[int]], rows: int) -> "Intervals":
-        """The rows that a peer has sent; ProtocolError if the item does not have them."""
-        result = cls()
-        for span in spans:
-            first, end = span
-            if not 0 <= first < end <= rows:
-                raise ProtocolError(f"rows [{first}, {end}) of an item of {rows}")
-            result = result.with_rows(first, end)
-        return result
-
     def __len__(self) -> int:
         rows = 0
         for first, end in self.spans:
