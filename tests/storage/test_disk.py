@@ -30,7 +30,7 @@ from vllm_kvpool.storage.file.io import (
     probe,
     pump,
 )
-from vllm_kvpool.testing.memory import make_buffer, random_bytes, slice_buffer
+from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 PAGE = 4096
 
@@ -81,7 +81,7 @@ class ScriptedQueue:
 
 def transfer(tag: int, nbytes: int = 3 * PAGE, *, writes: bool = True) -> Transfer:
     memory = make_buffer(nbytes)
-    parts = (slice_buffer(memory, 0, nbytes - PAGE), slice_buffer(memory, nbytes - PAGE, PAGE))
+    parts = (memory.part(0, nbytes - PAGE), memory.part(nbytes - PAGE, nbytes))
     return Transfer(tag, -1, parts, writes)
 
 
@@ -208,9 +208,7 @@ def test_every_transfer_is_reported_once_and_all_its_bytes_are_moved(
         script[tag] = results
         expected.add(Done(tag, error))
     memory = make_buffer(64)
-    transfers = [
-        Transfer(tag, -1, (slice_buffer(memory, 0, size),), True) for tag, size in enumerate(sizes)
-    ]
+    transfers = [Transfer(tag, -1, (memory.part(0, size),), True) for tag, size in enumerate(sizes)]
     queue = ScriptedQueue(script, depth)
     done = list(pump(queue, transfers))
     assert len(done) == len(sizes)
@@ -222,7 +220,7 @@ def test_every_transfer_is_reported_once_and_all_its_bytes_are_moved(
 def test_what_remains_of_parts(first: int, second: int, skip: int) -> None:
     memory = make_buffer(64)
     memory.view[:] = bytes(range(64))
-    parts = (slice_buffer(memory, 0, first), slice_buffer(memory, 30, second))
+    parts = (memory.part(0, first), memory.part(30, 30 + second))
     rest = Transfer(0, -1, parts, True).after(skip)
     joined = b"".join(bytes(part.view) for part in parts)
     assert b"".join(bytes(part.view) for part in rest) == joined[skip:]
@@ -264,10 +262,11 @@ def test_bytes_come_back(real: DiskIO, tmp_path: Path) -> None:
         for writes in (True, False):
             transfers = []
             for n, fd in enumerate(fds):
-                part = slice_buffer(memory, (n + count * (not writes)) * nbytes, nbytes)
+                at = (n + count * (not writes)) * nbytes
+                part = memory.part(at, at + nbytes)
                 if writes:
                     part.view[:] = random_bytes(nbytes, n)
-                halves = (slice_buffer(part, 0, PAGE), slice_buffer(part, PAGE, nbytes - PAGE))
+                halves = (part.part(0, PAGE), part.part(PAGE, nbytes))
                 transfers.append(Transfer(n, fd, halves, writes))
             assert run_all(real, transfers) == [Done(n, 0) for n in range(count)]
     assert memory.view[: count * nbytes] == memory.view[count * nbytes :]
@@ -277,7 +276,7 @@ def test_bytes_come_back(real: DiskIO, tmp_path: Path) -> None:
 def test_a_short_file_and_a_bad_descriptor_are_errors(real: DiskIO, tmp_path: Path) -> None:
     (tmp_path / "0").write_bytes(b"x" * 5000)
     memory = make_buffer(3 * PAGE)
-    parts = (slice_buffer(memory, 0, PAGE), slice_buffer(memory, PAGE, PAGE))
+    parts = (memory.part(0, PAGE), memory.part(PAGE, 2 * PAGE))
     with files(tmp_path, 1) as [fd]:
         transfers = [Transfer(0, fd, parts, False), Transfer(1, 1 << 20, parts, False)]
         assert run_all(real, transfers) == [Done(0, errno.ENODATA), Done(1, errno.EBADF)]
@@ -297,7 +296,7 @@ def test_threads_at_once_each_get_their_own(real: DiskIO, tmp_path: Path) -> Non
                 done = run_all(
                     real,
                     [
-                        Transfer(n, fd, (slice_buffer(source, n * PAGE, PAGE),), writes)
+                        Transfer(n, fd, (source.part(n * PAGE, (n + 1) * PAGE),), writes)
                         for n, fd in enumerate(fds)
                     ],
                 )

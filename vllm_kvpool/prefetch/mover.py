@@ -6,12 +6,9 @@ that is missing, damaged or of another size is left where it is: the engine comp
 there. The near tier holds what it held before, too, unless it is full of what is older.
 """
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
@@ -22,7 +19,14 @@ from vllm_kvpool.identity.keys import (
     key_digest,
     key_with_prefix,
 )
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import (
+    Buffer,
+    ChunkRef,
+    GetOutcome,
+    PutOutcome,
+    Store,
+    map_buffer,
+)
 from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
 
 BATCH_BYTES = 16 << 20
@@ -117,8 +121,7 @@ class Mover:
         memory = self._memory_of(sum(sizes))
         places, start = [], 0
         for cell, size in zip(cells, sizes, strict=True):
-            view = memory.view[start : start + cell.nbytes]
-            places.append(Buffer(memory.address + start, view))
+            places.append(memory.part(start, start + cell.nbytes))
             start += size
         return places
 
@@ -126,9 +129,7 @@ class Mover:
         if self._memory is None or self._memory.nbytes < nbytes:
             self.close()
             # A batch is never larger than this, unless it is one cell.
-            view = memoryview(mmap.mmap(-1, max(nbytes, BATCH_BYTES + BATCH_CELLS * ALIGNMENT)))
-            address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-            self._memory = Buffer(address, view)
+            self._memory = map_buffer(max(nbytes, BATCH_BYTES + BATCH_CELLS * ALIGNMENT))
             for store in (self._near, *self._far):
                 store.register(self._memory)
         return self._memory

@@ -12,10 +12,13 @@ What an implementor owes:
 * methods may be called from several threads at once; `close` is called last and once.
 """
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 
 class Buffer(NamedTuple):
@@ -27,6 +30,16 @@ class Buffer(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.view.nbytes
+
+    def part(self, start: int, stop: int) -> "Buffer":
+        """Its bytes `[start, stop)`, in the same memory."""
+        return Buffer(self.address + start, self.view[start:stop])
+
+
+def map_buffer(nbytes: int) -> Buffer:
+    """Fresh memory, zeroed, from the start of a page on; it lives as long as a view of it."""
+    view = memoryview(mmap.mmap(-1, nbytes))
+    return Buffer(int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]), view)
 
 
 class ChunkRef(NamedTuple):

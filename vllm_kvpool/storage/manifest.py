@@ -13,16 +13,13 @@ names that may change between releases of this package. What is long is replaced
 
 import hashlib
 import json
-import mmap
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
-from vllm_kvpool.storage.base import Buffer, GetOutcome, Store
+from vllm_kvpool.storage.base import Buffer, GetOutcome, Store, map_buffer
 from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
 
 MANIFEST_BYTES = 16 << 10
@@ -100,9 +97,7 @@ def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:
 
     For tools, which have no memory of their own to read into.
     """
-    memory = mmap.mmap(-1, MANIFEST_BYTES)
-    address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-    buffer = Buffer(address, memoryview(memory))
+    buffer = map_buffer(MANIFEST_BYTES)
     store.register(buffer)
     try:
         [outcome] = store.get([manifest_key(namespace)], [buffer])

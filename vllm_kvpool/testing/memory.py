@@ -1,30 +1,13 @@
-"""Memory for tests: page-aligned arenas and buffers cut out of them.
-
-Owns nothing: a buffer's view keeps its mapping alive. Any thread may call.
-"""
-
-import mmap
+"""Memory for tests: buffers of their own, and buffers cut out of one arena. Any thread may call."""
 
 import numpy as np
 
-from vllm_kvpool.storage.base import Buffer
-
-ALIGNMENT_BYTES = mmap.PAGESIZE
+from vllm_kvpool.storage.base import Buffer, map_buffer
 
 
 def make_buffer(nbytes: int) -> Buffer:
-    """Map `nbytes` (at least 1) of fresh zeroed memory that starts on a page."""
-    assert nbytes > 0, nbytes
-    view = memoryview(mmap.mmap(-1, nbytes))
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
-    assert address % ALIGNMENT_BYTES == 0, address
-    return Buffer(address, view)
-
-
-def slice_buffer(arena: Buffer, offset: int, nbytes: int) -> Buffer:
-    """The bytes `[offset, offset + nbytes)` of `arena` as a buffer that shares its memory."""
-    assert 0 <= offset <= offset + nbytes <= arena.nbytes, (offset, nbytes, arena.nbytes)
-    return Buffer(arena.address + offset, arena.view[offset : offset + nbytes])
+    """Fresh zeroed memory that starts on a page."""
+    return map_buffer(nbytes)
 
 
 def random_bytes(nbytes: int, seed: int) -> bytes:
@@ -33,7 +16,7 @@ def random_bytes(nbytes: int, seed: int) -> bytes:
 
 
 class Arena:
-    """Hands out buffers of one mapping, none twice; single-threaded."""
+    """Buffers of one mapping, none handed out twice; one thread at a time."""
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = make_buffer(nbytes)
@@ -41,9 +24,9 @@ class Arena:
 
     def take(self, nbytes: int) -> Buffer:
         """A new buffer; its memory may hold anything."""
-        piece = slice_buffer(self.buffer, self._used_bytes, nbytes)
-        self._used_bytes += nbytes
-        return piece
+        start, self._used_bytes = self._used_bytes, self._used_bytes + nbytes
+        assert self._used_bytes <= self.buffer.nbytes, "the arena is too small for this test"
+        return self.buffer.part(start, self._used_bytes)
 
     def holding(self, data: bytes) -> Buffer:
         """A new buffer filled with `data`."""

@@ -27,10 +27,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from vllm_kvpool.errors import BuffersInUse, ConfigError
-from vllm_kvpool.storage.base import Buffer
+from vllm_kvpool.storage.base import Buffer, map_buffer
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +60,10 @@ class Transfer(NamedTuple):
         if skip_bytes == 0:
             return list(self.parts)
         rest: list[Buffer] = []
-        for address, view in self.parts:
-            if skip_bytes < view.nbytes:
-                rest.append(Buffer(address + skip_bytes, view[skip_bytes:]))
-            skip_bytes = max(skip_bytes - view.nbytes, 0)
+        for part in self.parts:
+            if skip_bytes < part.nbytes:
+                rest.append(part.part(skip_bytes, part.nbytes))
+            skip_bytes = max(skip_bytes - part.nbytes, 0)
         return rest
 
 
@@ -533,10 +531,7 @@ def choose_disk(io: str, directory: str) -> Choice:
 
 def probe(disk: DiskIO, directory: str, flags: int) -> int:
     """Write a page to a new file and read it back; 0, or the errno of what failed."""
-    memory = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE))
-    address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-    written = Buffer(address, memory[: mmap.PAGESIZE])
-    read = Buffer(address + mmap.PAGESIZE, memory[mmap.PAGESIZE :])
+    written, read = map_buffer(mmap.PAGESIZE), map_buffer(mmap.PAGESIZE)
     written.view[:] = secrets.token_bytes(mmap.PAGESIZE)
     path = os.path.join(directory, f"probe-{secrets.token_hex(8)}")
     try:

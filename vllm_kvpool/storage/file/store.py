@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import mmap
 import os
 import stat
 import threading
@@ -22,8 +21,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
@@ -35,6 +32,7 @@ from vllm_kvpool.storage.base import (
     GetOutcome,
     PutOutcome,
     Store,
+    map_buffer,
 )
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from vllm_kvpool.storage.file.format import (
@@ -172,10 +170,9 @@ class Tails:
 
     @staticmethod
     def _make() -> list[Buffer]:
-        view = memoryview(mmap.mmap(-1, TAILS_AT_A_TIME * MAX_TAIL_BYTES))
-        address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-        starts = range(0, view.nbytes, MAX_TAIL_BYTES)
-        return [Buffer(address + start, view[start : start + MAX_TAIL_BYTES]) for start in starts]
+        memory = map_buffer(TAILS_AT_A_TIME * MAX_TAIL_BYTES)
+        starts = range(0, memory.nbytes, MAX_TAIL_BYTES)
+        return [memory.part(start, start + MAX_TAIL_BYTES) for start in starts]
 
 
 class _Item(NamedTuple):
@@ -195,10 +192,8 @@ class _Item(NamedTuple):
 
     def parts(self, tail: Buffer) -> tuple[Buffer, ...]:
         """The file's memory: the body in the buffer, the tail in a page of ours."""
-        end = Buffer(tail.address, tail.view[: self.tail_bytes])
-        if self.body_bytes == 0:
-            return (end,)
-        return Buffer(self.buffer.address, self.buffer.view[: self.body_bytes]), end
+        end = tail.part(0, self.tail_bytes)
+        return (self.buffer.part(0, self.body_bytes), end) if self.body_bytes else (end,)
 
 
 def parts_of(
