@@ -67,6 +67,7 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
     now = time.time_ns()
     with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db:
         db.execute("PRAGMA synchronous = OFF")
+        db.execute("PRAGMA cache_size = -1000000")  # KiB: else pages are written again and again
         [first] = db.execute("SELECT max(id) + 1 FROM chunk").fetchone()
         chunks = (
             (

@@ -75,7 +75,7 @@ def refused(stack: contextlib.ExitStack, path: Path) -> None:
 @pytest.fixture(params=[mounted, injected, refused], ids=lambda way: way.__name__)
 def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seal]:
     """Make a directory read-only until the end of the test."""
-    monkeypatch.setattr(file_store, "_told", set())
+    monkeypatch.setattr(file_store, "_warned", set())
     with contextlib.ExitStack() as stack:
         yield lambda path: request.param(stack, path)
 
@@ -87,7 +87,7 @@ def tiers(tmp_path: Path) -> Tiers:
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [each.getMessage() for each in caplog.records]
-    return [line for line in lines if "nothing is saved there" in line]
+    return [line for line in lines if "cells are read, none are saved" in line]
 
 
 @pytest.mark.parametrize("required", ["", "&required=1"])

@@ -55,7 +55,7 @@ def calls(gate: Gate) -> Iterator[BoundedCalls]:
 
 
 def leave_behind(calls: BoundedCalls, call: Callable[[], object]) -> None:
-    with pytest.raises(StoreUnreachable, match=r"no answer in 0\.02 s"):
+    with pytest.raises(StoreUnreachable, match=r"no answer within 0\.02 s"):
         calls.run(call, SHORT_S)
 
 

@@ -154,7 +154,7 @@ def test_gets_go_on_whatever_writes_do(up: Stage, method: str, is_reported: bool
             assert get() == [GetOutcome.OK]
             assert up.guard.exists(["key"]) == [True]
             for write in writes.values():
-                with pytest.raises(StoreUnreachable, match="takes no writes for now"):
+                with pytest.raises(StoreUnreachable, match="writes are paused"):
                     write()
     up.clock.advance(LONG_S)
     up.put()

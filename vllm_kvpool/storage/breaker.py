@@ -1,7 +1,7 @@
-"""When a place that fails is asked again (pure; one thread at a time).
+"""A circuit breaker: when something that fails may be tried again (pure; one thread at a time).
 
-After `FAILURES_TO_OPEN` failures in a row it is left alone for a while that doubles with each
-further failure (a circuit breaker); then one more failure is enough to leave it alone for longer.
+It opens after `FAILURES_TO_OPEN` failures in a row, for a pause that doubles with each further
+failure; after a pause one failure opens it again.
 """
 
 from dataclasses import dataclass, field
@@ -13,21 +13,21 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(slots=True)
 class Breaker:
-    """Whether a place is to be asked."""
+    """Closed while calls succeed, open while they are pointless."""
 
     failures: int = 0  # in a row
     pause_s: float = 0.0
-    closed_at: float = field(default=float("-inf"))  # when it may be asked again
+    closed_at: float = field(default=float("-inf"))  # when the pause ends
 
     def is_open(self, now: float) -> bool:
         return now < self.closed_at
 
     def succeeded(self) -> None:
-        """Something got through."""
+        """Count a success: close, and forget the failures."""
         self.failures, self.pause_s = 0, 0.0
 
     def failed(self, now: float) -> bool:
-        """Something did not; True if the place is left alone from now on."""
+        """Count a failure; True if it opens the breaker."""
         self.failures += 1
         if self.is_open(now) or (self.failures < FAILURES_TO_OPEN and not self.pause_s):
             return False
@@ -36,14 +36,14 @@ class Breaker:
         return True
 
     def tripped(self, now: float) -> bool:
-        """Something failed so badly that once is enough; True as in `failed`."""
+        """Count a failure that suffices to open it; True as in `failed`."""
         self.failures = max(self.failures, FAILURES_TO_OPEN - 1)
         return self.failed(now)
 
     def hold(self) -> None:
-        """Another part watches the place: leave it alone until `let_go`."""
+        """Stay open until `let_go`, as something else watches for recovery."""
         self.closed_at = float("inf")
 
     def let_go(self) -> None:
-        """It may be asked again, now; one failure leaves it alone for as long as the last time."""
+        """Close now; one failure opens it again, for longer than the last time."""
         self.closed_at = float("-inf")

@@ -1,25 +1,14 @@
-"""A store that may be away: it is opened again and again, and left alone while it fails.
+"""A store that may be away: opening it, retrying, and failing calls at once while it is away.
 
-`GuardedStore` stands before every store that an engine opens. While the store is away its calls
-raise `StoreUnreachable` at once, so no caller waits for what is known not to answer. It is away
+`GuardedStore` wraps every store that an engine opens. While the store is away, calls raise
+`StoreUnreachable` at once, and a thread of the guard opens or checks it again, with growing pauses;
+so no request pays for an attempt. A store is away until it was opened, after `FAILURES_TO_OPEN`
+failures in a row, after one failure slower than `SLOW_FAILURE_S`, and when a read has not returned
+within `call_timeout_s`. A write (`put`, `remove`) that has not returned pauses writes alone.
 
-* until it could be opened, which is tried in the background, with growing pauses;
-* after `FAILURES_TO_OPEN` calls in a row that ended with `StoreError`, or one that took longer than
-  `SLOW_FAILURE_S` to do so;
-* as soon as a call that reads has not returned for `call_timeout_s`.
-
-Then a thread of the guard's own asks for a key until the store answers in time. So no request pays
-for the attempt, however slowly it fails.
-
-A call that writes (`put`, `remove`) and does not return says nothing of reads, which go on: after
-it there is a pause, growing from call to call, in which writes fail at once.
-
-`patience_s` bounds calls that lend the store no memory (`exists`, `remove_namespace`): they run on
-a thread that can be left behind. Calls that read or write a caller's buffers cannot be cut short
-here: their caller watches over the memory (`transfer/engine.py`).
-
-Any thread may call. The guard's thread is a daemon and ends with `close`, or when what it waits for
-returns; threads left behind end with their call, and there are at most `MAX_LEFT_BEHIND`.
+Calls without a buffer of the caller (`exists`, `remove_namespace`) run on threads that are left
+behind after `answer_s`, at most `MAX_LEFT_BEHIND`. Calls with buffers cannot be cut short here:
+`transfer/engine.py` watches over their memory. Any thread may call; all threads here are daemons.
 """
 
 import logging
@@ -43,34 +32,34 @@ from vllm_kvpool.storage.base import (
     Shedding,
     Store,
 )
-from vllm_kvpool.storage.breaker import Breaker
+from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, Breaker
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OPEN_WAIT_S = 10.0  # the engine's start waits so long for a store that neither opens nor fails
-SLOW_FAILURE_S = 1.0  # a failure that took longer is enough
-REMOVE_ALL_S = 60.0  # a namespace may be large
+OPEN_WAIT_S = 10.0  # for the first attempt to open, at the engine's start
+SLOW_FAILURE_S = 1.0  # one failure that took longer suffices
+REMOVE_ALL_S = 60.0  # for `remove_namespace`
 JOIN_S = 0.5
-CLOSE_S = 2.0  # for the store's own end; vLLM leaves its workers about 4 s
+CLOSE_S = 2.0  # for the store's own `close`; vLLM leaves its workers about 4 s
 PAUSE_JITTER = 0.25
 CHECK_KEY = "kvpool-check"
-MAX_LEFT_BEHIND = 4  # calls that have not returned; further calls fail at once until one has
+MAX_LEFT_BEHIND = 4  # hanging calls; until one returns, further calls fail at once
 
 
-class _Answer(NamedTuple):
+class _CallResult(NamedTuple):
     value: Any
     error: BaseException | None
 
 
 class _Task(NamedTuple):
     call: Callable[[], Any]
-    answer: "SimpleQueue[_Answer]"
+    answer: "SimpleQueue[_CallResult]"
 
 
 class _Thread:
-    """Runs the tasks of its inbox until it is told to end."""
+    """A daemon thread that runs the tasks of its inbox until it gets None."""
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
@@ -79,25 +68,24 @@ class _Thread:
         self.thread.start()
 
     def _run(self) -> None:
-        started = _answer_of(self._on_start)
+        started = _result_of(self._on_start)
         while (task := self.inbox.get()) is not None:
-            task.answer.put(_answer_of(task.call) if started.error is None else started)
+            task.answer.put(_result_of(task.call) if started.error is None else started)
 
 
-def _answer_of(call: Callable[[], Any]) -> _Answer:
+def _result_of(call: Callable[[], Any]) -> _CallResult:
     try:
-        return _Answer(call(), None)
+        return _CallResult(call(), None)
     except BaseException as error:
-        return _Answer(None, error)
+        return _CallResult(None, error)
 
 
 class BoundedCalls:
-    """Calls that may be left behind: each runs on a thread, and its caller waits a limited time.
+    """Runs calls on threads and waits for each a limited time; thread-safe.
 
-    Only for calls that touch no memory of the caller's. A call that does not return keeps its
-    thread; the next call gets another one, up to `MAX_LEFT_BEHIND` of them. Any thread may call.
-
-    Every thread calls `on_start` first; if that fails, so does every call on it.
+    A call that does not return keeps its thread, up to `MAX_LEFT_BEHIND` of them, so it must not
+    access memory of the caller. Every thread calls `on_start` first; if that fails, so does every
+    call on it.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
@@ -105,27 +93,27 @@ class BoundedCalls:
         self._on_start = on_start
         self._lock = threading.Lock()  # guards what follows
         self._idle: list[_Thread] = []
-        self._busy: set[_Thread] = set()  # their callers wait
+        self._busy: set[_Thread] = set()  # with a caller that waits
         self._left: list[_Thread] = []
         self._closed = False
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """The call's result, or what it raised; StoreUnreachable if it takes too long."""
+        """Return or raise what the call does; StoreUnreachable if it takes longer."""
         thread = self._take()
-        answer: SimpleQueue[_Answer] = SimpleQueue()
+        answer: SimpleQueue[_CallResult] = SimpleQueue()
         thread.inbox.put(_Task(call, answer))
         try:
             value, error = answer.get(timeout=timeout_s)
         except Empty:
             self._leave(thread)
-            raise StoreUnreachable(f"no answer in {timeout_s:g} s") from None
+            raise StoreUnreachable(f"no answer within {timeout_s:g} s") from None
         self._give_back(thread)
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads; whether no call is under way any more."""
+        """End the threads; whether all calls have returned."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
@@ -139,14 +127,14 @@ class BoundedCalls:
 
     @property
     def num_left_behind(self) -> int:
-        """Calls that have not returned in time, and still have not."""
+        """The number of calls that were left behind and have not returned."""
         with self._lock:
             self._left = [thread for thread in self._left if thread.thread.is_alive()]
             return len(self._left)
 
     def _take(self) -> _Thread:
         if self.num_left_behind >= MAX_LEFT_BEHIND:
-            raise StoreUnreachable(f"{MAX_LEFT_BEHIND} calls have not returned yet")
+            raise StoreUnreachable(f"{MAX_LEFT_BEHIND} earlier calls have not returned yet")
         with self._lock:
             thread = self._idle.pop() if self._idle else _Thread(self._name, self._on_start)
             self._busy.add(thread)
@@ -169,18 +157,18 @@ class BoundedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a call may take before the store counts as away."""
+    """How long calls may take before the store counts as away."""
 
     call_s: float  # any call
-    answer_s: float | None = None  # `exists` and the like, which then end; None: as they please
+    answer_s: float | None = None  # calls without buffers, which then raise; None for no limit
 
 
 class GuardedStore:
-    """See the module docstring. Implements `Store`.
+    """Wraps a store that may be away; implements `Store`.
 
-    Raises what the first attempt to open raised, except `StoreUnreachable`: then it is tried again
-    in the background (`opened` tells). `name` is for messages. Every thread of the guard's own
-    calls `on_start` first; if that fails on the thread that opens, so does opening.
+    The constructor raises what the first attempt to open raised, except `StoreUnreachable`, after
+    which it is retried in the background. `name` is for messages. Every thread of the guard calls
+    `on_start` first; if that fails on the thread that opens, opening fails.
     """
 
     def __init__(
@@ -207,8 +195,8 @@ class GuardedStore:
         self._closed = False
         self._breaker = Breaker()
         self._buffers: list[Buffer] = []
-        self._running: dict[int, float] = {}  # reads under way, oldest first -> when they began
-        self._writing: dict[int, float] = {}  # and writes
+        self._running: dict[int, float] = {}  # reads under way, oldest first -> start times
+        self._writing: dict[int, float] = {}  # writes under way, likewise
         self._writes = Breaker()
         self._num_calls = 0
         self._first_error: Exception | None = None
@@ -223,7 +211,7 @@ class GuardedStore:
             raise error
 
     def _first_try(self, timeout_s: float) -> Exception | None:
-        """Wait for the first attempt to open; how it failed, as far as is known."""
+        """Wait for the first attempt to open; its error, None if it has not failed so far."""
         with self._state:
             self._state.wait_for(lambda: self._tried, timeout_s)
             self._is_waited_for = False
@@ -235,22 +223,22 @@ class GuardedStore:
 
     @property
     def writable(self) -> bool:
-        """Whether saves may go to the store, as far as is known by now."""
+        """Whether the store takes cells; True until it was opened."""
         store = self._store
         return store is None or store.capabilities.writable
 
     @property
     def opened(self) -> bool:
-        """Whether the store has been opened by now."""
+        """Whether the store has been opened."""
         return self._store is not None
 
     @property
     def trouble(self) -> str:
-        """Why the store could not be opened at first."""
+        """Why the first attempt to open has failed."""
         return str(self._first_error or f"{self._name} has not answered yet")
 
     def listen(self, listener: Callable[[bool], None]) -> None:
-        """Tell whether the store is there, now and at every change; from whichever thread."""
+        """Tell a listener whether the store is available, now and at each change; any thread."""
         with self._state:
             self._listeners.append(listener)
             listener(self._is_up)
@@ -301,20 +289,18 @@ class GuardedStore:
             self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
 
     def close(self) -> None:
-        """Close the store; one that is still being opened or asked is closed, or left, later.
+        """Close the store; if a call does not end, leave it open.
 
-        StoreUnreachable if the store's own end takes longer than `CLOSE_S`.
+        StoreUnreachable if the store's own `close` takes longer than `CLOSE_S`.
         """
         if not self._end():
-            logger.warning(
-                "kvpool: store %s: a call does not end; the store stays open", self._name
-            )
+            logger.warning("kvpool: store %s: not closed, as a call has not returned", self._name)
         elif self._store is not None:
             self._end_calls.run(self._store.close, CLOSE_S)
         self._end_calls.close(JOIN_S)
 
     def leave(self) -> None:
-        """End the guard alone: a call is still under way, so the store cannot be closed."""
+        """End the guard and leave the store open, as a call is under way."""
         self._end()
         self._end_calls.close(JOIN_S)
 
@@ -328,7 +314,7 @@ class GuardedStore:
         aside: bool = False,
         writes: bool = False,
     ) -> T:
-        """Run a call and learn from it; `aside`: however long it takes says nothing."""
+        """Run a call and account for its outcome; with `aside` its duration does not count."""
         ticket, store = self._begin(aside=aside, writes=writes)
         failed = False
         try:
@@ -336,7 +322,7 @@ class GuardedStore:
                 return method(store)
             return self._calls.run(partial(method, store), longest_s)
         except Exception:
-            failed = True  # an exception that no store may raise says no more of its keys
+            failed = True  # also for exceptions that stores must not raise
             raise
         finally:
             self._ended(ticket, failed)
@@ -346,22 +332,26 @@ class GuardedStore:
             now = self._clock()
             oldest = next(iter(self._running.values()), now)
             if self._is_up and now - oldest > self._patience.call_s:
-                self._went_away("a call has not returned", now)
+                self._went_away(self._late, now)
             store = self._store
             if not self._is_up or store is None or self._closed:
-                raise StoreUnreachable(f"{self._name} is away")
+                raise StoreUnreachable(f"store {self._name} is unavailable")
             if writes:
                 self._drop_late_writes(now)
                 if self._writes.is_open(now):
-                    raise StoreUnreachable(f"{self._name} takes no writes for now")
+                    raise StoreUnreachable(f"store {self._name}: writes are paused")
             if aside:
                 return None, store
             self._num_calls += 1
             (self._writing if writes else self._running)[self._num_calls] = now
             return self._num_calls, store
 
+    @property
+    def _late(self) -> str:
+        return f"a call has not returned within call_timeout_s={self._patience.call_s:g}"
+
     def _drop_late_writes(self, now: float) -> None:
-        """A write that has not returned in time is followed by a pause, once."""
+        """Pause writes if some have not returned in time; each counts once."""
         latest = now - self._patience.call_s
         num_late = sum(began < latest for began in self._writing.values())
         if num_late:
@@ -371,8 +361,8 @@ class GuardedStore:
     def _pause_writes(self, now: float) -> None:
         if self._writes.tripped(now):
             logger.warning(
-                "kvpool: %s has not returned from a write within call_timeout_s=%g: no writes for "
-                "%.1f s, reads go on",
+                "kvpool: store %s: a write has not returned within call_timeout_s=%g: no writes "
+                "for %.1f s, reads go on",
                 self._name,
                 self._patience.call_s,
                 self._writes.pause_s,
@@ -384,7 +374,7 @@ class GuardedStore:
             calls = self._writing if ticket in self._writing else self._running
             began = now if ticket is None else calls.pop(ticket, None)
             if began is None or not self._is_up:
-                return  # no news, or no news any more
+                return  # it does not count, or was counted already
             if not failed:
                 self._breaker.succeeded()
                 if calls is self._writing:
@@ -392,14 +382,14 @@ class GuardedStore:
             elif now - began > SLOW_FAILURE_S:
                 self._went_away(f"a call failed after {now - began:.1f} s", now)
             elif self._breaker.failed(now):
-                self._change(False, "calls fail")
+                self._change(False, f"{FAILURES_TO_OPEN} calls in a row failed")
 
     def report_stuck(self, *, writes: bool = False) -> None:
-        """A caller has waited for a call in vain."""
+        """Count a call as hanging; called by whoever waits for it."""
         with self._state:
             now = self._clock()
             if not writes:
-                self._went_away("a call has not returned", now)
+                self._went_away(self._late, now)
             elif self._writing:
                 self._writing.pop(next(iter(self._writing)))
                 self._pause_writes(now)
@@ -410,7 +400,7 @@ class GuardedStore:
             self._change(False, why)
 
     def _change(self, is_up: bool, why: str) -> None:
-        """Called with the lock held, so that listeners hear of changes in their order."""
+        """Set the state and call listeners, with the lock held, so they see changes in order."""
         self._is_up = is_up
         level = logging.INFO if is_up else logging.WARNING
         state = "available" if is_up else "unavailable"
@@ -437,7 +427,7 @@ class GuardedStore:
                 self._not_yet(error)
 
     def _pause_s(self) -> float:
-        """Until there is something to do."""
+        """How long the guard's thread has nothing to do."""
         if self._is_up:
             return float("inf")
         return self._breaker.closed_at - self._clock()
@@ -456,7 +446,7 @@ class GuardedStore:
                 store.close()
 
     def _take_over(self, store: Store, registered: Sequence[Buffer]) -> list[Buffer]:
-        """Use the store from now on, unless these buffers are still to be registered with it."""
+        """Use the store from now on, unless the buffers returned must be registered first."""
         with self._state:
             if self._closed:
                 return []
@@ -472,7 +462,7 @@ class GuardedStore:
         with self._state:
             if self._closed:
                 return
-            # Calls that are still waited for elsewhere are no news any more.
+            # Calls that hang since before must not count again.
             latest = self._clock() - self._patience.call_s
             self._running = {call: t for call, t in self._running.items() if t > latest}
             self._change(True, "it answers again")
@@ -483,7 +473,7 @@ class GuardedStore:
             if first:
                 self._first_error = error
             if self._is_waited_for:
-                pass  # the caller that waits logs it
+                pass  # the constructor raises it, or its caller logs it
             elif first:
                 logger.warning("kvpool: store %s: cannot be opened: %s", self._name, error)
             elif not isinstance(error, StoreError | ConfigError):
@@ -491,12 +481,12 @@ class GuardedStore:
             else:
                 logger.debug("kvpool: store %s: still unavailable: %s", self._name, error)
             self._breaker.tripped(self._clock())
-            # Engines that lost a store together shall not come back together.
+            # So that engines which lost a store together do not retry together.
             self._breaker.closed_at += self._breaker.pause_s * PAUSE_JITTER * random.random()
             self._state.notify_all()
 
     def _end(self) -> bool:
-        """End the guard's threads; whether they have ended."""
+        """End the guard's threads; whether all have ended."""
         with self._state:
             self._closed, self._is_up = True, False
             self._state.notify_all()

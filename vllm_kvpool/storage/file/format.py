@@ -2,16 +2,16 @@
 
     | body: the object's whole pages | tail: the rest of the object, zeros, key, footer |
 
-The tail is one page, or two where the rest leaves no room for the footer; so a file is whole pages
-and its body can be moved straight between disk and a slot. From the file's last page alone
-`read_footer` tells which object it is and how long, or that the file is damaged.
+The tail is one page, or two if the rest leaves no room for the footer. So a file consists of whole
+pages, and its body can move directly between the disk and a slot. `read_footer` needs the last page
+alone to tell which object a file holds, or that it is damaged.
 
 Footer, little endian, at the very end:
     parent, padded | object bytes u64 | position u32 | key bytes u16 | version u16 | checksum u64 |
     magic 8
-The parent is the id of the chunk before the object's, the position counts the chunks before. The
-checksum (xxh3-64) is over the key and the fields before it. A key of more than `MAX_KEY_BYTES` or
-a parent of more than `PARENT_BYTES` is left out.
+The parent is the id of the chunk before the object's, the position the number of chunks before it.
+The checksum (xxh3-64) covers the key and the fields before it. A key of more than `MAX_KEY_BYTES`
+or a parent of more than `PARENT_BYTES` is left out.
 """
 
 import struct
@@ -21,10 +21,10 @@ import xxhash
 
 PAGE_BYTES = 4096
 MAX_TAIL_BYTES = 2 * PAGE_BYTES
-MAX_KEY_BYTES = 1024  # keys of ours have 200 to 300
+MAX_KEY_BYTES = 1024  # keys of cells have 200 to 300
 MAX_POSITION = (1 << 32) - 1
 
-PARENT_BYTES = 128  # a digest, a hash and the name of a kind of layers
+PARENT_BYTES = 128  # a digest, a hash and the name of a layer group
 
 MAGIC = b"KVPOOLF3"
 FORMAT_VERSION = 3
@@ -36,7 +36,7 @@ assert MAX_KEY_BYTES + _FOOTER_BYTES <= PAGE_BYTES
 
 
 class Footer(NamedTuple):
-    """What a file says of its object; `key` None if it was too long to be kept."""
+    """A file's description of its object; `key` is None if it was too long."""
 
     key: str | None
     object_bytes: int
@@ -45,25 +45,25 @@ class Footer(NamedTuple):
 
 
 def body_bytes(object_bytes: int) -> int:
-    """How much of an object lies in its file's body."""
+    """The length of the body of an object's file."""
     return object_bytes // PAGE_BYTES * PAGE_BYTES
 
 
 def tail_bytes(object_bytes: int, key: str) -> int:
-    """How long the tail of an object's file is."""
+    """The length of the tail of an object's file."""
     used_bytes = object_bytes % PAGE_BYTES + len(_kept(key)) + _FOOTER_BYTES
     return PAGE_BYTES if used_bytes <= PAGE_BYTES else MAX_TAIL_BYTES
 
 
 def file_bytes(object_bytes: int, key: str) -> int:
-    """How long an object's file is."""
+    """The length of an object's file."""
     return body_bytes(object_bytes) + tail_bytes(object_bytes, key)
 
 
 def write_tail(
     tail: memoryview, data: memoryview, key: str, parent: str = "", position: int = 0
 ) -> None:
-    """Fill a tail, `tail_bytes` long, for the object `data`."""
+    """Fill a tail of `tail_bytes` for the object `data`."""
     rest = data[body_bytes(data.nbytes) :]
     kept = _kept(key)
     above = parent.encode("utf-8", "surrogatepass")
@@ -77,7 +77,7 @@ def write_tail(
 
 
 def read_footer(page: bytes | memoryview) -> Footer | None:
-    """Read the last page of a file; None if it is not one of ours, or damaged."""
+    """Read the last page of a file; None if it is damaged or of another format."""
     end_at = len(page) - _END.size
     fields_at = end_at - _FIELDS.size
     if fields_at < 0:

@@ -1,19 +1,14 @@
-"""Which chunks a `file://` store holds, how many bytes it uses and what goes next, in SQLite.
+"""The index of a `file://` store in SQLite: what is stored, how much, and what is evicted next.
 
-One row for each chunk, with its cells, shared by every process on the directory. The rules:
+Every process on the directory shares it: a row for each chunk, with its cells. Only leaves, chunks
+that no stored chunk comes after, are evicted, lowest score first. Rows are written before files and
+removed after them, so that `kill -9` leaves a count that is too high, never too low. What a writer
+holds or evicts is a row of `round`, so that others can finish what a killed writer began. A
+transaction changes about `MAX_ROWS` rows and touches no file but the index.
 
-* Only a chunk without children in the store is evicted (a leaf), the lowest score first. So a
-  prompt loses its end before its beginning, whichever process writes, reads or restarts.
-* Rows come before files and go after them: what lies on the disk is charged, and a kill at any
-  point leaves a count that is too high until the chunk is evicted.
-* A chunk that is being written or evicted is held by its writer, and no candidate. What a writer
-  holds is a row of `round`, so that others can end what a killed one began.
-* A transaction is about `MAX_ROWS` rows and `MAX_EVICTED` chunks at most, whatever is stored, and
-  calls the file system for nothing but the index.
-* The index can be lost: it is made anew from the files, which are read without it.
-
-Any thread of any process may call; one connection, one lock. The file is not synced: after a power
-loss it is checked and, if damaged, replaced.
+Any thread may call; one connection, one lock. Nothing is synced: after a power loss the index is
+checked and replaced if it is damaged. A lost index is rebuilt from the files, which are read
+without it.
 """
 
 import contextlib
@@ -39,17 +34,17 @@ from vllm_kvpool.storage.file.paths import FILE_MODE
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 10.0  # for another process's transaction, each of which takes milliseconds
+WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
 POLL_S = 0.0005
 APPLICATION_ID = 0x4B56504C
 SCHEMA_VERSION = 4
-MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it forgets
+MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
 MAX_EVICTED = 32  # chunks, in one transaction
-MAX_NOTED_HITS = 65_536  # waiting to be written; more are not counted
-SOFT_SHARE = 0.02  # how much the size may be exceeded
-LEAST_BYTES = 256 << 10  # an index and its journal need so much
+MAX_NOTED_HITS = 65_536  # waiting to be written; further hits are dropped
+SOFT_SHARE = 0.02  # of the size, by which it may be exceeded
+LEAST_BYTES = 256 << 10  # free space that an index and its journal need
 LEAST_FILES = 3
-MAX_NAMESPACES = 1024  # remembered
+MAX_NAMESPACES = 1024  # cached
 ID_BYTES = 16
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LEAVING = -1  # `holders` of a chunk that is being evicted; its bytes are not in `used_bytes`
@@ -64,9 +59,9 @@ CREATE TABLE IF NOT EXISTS store (
     boot TEXT NOT NULL DEFAULT '');
 INSERT OR IGNORE INTO store (id, incomplete_since) VALUES (1, {{now_ns}});
 CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
--- A parent's position is lower, so that no chunk comes before itself. `evicted` is the number of
--- the chunk's eviction, 0 before its first; a row without bytes is one whose score is remembered,
--- or one that stands between a chunk and the chunks before it.
+-- A parent's position is lower than its child's, so there are no cycles. `evicted` is the sequence
+-- number of the chunk's last eviction, 0 if it was never evicted. A row without bytes remembers the
+-- score of an evicted chunk, or links a chunk to the chunks before it.
 CREATE TABLE IF NOT EXISTS chunk (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
     position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL,
@@ -78,7 +73,7 @@ CREATE INDEX IF NOT EXISTS empty ON chunk (evicted)
     WHERE children = 0 AND holders = 0 AND bytes = 0;
 CREATE TABLE IF NOT EXISTS writer (
     name TEXT PRIMARY KEY, recycled INTEGER NOT NULL) WITHOUT ROWID;
--- The ids of the chunks that a writer holds, and of those that it evicts; 64 bits each.
+-- `held` and `evicted` are arrays of 64-bit chunk ids.
 CREATE TABLE IF NOT EXISTS round (
     id INTEGER PRIMARY KEY, writer TEXT NOT NULL, held BLOB NOT NULL, evicted BLOB NOT NULL);
 PRAGMA application_id = {APPLICATION_ID};
@@ -98,59 +93,59 @@ _COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, sco
 _SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
-_SCORE = 8  # where it stands in a row
-_CELL = struct.Struct("<20sq")  # of a chunk's `cells`: the digest in the file's name, bytes
+_SCORE = 8  # its place in `_COLUMNS`
+_CELL = struct.Struct("<20sq")  # an entry of `cells`: the digest in the file's name, bytes
 
 
 class IndexBusy(StoreError):
-    """Another process kept the index locked for too long."""
+    """Another process or thread has held the index for `WAIT_S`."""
 
 
 class Cell(NamedTuple):
-    """A cell of the store: where its file is, what it is charged and which chunk it is of."""
+    """A cell of the store: its file, its charge and its chunk."""
 
     namespace: str
     name: bytes  # the digest in its file's name
-    nbytes: int  # whole blocks of the file system
-    chunk: bytes  # the chunk's name, as of `chunk_name`
-    parent: bytes = b""  # the name of the chunk before it in its prompt; b"" is none, or unknown
+    nbytes: int  # its charge: whole blocks of the file system
+    chunk: bytes  # see `chunk_name`
+    parent: bytes = b""  # the chunk before it in its prompt; b"" if none or unknown
     position: int = 0
 
 
 def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> Cell:
-    """A cell as its writer knows it."""
+    """A cell from its writer's description."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
     return Cell(namespace, name, nbytes, chunk_name(namespace, ref.id), parent, ref.position)
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for one round of a put, from `reserve` to `settle`. Used by one thread at a time."""
+    """Space for one round of a put, from `reserve` to `settle`; one thread at a time."""
 
     writer: str
     round: int = 0
-    opened: tuple[int, int, int] | None = None  # the index file that it was made in
+    opened: tuple[int, int, int] | None = None  # identifies the index file it was made in
     cells: tuple[Cell, ...] = ()
-    """What is charged: the cells asked for, without those whose chunk is just being evicted."""
+    """The cells that were charged: all but those whose chunk or its parent is being evicted."""
     evicted: tuple[Cell, ...] = ()
-    """Cells whose files the caller deletes before it writes."""
+    """Cells whose files the caller must delete before it writes."""
     room_bytes: int = 0
-    """What is free beside `cells`; below 0 nothing is charged, and `reserve` is to be repeated."""
+    """Free space after `cells`. If negative, nothing was charged: settle and reserve again."""
     stored: set[bytes] = field(default_factory=set)
-    """The names of the cells that have their file, whichever writer wrote it."""
+    """Names of the cells whose file exists, whichever writer wrote it."""
 
     def unstored(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.name not in self.stored]
 
 
 def chunk_name(namespace: str, chunk_id: str) -> bytes:
-    """The digest that stands for a chunk."""
+    """The digest that names a chunk in the index."""
     text = f"{namespace}/{chunk_id}".encode("utf-8", "surrogatepass")
     return blake2b(text, digest_size=ID_BYTES).digest()
 
 
 class _Namespaces:
-    """Rows of `namespace`, as far as they are known; such a row is never changed or deleted."""
+    """A cache of the table `namespace`, whose rows are never changed or deleted."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
@@ -168,7 +163,7 @@ class _Namespaces:
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """A row of `chunk`, as of now in a transaction."""
+    """A row of `chunk`, with the changes of the current transaction."""
 
     id: int
     name: bytes
@@ -193,13 +188,13 @@ class _Chunk:
         return self.children == 0 and self.holders == 0 and self.nbytes == 0
 
     def add(self, name: bytes, nbytes: int) -> None:
-        """Add a cell, if it is not there."""
+        """Add a cell unless it is there."""
         if name not in dict(_CELL.iter_unpack(self.cells)):
             self.cells += _CELL.pack(name, nbytes)
             self.nbytes += nbytes
 
     def remove(self, name: bytes) -> None:
-        """Take a cell out, if it is there."""
+        """Remove a cell if it is there."""
         cells = dict(_CELL.iter_unpack(self.cells))
         self.nbytes -= cells.pop(name, 0)
         self.cells = b"".join(_CELL.pack(*cell) for cell in cells.items())
@@ -212,9 +207,9 @@ class _Chunk:
 
 
 class _Rows:
-    """The rows that a transaction has read, each one object, and `write`, which writes the changed.
+    """The rows that a transaction has read or made, one object each; `write` saves the changes.
 
-    What the objects say counts, not what the database says of them. Sums follow from them.
+    Decisions are made on the objects, which are ahead of the database, and sums follow from them.
     """
 
     def __init__(self, db: sqlite3.Connection, namespaces: _Namespaces) -> None:
@@ -227,7 +222,7 @@ class _Rows:
         [row] = db.execute(f"SELECT {_SUMS} FROM store").fetchall()
         self._sums: tuple[int, ...] = row
         used, self.found_bytes, self.incomplete_since, self.num_evicted, self.num_forgotten = row
-        self._used_bytes: int = used  # without the chunks that were read or made
+        self._used_bytes: int = used  # of chunks without an object
 
     @property
     def used_bytes(self) -> int:
@@ -236,7 +231,7 @@ class _Rows:
     # Chunks
 
     def of(self, row: tuple[Any, ...]) -> _Chunk:
-        """The object of a row of `_COLUMNS`."""
+        """The object for a row of `_COLUMNS`."""
         chunk = self._by_id.get(row[0])
         if chunk is None:
             chunk = self._by_id[row[0]] = self.by_name[row[1]] = _Chunk(*row)
@@ -245,20 +240,20 @@ class _Rows:
         return chunk
 
     def named(self, names: Iterable[bytes]) -> list[_Chunk]:
-        """Those of these chunks that have a row."""
+        """The chunks with these names that have a row."""
         names = dict.fromkeys(names)
         self._select("name", [name for name in names if name not in self.by_name])
         return [self.by_name[name] for name in names if name in self.by_name]
 
     def with_ids(self, ids: Sequence[int]) -> list[_Chunk]:
-        """The chunks of these ids; ValueError if one has no row, which is damage."""
+        """The chunks with these ids; ValueError if a row is missing: the index is damaged."""
         self._select("id", [each for each in ids if each not in self._by_id])
         if not self._by_id.keys() >= set(ids):
             raise ValueError("a chunk is missing")
         return [self._by_id[each] for each in ids]
 
     def _select(self, column: str, values: Sequence[object]) -> None:
-        # By few different statements, as each stays prepared.
+        # Padded to multiples of 16, so that few statements are prepared.
         places = -(-len(values) // 16) * 16
         if values:
             query = f"SELECT {_COLUMNS} FROM chunk WHERE {column} IN ({'?, ' * (places - 1)}?)"
@@ -267,7 +262,7 @@ class _Rows:
                 self.of(row)
 
     def new(self, name: bytes, namespace: str, position: int) -> _Chunk:
-        """A chunk that has no row yet."""
+        """A new chunk, whose row `write` inserts."""
         if self._next_id == 0:
             [(last,)] = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchall()
             self._next_id = last + 1
@@ -277,13 +272,13 @@ class _Rows:
         return chunk
 
     def take_leaves(self) -> Generator[_Chunk, None, None]:
-        """Take leaves out of the tree as they are drawn, the lowest score first. To be closed.
+        """Mark leaves as leaving and yield them, lowest score first; the caller closes it.
 
-        A chunk whose last child is taken is a leaf, too.
+        A chunk whose last child has been taken is a leaf, too.
         """
         oldest = self.incomplete_since or -1
         query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? ORDER BY score"
-        later: list[tuple[int, int]] = []  # scores and ids of leaves by this transaction
+        later: list[tuple[int, int]] = []  # a heap of leaves that the query misplaces: score, id
         with contextlib.closing(self.db.execute(query, (oldest,))) as found:
             row = found.fetchone()
             while row is not None or later:
@@ -292,7 +287,7 @@ class _Rows:
                 else:
                     chunk, read_score = self.of(row), row[_SCORE]
                     row = found.fetchone()
-                    if chunk.score != read_score:  # it was hit since
+                    if chunk.score != read_score:  # hit in this transaction
                         heapq.heappush(later, (chunk.score, chunk.id))
                         continue
                 if not chunk.is_leaf():
@@ -322,7 +317,7 @@ class _Rows:
     # Namespaces
 
     def namespace(self, name: str) -> int:
-        """A namespace's row."""
+        """The id of a namespace, which is added if it is new."""
         known = self._namespaces.ids.get(name)
         if known is None:
             self.db.execute("INSERT OR IGNORE INTO namespace VALUES (NULL, ?)", (name,))
@@ -342,7 +337,7 @@ class _Rows:
     # Writers and their rounds
 
     def set_recycled(self, writer: str, recycled_bytes: int) -> None:
-        """How much a writer keeps in files of evicted cells."""
+        """Charge a writer for the files of evicted cells that it keeps."""
         query = "SELECT recycled FROM writer WHERE name = ?"
         row = self.db.execute(query, (writer,)).fetchone() or (0,)
         if recycled_bytes != row[0]:
@@ -350,21 +345,21 @@ class _Rows:
             self._used_bytes += recycled_bytes - row[0]
 
     def add_round(self, writer: str, held: Iterable[_Chunk], evicted: Iterable[_Chunk]) -> int:
-        """Note what a writer holds and evicts, for whoever ends it."""
+        """Record what a writer holds and evicts; the number of the round."""
         ids = [array("q", [chunk.id for chunk in each]).tobytes() for each in (held, evicted)]
         new = self.db.execute("INSERT INTO round VALUES (NULL, ?, ?, ?)", (writer, *ids))
         return int(new.lastrowid or 0)
 
     def round_of(self, writer: str) -> int | None:
-        """A round that a writer has not ended."""
+        """The number of an unfinished round of a writer."""
         query = "SELECT id FROM round WHERE writer = ? LIMIT 1"
         row = self.db.execute(query, (writer,)).fetchone()
         return None if row is None else row[0]
 
     def round(self, writer: str, number: int) -> tuple[list[_Chunk], list[_Chunk]]:
-        """The chunks that a round holds and those that it evicts; none if it has been ended.
+        """The chunks that a round holds and those that it evicts; none if it has ended.
 
-        A number may be given again, to another writer.
+        Numbers are reused, so the writer must be the round's.
         """
         query = "SELECT held, evicted FROM round WHERE id = ? AND writer = ?"
         row = self.db.execute(query, (number, writer)).fetchone() or (b"", b"")
@@ -374,10 +369,10 @@ class _Rows:
     def remove_round(self, writer: str, number: int) -> None:
         self.db.execute("DELETE FROM round WHERE id = ? AND writer = ?", (number, writer))
 
-    # The end of the transaction
+    # Saving
 
     def write(self) -> None:
-        """Write what has changed."""
+        """Save all changes."""
         forgotten = self._forget()
         self.db.executemany("DELETE FROM chunk WHERE id = ?", [(each,) for each in forgotten])
         new, changed = [], []
@@ -403,9 +398,9 @@ class _Rows:
             self.db.execute(f"UPDATE store SET ({_SUMS}) = (?, ?, ?, ?, ?)", sums)
 
     def _forget(self) -> list[int]:
-        """Take out up to `MAX_ROWS` chunks without bytes whose score is not to be remembered.
+        """Delete up to `MAX_ROWS` empty chunks whose score need not be remembered; their ids.
 
-        Ids of their rows; the others are forgotten by later transactions.
+        Later transactions delete the rest.
         """
         newest = max(self.num_forgotten, 0)
         query = f"SELECT {_COLUMNS} {_EMPTY} AND evicted <= ? LIMIT ?"
@@ -425,9 +420,9 @@ class _Rows:
 
 
 class FileIndex:
-    """The index of one open store. Closed by its owner.
+    """The index, as one open store uses it; its owner closes it.
 
-    `check_path` raises OSError if a symbolic link is on the way to the index.
+    `check_path` raises OSError if the path to the index passes a symbolic link.
     """
 
     def __init__(
@@ -446,10 +441,10 @@ class FileIndex:
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
         self._namespaces = _Namespaces()  # of this file
-        self._hits: dict[bytes, int] = {}  # chunks that were read -> when; written at times
+        self._hits: dict[bytes, int] = {}  # chunk -> time of its last read, not written yet
         with contextlib.suppress(OSError):
-            self.used_bytes()
-        self.used_bytes()  # if it was damaged it is new now
+            self.used_bytes()  # replaces a damaged index
+        self.used_bytes()
 
     def close(self) -> None:
         with self._lock:
@@ -460,12 +455,12 @@ class FileIndex:
     def reserve(
         self, writer: str, cells: Sequence[Cell], size_bytes: int, recycled_bytes: int = 0
     ) -> Reservation | None:
-        """Hold the chunks of up to `MAX_ROWS` cells, make room and charge them; None if full.
+        """Hold the chunks of up to `MAX_ROWS` cells, evict and charge; None if the store is full.
 
-        The caller deletes the files of `evicted`, writes, and settles. Where one transaction cannot
-        evict enough (`room_bytes` < 0), it settles and calls again. `recycled_bytes` is what it
-        will keep of files that it has evicted before. While the index is not complete, what came
-        since may be as much as the bound is soft, and gives way to what comes next.
+        The caller deletes the files of `evicted`, writes its own and settles. If one transaction
+        cannot evict enough (`room_bytes` < 0), the caller settles and calls again.
+        `recycled_bytes` are those of files that the writer keeps. While the index is incomplete,
+        new chunks may take `SOFT_SHARE` of the size and are evicted for each other only.
         """
         assert len(cells) <= MAX_ROWS, len(cells)
         if sum(cell.nbytes for cell in cells) > size_bytes:
@@ -484,14 +479,14 @@ class FileIndex:
             if room_bytes >= 0:
                 self._charge(chunks, accepted)
                 made.cells = accepted
-            else:  # until its files are gone too, no other writer may use this room
+            else:  # no other writer may use this space before the files are deleted
                 freed_bytes = sum(chunk.nbytes for chunk in evicted)
                 rows.set_recycled(writer, recycled_bytes + freed_bytes)
             return made
         return None
 
     def hold(self, writer: str, chunks: Sequence[bytes], recycled_bytes: int) -> Reservation:
-        """Keep up to `MAX_ROWS` chunks that are there from being evicted, until `settle`."""
+        """Protect up to `MAX_ROWS` stored chunks from eviction until `settle`."""
         assert len(chunks) <= MAX_ROWS, len(chunks)
         with self._writing() as rows:
             rows.set_recycled(writer, recycled_bytes)
@@ -506,12 +501,15 @@ class FileIndex:
         absent: Sequence[Cell] = (),
         recycled_bytes: int | None = None,
     ) -> None:
-        """The writes have ended, and the evicted files are gone; `absent` are cells without one."""
+        """End a round whose writes have ended and whose evicted files are deleted.
+
+        `absent` are those of its cells that have no file.
+        """
         stored = [cell for cell in reservation.cells if cell.name in reservation.stored]
         with self._writing() as rows:
             if recycled_bytes is not None:
                 rows.set_recycled(reservation.writer, recycled_bytes)
-            if reservation.opened != self._opened:  # made anew since: it knows nothing of them
+            if reservation.opened != self._opened:  # the index was replaced: add what was written
                 self._charge(self._find(rows, stored), stored)
                 return
             held, evicted = rows.round(reservation.writer, reservation.round)
@@ -524,15 +522,16 @@ class FileIndex:
             for cell in absent:
                 if cell.chunk in chunks:
                     chunks[cell.chunk].remove(cell.name)
-            # The cell is missing if another writer of it has failed meanwhile.
+            # Another writer of the same cell may have failed and removed it.
             for cell in stored:
                 if cell.chunk in chunks:
                     chunks[cell.chunk].add(cell.name, cell.nbytes)
 
     def left_by(self, writer: str) -> Reservation | None:
-        """A round that a writer which was killed has not settled, with what only it has begun.
+        """A round that a killed writer has not settled; None if there is none left.
 
-        The caller deletes the files of `evicted` and settles; None if there is no round left.
+        Its `cells` are those that no other writer holds. The caller deletes the files of `evicted`
+        and settles.
         """
         with self._writing() as rows:
             number = rows.round_of(writer)
@@ -543,7 +542,7 @@ class FileIndex:
             return Reservation(writer, number, self._opened, begun, rows.cells_of(evicted))
 
     def remove_writer(self, writer: str) -> None:
-        """Forget a writer that has settled everything, and what it kept of evicted files."""
+        """Forget a writer that has settled all rounds, and its recycled files."""
         with self._writing() as rows:
             rows.set_recycled(writer, 0)
             rows.db.execute("DELETE FROM writer WHERE name = ?", (writer,))
@@ -551,13 +550,13 @@ class FileIndex:
     # Reads
 
     def note_hits(self, chunks: Iterable[bytes]) -> None:
-        """These chunks were read now. It is written with the next put, or `write_hits`."""
+        """Remember that chunks were read; written by the next put or `write_hits`."""
         now_ns = self._clock_ns()
         for name in dict.fromkeys(chunks) if len(self._hits) < MAX_NOTED_HITS else ():
             self._hits[name] = now_ns
 
     def write_hits(self) -> None:
-        """Write all hits that were noted, some at a time."""
+        """Write the hits so far, `MAX_ROWS` in a transaction."""
         for _ in range(0, len(self._hits), MAX_ROWS):
             with self._writing() as rows:
                 self._write_hits(rows)
@@ -567,9 +566,9 @@ class FileIndex:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
     def coldest(self, max_cells: int) -> list[tuple[Cell, ...]]:
-        """The cells of leaves, by chunk, in the order in which they would be evicted now.
+        """The cells of leaves, a tuple for each chunk, in order of eviction.
 
-        Whole chunks, so the last one may bring it above `max_cells`.
+        Whole chunks, so there may be more than `max_cells`.
         """
         found: list[tuple[Cell, ...]] = []
         with self._reading() as db:
@@ -582,10 +581,10 @@ class FileIndex:
                     break
         return found
 
-    # Removals: their callers have deleted the files
+    # Removals: the callers have deleted the files
 
     def remove_cells(self, cells: Sequence[tuple[bytes, bytes]]) -> None:
-        """Forget cells, by their own names and those of their chunks."""
+        """Remove cells, given as names of cell and chunk."""
         for i in range(0, len(cells), MAX_ROWS):
             part = cells[i : i + MAX_ROWS]
             with self._writing() as rows:
@@ -595,7 +594,7 @@ class FileIndex:
                         chunks[chunk_name].remove(name)
 
     def remove_namespace(self, namespace: str) -> None:
-        """Forget every cell of a namespace, some at a time; what is held goes in its turn."""
+        """Remove every cell of a namespace but those of chunks that a writer holds."""
         last = 0
         while True:
             with self._writing() as rows:
@@ -610,19 +609,19 @@ class FileIndex:
                 return
             last = chunks[-1].id
 
-    # Making it anew
+    # Rebuilding
 
     @property
     def is_complete(self) -> bool:
-        """Whether every file is known; a new index is not."""
+        """Whether the index lists every file; a new one does not."""
         with self._reading() as db:
             return not db.execute("SELECT incomplete_since FROM store").fetchone()[0]
 
     def add_found(self, found: Sequence[tuple[Cell, int]]) -> None:
-        """Add up to `MAX_ROWS` files that were found, with the times they were written.
+        """Add up to `MAX_ROWS` existing files, with their times of writing in nanoseconds.
 
-        Their scores say that they were there before, so they are not evicted until `complete`, as
-        their children may still be found.
+        Their scores are not above `incomplete_since`, which protects them from eviction until
+        `complete`: their children may not have been added yet.
         """
         assert len(found) <= MAX_ROWS, len(found)
         with self._writing() as rows:
@@ -636,14 +635,14 @@ class FileIndex:
             rows.found_bytes += rows.used_bytes - used_bytes
 
     def complete(self) -> None:
-        """Every file has been found."""
+        """Every file has been added."""
         boot = _boot()
         with self._writing() as rows:
             rows.incomplete_since = 0
             rows.db.execute("UPDATE store SET boot = ?", (boot,))
 
     def check_after_power_loss(self) -> None:
-        """Where the machine has started anew since: look for damage; files may be unknown."""
+        """After a reboot replace a damaged index, and mark a sound one incomplete."""
         boot = _boot()
         with self._reading() as db:
             if db.execute("SELECT boot FROM store").fetchone()[0] in ("", boot):
@@ -656,12 +655,12 @@ class FileIndex:
             rows.incomplete_since, rows.found_bytes = self._clock_ns(), rows.used_bytes
             rows.db.execute("UPDATE store SET boot = ?", (boot,))
 
-    # What a transaction decides
+    # Decisions within a transaction
 
     def _find(self, rows: _Rows, cells: Sequence[Cell]) -> dict[bytes, _Chunk]:
-        """The chunks of cells by name, made if there are none, without those that cannot be put.
+        """The chunks of cells by name; new ones are made.
 
-        These are being evicted, or the chunk before them is.
+        Without those that are being evicted or whose parent is.
         """
         rows.named(name for cell in cells for name in (cell.chunk, cell.parent))
         found: dict[bytes, _Chunk] = {}
@@ -680,7 +679,7 @@ class FileIndex:
         if cell.parent and (chunk is None or chunk.parent is None):
             position = cell.position if chunk is None else chunk.position
             parent = rows.by_name.get(cell.parent)
-            if parent is None:  # it is not stored, or not yet, and has a row without bytes
+            if parent is None:  # not stored, or not yet: a row without bytes
                 parent = rows.new(cell.parent, cell.namespace, position - 1)
             if parent.holders == LEAVING:
                 return None
@@ -694,8 +693,8 @@ class FileIndex:
         return chunk
 
     def _charge(self, chunks: Mapping[bytes, _Chunk], cells: Sequence[Cell]) -> None:
-        """Add new cells; a chunk that has no other gets its first score, or its next one if it was
-        evicted lately."""
+        """Add cells. A chunk that had none gets its first score, or counts as hit if its last
+        eviction is remembered."""
         now_ns = self._clock_ns()
         for chunk in chunks.values():
             if chunk.nbytes == 0:
@@ -709,10 +708,10 @@ class FileIndex:
     def _evict(
         self, rows: _Rows, size_bytes: int, cells: Sequence[Cell]
     ) -> tuple[list[_Chunk], int]:
-        """Take up to `MAX_EVICTED` leaves out of the tree, until there is room for cells.
+        """Evict up to `MAX_EVICTED` leaves until there is room for cells; _NoRoom if too few.
 
-        These and the room that is left then; _NoRoom if there are not enough. Their rows stay for
-        `settle`. Their scores are remembered, of as many chunks as the policy asks for.
+        Returns them, and the free space after `cells`. Their rows stay until `settle`, and then as
+        many as the policy asks for, to remember their scores.
         """
         if rows.incomplete_since:
             size_bytes = min(rows.found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
@@ -729,22 +728,20 @@ class FileIndex:
                         break
                 else:
                     raise _NoRoom
-            # As many as fit if all are as large as these.
+            # The number of chunks that fit, if all are as large as these.
             num_chunks = used_bytes * len(evicted) // (room_bytes - free_bytes)
             rows.num_forgotten = rows.num_evicted - self._policy.remembered * num_chunks
         return evicted, room_bytes
 
     def _repair_scores(self, rows: _Rows) -> None:
-        """Bring leaves down to now whose score no clock can have given."""
+        """Lower the scores of leaves that only a wrong clock can have given."""
         now_ns = self._clock_ns()
         query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? LIMIT ?"
         for row in rows.db.execute(query, (highest_score(now_ns), MAX_ROWS)).fetchall():
             rows.of(row).score = now_ns
 
     def _write_hits(self, rows: _Rows) -> None:
-        if (
-            rows.incomplete_since
-        ):  # of what was found the scores stay as they are until all is known
+        if rows.incomplete_since:  # a raised score would expose found chunks to eviction
             return
         hits = dict(self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits))))
         for chunk in rows.named(hits):
@@ -759,7 +756,7 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[_Rows]:
-        """A transaction, which ends by writing the rows; it is undone by an exception."""
+        """A transaction, ended by `_Rows.write`; an exception rolls it back."""
         with self._locked(), self._replacing_damage():
             db = self._connected()
             deadline = time.monotonic() + WAIT_S
@@ -788,7 +785,7 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        if self._pid != os.getpid():  # a thread that is lost to this process may have held it
+        if self._pid != os.getpid():  # after a fork: a thread of the parent may have held it
             self._lock, self._pid = threading.Lock(), os.getpid()
         if not self._lock.acquire(timeout=WAIT_S):
             raise IndexBusy(f"{self._path} was in use by another thread for {WAIT_S:g} s")
@@ -799,7 +796,7 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _replacing_damage(self) -> Iterator[None]:
-        """Put a new index in the place of one that cannot be read; the call itself has failed."""
+        """Replace a damaged index; the call fails with OSError ESTALE."""
         try:
             yield
         except _DAMAGE as error:
@@ -808,16 +805,16 @@ class FileIndex:
                 raise IndexBusy(f"{self._path} is locked by another process") from None
             if code in _ERRNOS:
                 number, text = _ERRNOS[code], f"the index cannot be used: {error}"
-                if _is_full(self._path):  # which SQLite may call an error of the disk
+                if _is_full(self._path):  # SQLite may say SQLITE_IOERR then
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
                 raise OSError(number, text, self._path) from error
-            logger.warning("file store index %s is damaged and made anew: %s", self._path, error)
+            logger.warning("file store index %s is damaged and replaced: %s", self._path, error)
             self._disconnect()
             _delete(self._path)
             raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error
 
     def _connected(self) -> sqlite3.Connection:
-        """Our connection, made anew where the file is another now, or the process is."""
+        """The connection; a new one if the file was replaced, or after a fork."""
         self._check_path(self._path)
         try:
             status = os.lstat(self._path)
@@ -839,7 +836,7 @@ class FileIndex:
         return db
 
     def _disconnect(self) -> None:
-        # A connection of the process that forked us is not ours to close.
+        # After a fork the connection is the parent's to close.
         if self._db is not None and self._opened is not None and self._opened[2] == os.getpid():
             self._db.close()
         self._db = self._opened = None
@@ -847,12 +844,11 @@ class FileIndex:
 
 
 class _NoRoom(Exception):
-    """There are not enough leaves: undo the reservation."""
+    """There are too few leaves; rolls the transaction back."""
 
 
 def create_safely(path: str) -> None:
-    """An empty file that we alone may read, in place of anything but a plain file with one name."""
-
+    """Create an index that only this user may read, unless a plain file with one name is there."""
     for each in (path, f"{path}-wal", f"{path}-shm", f"{path}-journal"):
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(each)
@@ -871,9 +867,9 @@ def _delete(path: str) -> None:
 
 
 def _prepare(db: sqlite3.Connection, now_ns: int) -> None:
-    """Set the connection up, and the tables if they are not there; DatabaseError if foreign."""
+    """Set up the connection and missing tables; DatabaseError if the file is of another version."""
     db.execute(f"PRAGMA busy_timeout = {int(WAIT_S * 1000)}")
-    # A file system of a network has no memory that its hosts share: there a journal does it, whose
+    # Network file systems refuse WAL, as their hosts share no memory. With a rollback journal
     # readers and writers wait for each other.
     mode = ""
     with contextlib.suppress(sqlite3.OperationalError):
@@ -886,14 +882,14 @@ def _prepare(db: sqlite3.Connection, now_ns: int) -> None:
     db.execute("COMMIT")
     if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
         if num_tables:
-            raise sqlite3.DatabaseError("it is no index of this release")
-        db.executescript(_SCHEMA.format(now_ns=now_ns))  # another process may be at it, too
+            raise sqlite3.DatabaseError("not an index of this release")
+        db.executescript(_SCHEMA.format(now_ns=now_ns))  # idempotent: others may do the same
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
 
 
 def _is_full(path: str) -> bool:
-    """Whether a file system has no block or no inode left for another file."""
+    """Whether the file system of a path is out of blocks or inodes."""
     with contextlib.suppress(OSError):
         left = os.statvfs(os.path.dirname(path))
         has_no_inode = left.f_files > 0 and left.f_favail < LEAST_FILES

@@ -1,14 +1,13 @@
-"""Moving bytes between files and memory, many at a time.
+"""Moving bytes between files and memory, many transfers at a time.
 
-`DiskIO.run` is fed by an iterator that opens files and answers in the order of completion, so that
-opening, publishing and the disk's work overlap. `pump` is the part that all ways have in common:
-it continues what was moved in part, repeats what was interrupted, and does not end before nothing
-is in flight. Below it is an `IOQueue`: a ring of io_uring or a few threads; `choose_disk` tries
-which of the two works in a directory.
+`DiskIO.run` draws transfers from an iterator that opens files and yields them as they complete, so
+that opening, publishing and the disk's work overlap. `pump` is common to both ways of moving: it
+continues partial transfers, repeats interrupted ones and ends when nothing is in flight. Below it
+is an `IOQueue`: an io_uring or a few threads; `choose_disk` tries which works in a directory.
 
-Invariants: a transfer is reported once; error 0 means every byte was moved; after `run` ended, or
-was closed, the kernel touches none of its memory but that of transfers reported `in_use`. Where
-no caller takes reports any more, `BuffersInUse` says that there are some.
+Invariants: a transfer is reported once; error 0 means that every byte was moved; after `run` has
+ended or was closed, only memory of transfers reported `in_use` may still be accessed. `pump` raises
+`BuffersInUse` where nobody takes that report.
 """
 
 import contextlib
@@ -33,10 +32,10 @@ from vllm_kvpool.storage.base import Buffer, map_buffer
 logger = logging.getLogger(__name__)
 
 THREAD_COUNT = 4
-THREAD_DEPTH = 2 * THREAD_COUNT  # one being moved and one waiting for each thread
-SUBMIT_EVERY = 4  # files opened before the disk is told of them
-MAX_REPEATS = 8  # of a transfer that was interrupted or refused for now
-GIVE_UP_S = 120.0  # without any completion; the kernel's own limit for a disk is shorter
+THREAD_DEPTH = 2 * THREAD_COUNT  # for each thread one under way and one waiting
+SUBMIT_EVERY = 4  # transfers posted before they are submitted
+MAX_REPEATS = 8  # of a transfer that ended with EINTR or EAGAIN
+GIVE_UP_S = 120.0  # without any completion; the kernel gives a disk up earlier
 
 IO_CHOICES = ("auto", "uring", "threads")
 
@@ -44,11 +43,11 @@ _FOR_NOW = frozenset({errno.EINTR, errno.EAGAIN})
 
 
 class Transfer(NamedTuple):
-    """All of `parts`, in turn, to or from the start of a file."""
+    """`parts`, one after the other, to or from the start of a file."""
 
-    tag: int  # the caller's own; no two in flight are equal
+    tag: int  # chosen by the caller, unique among those in flight
     fd: int
-    parts: tuple[Buffer, ...]  # with O_DIRECT: addresses and sizes are whole pages
+    parts: tuple[Buffer, ...]  # with O_DIRECT addresses and sizes must be page-aligned
     writes: bool
 
     @property
@@ -56,7 +55,7 @@ class Transfer(NamedTuple):
         return sum(part.nbytes for part in self.parts)
 
     def after(self, skip_bytes: int) -> list[Buffer]:
-        """What remains of the parts after the first bytes."""
+        """The parts without their first `skip_bytes`."""
         if skip_bytes == 0:
             return list(self.parts)
         rest: list[Buffer] = []
@@ -68,10 +67,10 @@ class Transfer(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The end of a transfer: an errno, 0 if all was moved; ENODATA if a file ended early.
+    """The end of a transfer: 0 if every byte was moved, or an errno; ENODATA if the file is short.
 
-    `in_use` if the memory may still be touched, which must then never be used again; likewise the
-    file, which must stay open: a thread may not have begun, and its number would be another's.
+    If `in_use`, the memory may still be accessed and must never be reused. The file must stay open
+    as well: a thread that has not begun would use its descriptor for another file.
     """
 
     tag: int
@@ -80,7 +79,7 @@ class Done(NamedTuple):
 
 
 class GaveUp(Exception):
-    """A queue whose completions do not come; it and what is in it are left behind."""
+    """No completion came within `GIVE_UP_S`; the queue and its transfers are abandoned."""
 
 
 class IOQueue(Protocol):
@@ -89,25 +88,25 @@ class IOQueue(Protocol):
     depth: int
 
     def post(self, transfer: Transfer, skip_bytes: int) -> None:
-        """Take a transfer, less its first bytes; it starts at the latest with `wait`."""
+        """Queue a transfer without its first bytes; `wait` starts it at the latest."""
 
     def submit(self) -> None:
-        """Start what was posted. What cannot be started is a completion of the next `wait`."""
+        """Start what was posted; the next `wait` reports what cannot be started."""
 
     def wait(self) -> list[tuple[int, int]]:
-        """At least one completion; GaveUp if none comes within a bound."""
+        """Wait for at least one completion; GaveUp after `GIVE_UP_S`."""
 
 
 class DiskIO(Protocol):
-    """A way to move bytes; any thread may call, each `run` stays in one."""
+    """A way to move bytes; any thread may call, each `run` stays in its thread."""
 
     name: str
 
     def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
-        """Perform transfers; to be closed. Draws more from the iterator as others end."""
+        """Perform transfers, drawing more as others end; the caller closes the generator."""
 
     def close(self) -> None:
-        """Release what is kept between runs; none may be under way."""
+        """Release what is kept between runs; none may be running."""
 
 
 @dataclass(slots=True)
@@ -117,7 +116,7 @@ class _Flight:
     num_repeats: int = 0
 
     def account(self, result: int) -> int | None:
-        """What a completion means: an errno or 0 to report, None if there is more to move."""
+        """Account for a completion: the errno or 0 to report, None to continue the transfer."""
         if -result in _FOR_NOW and self.num_repeats < MAX_REPEATS:
             self.num_repeats += 1
             return None
@@ -132,12 +131,12 @@ class _Flight:
         return None
 
 
-# Memory that a queue which gave up may still write to, or read from; kept for ever.
+# Transfers of queues that gave up; their memory may still be accessed and is never freed.
 _abandoned: list[list[Transfer]] = []
 
 
 def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
-    """Keep up to `queue.depth` transfers in flight until all are done; to be closed."""
+    """Keep up to `queue.depth` transfers in flight until all are done; the caller closes it."""
     flights: dict[int, _Flight] = {}
     source = iter(transfers)
     exhausted = False
@@ -162,14 +161,14 @@ def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None,
         for transfer in source:
             yield Done(transfer.tag, errno.EIO)
     finally:
-        # The caller may release the memory once this has ended.
+        # Once this has ended the caller may free the memory.
         while flights:
             if any(done.in_use for done in _collect(queue, flights)):
                 raise BuffersInUse("the disk does not answer")
 
 
 def _collect(queue: IOQueue, flights: dict[int, _Flight]) -> list[Done]:
-    """Wait; take what ended out of `flights`, and post again what did not end."""
+    """Wait for completions; remove what ended from `flights` and post the rest again."""
     try:
         completions = queue.wait()
     except GaveUp:
@@ -190,7 +189,7 @@ def _collect(queue: IOQueue, flights: dict[int, _Flight]) -> list[Done]:
 
 
 def move(transfer: Transfer, skip_bytes: int) -> int:
-    """Perform a transfer, or a part of it, in this thread; bytes moved or -errno."""
+    """Perform a transfer without its first bytes, maybe in part; bytes moved or -errno."""
     views = [part.view for part in transfer.after(skip_bytes)]
     call = os.pwritev if transfer.writes else os.preadv
     try:
@@ -200,7 +199,7 @@ def move(transfer: Transfer, skip_bytes: int) -> int:
 
 
 class ThreadQueue:
-    """Threads that read and write for one `run`, started as needed; ended by `close`."""
+    """Threads that read and write for one `run`; implements `IOQueue`."""
 
     depth = THREAD_DEPTH
 
@@ -231,7 +230,7 @@ class ThreadQueue:
         return completions
 
     def close(self) -> None:
-        """Let the threads end; nothing is in flight, or it is abandoned. Waits for none."""
+        """End the threads without waiting; nothing is in flight, or it is abandoned."""
         for _ in self._threads:
             self._todo.put(None)
 
@@ -257,16 +256,16 @@ class ThreadDisk:
         pass
 
 
-# io_uring by its system calls: a ring for each thread that moves data. A ring is single-issuer with
-# deferred completions: it is used by the thread that made it, and the kernel writes completions
-# only while that thread is in `io_uring_enter`, so no other processor changes what we read. Needs
-# Linux 6.1. A call releases the interpreter's lock while it waits. Reads carry a higher I/O
-# priority than writes; whether that matters is up to the disk's scheduler.
+# io_uring through its system calls (Linux 6.1), which release the GIL; a ring for each thread that
+# moves data. A ring is single-issuer with deferred completions: only its thread uses it, and the
+# kernel writes completions only while that thread is in `io_uring_enter`, so no other processor
+# changes what is read here. Reads have a higher I/O priority than writes, where the disk's
+# scheduler has priorities.
 
 RING_DEPTH = 32
 MAX_PARTS = 4  # of one transfer
 WAIT_SLICE_S = 1  # how often a wait looks at the clock
-MAX_WAIT_ERRORS = 100  # of one wait, such as EBUSY or ENOMEM
+MAX_WAIT_ERRORS = 100  # such as EBUSY or ENOMEM, of one wait
 
 _SYS_SETUP, _SYS_ENTER = 425, 426  # the same on every architecture
 
@@ -327,7 +326,7 @@ class Ring:
         sq, cq = fields[_SQ_AT:], fields[_CQ_AT:]
         array_at, self._cqes_at = sq[6], cq[5]
         nbytes = max(array_at + 4 * num_sqes, self._cqes_at + _CQE.size * num_cqes)
-        # A mapping holds the ring too, so a ring ends when it is closed and both are forgotten.
+        # A mapping keeps the ring alive, so it ends when it is closed and both mappings are freed.
         self._rings = mmap.mmap(self._fd, nbytes, offset=0)
         self._sqes = mmap.mmap(self._fd, num_sqes * _SQE.size, offset=_SQES_OFFSET)
         self._words = memoryview(self._rings).cast("I")
@@ -336,19 +335,19 @@ class Ring:
         self._sq_mask, self._cq_mask = self._words[sq[2] // 4], self._words[cq[2] // 4]
         for index in range(num_sqes):
             self._words[array_at // 4 + index] = index
-        # The vectors of each entry; the kernel copies them when it takes the entry.
+        # The vectors of each entry, which the kernel copies when it takes the entry.
         self._vectors = bytearray(num_sqes * MAX_PARTS * _IOVEC.size)
         self._vectors_address = ctypes.addressof(ctypes.c_char.from_buffer(self._vectors))
         self._wait_arg = bytearray(_WAIT_ARG.size + _TIMESPEC.size)
         self._wait_address = ctypes.addressof(ctypes.c_char.from_buffer(self._wait_arg))
         _TIMESPEC.pack_into(self._wait_arg, _WAIT_ARG.size, WAIT_SLICE_S, 0)
         _WAIT_ARG.pack_into(self._wait_arg, 0, 0, 0, 0, self._wait_address + _WAIT_ARG.size)
-        self._tail = self._words[self._sq_tail]  # ours; the kernel's view of it is `_words`
+        self._tail = self._words[self._sq_tail]  # the kernel sees it in `_words`
         self._refused: list[tuple[int, int]] = []
 
     @property
     def is_usable(self) -> bool:
-        """False if closed, or in a forked child, whose parent goes on using the shared memory."""
+        """False if closed, or in a forked child, whose parent still uses the shared memory."""
         return self._fd >= 0 and self._pid == os.getpid()
 
     def post(self, transfer: Transfer, skip_bytes: int) -> None:
@@ -382,7 +381,7 @@ class Ring:
         self._words[self._sq_tail] = self._tail & 0xFFFF_FFFF
         result = _system_call(_SYS_ENTER, self._fd, count, 0, 0, 0, 0)
         taken = (self._words[self._sq_head] - head) & 0xFFFF_FFFF
-        # What the kernel did not take it will not touch: the entries are taken back.
+        # The kernel has not taken these entries, so they are withdrawn.
         for number in range(head + taken, head + count):
             at = (number & self._sq_mask) * _SQE.size
             tag = _SQE.unpack_from(self._sqes, at)[-1]
@@ -405,7 +404,7 @@ class Ring:
                 raise GaveUp
 
     def _wait_slice(self) -> int:
-        """Let the kernel complete what it can; 0 or an errno."""
+        """Wait up to `WAIT_SLICE_S` for a completion; 0 or an errno."""
         flags = _GETEVENTS | _EXT_ARG
         args = (0, 1, flags, self._wait_address, _WAIT_ARG.size)
         return -min(_system_call(_SYS_ENTER, self._fd, *args), 0)
@@ -422,25 +421,25 @@ class Ring:
         return ready
 
     def close(self) -> None:
-        """Give the ring back; nothing may be in flight."""
+        """Close the ring; nothing may be in flight."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        # A thread that ended leaves its ring; one that gave up is never forgotten, see UringDisk.
+        # For the ring of a thread that has ended. One that gave up is in `_abandoned_rings`.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
 
 
-# Rings that gave up: closing one could end transfers that the kernel has not ended.
+# Rings that gave up; closing one could free memory of transfers still under way.
 _abandoned_rings: list[Ring] = []
 
 
 class UringDisk:
-    """Transfers through this thread's ring, in threads if it can have none; implements `DiskIO`.
+    """Moves bytes through a ring for each thread, or through threads where a thread gets no ring.
 
-    OSError if the thread that makes it can have none.
+    Implements `DiskIO`. OSError if the constructing thread gets no ring.
     """
 
     name = "io_uring"
@@ -458,7 +457,10 @@ class UringDisk:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                logger.warning("no ring for a thread: %s; it reads and writes without", error)
+                logger.warning(
+                    "file store: a thread gets no io_uring (%s); it reads and writes with threads",
+                    error,
+                )
             yield from self._without.run(transfers)
             return
         given_up = False
@@ -477,7 +479,7 @@ class UringDisk:
                     GIVE_UP_S,
                 )
                 _abandoned_rings.append(ring)
-                self._rings.discard(ring)  # nor does `close` close it
+                self._rings.discard(ring)  # so that `close` does not close it
                 del self._local.ring
 
     def close(self) -> None:
@@ -493,44 +495,44 @@ class UringDisk:
 
 
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_NO_FAULT = frozenset({0, errno.ENOSPC, errno.EDQUOT})  # a full disk says nothing of the way to it
+_NO_FAULT = frozenset({0, errno.ENOSPC, errno.EDQUOT})  # a full disk does not tell
 
 
-class Choice(NamedTuple):
-    """How a store moves bytes, and why."""
+class ChosenDisk(NamedTuple):
+    """How a store moves bytes, and the reason."""
 
     disk: DiskIO
     direct: bool  # O_DIRECT works
     reason: str
 
 
-def choose_disk(io: str, directory: str) -> Choice:
-    """Try in `directory`, on its file system, what works; `io` is one of `IO_CHOICES`.
+def choose_disk(io: str, directory: str) -> ChosenDisk:
+    """Try in `directory` which of `IO_CHOICES` works on its file system.
 
-    ConfigError if it is `uring` and that does not work.
+    ConfigError if `io` is `uring` and that does not work.
     """
     threads = ThreadDisk()
     direct = probe(threads, directory, os.O_DIRECT) not in _NO_DIRECT
     how = "O_DIRECT" if direct else "the page cache, as O_DIRECT is refused"
     if io == "threads":
-        return Choice(threads, direct, f"threads, as configured, and {how}")
+        return ChosenDisk(threads, direct, f"threads, as configured, and {how}")
     try:
         uring = UringDisk()
     except OSError as error:
         trouble = error.errno or errno.EIO
     else:
         trouble = probe(uring, directory, os.O_DIRECT if direct else 0)
-        uring.close()  # this thread is not one that will move data
+        uring.close()  # this thread will move no data
         if trouble in _NO_FAULT:
-            return Choice(uring, direct, f"io_uring and {how}")
+            return ChosenDisk(uring, direct, f"io_uring and {how}")
     reason = os.strerror(trouble)
     if io == "uring":
         raise ConfigError(f"io=uring does not work here: {reason}; write io=auto")
-    return Choice(threads, direct, f"threads, as io_uring does not work ({reason}), and {how}")
+    return ChosenDisk(threads, direct, f"threads, as io_uring does not work ({reason}), and {how}")
 
 
 def probe(disk: DiskIO, directory: str, flags: int) -> int:
-    """Write a page to a new file and read it back; 0, or the errno of what failed."""
+    """Write a page to a new file and read it back; 0 or an errno."""
     written, read = map_buffer(mmap.PAGESIZE), map_buffer(mmap.PAGESIZE)
     written.view[:] = secrets.token_bytes(mmap.PAGESIZE)
     path = os.path.join(directory, f"probe-{secrets.token_hex(8)}")

@@ -1,9 +1,9 @@
-"""What lies in the directory of a `file://` store, of which not all need be ours.
+"""Safe access to the directory of a `file://` store, which may hold files of others.
 
-A backup tool, a hand or a damaged file system may have put links, FIFOs and directories there.
-Nothing that a link leads to is read, written or deleted, nothing else is waited for, and a file
-that has a second name is not written over. Who can write in the directory can still change what
-we look at the moment after: that is its owner alone, who is trusted.
+A backup tool, a person or a damaged file system may have left symbolic links, FIFOs and directories
+there. Nothing behind a link is read, written or deleted, nothing blocks on a FIFO, and a file with
+a second name is not written over. Between a check and its use only the directory's owner could
+change something, who is trusted.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # no
 
 
 def make_directory(path: str) -> None:
-    """Make one directory that only we may enter, whatever the umask; it may exist already.
+    """Create a directory with `DIR_MODE` whatever the umask, unless it exists.
 
-    OSError if something else is there, a symbolic link included.
+    OSError if something else is there, including a symbolic link.
     """
     try:
         os.mkdir(path, DIR_MODE)
@@ -38,7 +38,7 @@ def make_directory(path: str) -> None:
 
 
 def entries(directory: str) -> list[os.DirEntry[str]]:
-    """What a directory holds; nothing if it is gone, or is a symbolic link."""
+    """The entries of a directory; none if it is missing or a symbolic link."""
     if os.path.islink(directory):
         return []
     try:
@@ -49,21 +49,21 @@ def entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def directories(directory: str) -> list[os.DirEntry[str]]:
-    """The directories in a directory; what only leads to one is left alone."""
+    """The directories in a directory, without symbolic links."""
     return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
 
 
 class SymlinkGuard:
-    """Whether a path below the root passes a symbolic link, which could lead out of the store.
+    """Refuses paths below the root that pass a symbolic link, which could lead out of the store.
 
-    Each directory is looked at once: to be made anew for every batch.
+    It checks each directory once, so every batch makes a new one.
     """
 
     def __init__(self, root: str) -> None:
         self._are_plain = {os.path.dirname(root): True}
 
     def check(self, path: str) -> None:
-        """OSError unless every directory above it is one itself, or missing."""
+        """OSError if a directory on the way is a symbolic link."""
         if not self._is_plain(path.rpartition("/")[0]):
             raise OSError(errno.ENOTDIR, "refused, as a symbolic link is on the way", path)
 
@@ -76,18 +76,18 @@ class SymlinkGuard:
 
 
 def check_root(root: str) -> None:
-    """StoreError if a store's directory went away under us."""
+    """StoreError if the store's directory is missing."""
     if os.path.islink(root) or not os.path.isdir(root):
         raise StoreError(f"file store {root} is gone; restore it or restart without it")
 
 
 def is_there(path: str) -> bool:
-    """Whether an object has its name; a link in its place counts, as it must be removed."""
+    """Whether something has an object's name; a symbolic link counts, as it must be removed."""
     return os.access(path, os.F_OK, follow_symlinks=False)
 
 
 def is_foreign(path: str) -> bool:
-    """Whether what bears an object's name is no file, or one that its owner may not read."""
+    """Whether something with an object's name is not a regular file readable by its owner."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -96,9 +96,9 @@ def is_foreign(path: str) -> bool:
 
 
 def rename_new(path: str, new_path: str) -> None:
-    """Rename a file to a name that must be free, in one step.
+    """Rename a file atomically to a name that must be free.
 
-    OSError: EEXIST if it is taken, EINVAL or ENOSYS if this file system or system cannot.
+    OSError: EEXIST if it is taken, EINVAL or ENOSYS where this is not supported.
     """
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), new_path)
@@ -109,13 +109,14 @@ def rename_new(path: str, new_path: str) -> None:
 
 
 def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
-    """Open a file to write over it; None if it is gone, is longer, or it has a second name."""
+    """Open a file of `nbytes` to write over it; None if it is missing, of another size, or has a
+    second name."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     except OSError:
         return None
     status = os.fstat(fd)
-    # A backup by hard links must not change with us.
+    # A backup may hold a hard link to it.
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == nbytes:
         return fd
     os.close(fd)
@@ -123,7 +124,7 @@ def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
 
 
 def take_away_foreign(path: str, mode: int) -> None:
-    """Delete what bears an object's name and is no file; not what a link leads to."""
+    """Delete something with an object's name that is not a regular file; of a link, the link."""
     if stat.S_ISDIR(mode):
         with contextlib.suppress(OSError):  # it is not empty
             os.rmdir(path)
@@ -136,7 +137,7 @@ LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs"
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is on a file system whose names change for all its readers at once."""
+    """Whether a path is on a file system of one host, where a rename is seen at once by all."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
@@ -148,14 +149,14 @@ def is_local(path: str) -> bool:
 
 
 def create_file(path: str, flags: int) -> int:
-    """Make a file that did not exist, writable by us alone, whatever the umask."""
+    """Create a new file with `FILE_MODE` whatever the umask."""
     fd = os.open(path, os.O_WRONLY | os.O_EXCL | _CREATE | flags, FILE_MODE)
     os.fchmod(fd, FILE_MODE)
     return fd
 
 
 def open_lock(path: str) -> int:
-    """Open a lock's file, made if absent; OSError if it has other names, or is no file."""
+    """Open or create the file of a lock; OSError if it is not a plain file with one name."""
     fd = os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -165,7 +166,8 @@ def open_lock(path: str) -> int:
 
 
 def try_flock(fd: int) -> bool:
-    """A kill releases it; threads exclude each other too, as each opens the file."""
+    """Take a lock if it is free. `kill -9` releases it; threads with descriptors of their own
+    exclude each other."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,7 +176,7 @@ def try_flock(fd: int) -> bool:
 
 
 class HeldLock:
-    """A lock that one process holds for as long as it likes; any of its threads may call."""
+    """A lock between processes, taken without waiting; thread-safe."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -182,7 +184,7 @@ class HeldLock:
         self._guard = threading.Lock()
 
     def take(self) -> bool:
-        """Do not wait; True if it is ours, or was."""
+        """Whether this process holds it now."""
         with self._guard:
             if self._fd < 0:
                 fd = open_lock(self._path)
@@ -193,7 +195,7 @@ class HeldLock:
             return True
 
     def release(self) -> None:
-        """It need not be ours."""
+        """Release it if this process holds it."""
         with self._guard:
             if self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -1,19 +1,13 @@
-"""The space of a `file://` store: room, temporary files, publishing, eviction; one for a process.
+"""The space of a `file://` store: reserving it, temporary files, publishing, deleting; thread-safe.
 
-Owns `{root}/v3`: `index` (index.py), `objects/`, whose names store.py makes, `writers/{id}/` (one
-for each open store: unpublished and recycled files, and a lock that is held while the store lives)
-and two locks that are taken without waiting: who makes the index anew, who demotes chunks.
+Owns `{root}/v3`: `index` (index.py), `objects/` (names are store.py's), `writers/{id}/` (one for
+each open store: temporary and recycled files, and a lock held while the store is open) and locks.
+A put reserves, deletes the files of what was evicted for it, writes, publishes and settles; no lock
+is held while a file is written, read or deleted. Evicted files are kept and written over, as that
+takes a fifth of the time of deleting and creating. A reader that has one open checks after the read
+that the name still leads to its file, which is reliable on file systems of one host only.
 
-A put reserves, which takes what has to go out of the index and charges its cells; deletes those
-files; writes; publishes; settles. No lock is held while a file is deleted, written or read.
-
-A full store deletes as much as it writes. Freeing a file's blocks and making a file cost five
-times as much as writing over one of the same size, so evicted files are written over. A reader
-may still have one open: it looks, when it has read all, whether its file still has its name;
-that this tells the truth needs a file system of one host.
-
-Any thread may call. One thread writes hits down, ends what killed writers began and makes
-the index anew; `close` ends it.
+One thread writes hits, finishes what killed writers began and rebuilds the index; `close` ends it.
 """
 
 import contextlib
@@ -69,14 +63,14 @@ logger = logging.getLogger(__name__)
 FORMAT_DIR = "v3"
 NAME_DIGEST_BYTES = 20
 OLD_FORMAT_DIRS = ("v1", "v2")
-FOREIGN = "foreign"  # keys outside every namespace; no namespace is spelt without an `@`
-RESERVE_ATTEMPTS = 3  # the directory, or its index, may be gone at the first
-PUBLISH_ATTEMPTS = 4  # others may remove the directory that was made for an object
-RECYCLED_SHARE = 1 / 64  # of the size, kept for the next put at most
-HITS_EVERY_S = 1.0  # so long a hit may be known to its own process alone
-LOOK_EVERY_S = 10.0  # for killed writers, and an index to be made anew
-OPENING_S = 60.0  # a writer's directory that is still without its name then is a dead writer's
-SHRINK_STEPS = 64  # of evictions that one reservation waits for
+FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
+RESERVE_ATTEMPTS = 3  # the directory or its index may be missing at first
+PUBLISH_ATTEMPTS = 4  # others may remove the directory made for an object
+RECYCLED_SHARE = 1 / 64  # of the size; at most so much is kept for later puts
+HITS_EVERY_S = 1.0  # how late other processes learn of hits
+LOOK_EVERY_S = 10.0  # for killed writers and an incomplete index
+OPENING_S = 60.0  # a writer's directory that is unnamed for longer was abandoned
+SHRINK_STEPS = 64  # transactions that evict for one reservation
 END_S = 2.0
 
 _NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
@@ -86,13 +80,13 @@ READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a 
 
 
 class Closing(Exception):
-    """The store is being closed while its index is made anew."""
+    """The store is being closed while its index is rebuilt."""
 
 
 class RecycledFiles:
-    """Files of evicted cells in a writer's directory, to be written over. Any thread may call.
+    """Files of evicted cells in a writer's directory, to be written over; thread-safe.
 
-    `charge_of` says what a file of so many bytes is charged; at most `max_bytes` are spare.
+    `charge_of` maps a file's bytes to its charge. At most `max_bytes` are kept for later puts.
     """
 
     def __init__(self, max_bytes: int, charge_of: Callable[[int], int]) -> None:
@@ -102,7 +96,7 @@ class RecycledFiles:
         self._paths: defaultdict[int, list[str]] = defaultdict(list)
 
     def charged_bytes(self, sizes: Iterable[int] = ()) -> int:
-        """What they are charged, without those that files of these sizes will be written over."""
+        """Their charge, less that of the files which files of these sizes will reuse."""
         wanted = Counter(sizes)
         with self._lock:
             return sum(
@@ -119,8 +113,8 @@ class RecycledFiles:
             return self._paths[nbytes].pop() if self._paths[nbytes] else None
 
     def trim(self, room_bytes: int, sizes: Iterable[int]) -> None:
-        """Keep those that files of these sizes will be written over, and of the same sizes as many
-        more as there is room for."""
+        """Delete all but those that files of these sizes will reuse, and as many more of the same
+        sizes as there is room for."""
         wanted = Counter(sizes)
         spare_bytes = min(self._max_bytes, room_bytes)
         with self._lock:
@@ -135,10 +129,10 @@ class RecycledFiles:
 
 
 class FoundFiles:
-    """The cells of files with the times they were written, in `_FOUND.size` bytes of memory each.
+    """The cells of existing files with their times of writing, `_FOUND.size` bytes of memory each.
 
-    By time, as chunks that follow each other were mostly written together, and their rows cost a
-    third less if they are made together.
+    They are added to the index by time: chunks of one prompt were mostly written together, and
+    rows of one prompt that are added together cost a third less.
     """
 
     def __init__(self) -> None:
@@ -153,7 +147,7 @@ class FoundFiles:
         self._packed += _FOUND.pack(written_ns, namespace, *cell[1:])
 
     def by_time(self, count: int) -> Iterator[list[tuple[Cell, int]]]:
-        """All, so many at a time."""
+        """All in order of time, at most `count` at a time."""
         names = list(self._namespaces)
         fields = np.dtype([("written_ns", "<i8"), ("cell", f"V{_FOUND.size - 8}")])
         order = np.argsort(np.frombuffer(self._packed, fields)["written_ns"])
@@ -169,10 +163,10 @@ class FoundFiles:
 
 
 class WriterDirectory:
-    """Our directory among the writers, until `close`."""
+    """The directory of one open store among the writers, until `close`."""
 
     def __init__(self, writers: str) -> None:
-        # Its name begins with a dot until it is locked, or it would be taken for a dead writer's.
+        # Its name begins with a dot until it is locked: others would take it for a dead writer's.
         self.name = secrets.token_hex(8)
         unlocked = os.path.join(writers, f".{self.name}")
         make_directory(unlocked)
@@ -190,7 +184,7 @@ class WriterDirectory:
 
     @property
     def is_usable(self) -> bool:
-        """False if the directory was taken away, or is that of the process which forked us."""
+        """False if the directory was removed, or belongs to the process that forked this one."""
         is_plain = not os.path.islink(self.path)
         return self._pid == os.getpid() and is_plain and os.path.exists(self._lock_path)
 
@@ -198,14 +192,14 @@ class WriterDirectory:
         return f"{self.path}/{next(self._names)}"
 
     def close(self) -> None:
-        """Take the directory away; every reservation must have been settled."""
+        """Remove the directory; every reservation must be settled."""
         if self._pid == os.getpid():
             _remove_writer(self.path)
         os.close(self._lock_fd)
 
 
 def _remove_writer(writer: str) -> None:
-    """As far as it is there; it may be gone with the root."""
+    """Remove a writer's directory, as far as it exists."""
     with contextlib.suppress(OSError):
         for entry in entries(writer):
             with contextlib.suppress(OSError):
@@ -215,7 +209,7 @@ def _remove_writer(writer: str) -> None:
 
 
 class FileSpace:
-    """See the module docstring; closed by its owner."""
+    """The space of one open store; its owner closes it."""
 
     def __init__(
         self, root: str, size_bytes: int, policy: EvictionPolicy, clock_ns: Callable[[], int]
@@ -228,10 +222,10 @@ class FileSpace:
         self._writers = os.path.join(self._base, "writers")
         self.demotion_lock = os.path.join(self._base, "hand_down.lock")
         self._rebuild_lock = HeldLock(os.path.join(self._base, "rebuild.lock"))
-        self._renames_new = True  # some file systems of a network cannot
+        self._renames_new = True  # False where the file system lacks RENAME_NOREPLACE
         self._name_lock = os.path.join(self._base, "name.lock")
         self._restore_lock = threading.Lock()
-        # The last is in use. Reservations under way may still have files in those before it.
+        # The last one is in use; earlier ones may still have files of reservations under way.
         self._own: list[WriterDirectory] = []
         self._is_local = is_local(root)
         self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.charge_of)
@@ -250,10 +244,10 @@ class FileSpace:
             )
             self._reclaim()
             self._complete_if_empty()
-        except BaseException:  # it may be tried again and again
+        except BaseException:  # the caller may retry
             self.close()
             raise
-        self._thread = threading.Thread(target=self._tend, name="kvpool-files", daemon=True)
+        self._thread = threading.Thread(target=self._maintain, name="kvpool-files", daemon=True)
         self._thread.start()
 
     @property
@@ -262,7 +256,7 @@ class FileSpace:
         return self._index
 
     def close(self) -> None:
-        """Take our writer directory away; our reservations must have been settled."""
+        """Remove the writer's directory; all reservations must be settled."""
         self._closing.set()
         self._woken.set()
         if self._thread is not None:
@@ -279,7 +273,7 @@ class FileSpace:
         self._rebuild_lock.release()
 
     def wait_complete(self, timeout_s: float) -> bool:
-        """Wait until the index knows every file; for tests and tools."""
+        """Wait until the index lists every file; for tests and tools."""
         deadline = time.monotonic() + timeout_s
         while not (is_complete := self.index.is_complete) and time.monotonic() < deadline:
             self._woken.set()
@@ -288,11 +282,11 @@ class FileSpace:
 
     @property
     def own_directory(self) -> str:
-        """Where our unpublished files go; what else is left in it goes with us."""
+        """The directory of unpublished files, removed by `close`."""
         return self._own[-1].path
 
     def restore(self) -> None:
-        """Make what is missing below the root."""
+        """Create the directories that are missing below the root."""
         check_root(self.root)
         with self._restore_lock:
             for directory in (self._base, self.objects, self._writers):
@@ -307,23 +301,25 @@ class FileSpace:
             self.index.complete()
 
     def charge_of(self, nbytes: int) -> int:
-        """What a file occupies: whole blocks of the file system, at least one."""
+        """The charge of a file: whole blocks of the file system, at least one."""
         return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
 
     def path_of(self, cell: Cell) -> str:
-        """Where a cell lies."""
+        """The path of a cell's file."""
         return cell_path(self.objects, cell)
 
-    # Writing: reserve for a round; per object open a temp, then publish or discard it; settle.
+    # Writing: reserve; per object open a temporary file, then publish or discard it; settle.
 
     def reserve(self, cells: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
-        """Charge cells whose files have these bytes; evicts if needed; None if there is no room."""
+        """Charge cells, given the sizes of their files, and evict for them; None if full."""
         for attempt in range(RESERVE_ATTEMPTS):
             try:
                 SymlinkGuard(self.root).check(f"{self.own_directory}/")
                 self._settle_all()
                 if not self._own[-1].is_usable:
-                    raise FileNotFoundError(errno.ENOENT, "our directory is gone")
+                    raise FileNotFoundError(
+                        errno.ENOENT, "the directory of this writer was removed"
+                    )
                 reservation = self._make_room(cells, sizes)
                 if reservation is not None:
                     return reservation
@@ -340,7 +336,7 @@ class FileSpace:
         return None
 
     def _make_room(self, cells: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
-        """Evict, some chunks at a time, and delete their files, until the cells have room."""
+        """Evict chunks and delete their files until the cells have room."""
         self._recycled.trim(self.size_bytes, sizes)
         for _ in range(SHRINK_STEPS):
             kept_bytes = self._recycled.charged_bytes(sizes)
@@ -360,9 +356,9 @@ class FileSpace:
 
     @contextlib.contextmanager
     def holding(self, chunks: Sequence[bytes]) -> Iterator[None]:
-        """Keep chunks from being evicted while others are written that may come after them."""
+        """Protect chunks from eviction while chunks that come after them are written."""
         with contextlib.ExitStack() as ends:
-            with contextlib.suppress(OSError):  # then the put itself will say so
+            with contextlib.suppress(OSError):  # the put meets the same error and reports it
                 recycled_bytes = self._recycled.charged_bytes()
                 for i in range(0, len(chunks), MAX_ROWS):
                     part = chunks[i : i + MAX_ROWS]
@@ -371,7 +367,7 @@ class FileSpace:
             yield
 
     def open_temp(self, nbytes: int, flags: int) -> tuple[int, str]:
-        """A file for an object's `nbytes`: a recycled or a new one; its fd and path."""
+        """Open a recycled or new file for `nbytes`; its descriptor and path."""
         while (path := self._recycled.take(nbytes)) is not None:
             fd = open_to_overwrite(path, nbytes, flags)
             if fd is not None:
@@ -381,7 +377,7 @@ class FileSpace:
         return create_file(path, flags), path
 
     def publish(self, temp_path: str, path: str) -> bool:
-        """Give a temp its name; False, and the temp deleted, if the name is taken."""
+        """Give a temporary file its name; if that is taken, delete the file and return False."""
         for _ in range(PUBLISH_ATTEMPTS):
             try:
                 published = self._name(temp_path, path)
@@ -394,17 +390,17 @@ class FileSpace:
             if not published:
                 self.discard(temp_path)
             return published
-        raise FileNotFoundError(errno.ENOENT, "removed while it was written", temp_path)
+        raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again", temp_path)
 
     def discard(self, temp_path: str) -> None:
-        """Delete a temp; its charge goes back with the settling."""
+        """Delete a temporary file; `settle` returns its charge."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temp_path)
 
     def settle(self, reservation: Reservation) -> None:
-        """End a reservation whose temps are all published or discarded.
+        """End a reservation whose files are all published or discarded.
 
-        What the index cannot take down now, as its disk is full, it is told later.
+        If the index cannot be written, as its disk is full, this is repeated later.
         """
         self._unsettled.append(reservation)
         self._settle_all()
@@ -416,11 +412,11 @@ class FileSpace:
                 self._settle(ended, self._recycled.charged_bytes())
             except (OSError, StoreError) as error:
                 self._unsettled.append(ended)
-                logger.debug("file store %s: settled later: %s", self.root, error)
+                logger.debug("file store %s: a round is settled later: %s", self.root, error)
                 return
 
     def _settle(self, ended: Reservation, recycled_bytes: int | None = None) -> None:
-        """What another writer of a cell has stored meanwhile keeps its row, or goes."""
+        """A cell that another writer has stored meanwhile keeps its row, or its file is deleted."""
         paths = {cell: self.path_of(cell) for cell in ended.unstored()}
         absent = [cell for cell, path in paths.items() if not is_there(path)]
         self.index.settle(ended, absent, recycled_bytes)
@@ -429,8 +425,10 @@ class FileSpace:
                 self.delete(paths[cell], SymlinkGuard(self.root))
 
     def delete(self, path: str, guard: SymlinkGuard, recycled_sizes: Collection[int] = ()) -> bool:
-        """Delete what has an object's name, or keep it to be written over if it is a file of one
-        of these sizes; False if nothing is there."""
+        """Delete the file of an object, or recycle it if it has one of these sizes.
+
+        Returns False if nothing is there.
+        """
         with contextlib.suppress(FileNotFoundError):
             guard.check(path)
             status = os.lstat(path)
@@ -457,7 +455,7 @@ class FileSpace:
                     raise
                 self._renames_new = False
         fd = open_lock(self._name_lock)
-        try:  # one namer at a time: rename would replace
+        try:  # rename replaces, so one process at a time checks and renames
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.path.lexists(path):
                 return False
@@ -466,10 +464,10 @@ class FileSpace:
         finally:
             os.close(fd)
 
-    # What killed writers left
+    # Killed writers
 
     def _reclaim(self) -> bool:
-        """Take over what killed writers left; whether there were any."""
+        """Finish what killed writers began; whether there were any."""
         had_any = False
         for writer, fd in self._dead_writers():
             had_any = True
@@ -482,7 +480,7 @@ class FileSpace:
         return had_any
 
     def _reclaim_writer(self, name: str) -> None:
-        """Delete what a writer was about to evict, and forget what it was about to write."""
+        """Delete what a writer was evicting, and forget what it was writing."""
         while (left := self.index.left_by(name)) is not None:
             guard = SymlinkGuard(self.root)
             for cell in left.evicted:
@@ -491,22 +489,22 @@ class FileSpace:
         self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, int]]:
-        """The directories of writers that were killed, each with its lock, to be closed."""
+        """The directories of killed writers, each with its lock, which the caller closes."""
         for writer in directories(self._writers):
             if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
                 continue
             try:
                 fd = open_lock(os.path.join(writer.path, "lock"))
             except OSError:
-                continue  # its owner just closed it
+                continue  # its owner has just closed it
             if try_flock(fd):
                 yield writer.path, fd
             else:
                 os.close(fd)
 
-    # The thread that tends the index
+    # The maintenance thread
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         look_at = 0.0
         while not self._closing.is_set():
             try:
@@ -519,13 +517,18 @@ class FileSpace:
             except Closing:
                 return
             except (OSError, StoreError) as error:
-                logger.info("file store %s: its index is not up to date: %s", self.root, error)
-            if not self._closing.is_set():  # its wake may have been cleared above
+                logger.info(
+                    "file store %s: the index could not be updated, retried every %g s: %s",
+                    self.root,
+                    HITS_EVERY_S,
+                    error,
+                )
+            if not self._closing.is_set():  # `_woken` may have been cleared above
                 self._woken.wait(HITS_EVERY_S)
 
     def _look(self) -> None:
         self._reclaim()
-        if self._is_local:  # on a network others start anew too, and files are not lost with us
+        if self._is_local:  # on a network file system a reboot of this host loses no files
             self.index.check_after_power_loss()
         if not self.index.is_complete and self._rebuild_lock.take():
             try:
@@ -534,7 +537,7 @@ class FileSpace:
                 self._rebuild_lock.release()
 
     def _rebuild(self) -> None:
-        """Bring every file into the index, while puts and gets go on."""
+        """Add every file to the index, while puts and gets go on."""
         for directory in self._old_formats():
             logger.warning(
                 "file store %s: removing %s, cells of an earlier release that this one cannot read",
@@ -552,14 +555,14 @@ class FileSpace:
                 raise Closing
             self.index.add_found(part)
         self.index.complete()
-        logger.info("file store %s: its index was made anew, of %d files", self.root, len(found))
+        logger.info("file store %s: index rebuilt from %d files", self.root, len(found))
 
     def _old_formats(self) -> list[str]:
         paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]
         return [path for path in paths if not os.path.islink(path) and os.path.isdir(path)]
 
     def _found(self) -> Iterator[tuple[Cell, int]]:
-        """Every published file, and when it was written."""
+        """The cell of every published file, and its time of writing in nanoseconds."""
         for namespace in directories(self.objects):
             for shard in directories(namespace.path):
                 for entry in entries(shard.path):
@@ -576,12 +579,12 @@ class FileSpace:
 
 
 def object_name(key: str) -> str:
-    """Where a key's object lies below the objects directory."""
+    """The path of a key's object below the objects directory."""
     return _object_name(namespace_of(key) or FOREIGN, name_digest(key))
 
 
 def cell_path(objects: str, cell: Cell) -> str:
-    """Where a cell lies."""
+    """The path of a cell's file."""
     return f"{objects}/{_object_name(cell.namespace, cell.name)}"
 
 
@@ -591,18 +594,18 @@ def _object_name(namespace: str, name: bytes) -> str:
 
 
 def name_digest(key: str) -> bytes:
-    """What the file of a key is called."""
+    """The digest that names a key's file."""
     return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
 
 
 def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> Cell:
-    """A key's cell; its chunk follows from the key, whatever a caller calls it."""
+    """A key's cell; the id of its chunk is derived from the key."""
     ref = ChunkRef(chunk_id_of_key(key), chunk.parent, chunk.position)
     return new_cell(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 
 def read_file_footer(path: str) -> Footer | None:
-    """What a file says it holds; None if it is gone or damaged."""
+    """The footer of a file; None if the file is missing or damaged."""
     try:
         fd = os.open(path, READ_FLAGS)
     except OSError:
@@ -612,7 +615,7 @@ def read_file_footer(path: str) -> Footer | None:
         if size < PAGE_BYTES:
             return None
         footer = read_footer(os.pread(fd, PAGE_BYTES, size - PAGE_BYTES))
-        # Who asks for this object will take memory for as many bytes as it is said to have.
+        # Callers allocate as many bytes as the footer says.
         if footer and file_bytes(footer.object_bytes, footer.key or "") != size:
             return None
         return footer
@@ -623,7 +626,7 @@ def read_file_footer(path: str) -> Footer | None:
 
 
 def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
-    """The chunk of a file; one whose key is not known is in one by itself."""
+    """The chunk of a file; a file whose key is unknown is a chunk of its own."""
     if footer is None or footer.key is None:
         return ChunkRef(f"file:{name.hex()}")
     if (namespace_of(footer.key) or FOREIGN) != namespace:

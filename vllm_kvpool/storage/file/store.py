@@ -1,13 +1,12 @@
 """`file:///path?size=50GiB`: cells as files, shared by every process that opens the directory.
 
-Owns the names: `{objects}/{namespace}/{2 hex}/{38 hex}`, the digits being a digest of the whole
-key, so no key can leave the directory or meet another. What is in a file is format.py's,
-which chunks there are and what goes next index.py's, room and publishing space.py's, moving bytes
-io.py's.
+Owns the names: `{objects}/{namespace}/{2 hex}/{38 hex}`, a digest of the whole key, so that no key
+leaves the directory or collides with another. format.py defines a file, index.py what is stored and
+evicted, space.py reserves and publishes, io.py moves bytes.
 
-Any thread may call; there is no lock here. A file is written apart, gets its name whole and is
-never changed after. Nothing is synced: after a power loss a file may be short or hold zeros, which
-its footer and the cell's checksum find.
+Any thread may call; there is no lock here. A file is written under a temporary name, published
+whole and never changed afterwards. Nothing is synced: after a power loss a file may be short or
+hold zeros, which its footer and the cell's checksum reveal.
 """
 
 import contextlib
@@ -70,17 +69,17 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN_CHUNK = ChunkRef("")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-PARTS_PER_SIZE = 8  # a put larger than this part of the size is made in several parts
-DEMOTION_WATERMARK = 0.85  # of the size: what is demoted in time is not evicted
+PARTS_PER_SIZE = 8  # a put of more than an eighth of the size is made in parts
+DEMOTION_WATERMARK = 0.85  # of the size; demotion starts above it, before eviction
 TAILS_AT_A_TIME = 32
-ROUND_BYTES = 4 << 20  # of a put: room for the next is made while the disk writes the last
-ROUND_CELLS = 16  # and at most so many cells, as others wait for the index meanwhile
-MAX_REMOVED = 1 << 16  # of a store that cannot be written
+ROUND_BYTES = 4 << 20  # of a put; space for a round is reserved while the one before is written
+ROUND_CELLS = 16  # of a put; other processes wait for the index meanwhile
+MAX_REMOVED = 1 << 16  # keys that a read-only store hides
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link or a socket says
-# A directory or FIFO, opened for direct I/O; a file without permissions.
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # a symbolic link, a socket
+# A directory or FIFO with O_DIRECT; a file without permissions.
 MAYBE_NO_FILE = frozenset({errno.EINVAL, errno.EACCES})
 
 CAPABILITIES = Capabilities(
@@ -88,19 +87,19 @@ CAPABILITIES = Capabilities(
     durable=True,
     remote=False,
     parallel_gets=2,
-    parallel_puts=1,  # it makes room and publishes while the disk writes; two would only take turns
-    batches_per_put=2,  # at its ends it does wait for the disk
+    parallel_puts=1,  # a put reserves and publishes while the disk writes: two would take turns
+    batches_per_put=2,  # it waits for the disk at its beginning and end
     sheds=True,
     free_exists=True,
 )
 READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, sheds=False)
 
-_told_lock = threading.Lock()
-_told: set[str] = set()  # directories of which this process has said that it saves nothing there
+_warned_lock = threading.Lock()
+_warned: set[str] = set()  # read-only directories that this process has warned of
 
 
 def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy) -> Store:
-    """The store of a directory, for reading alone if this process may not write there."""
+    """Open the store of a directory, read-only if this process may not write there."""
     try:
         return FileStore(path, size_bytes, io, policy)
     except ConfigError as error:
@@ -109,13 +108,13 @@ def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy)
         if not is_refused or not os.path.isdir(path):
             raise
         assert isinstance(cause, OSError)
-        with _told_lock:
-            is_news = path not in _told
-            _told.add(path)
-        if is_news:
+        with _warned_lock:
+            is_first = path not in _warned
+            _warned.add(path)
+        if is_first:
             logger.warning(
-                "file store %s cannot be written (%s: %s): what is there is read, and nothing is "
-                "saved there; to save, make it writable for uid %d and restart the engine",
+                "file store %s is read-only (%s: %s): cells are read, none are saved; to save, "
+                "make it writable for uid %d and restart the engine",
                 path,
                 cause.strerror,
                 cause.filename or path,
@@ -125,7 +124,7 @@ def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy)
 
 
 def claim_root(path: str) -> None:
-    """Make the store's directory, or check that no other user can have written in it."""
+    """Create the store's directory, or check that no other user can have written to it."""
     if not os.path.lexists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         make_directory(path)
@@ -150,9 +149,9 @@ def claim_root(path: str) -> None:
 
 
 class Tails:
-    """Memory for tails, each `MAX_TAIL_BYTES` from a page on; any thread.
+    """A pool of page-aligned buffers of `MAX_TAIL_BYTES` for tails; thread-safe.
 
-    There are as many as transfers were ever in flight at a time, rounded up.
+    It grows to the largest number of transfers in flight, rounded up.
     """
 
     def __init__(self) -> None:
@@ -176,7 +175,7 @@ class Tails:
 
 
 class _Item(NamedTuple):
-    """A key of a call with its buffer, and what follows from them."""
+    """A key and buffer of a call, with their file."""
 
     key: str
     buffer: Buffer
@@ -191,7 +190,7 @@ class _Item(NamedTuple):
         return self.body_bytes + self.tail_bytes
 
     def parts(self, tail: Buffer) -> tuple[Buffer, ...]:
-        """The file's memory: the body in the buffer, the tail in a page of ours."""
+        """The file's memory: its body in the caller's buffer, its tail in `tail`."""
         end = tail.part(0, self.tail_bytes)
         return (self.buffer.part(0, self.body_bytes), end) if self.body_bytes else (end,)
 
@@ -199,7 +198,7 @@ class _Item(NamedTuple):
 def parts_of(
     items: Mapping[int, _Item], most_bytes: int, most_items: int
 ) -> Iterator[dict[int, _Item]]:
-    """Items in order, in parts of so many and bytes of files at most, or of one item."""
+    """Cut items, in order, into parts of at most so many bytes and items, at least one each."""
     part: dict[int, _Item] = {}
     part_bytes = 0
     for i, item in items.items():
@@ -212,7 +211,7 @@ def parts_of(
         yield part
 
 
-class _Open(NamedTuple):
+class _OpenFile(NamedTuple):
     """A file in flight."""
 
     fd: int
@@ -221,22 +220,23 @@ class _Open(NamedTuple):
     reservation: Reservation | None = None  # None while it is read
 
 
-class _Batch:
-    """One `get` or `put`, of one thread. `DiskIO` draws from `transfers`, which opens one file
-    after another, and each `Done` goes to `finish`, so there are never more files open than
-    transfers in flight. `close` releases what an exception left open.
+class _FileBatch:
+    """The files of one `get` or `put`; one thread.
 
-    With O_DIRECT the body goes straight between disk and the caller's buffer, if that starts on a
-    page; the tail always goes through a page of ours.
+    `DiskIO` draws from `transfers`, which opens one file after another, and `finish` takes each
+    `Done`, so no more files are open than transfers in flight. `close` releases the rest.
+
+    With O_DIRECT the body moves directly between the disk and the caller's buffer if that is
+    page-aligned; the tail always goes through a buffer of `Tails`.
     """
 
-    def __init__(self, reader: "_Reader", items: Mapping[int, _Item]) -> None:
+    def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
         self.in_use = False
-        """Whether buffers may still be touched, of items whose transfer was given up."""
+        """Whether a transfer was given up, so that buffers may still be accessed."""
         self._reader = reader
         self._items = items
         self._guard = SymlinkGuard(reader.root)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenFile] = {}
 
     def transfers(self) -> Iterator[Transfer]:
         raise NotImplementedError
@@ -251,7 +251,7 @@ class _Batch:
         except OSError as error:
             self._failed(done.tag, file, error)
         finally:
-            if not done.in_use:  # else its number, too, is never to be used again
+            if not done.in_use:  # else its descriptor must stay open as well
                 os.close(file.fd)
                 self._reader.tails.give_back(file.tail)
 
@@ -261,21 +261,21 @@ class _Batch:
                 os.close(file.fd)
 
     def _direct_flag(self, buffer: Buffer) -> int:
-        """O_DIRECT if the file system and the memory's address allow it."""
+        """O_DIRECT if the file system and the buffer's address allow it."""
         is_aligned = buffer.address % PAGE_BYTES == 0 or buffer.nbytes < PAGE_BYTES
         return os.O_DIRECT if self._reader.direct and is_aligned else 0
 
-    def _moved(self, i: int, file: _Open) -> None:
+    def _moved(self, i: int, file: _OpenFile) -> None:
         raise NotImplementedError
 
-    def _failed(self, i: int, file: _Open, error: OSError) -> None:
+    def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
         raise NotImplementedError
 
 
-class _ReadBatch(_Batch):
-    """A `get`: `outcomes` are complete after the last `finish`."""
+class _GetBatch(_FileBatch):
+    """The files of a `get`; `outcomes` are complete after the last `finish`."""
 
-    def __init__(self, reader: "_Reader", items: Mapping[int, _Item]) -> None:
+    def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
         super().__init__(reader, items)
         self.outcomes = [GetOutcome.FAILED] * len(items)
 
@@ -298,26 +298,26 @@ class _ReadBatch(_Batch):
                 os.close(fd)
                 self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
-            os.set_blocking(fd, True)  # a ring may answer EAGAIN to what may not block
+            os.set_blocking(fd, True)  # io_uring may answer EAGAIN for a non-blocking file
             tail = self._reader.tails.take()
-            self._open[i] = _Open(fd, item.path, tail)
+            self._open[i] = _OpenFile(fd, item.path, tail)
             yield Transfer(i, fd, item.parts(tail), writes=False)
 
-    def _moved(self, i: int, file: _Open) -> None:
+    def _moved(self, i: int, file: _OpenFile) -> None:
         self.outcomes[i] = self._accept(file, self._items[i])
 
-    def _failed(self, i: int, file: _Open, error: OSError) -> None:
+    def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
         self._reader.warn(error)
 
-    def _accept(self, file: _Open, item: _Item) -> GetOutcome:
-        # An object that was evicted meanwhile may have been written over before it was read.
+    def _accept(self, file: _OpenFile, item: _Item) -> GetOutcome:
+        # If the object was evicted meanwhile, its file may have been written over.
         try:
             if os.lstat(file.path).st_ino != os.fstat(file.fd).st_ino:
                 return GetOutcome.MISSING
         except (FileNotFoundError, NotADirectoryError):
             return GetOutcome.MISSING
         last_page = file.tail.view[item.tail_bytes - PAGE_BYTES : item.tail_bytes]
-        # A damaged file has no size that could be the buffer's; the caller removes it as such.
+        # A damaged file counts as one of another size; the caller removes it.
         if not is_of(read_footer(last_page), item.key, item.buffer.nbytes):
             return GetOutcome.WRONG_SIZE
         num_rest_bytes = item.buffer.nbytes - item.body_bytes
@@ -325,11 +325,11 @@ class _ReadBatch(_Batch):
         return GetOutcome.OK
 
 
-class _WriteBatch(_Batch):
-    """A `put`; fills in the outcomes of its items, by their numbers. They are FULL before.
+class _PutBatch(_FileBatch):
+    """The files of a `put`; sets the outcomes of its items, which are FULL before.
 
-    Room is made for one round at a time, each with its reservation. `lost` are chunks for which
-    there was no room: what comes after them is worth nothing, and not written.
+    Space is reserved one round at a time. `lost` are chunks for which there was none: chunks that
+    come after them would be useless and are not written.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class _WriteBatch(_Batch):
     ) -> None:
         super().__init__(store, items)
         self.timeout: IndexBusy | None = None
-        """Why some items were not begun with."""
+        """Why some items were not written, if the index was locked."""
         self._space = store._space
         self._outcomes = outcomes
         self._lost = lost
@@ -354,7 +354,7 @@ class _WriteBatch(_Batch):
             try:
                 reservation = self._reserve(items) if items else None
             except IndexBusy as error:
-                self.timeout = error  # what is being written can still end
+                self.timeout = error  # the writes under way can still end
                 return
             if reservation is None:
                 self._lost.update(item.cell.chunk for item in items.values())
@@ -390,7 +390,7 @@ class _WriteBatch(_Batch):
             self._fail(i, error)
             return
         tail = self._reader.tails.take()
-        self._open[i] = _Open(fd, path, tail, reservation)
+        self._open[i] = _OpenFile(fd, path, tail, reservation)
         parts, chunk = item.parts(tail), item.chunk
         write_tail(parts[-1].view, item.buffer.view, item.key, chunk.parent, chunk.position)
         yield Transfer(i, fd, parts, writes=True)
@@ -403,7 +403,7 @@ class _WriteBatch(_Batch):
             for file in self._open.values():
                 self._space.discard(file.path)
 
-    def _moved(self, i: int, file: _Open) -> None:
+    def _moved(self, i: int, file: _OpenFile) -> None:
         item = self._items[i]
         self._guard.check(item.path)
         published = self._space.publish(file.path, item.path)
@@ -411,7 +411,7 @@ class _WriteBatch(_Batch):
         file.reservation.stored.add(item.cell.name)
         self._outcomes[i] = PutOutcome.STORED if published else PutOutcome.EXISTED
 
-    def _failed(self, i: int, file: _Open, error: OSError) -> None:
+    def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
         self._space.discard(file.path)
         self._fail(i, error)
 
@@ -423,8 +423,8 @@ class _WriteBatch(_Batch):
             self._outcomes[i] = PutOutcome.FAILED
 
 
-class _Reader:
-    """What a store that can be written and one that cannot have in common."""
+class _DirectoryReader:
+    """Reading from a directory, with or without permission to write."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -452,7 +452,7 @@ class _Reader:
             i: self._item(key, buffer, UNKNOWN_CHUNK)
             for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True))
         }
-        batch = _ReadBatch(self, items)
+        batch = _GetBatch(self, items)
         self._perform(batch)
         if GetOutcome.MISSING in batch.outcomes:
             check_root(self.root)
@@ -460,10 +460,10 @@ class _Reader:
         return batch.outcomes
 
     def _read(self, cells: Sequence[Cell]) -> None:
-        """These cells were read."""
+        """Called with the cells that a `get` has read."""
 
     def warn(self, error: OSError) -> None:
-        """Log each kind of trouble once; a bad disk fails every call."""
+        """Log an error, each errno once: a bad disk fails every call."""
         number = error.errno or 0
         if number not in self._warned_errnos:
             self._warned_errnos.add(number)
@@ -480,7 +480,7 @@ class _Reader:
     def _charge_of(self, nbytes: int) -> int:
         return nbytes
 
-    def _perform(self, batch: _Batch) -> None:
+    def _perform(self, batch: _FileBatch) -> None:
         with contextlib.closing(batch):
             try:
                 with contextlib.closing(self._disk.run(batch.transfers())) as run:
@@ -488,23 +488,23 @@ class _Reader:
                         batch.finish(done)
             except BuffersInUse:
                 batch.in_use = True
-            finally:  # whatever else has failed says less
+            finally:  # takes precedence over any other error
                 if batch.in_use:
-                    raise BuffersInUse(f"the disk of {self.root} does not answer")
+                    raise BuffersInUse(f"file store {self.root}: the disk does not answer")
 
 
-class ReadOnlyFileStore(_Reader):
-    """A directory that this process may not write: what is there is read, nothing is saved.
+class ReadOnlyFileStore(_DirectoryReader):
+    """A directory that this process may not write: cells are read, none are saved.
 
-    Implements `Store`; ConfigError as of `FileStore`. No index, lock, temporary file or writer's
-    directory is made, and no use is marked. A cell that is removed stays on the disk, and is not
-    found any more by this process. Bytes come through the page cache, as O_DIRECT cannot be tried.
+    Implements `Store`; ConfigError as in `FileStore`. It creates no file and records no hits.
+    `remove` hides a cell from this process and leaves it on the disk. Reads go through the page
+    cache, as O_DIRECT cannot be tried.
     """
 
     capabilities = READ_ONLY
 
     def __init__(self, path: str) -> None:
-        claim_root(path)  # it exists: its owner and mode are checked, and nothing is made
+        claim_root(path)  # it exists, so only its owner and mode are checked
         super().__init__(path)
         self._lock = threading.Lock()  # guards what follows
         self._removed: OrderedDict[str, None] = OrderedDict()
@@ -533,18 +533,17 @@ class ReadOnlyFileStore(_Reader):
         return 0
 
     def remove_namespace(self, namespace: str) -> int:
-        raise StoreError(f"file store {self.root} cannot be written: nothing of it is removed")
+        raise StoreError(f"file store {self.root} is read-only: no cells were removed")
 
     def close(self) -> None:
         self._disk.close()
 
 
-class FileStore(_Reader):
-    """A directory of at most `size_bytes`, coldest first out; implements `Store` and `Shedding`.
+class FileStore(_DirectoryReader):
+    """A directory of at most `size_bytes`; implements `Store` and `Shedding`.
 
-    `io` is `auto`, `uring` or `threads`; ConfigError if it was `uring` and that does not work, or
-    if the directory cannot be used. StoreUnreachable if there is no room for a new one: others may
-    make some.
+    `io` is one of `IO_CHOICES`. ConfigError if the directory cannot be used, or `uring` was asked
+    for and does not work; StoreUnreachable if the disk has no space for a new directory.
     """
 
     def __init__(
@@ -562,7 +561,7 @@ class FileStore(_Reader):
             text = f"file store {path} cannot be used: {error.strerror} ({error.filename or path})"
             if error.errno in NO_ROOM:
                 raise StoreUnreachable(
-                    f"{text}; make room on its disk, or name a directory on another"
+                    f"{text}; free space on its disk, or name a directory on another disk"
                 ) from error
             raise ConfigError(f"{text}; name a directory that this user can write") from error
         try:
@@ -586,7 +585,7 @@ class FileStore(_Reader):
         outcomes = [PutOutcome.EXISTED] * len(keys)
         absent: dict[int, _Item] = {}
         first_of: dict[str, int] = {}
-        twice: list[int] = []  # writes end in any order, but the first of a key's bytes stay
+        twice: list[int] = []  # of a key given twice the first buffer is stored
         for i, (key, buffer, chunk) in enumerate(zip(keys, buffers, chunks, strict=True)):
             if key in first_of:
                 twice.append(i)
@@ -596,19 +595,21 @@ class FileStore(_Reader):
                 first_of[key] = i
                 absent[i] = item
                 outcomes[i] = PutOutcome.FULL
-        # What is charged but not published cannot be evicted: a small store takes it in parts.
+        # Cells under way cannot be evicted, so a put that is large for the store is made in parts.
         most_bytes = self._space.size_bytes // PARTS_PER_SIZE
         parts = list(parts_of(absent, most_bytes, len(absent)))
         lost: set[bytes] = set()
         try:
             with self._holding(list(absent.values()), len(parts)):
                 for items in parts:
-                    batch = _WriteBatch(self, items, outcomes, lost)
+                    batch = _PutBatch(self, items, outcomes, lost)
                     self._perform(batch)
                     if batch.timeout is not None:
                         raise batch.timeout
-        except IndexBusy as error:  # the others would wait as long again, each of them
-            logger.warning("%s; the rest of the batch is not stored", error)
+        except IndexBusy as error:  # every further round would wait as long
+            logger.warning(
+                "file store %s: %s; the rest of the batch is not stored", self.root, error
+            )
         if PutOutcome.FAILED in outcomes:
             check_root(self.root)
         for i in twice:
@@ -626,7 +627,7 @@ class FileStore(_Reader):
         cells = [cell_of(key, UNKNOWN_CHUNK, 0) for key in keys]
         removed: list[tuple[bytes, bytes]] = []
         num_removed = 0
-        with self._telling("cannot remove"), contextlib.ExitStack() as ends:
+        with self._store_errors("cannot remove"), contextlib.ExitStack() as ends:
             ends.callback(self._space.index.remove_cells, removed)
             guard = SymlinkGuard(self.root)
             for cell in cells:
@@ -640,7 +641,7 @@ class FileStore(_Reader):
             return 0
         directory = os.path.join(self._objects, namespace)
         num_removed = 0
-        with self._telling("cannot remove"):
+        with self._store_errors("cannot remove"):
             guard = SymlinkGuard(self.root)
             guard.check(f"{directory}/")
             for shard in directories(directory):
@@ -650,14 +651,14 @@ class FileStore(_Reader):
             for shard in directories(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
-        with self._telling("cannot remove"):
+        with self._store_errors("cannot remove"):
             self._space.index.remove_namespace(namespace)
         return num_removed
 
     def surplus(self, max_keys: int) -> list[EvictionCandidate]:
-        """See `Shedding`; one process of a directory at a time gets an answer that is not empty."""
+        """See `Shedding`; not empty for one process of a directory at a time."""
         found: list[EvictionCandidate] = []
-        with self._telling("cannot be read"):
+        with self._store_errors("cannot be read"):
             found = self._surplus(max_keys)
         if not found:
             self._demotion_lock.release()
@@ -670,7 +671,7 @@ class FileStore(_Reader):
         if excess_bytes <= 0 or not self._demotion_lock.take():
             return []
         found: list[EvictionCandidate] = []
-        for cells in index.coldest(max_keys):  # what is left of a chunk would be worth nothing
+        for cells in index.coldest(max_keys):  # a part of a chunk is useless, so whole chunks
             for cell in cells:
                 path = self._space.path_of(cell)
                 footer = read_file_footer(path)
@@ -691,8 +692,8 @@ class FileStore(_Reader):
         self._space.close()
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """StoreError for an OSError; one that says something is gone ends the block."""
+    def _store_errors(self, what: str) -> Iterator[None]:
+        """Turn an OSError into a StoreError; FileNotFoundError only ends the block."""
         try:
             yield
         except FileNotFoundError:
@@ -703,7 +704,7 @@ class FileStore(_Reader):
     def _holding(
         self, items: Sequence[_Item], num_parts: int
     ) -> contextlib.AbstractContextManager[None]:
-        """A put in several parts must not evict for one what the next comes after."""
+        """Protect the parents of a put in several parts from eviction by its own parts."""
         nbytes = sum(item.file_bytes for item in items)
         if num_parts < 2 and nbytes <= ROUND_BYTES and len(items) <= ROUND_CELLS:
             return contextlib.nullcontext()
