@@ -16,6 +16,7 @@ from vllm_kvpool.transfer.ops import (
     HOST,
     Cell,
     CellOutcome,
+    DemotionDone,
     LaneName,
     Lent,
     LoanEnded,
@@ -64,6 +65,14 @@ class CellOp:
     entry: CacheEntry | None
 
 
+@dataclass(slots=True)
+class Marker:
+    """What an op without a lane is about: it is done, or was cancelled with a predecessor."""
+
+    on_done: Callable[[], None]
+    on_lost: Callable[[], None] = lambda: None
+
+
 def tier_of(op: Op) -> int:
     """The tier whose lane the op is in."""
     assert op.lane is not None, op
@@ -85,7 +94,7 @@ class TransferContext:
     breakers: list[Breaker] = field(default_factory=list)
     write_breakers: list[Breaker] = field(default_factory=list)
     """Of puts and removes; held open for a store that is not writable."""
-    reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
+    reports: list[Report | DemotionDone | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     hits: list[int] = field(default_factory=list)  # loaded cells by tier; last REPLICA and HOST
     now: float = 0.0

@@ -10,18 +10,18 @@ before the next; `Demotions` is the engine thread's.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Shedding
-from vllm_kvpool.transfer.context import CellOp, TransferContext
+from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
-from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
+from vllm_kvpool.transfer.host_cache import CacheEntryState
 from vllm_kvpool.transfer.ops import NO_OWNER, Cell, DemotionDone, DemotionJob, OpKind
-from vllm_kvpool.transfer.saves import SaveManager
+from vllm_kvpool.transfer.saves import Copy, SaveManager
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,6 @@ ASK_EVERY_S = 1.0
 MAX_CELLS = 32  # of one demotion: they take slots that saves could use
 WAIT_S = 60.0  # for the end of a demotion
 JOIN_S = 0.5
-
-
-@dataclass(slots=True)
-class Demotion:
-    """A demotion in progress; `removes` are its last ops."""
-
-    job: DemotionJob
-    removes: list[Op]
 
 
 class Demotions:
@@ -51,7 +43,7 @@ class Demotions:
         """Start to move the cells; ends at once if no later tier can be written to."""
         context = self._context
         graph = Graph(NO_OWNER, Priority.DEMOTE)
-        demotion = Demotion(job, [])
+        removes: list[Op] = []
         further = context.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
             if cell.nbytes > context.slot_bytes:  # of another model
@@ -59,42 +51,36 @@ class Demotions:
             if self._fetches.is_leaving(job.tier, cell.key):
                 continue
             entry = context.host_cache.get(cell.key)
+            is_here = entry is not None
             if entry is None:
                 entry = self._fetches.begin_at(job.tier, cell, graph)
-                self._move(demotion, graph, cell, entry, further[0], transient=True)
-            elif entry.state is CacheEntryState.PRESENT and not entry.dirty:
-                self._move(demotion, graph, cell, entry, further[0], transient=False)
-        context.scheduler.add(graph, None, demotion, after=demotion.removes, always=True)
+            elif entry.state is not CacheEntryState.PRESENT or entry.dirty:
+                continue
+            copy = self._saves.begin_copy(entry)
+            copy.transient = not is_here
+            removes.append(self._move(copy, graph, job.tier, further[0]))
+        marker = Marker(partial(self._ended, job, removes))
+        context.scheduler.add(graph, None, marker, after=removes, always=True)
         context.scheduler.close(graph)
 
-    def _move(
-        self,
-        demotion: Demotion,
-        graph: Graph,
-        cell: Cell,
-        entry: CacheEntry,
-        tier: int,
-        *,
-        transient: bool,
-    ) -> None:
-        context = self._context
-        copy = self._saves.begin_copy(entry)
-        copy.transient = transient
-        before = () if entry.op is None else (entry.op,)
+    def _move(self, copy: Copy, graph: Graph, tier: int, target: int) -> Op:
+        """Put a cell into another tier, then remove it; returns the last op."""
+        context, cell = self._context, copy.cell
+        before = () if copy.entry.op is None else (copy.entry.op,)
         # A cell that a gather brought may have no header yet.
         seal = context.scheduler.add(graph, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
-        lane = context.lane(OpKind.PUT, tier)
+        lane = context.lane(OpKind.PUT, target)
         put = context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,))
         copy.ops += (seal, put)
-        lane = context.lane(OpKind.REMOVE, demotion.job.tier)
-        demotion.removes.append(context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,)))
+        lane = context.lane(OpKind.REMOVE, tier)
+        return context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,))
 
-    def ended(self, demotion: Demotion) -> None:
+    def _ended(self, job: DemotionJob, removes: Sequence[Op]) -> None:
         """All removals have ended: report the demotion."""
-        moved = sum(op.state is OpState.DONE for op in demotion.removes)
-        tier = self._context.tiers[demotion.job.tier].name
+        moved = sum(op.state is OpState.DONE for op in removes)
+        tier = self._context.tiers[job.tier].name
         self._context.count("kvpool_evicted_cells", moved, tier=tier, fate="demoted")
-        self._context.reports.append(DemotionDone(demotion.job, moved))
+        self._context.reports.append(DemotionDone(job, moved))
 
 
 class DemotionThread:

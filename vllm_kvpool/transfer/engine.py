@@ -15,8 +15,8 @@ from typing import cast
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import TRANSIENT, Tier, TransferContext
-from vllm_kvpool.transfer.demotion import Demotion, Demotions
+from vllm_kvpool.transfer.context import TRANSIENT, Marker, Tier, TransferContext
+from vllm_kvpool.transfer.demotion import Demotions
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import (
     Batch,
@@ -29,8 +29,8 @@ from vllm_kvpool.transfer.graph import (
     Scheduler,
 )
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
-from vllm_kvpool.transfer.loads import Load, Loads, Scatter
-from vllm_kvpool.transfer.loans import Borrowed, Loans, ReplicaSet, Retained
+from vllm_kvpool.transfer.loads import Loads, Scatter
+from vllm_kvpool.transfer.loans import Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
     HOST,
     NO_OWNER,
@@ -38,6 +38,7 @@ from vllm_kvpool.transfer.ops import (
     WRITES,
     CancelRequest,
     CellOutcome,
+    DemotionDone,
     DemotionJob,
     DropSaves,
     Flush,
@@ -133,7 +134,7 @@ OWNERS_SHOWN = 4  # jobs named in a batch
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
 Command = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
 Event = Job | BatchDone | BatchHung | Command | Tick
-Action = Batch | Report | Lent | LoanEnded  # a lane performs the batch
+Action = Batch | Report | DemotionDone | Lent | LoanEnded  # a lane performs the batch
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -321,8 +322,8 @@ class Engine:
         if generation is not None:
             context.generation = generation
             graph = Graph(NO_OWNER, Priority.SAVE)
-            dropped = SavesDropped(generation)
-            context.scheduler.add(graph, None, dropped, after=still, always=True)
+            marker = Marker(lambda: context.reports.append(SavesDropped(generation)))
+            context.scheduler.add(graph, None, marker, after=still, always=True)
             context.scheduler.close(graph)
 
     def _batch_hung(self, batch: Batch) -> None:
@@ -392,27 +393,14 @@ class Engine:
         while scheduler.has_consequences:
             lost, reached = scheduler.take_lost(), scheduler.take_reached()
             for op, cause in lost:
-                if isinstance(op.what, Scatter):
+                if isinstance(op.what, Marker):
+                    op.what.on_lost()
+                elif isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
                 elif isinstance(op.what, Copy):
                     self.saves.settle(op.what)
-                elif isinstance(op.what, Borrowed):
-                    self.loans.lost(op.what)
-                elif isinstance(op.what, Retained):
-                    self.loans.retain_nothing(op.what)
             for marker in reached:
-                if isinstance(marker.what, Demotion):
-                    self._demotions.ended(marker.what)
-                elif isinstance(marker.what, Load):
-                    self.loads.removed(marker.what)
-                elif isinstance(marker.what, SavesDropped):
-                    self.context.reports.append(marker.what)
-                elif isinstance(marker.what, Borrowed):
-                    self.loans.here(marker.what)
-                elif isinstance(marker.what, Retained):
-                    self.loans.retain(marker.what)
-                else:
-                    self.saves.all_gathered(marker.what)
+                marker.what.on_done()
         for graph in scheduler.take_ended():
             graph.ops.clear()  # the heap of deadlines may keep the graph for long
 

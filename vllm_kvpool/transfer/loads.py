@@ -12,9 +12,10 @@ in the pages or given up.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.transfer.context import CellOp, TransferContext
+from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
@@ -175,10 +176,6 @@ class Loads:
             self._over(scatter)
             self._stop(scatter.load, scatter.cell.chunk.position, outcome)
 
-    def removed(self, load: Load) -> None:
-        """The removals of the bad cells that ended a load have ended."""
-        self._finish(load)
-
     def _why_none(self) -> CellOutcome:
         context = self._context
         is_cut_off = bool(context.tiers) and not context.tiers_up()
@@ -234,7 +231,8 @@ class Loads:
             removals = self._fetches.removals(keys)
             if removals:
                 add = self._context.scheduler.add
-                load.removals = add(load.graph, None, load, after=removals, always=True)
+                marker = Marker(partial(self._finish, load))
+                load.removals = add(load.graph, None, marker, after=removals, always=True)
         return load.removals is not None and load.removals.state is OpState.WAITING
 
     def check(self) -> None:

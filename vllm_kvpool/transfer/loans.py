@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.transfer.context import TransferContext
+from vllm_kvpool.transfer.context import Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
@@ -52,12 +53,12 @@ class _Loan:
     loan_id: int
     until: float
     slots: list[Slot | None]
-    cells: list["Borrowed"] = field(default_factory=list)
+    cells: list["_Borrowed"] = field(default_factory=list)
     num_open: int = 0  # cells that are still being fetched
 
 
 @dataclass(slots=True, eq=False)
-class Borrowed:
+class _Borrowed:
     """A cell of a loan; `op` is a marker after its fetch."""
 
     loan: _Loan
@@ -68,7 +69,7 @@ class Borrowed:
 
 
 @dataclass(slots=True, eq=False)
-class Retained:
+class _Retained:
     """A cell that is retained for members that have not asked for it (`left`)."""
 
     entry: CacheEntry
@@ -86,9 +87,9 @@ class Loans:
         self._fetches = fetches
         self._replicas = replicas
         self._loans: dict[int, _Loan] = {}  # in order of their deadlines
-        self._retained: dict[str, Retained] = {}  # by key, from the first member that wants it
+        self._retained: dict[str, _Retained] = {}  # by key, from the first member that wants it
         self._slots_retained: set[str] = set()  # keys of those that have a slot
-        self._in_order: deque[Retained] = deque()  # by deadline, dropped ones too
+        self._in_order: deque[_Retained] = deque()  # by deadline, dropped ones too
         self._silent: set[int] = set()  # members that let retained cells expire
 
     @property
@@ -113,9 +114,10 @@ class Loans:
                 continue
             context.host_cache.pin(entry)  # before `_retain`, which may drop its own pin
             self._retain(cell, entry, graph, event.borrower)
-            borrowed = Borrowed(loan, place, entry)
+            borrowed = _Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
-            borrowed.op = context.scheduler.add(graph, None, borrowed, after=after)
+            marker = Marker(partial(self._here, borrowed), partial(self._lost, borrowed))
+            borrowed.op = context.scheduler.add(graph, None, marker, after=after)
             loan.cells.append(borrowed)
             loan.num_open += 1
         context.scheduler.close(graph)
@@ -141,7 +143,7 @@ class Loans:
             self._release(loan)
         self._context.reports.append(LoanEnded(event.loan_id, loan is not None))
 
-    def here(self, borrowed: Borrowed) -> None:
+    def _here(self, borrowed: _Borrowed) -> None:
         """A lent cell is in host memory."""
         if borrowed.over:
             return
@@ -150,7 +152,7 @@ class Loans:
         loan.num_open -= 1
         self._answer(loan)
 
-    def lost(self, borrowed: Borrowed) -> None:
+    def _lost(self, borrowed: _Borrowed) -> None:
         """No tier has the cell."""
         if borrowed.over:
             return
@@ -195,9 +197,10 @@ class Loans:
             left = members - self._silent - {member}
             if not left:
                 return
-            retained = self._retained[cell.key] = Retained(entry, left)
+            retained = self._retained[cell.key] = _Retained(entry, left)
             after = () if entry.op is None else (entry.op,)
-            context.scheduler.add(graph, None, retained, after=after)
+            marker = Marker(partial(self._pin, retained), partial(self._forget, retained))
+            context.scheduler.add(graph, None, marker, after=after)
             return
         retained.left -= {member}
         if not retained.left and retained.until is not None:
@@ -217,7 +220,7 @@ class Loans:
         if retained is not None and retained.entry is entry:
             self._slots_retained.add(entry.key)
 
-    def retain(self, retained: Retained) -> None:
+    def _pin(self, retained: _Retained) -> None:
         """A cell to retain is in host memory."""
         entry = retained.entry
         if self._retained.get(entry.key) is not retained:
@@ -229,12 +232,12 @@ class Loans:
         retained.until = self._context.now + HOLD_S
         self._in_order.append(retained)
 
-    def retain_nothing(self, retained: Retained) -> None:
+    def _forget(self, retained: _Retained) -> None:
         """The fetch of a cell to retain has failed or was cancelled."""
         if self._retained.get(retained.entry.key) is retained:
             self._drop(retained)
 
-    def _drop(self, retained: Retained) -> None:
+    def _drop(self, retained: _Retained) -> None:
         del self._retained[retained.entry.key]
         self._slots_retained.discard(retained.entry.key)
         if retained.until is not None:

@@ -273,7 +273,7 @@ class DemotionJob:
 
 @dataclass(frozen=True, slots=True)
 class DemotionDone:
-    """A demotion has ended; `moved` cells are in the next tier. Not for the model's thread."""
+    """A demotion has ended; `moved` cells are in the next tier."""
 
     job: DemotionJob
     moved: int
@@ -348,9 +348,7 @@ class Tick:
     """Time has passed."""
 
 
-Report = (
-    LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange | DemotionDone
-)
+Report = LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:

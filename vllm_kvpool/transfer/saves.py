@@ -14,9 +14,10 @@ would otherwise delay one step after another.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.transfer.context import CellOp, TransferContext, tier_of
+from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
@@ -120,7 +121,8 @@ class SaveManager:
             self._copies[id(copy)] = copy
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
-        scheduler.add(graph, None, save, after=gathers, always=True)
+        marker = Marker(partial(self._all_gathered, save))
+        scheduler.add(graph, None, marker, after=gathers, always=True)
         scheduler.close(graph)
 
     def _tiers_of(self, cell: Cell, up: Sequence[int]) -> Sequence[int]:
@@ -160,7 +162,7 @@ class SaveManager:
             self._context.scheduler.fail(op)
         self.settle(copy)
 
-    def all_gathered(self, save: _Save) -> None:
+    def _all_gathered(self, save: _Save) -> None:
         """All gathers of a save have ended: its pages may be reused."""
         save.gathered = True
         self._context.reports.append(SaveGathered(save.job.job_id, save.job.request_id))
