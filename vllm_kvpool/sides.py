@@ -27,7 +27,7 @@ from vllm_kvpool.layout.topology import (
     KVCacheGroup,
     LayerGroup,
     LocalCell,
-    Replica,
+    ReplicaRank,
     Topology,
     cells_of_rank,
 )
@@ -526,7 +526,9 @@ def _exchange_of(
     """The exchange with ranks on this host that hold the same KV; None where there are none."""
     if not any(cell.replicas for cell in cells):
         return None
-    exchange = ReplicaExchange(Replica(place.tp_rank, place.pcp_rank), place.rank, shares=shares)
+    exchange = ReplicaExchange(
+        ReplicaRank(place.tp_rank, place.pcp_rank), place.rank, shares=shares
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(exchange.close)
         exchange.join(gather(exchange.card.pack()))

@@ -13,7 +13,7 @@ from vllm_kvpool.layout.topology import (
     MAX_DEFAULT_CELL_BYTES,
     Context,
     LocalCell,
-    Replica,
+    ReplicaRank,
     Topology,
     cut_layers,
     default_layer_span,
@@ -131,7 +131,7 @@ def test_one_replica_of_each_host_fetches_a_chunk(
 ) -> None:
     """The one that has written it, if it is there; and all of them know who it is."""
     topology = Topology(1, replicas, ((0, 1),), 1, context=Context(pcp_size=pcp_size))
-    ranks = [Replica(tp, pcp) for tp in range(replicas) for pcp in range(pcp_size)]
+    ranks = [ReplicaRank(tp, pcp) for tp in range(replicas) for pcp in range(pcp_size)]
     host_of = dict(zip(ranks, hosts, strict=False))
     cells = {
         each: topology.local_cells(each.tp_rank, 0, pcp_rank=each.pcp_rank)[0] for each in ranks

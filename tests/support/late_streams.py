@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_kvpool.staging.copy_triton import Event
+    from vllm_kvpool.staging.copy_triton import DeviceEvent
 
 CHANGE_OF_ORDER = 0.1  # per piece of work
 
@@ -42,7 +42,7 @@ class LateStream:
         self.do(lambda: setattr(event, "reached", True))
         return event
 
-    def wait(self, event: "Event") -> None:
+    def wait(self, event: "DeviceEvent") -> None:
         assert isinstance(event, LateEvent)
         self.waiting.append(event)
 

@@ -55,7 +55,7 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.trace import Level, Mark
+from vllm_kvpool.transfer.trace import Instant, Level
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C row elements.
 LAYERS, BLOCKS, HEADS, BLOCK, ROW = 4, 13, 2, 16, 8
@@ -344,7 +344,7 @@ def test_counts_gauges_and_marks_arrive(store: FaultyStore) -> None:
     for name in ("kvpool_save_seconds", "kvpool_load_seconds"):
         counts = [v for k, v in registry.items() if k.startswith(name) and k.endswith(".count")]
         assert sum(counts) == 1
-    marks = [(mark.name, mark.job) for mark in rank.trace.of(Mark)]
+    marks = [(mark.name, mark.job) for mark in rank.trace.of(Instant)]
     assert marks == [("save done", 1), ("load done", 2)]
     assert {level.name for level in rank.trace.of(Level)} >= {
         "free slots",

@@ -19,7 +19,7 @@ from vllm_kvpool.identity.keys import (
 from vllm_kvpool.layout.topology import (
     AttentionWindow,
     LayerGroup,
-    Replica,
+    ReplicaRank,
     Topology,
     cells_of_rank,
 )
@@ -149,7 +149,7 @@ def test_with_a_host_tier_each_keeps_all_and_stores_its_turns(num_heads: int, tp
 
 def test_replicas_on_one_host_fetch_and_keep_each_its_part() -> None:
     """All of a load's cells are named, with who fetches them; of the rest nothing is anybody's."""
-    replicas = [Replica(rank, 0) for rank in range(4)]
+    replicas = [ReplicaRank(rank, 0) for rank in range(4)]
     numbers = {replica: 10 + replica.tp_rank for replica in replicas[1:]}  # rank 0 is elsewhere
     plan = save_plan(first=1)
     kept, prefetched = [], []
@@ -179,7 +179,7 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
     """Of four replicas those `here` are on one host; a prompt is saved `count` chunks at a time."""
     hashes = tuple(bytes([i]) * 8 for i in range(1, 19))
     for rank in here:
-        siblings = {Replica(each, 0): each for each in here if each != rank}
+        siblings = {ReplicaRank(each, 0): each for each in here if each != rank}
         mine = replace(planner(1, 4, rank, keeps_all=True), siblings=siblings)
         host_cache = HostCache(SlotPool(64, 0), 64, POLICIES["lru"], {"": len(mine.cells)})
         kept: list[int] = []

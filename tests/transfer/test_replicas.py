@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
-from vllm_kvpool.layout.topology import LocalCell, Replica
+from vllm_kvpool.layout.topology import LocalCell, ReplicaRank
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef
@@ -43,7 +43,7 @@ class Lender:
         self.arena = Arena(1 << 20, CELL_BYTES, shared=True)
         for slot in range(self.arena.num_slots):
             self.arena.buffer(Slot(slot), CELL_BYTES).view[:] = bytes([slot]) * CELL_BYTES
-        self.exchange = ReplicaExchange(Replica(1, 0), 1)
+        self.exchange = ReplicaExchange(ReplicaRank(1, 0), 1)
         self.events: SimpleQueue[Lend | LoanOver] = SimpleQueue()
         self.answer = answer
 
@@ -102,7 +102,7 @@ class Pair:
     """A borrower and its lender."""
 
     def __init__(self, answer: Answer) -> None:
-        self.borrower = ReplicaExchange(Replica(0, 0), 0)
+        self.borrower = ReplicaExchange(ReplicaRank(0, 0), 0)
         self.lender = Lender(answer)
         self.arena = Arena(1 << 20, CELL_BYTES)
         cards = [self.borrower.card.pack(), self.lender.exchange.card.pack()]
@@ -273,14 +273,14 @@ def test_whoever_says_what_may_not_come_is_let_go(
 
 
 def test_a_card_is_as_long_as_any_other() -> None:
-    card = Card(b"h" * 16, b"n" * 16, b"t" * 16, Replica(3, 1), 7)
+    card = Card(b"h" * 16, b"n" * 16, b"t" * 16, ReplicaRank(3, 1), 7)
     assert Card.unpack(card.pack()) == card
     assert len(card.pack()) == CARD_BYTES
 
 
 def test_hosts_are_told_apart() -> None:
     """Each host has a set of its own, whose members all know it."""
-    exchanges = [ReplicaExchange(Replica(rank, 0), 10 + rank) for rank in range(4)]
+    exchanges = [ReplicaExchange(ReplicaRank(rank, 0), 10 + rank) for rank in range(4)]
     cards = [Card.unpack(each.card.pack()) for each in exchanges]
     told = [
         msgspec.structs.replace(card, host=bytes([i // 2]) * 16) for i, card in enumerate(cards)
@@ -289,10 +289,10 @@ def test_hosts_are_told_apart() -> None:
         exchange.card = card
         exchange.join([each.pack() for each in told])
     assert [dict(each.siblings) for each in exchanges] == [
-        {Replica(1, 0): 1},
-        {Replica(0, 0): 0},
-        {Replica(3, 0): 3},
-        {Replica(2, 0): 2},
+        {ReplicaRank(1, 0): 1},
+        {ReplicaRank(0, 0): 0},
+        {ReplicaRank(3, 0): 3},
+        {ReplicaRank(2, 0): 2},
     ]
     assert exchanges[2].ranks_of([2, 3]) == (12, 13)
     for exchange in exchanges:
@@ -300,7 +300,7 @@ def test_hosts_are_told_apart() -> None:
 
 
 def test_who_cannot_share_its_memory_is_on_no_host() -> None:
-    both = [ReplicaExchange(Replica(rank, 0), rank, shares=rank == 0) for rank in range(2)]
+    both = [ReplicaExchange(ReplicaRank(rank, 0), rank, shares=rank == 0) for rank in range(2)]
     for each in both:
         each.join([other.card.pack() for other in both])
         assert not each.siblings

@@ -28,8 +28,8 @@ from vllm_kvpool.transfer.trace import (
     NO_TRACE,
     SHOWN_CHARS,
     SHOWN_REQUESTS,
+    Instant,
     Level,
-    Mark,
     Span,
     Trace,
     TraceFile,
@@ -98,7 +98,7 @@ class Recorder(TraceFile):
         self.add(Span(threading.current_thread(), name, start_s, stop_s, **what))
 
     def instant(self, name: str, **what: Any) -> None:
-        self.add(Mark(self.clock(), name, **what))
+        self.add(Instant(self.clock(), name, **what))
 
     def counter(self, name: str, value: float, unit: str = "cells") -> None:
         self.add(Level(self.clock(), name, value, unit))
@@ -491,6 +491,6 @@ def test_a_trace_that_is_off_takes_the_same_calls_and_does_nothing(tmp_path: Pat
         else:
             del kept[name]
     assert kept == {}
-    NO_TRACE.add(Mark(1.0, "done", job=1, detail="x"))
+    NO_TRACE.add(Instant(1.0, "done", job=1, detail="x"))
     NO_TRACE.close()
     assert (NO_TRACE.on, NO_TRACE.dropped) == (False, 0)

@@ -105,7 +105,7 @@ class AttentionWindow:
 FULL_ATTENTION = AttentionWindow()
 
 
-class Replica(NamedTuple):
+class ReplicaRank(NamedTuple):
     """One of the ranks of a pipeline stage that hold the same KV."""
 
     tp_rank: int
@@ -141,7 +141,7 @@ class LocalCell:
     layer_start: int
     layer_stop: int
     row_bytes: int = 0
-    replicas: tuple[Replica, ...] = ()
+    replicas: tuple[ReplicaRank, ...] = ()
     replica_index: int = 0
     window: AttentionWindow = FULL_ATTENTION
     pieces: tuple[Piece, ...] = ()
@@ -158,7 +158,7 @@ class LocalCell:
         """
         return not self.replicas or chunk_index % len(self.replicas) == self.replica_index
 
-    def fetchers(self, on_this_host: Collection[Replica]) -> tuple[Replica, ...]:
+    def fetchers(self, on_this_host: Collection[ReplicaRank]) -> tuple[ReplicaRank, ...]:
         """Which replica on this host fetches chunk i from stores for the others: the one at i
         modulo the length. Empty if no other replica is on this host.
 
@@ -239,12 +239,12 @@ class Topology:
         """The first global KV head of TP rank `tp_rank`."""
         return tp_rank // self.replicas * self.heads_per_rank
 
-    def replicas_of(self, tp_rank: int, pcp_rank: int = 0) -> tuple[Replica, ...]:
+    def replicas_of(self, tp_rank: int, pcp_rank: int = 0) -> tuple[ReplicaRank, ...]:
         """The ranks that hold the same KV as this one, itself included."""
         first = tp_rank - tp_rank % self.replicas
         mine = self.context.rank(tp_rank, pcp_rank)
         return tuple(
-            Replica(tp, pcp)
+            ReplicaRank(tp, pcp)
             for tp in range(first, first + self.replicas)
             for pcp in range(self.context.pcp_size)
             if self.context.rank(tp, pcp) == mine
@@ -283,7 +283,7 @@ class Topology:
         heads = self.heads_per_rank
         first = self.first_head(tp_rank)
         replicas = self.replicas_of(tp_rank, pcp_rank)
-        index = replicas.index(Replica(tp_rank, pcp_rank))
+        index = replicas.index(ReplicaRank(tp_rank, pcp_rank))
         if len(replicas) == 1:
             replicas = ()
         pieces: list[tuple[HeadShard | RankShard, int, int]]

@@ -50,20 +50,20 @@ NUM_WARPS = 4
 # --- Streams: what the copier needs of a device. Tests have one without a GPU -------------------
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
         """Block until it is reached, with the GIL released."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work that a device does in order. No method blocks."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """The point after all work so far."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """Later work waits for the event."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -79,10 +79,10 @@ class Streams(Protocol):
     def enter_thread(self) -> None:
         """Every thread calls it before it uses streams."""
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> DeviceStream:
         """A stream of the caller's own."""
 
-    def model_event(self) -> Event:
+    def model_event(self) -> DeviceEvent:
         """Where the calling thread's current stream, the model's, is now."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ class CudaStreams:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return CudaStream(stream)
 
-    def model_event(self) -> Event:
+    def model_event(self) -> DeviceEvent:
         return _record(torch.cuda.current_stream(self._device))
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
@@ -126,10 +126,10 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return _record(self._stream)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
@@ -274,8 +274,8 @@ class _Buffer:
     payload: torch.Tensor  # uint8, on the device
     host_table: torch.Tensor  # int64, pinned
     table: torch.Tensor  # int64, on the device
-    busy: Event | None = None
-    uploading: Event | None = None
+    busy: DeviceEvent | None = None
+    uploading: DeviceEvent | None = None
 
 
 class TritonCopier:

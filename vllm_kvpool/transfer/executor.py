@@ -59,7 +59,7 @@ from vllm_kvpool.transfer.ops import (
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.trace import NO_TRACE, Level, Mark, Trace
+from vllm_kvpool.transfer.trace import NO_TRACE, Instant, Level, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Gauges:
             up = not self._engine.context.breakers[place].is_open(now)
             if up != self._up[place]:
                 self._up[place] = up
-                self._trace.add(Mark(now, "tier up" if up else "tier down", tier=tier.name))
+                self._trace.add(Instant(now, "tier up" if up else "tier down", tier=tier.name))
                 what = "available again" if up else "its calls fail; it is not asked for now"
                 logger.warning("kvpool: tier %s: %s", tier.name, what)
 
@@ -414,12 +414,12 @@ class Executor:
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
                         self._registry.add("kvpool_failures", count, kind=f"save_{outcome.value}")
-                self._trace.add(Mark(now, "save done", report.job_id, report.request_id))
+                self._trace.add(Instant(now, "save done", report.job_id, report.request_id))
             case LoadDone():
                 now = time.monotonic()
                 self._load_seconds(now - self._open.pop(report.job_id).began)
                 name = f"load {report.reason.value}"
-                self._trace.add(Mark(now, name, report.job_id, report.request_id))
+                self._trace.add(Instant(now, name, report.job_id, report.request_id))
             case SaveGathered():
                 self._open[report.job_id].uses_pages = False
             case HostCacheChange() | SavesDropped() | SpanLoaded():

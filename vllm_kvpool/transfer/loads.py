@@ -40,13 +40,13 @@ class Scatter(CellOp):
     """One cell of a load; `over`: it is in the pages, or given up."""
 
     entry: CacheEntry
-    load: "Load"
+    load: "_Load"
     op: Op | None = None
     over: bool = False
 
 
 @dataclass(slots=True)
-class Load:
+class _Load:
     """A load that has not been reported."""
 
     job: LoadJob
@@ -73,7 +73,7 @@ class Loads:
         self._on_wanted = on_wanted
         self._fetches = fetches
         self._scatters = context.lane(OpKind.SCATTER)
-        self._loads: dict[JobId, Load] = {}
+        self._loads: dict[JobId, _Load] = {}
 
     @property
     def num_open(self) -> int:
@@ -84,7 +84,7 @@ class Loads:
         context, host_cache = self._context, self._context.host_cache
         owner = Owner(job.request_id, job.job_id)
         graph = Graph(owner, Priority.LOAD, context.now + job.timeout_s)
-        load = self._loads[job.job_id] = Load(job, graph, job.stop_chunk)
+        load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
         stop = job.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
@@ -181,7 +181,7 @@ class Loads:
         is_cut_off = bool(context.tiers) and not context.tiers_up()
         return CellOutcome.UNREACHABLE if is_cut_off else CellOutcome.MISSING
 
-    def _stop(self, load: Load, chunk: int, outcome: CellOutcome) -> None:
+    def _stop(self, load: _Load, chunk: int, outcome: CellOutcome) -> None:
         """Give up all cells from `chunk` on."""
         context = self._context
         if chunk < load.stop_chunk:
@@ -212,7 +212,7 @@ class Loads:
         if scatter.entry.op is not None:  # it is still being fetched
             self._fetches.release(scatter.entry)
 
-    def _finish(self, load: Load) -> None:
+    def _finish(self, load: _Load) -> None:
         """Report the load if no scatter is left and no bad cell is being removed."""
         if load.num_open or load.done or self._is_removing(load) or not load.graph.closed:
             return
@@ -223,7 +223,7 @@ class Loads:
         done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
         context.reports.append(done)
 
-    def _is_removing(self, load: Load) -> bool:
+    def _is_removing(self, load: _Load) -> bool:
         """Whether bad cells of the chunk that ended the load are still being removed."""
         job = load.job
         if load.removals is None and load.stop_chunk < job.stop_chunk:

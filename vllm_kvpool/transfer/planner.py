@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash
-from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, Replica
+from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
@@ -92,7 +92,7 @@ class Planner:
     keeps_all: bool = False
     block_sizes: tuple[int, ...] = ()
     context: Context = NO_CONTEXT
-    siblings: Mapping[Replica, int] = field(default_factory=dict)
+    siblings: Mapping[ReplicaRank, int] = field(default_factory=dict)
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By version of the weights, the last `VERSIONS_KEPT`."""
 

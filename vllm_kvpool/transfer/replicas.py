@@ -41,7 +41,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from vllm_kvpool.layout.topology import Replica
+from vllm_kvpool.layout.topology import ReplicaRank
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.breaker import Breaker
@@ -71,7 +71,7 @@ class Card(msgspec.Struct, frozen=True):
     host: bytes
     name: bytes
     token: bytes
-    place: Replica
+    place: ReplicaRank
     rank: int  # of the engine
 
     def pack(self) -> bytes:
@@ -81,7 +81,7 @@ class Card(msgspec.Struct, frozen=True):
     @classmethod
     def unpack(cls, data: bytes) -> Self:
         host, name, token, tp_rank, pcp_rank, rank = _CARD.unpack(data)
-        return cls(host, name, token, Replica(tp_rank, pcp_rank), rank)
+        return cls(host, name, token, ReplicaRank(tp_rank, pcp_rank), rank)
 
     @property
     def address(self) -> str:
@@ -144,7 +144,7 @@ class ReplicaExchange:
     `tell` for the engine thread, the rest for the thread that made it.
     """
 
-    def __init__(self, place: Replica, rank: int, *, shares: bool = True) -> None:
+    def __init__(self, place: ReplicaRank, rank: int, *, shares: bool = True) -> None:
         self.card = Card(
             host_digest() if shares else secrets.token_bytes(16),
             secrets.token_bytes(16),
@@ -169,7 +169,7 @@ class ReplicaExchange:
         self._cards = {n: card for n, card in every.items() if card.host == self.card.host}
 
     @property
-    def siblings(self) -> Mapping[Replica, int]:
+    def siblings(self) -> Mapping[ReplicaRank, int]:
         """The numbers of the other ranks on this host, which need not all be replicas."""
         return {card.place: number for number, card in self._cards.items()}
 

@@ -62,7 +62,7 @@ class Span(NamedTuple):
     attempt: int = 1
 
 
-class Mark(NamedTuple):
+class Instant(NamedTuple):
     """Something that happened. With a job, its last report: its arrows end."""
 
     at_s: float
@@ -82,7 +82,7 @@ class Level(NamedTuple):
     unit: str = "cells"
 
 
-Record = Span | Mark | Level
+Record = Span | Instant | Level
 
 
 class Trace:
@@ -134,20 +134,20 @@ class _Renderer:
             match record:
                 case Span():
                     yield from self._span(record)
-                case Mark():
-                    yield self.mark(record)
+                case Instant():
+                    yield self.instant(record)
                 case Level(at_s, name, value, unit):
                     if self._levels.get((name, unit)) != value:
                         self._levels[name, unit] = value
                         yield {**self._at("C", at_s), "name": name, "args": {unit: value}}
 
-    def mark(self, mark: Mark) -> _Event:
-        texts = {"request": mark.request, "tier": mark.tier, "detail": mark.detail}
+    def instant(self, record: Instant) -> _Event:
+        texts = {"request": record.request, "tier": record.tier, "detail": record.detail}
         args: _Event = {key: text[:SHOWN_CHARS] for key, text in texts.items() if text}
-        if mark.job is not None:
-            args["job"] = mark.job
-            self._flows.pop(mark.job, None)
-        event = {**self._at("i", mark.at_s), "s": "p", "cat": "report", "name": mark.name}
+        if record.job is not None:
+            args["job"] = record.job
+            self._flows.pop(record.job, None)
+        event = {**self._at("i", record.at_s), "s": "p", "cat": "report", "name": record.name}
         return {**event, "args": args}
 
     def _span(self, span: Span) -> Iterator[_Event]:
@@ -282,8 +282,8 @@ class TraceFile(Trace):
                 sizes += len(line)
                 if sizes > left:
                     self._drop(len(lines) - fitting)
-                    full = Mark(self._clock(), "trace full")
-                    lines[fitting:] = [self._line(self._renderer.mark(full))]
+                    full = Instant(self._clock(), "trace full")
+                    lines[fitting:] = [self._line(self._renderer.instant(full))]
                     closing = True
                     break
             if lines:
