@@ -100,25 +100,18 @@ class HungCalls:
     @property
     def slots_read(self) -> set[Slot]:
         """Slots that hung calls may read."""
-        return {
-            slot
-            for batch in self._batches
-            if batch.lane.kind is not OpKind.GET
-            for slot in _slots_of(batch)
-        }
+        return {slot for batch in self._readers() for slot in _slots_of(batch)}
 
     @property
     def num_slots_written(self) -> int:
         return sum(len(batch.slots) for batch in self._batches if batch.lane.kind is OpKind.GET)
 
     def pins_of(self, entry: CacheEntry) -> int:
-        """How many hung calls hold the entry."""
-        return sum(
-            held is entry
-            for batch in self._batches
-            if batch.lane.kind is not OpKind.GET
-            for held in _entries_of(batch)
-        )
+        """How many hung calls pin the entry."""
+        return sum(held is entry for batch in self._readers() for held in _entries_of(batch))
+
+    def _readers(self) -> list[Batch]:
+        return [batch for batch in self._batches if batch.lane.kind is not OpKind.GET]
 
 
 def _entries_of(batch: Batch) -> list[CacheEntry]:
@@ -134,7 +127,7 @@ OWNERS_SHOWN = 4  # jobs named in a batch
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
 Command = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
 Event = Job | BatchDone | BatchHung | Command | Tick
-Action = Batch | Report | DemotionDone | Lent | LoanEnded  # a lane performs the batch
+Action = Batch | Report | DemotionDone | Lent | LoanEnded
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -149,7 +142,7 @@ def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
 
 
 class Engine:
-    """See the module docstring; `limits` has every lane of `lane_names`."""
+    """Decides; `limits` has every lane of `lane_names`."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot
@@ -95,9 +96,7 @@ class Loans:
     @property
     def num_open(self) -> int:
         """The number of loans, and of retained cells that hold a pin."""
-        return len(self._loans) + sum(
-            retained.until is not None for retained in self._retained.values()
-        )
+        return len(self._loans) + sum(each.until is not None for each in self._retained.values())
 
     def lend(self, event: Lend) -> None:
         """Lend cells, after fetching those that are not here; `Lent` follows."""
@@ -272,11 +271,9 @@ class Loans:
         """When `expire` is due."""
         while self._in_order and self._in_order[0].until is None:
             self._in_order.popleft()
-        due = [loan.until for loan in self._loans.values()][:1]
-        if self._in_order:
-            due += [
-                retained.until for retained in (self._in_order[0],) if retained.until is not None
-            ]
+        due = [loan.until for loan in islice(self._loans.values(), 1)]
+        if self._in_order and (until := self._in_order[0].until) is not None:
+            due.append(until)
         return min(due, default=None)
 
     def forget(self) -> None:
