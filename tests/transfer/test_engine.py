@@ -234,14 +234,14 @@ def test_loads_go_first_and_have_a_reserve() -> None:
     assert bench.slots() == "1 2 0"
 
 
-def test_works_are_bounded_in_cells_bytes_and_number() -> None:
+def test_batches_are_bounded_in_cells_bytes_and_number() -> None:
     limits = LaneLimits(2, batch_ops=8, batch_bytes=CELL_BYTES + 1, budget_bytes=1 << 20)
     bench = Bench(DISK, slots=8, reserve=0, limits=limits)
     assert bench.load(1, "a b c d e f") == ["0 get-0 a b", "1 get-0 c d"]
     assert bench.ends(0) == ["2 get-0 e f", "3 check a b"]
 
 
-def test_a_work_may_hold_cells_of_several_jobs() -> None:
+def test_a_batch_may_hold_cells_of_several_jobs() -> None:
     bench = Bench(DISK, slots=2, reserve=0)
     bench.load(1, "a b")
     assert bench.load(2, "c") == []
@@ -249,26 +249,26 @@ def test_a_work_may_hold_cells_of_several_jobs() -> None:
     assert bench.ends(0, MISSING) == ["loaded 1 to 0 missing", "1 get-0 c d"]
 
 
-def test_a_work_says_for_whom_since_when_and_how_often() -> None:
+def test_a_batch_says_for_whom_since_when_and_how_often() -> None:
     bench = Bench(FAR)
     bench.load(1, "a")
     bench.clock.advance(1.0)
     bench.ends(0, FAILED)
     bench.after(1.0)
-    work = bench.running[1]
-    assert work.lane == LaneName(OpKind.GET, 0)
-    assert work.owners == (Owner("r1", 1),)
-    assert (work.ready_at, work.attempt) == (2.0, 2)
+    batch = bench.running[1]
+    assert batch.lane == LaneName(OpKind.GET, 0)
+    assert batch.owners == (Owner("r1", 1),)
+    assert (batch.ready_at, batch.attempt) == (2.0, 2)
 
 
 def test_the_cells_of_a_gather_say_where_the_pages_are() -> None:
     bench = Bench(DISK)
     job = save_job(1, "a b")
-    [work] = bench.engine.step(job, 0.0)
-    assert isinstance(work, Batch)
-    assert work.lane == LaneName(OpKind.GATHER, HOST)
-    assert tuple(work.cells) == job.cells
-    assert len(set(work.slots) - {None}) == 2
+    [batch] = bench.engine.step(job, 0.0)
+    assert isinstance(batch, Batch)
+    assert batch.lane == LaneName(OpKind.GATHER, HOST)
+    assert tuple(batch.cells) == job.cells
+    assert len(set(batch.slots) - {None}) == 2
 
 
 def test_a_fetch_that_is_tried_again_does_not_hold_a_slot_from_those_before_it() -> None:

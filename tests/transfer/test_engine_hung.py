@@ -26,7 +26,7 @@ LATE = pytest.mark.parametrize("late", [DONE, FAILED, MISSING, UNREACHABLE])
 
 
 @LATE
-def test_cells_of_a_get_that_is_stuck_are_asked_of_the_next_tier_in_new_slots(
+def test_cells_of_a_get_that_hangs_are_asked_of_the_next_tier_in_new_slots(
     late: CellOutcome,
 ) -> None:
     bench = Bench(MEMORY, DISK)
@@ -54,7 +54,7 @@ def test_with_one_tier_the_load_stops_in_time_and_nothing_is_scattered_late(
     assert bench.is_clean
 
 
-def test_chunks_before_the_one_that_is_stuck_are_loaded() -> None:
+def test_chunks_before_the_one_that_hangs_are_loaded() -> None:
     bench = two_batches(DISK)
     bench.load(1, "a b")
     assert bench.hangs(1) == []
@@ -75,7 +75,7 @@ def test_a_slot_in_quarantine_is_nobodys_until_the_late_answer() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_batches_of_a_lane_may_be_stuck(order: tuple[int, int]) -> None:
+def test_two_batches_of_a_lane_may_hang(order: tuple[int, int]) -> None:
     bench = two_batches(MEMORY, DISK, slots=6)
     bench.load(1, "a b")
     assert bench.hangs(0) == ["2 get-1 a"]
@@ -89,15 +89,15 @@ def test_two_batches_of_a_lane_may_be_stuck(order: tuple[int, int]) -> None:
     assert bench.is_clean
 
 
-def test_a_cell_may_be_stuck_in_one_tier_after_another() -> None:
+def test_a_cell_may_hang_in_one_tier_after_another() -> None:
     bench = Bench(MEMORY, DISK, DISK, slots=3)
     bench.load(1, "a")
     assert bench.hangs(0) == ["1 get-1 a"]
     assert bench.hangs(1) == ["2 get-2 a"]
     assert bench.hangs(2) == ["loaded 1 to 0 timed_out"]
     assert bench.slots() == "0 0 3"
-    for work in (1, 0, 2):
-        bench.late(work)
+    for batch in (1, 0, 2):
+        bench.late(batch)
     assert bench.is_clean
 
 
@@ -123,7 +123,7 @@ def test_a_load_that_is_cancelled_before_wants_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("stuck_first", [True, False])
-def test_a_reset_and_a_get_that_is_stuck(stuck_first: bool) -> None:
+def test_a_reset_and_a_get_that_hangs(stuck_first: bool) -> None:
     bench = Bench(MEMORY, DISK, slots=6, keep=3)
     bench.load(1, "a")
     if stuck_first:
@@ -151,7 +151,7 @@ def test_who_wants_the_cell_again_gets_it_from_elsewhere() -> None:
     assert bench.is_clean
 
 
-def test_a_prefetch_that_is_stuck_goes_on_in_the_next_tier() -> None:
+def test_a_prefetch_that_hangs_goes_on_in_the_next_tier() -> None:
     bench = Bench(MEMORY, DISK, slots=6, keep=3)
     bench.prefetch(1, "a b")
     assert bench.hangs(0) == ["1 get-1 a b"]
@@ -161,7 +161,7 @@ def test_a_prefetch_that_is_stuck_goes_on_in_the_next_tier() -> None:
     assert bench.is_clean
 
 
-def test_what_waits_behind_a_work_that_is_stuck_goes_elsewhere_at_once() -> None:
+def test_what_waits_behind_a_batch_that_hangs_goes_elsewhere_at_once() -> None:
     limits = {OpKind.GET: SINGLE}
     bench = Bench(MEMORY, DISK, slots=8, lanes=limits)
     bench.load(1, "a b c d")
@@ -198,7 +198,7 @@ def test_a_late_answer_says_nothing_about_the_tier() -> None:
 # PUT
 
 
-def test_loads_go_on_while_a_put_is_stuck_and_saves_wait() -> None:
+def test_loads_go_on_while_a_put_hangs_and_saves_wait() -> None:
     bench = Bench(DISK, slots=4)
     bench.save(1, "a")
     bench.ends(0)
@@ -213,7 +213,7 @@ def test_loads_go_on_while_a_put_is_stuck_and_saves_wait() -> None:
 
 @LATE
 @pytest.mark.parametrize("keep", [0, 4])
-def test_a_save_whose_put_is_stuck_is_reported_and_its_slot_stays_out_of_use(
+def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     keep: int, late: CellOutcome
 ) -> None:
     bench = Bench(DISK, slots=2 + keep, keep=keep)
@@ -239,7 +239,7 @@ def test_a_save_whose_put_is_stuck_is_reported_and_its_slot_stays_out_of_use(
     assert bench.is_clean
 
 
-def test_a_full_host_tier_does_not_take_the_slot_of_a_put_that_is_stuck() -> None:
+def test_a_full_host_tier_does_not_take_the_slot_of_a_put_that_hangs() -> None:
     bench = Bench(DISK, slots=3, reserve=1, keep=2)
     bench.save(1, "a")
     bench.ends(0)
@@ -250,15 +250,15 @@ def test_a_full_host_tier_does_not_take_the_slot_of_a_put_that_is_stuck() -> Non
     for job, cell in enumerate("bcdef", 2):
         bench.load(job, cell)
         while bench.running:
-            work = next(iter(bench.running))
-            assert lent not in bench.running[work].slots
-            bench.ends(work)
+            batch = next(iter(bench.running))
+            assert lent not in bench.running[batch].slots
+            bench.ends(batch)
     assert bench.host_cache.get("a") is not None
     bench.late(2)
     assert bench.is_clean
 
 
-def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_is_stuck() -> None:
+def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_hangs() -> None:
     bench = Bench(MEMORY, DISK)
     bench.save(1, "a")
     bench.run_but("put-0", "put-1")
@@ -271,7 +271,7 @@ def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_is_stuck()
     assert bench.is_clean
 
 
-def test_one_cell_may_be_stuck_in_two_tiers() -> None:
+def test_one_cell_may_hang_in_two_tiers() -> None:
     bench = Bench(MEMORY, DISK)
     bench.save(1, "a")
     bench.run_but("put-0", "put-1")
@@ -283,7 +283,7 @@ def test_one_cell_may_be_stuck_in_two_tiers() -> None:
     assert bench.is_clean
 
 
-def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_is_stuck() -> None:
+def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_hangs() -> None:
     bench = Bench(FAR)
     bench.save(1, "a")
     bench.run_but("put-0")
@@ -295,7 +295,7 @@ def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_is_stuck() -> None:
 
 @pytest.mark.parametrize("stuck_first", [True, False])
 @pytest.mark.parametrize("forget", [True, False])
-def test_saves_that_are_dropped_and_a_put_that_is_stuck(stuck_first: bool, forget: bool) -> None:
+def test_saves_that_are_dropped_and_a_put_that_hangs(stuck_first: bool, forget: bool) -> None:
     bench = Bench(DISK, slots=6, keep=3)
     bench.save(1, "a")
     bench.run_but("put-0")
@@ -309,7 +309,7 @@ def test_saves_that_are_dropped_and_a_put_that_is_stuck(stuck_first: bool, forge
     assert bench.is_clean
 
 
-def test_a_dirty_cell_whose_put_is_stuck_is_held_until_the_answer() -> None:
+def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
     bench = Bench(DISK, slots=4, keep=2, write_back=True)
     bench.save(1, "a b")
     bench.run_but("put-0")
@@ -321,8 +321,8 @@ def test_a_dirty_cell_whose_put_is_stuck_is_held_until_the_answer() -> None:
     assert bench.counted("kvpool_evicted_cells", tier="host", fate="lost") == 2
     bench.after(FIRST_PAUSE_S)
     bench.load(2, "c d")
-    for work in list(bench.running):
-        assert not lent & set(bench.running[work].slots)
+    for batch in list(bench.running):
+        assert not lent & set(bench.running[batch].slots)
     bench.run()
     assert {"a", "b"} <= set(bench.cells().split())
     bench.late(put)
@@ -334,15 +334,15 @@ def test_a_dirty_cell_whose_put_is_stuck_is_held_until_the_answer() -> None:
 
 @pytest.mark.parametrize("keep", [0, 4])
 @pytest.mark.parametrize("lane", ["get-0", "put-1", "remove-0"])
-def test_a_demote_with_a_call_that_is_stuck_ends(lane: str, keep: int) -> None:
+def test_a_demote_with_a_call_that_hangs_ends(lane: str, keep: int) -> None:
     bench = Bench(DISK, FAR, slots=4 + keep, keep=keep, write_back=True)
     bench.demote(0, "a b")
     bench.run_but(lane)
-    [work] = bench.running
-    told = bench.hangs(work) + bench.run(lambda name, key: MISSING)
+    [batch] = bench.running
+    told = bench.hangs(batch) + bench.run(lambda name, key: MISSING)
     assert told[-1] == "demoted 0"
     assert bench.engine.idle
-    bench.late(work)
+    bench.late(batch)
     assert bench.is_clean
 
 
@@ -350,26 +350,26 @@ def test_cells_whose_removal_fails_have_not_moved() -> None:
     bench = Bench(DISK, FAR, write_back=True)
     bench.demote(0, "a b c")
     bench.run_but("remove-0")
-    [work] = bench.running
-    assert bench.ends(work, DONE, FAILED, DONE) == ["demoted 2"]
+    [batch] = bench.running
+    assert bench.ends(batch, DONE, FAILED, DONE) == ["demoted 2"]
     assert bench.counted("kvpool_evicted_cells", tier="disk", fate="demoted") == 2
 
 
-def test_the_removal_of_a_bad_cell_may_be_stuck() -> None:
+def test_the_removal_of_a_bad_cell_may_hang() -> None:
     bench = Bench(MEMORY, DISK)
     bench.load(1, "a")
     bench.ends(0, CellOutcome.CORRUPT)
-    [work] = [n for n, each in bench.running.items() if each.lane.kind is OpKind.REMOVE]
-    assert bench.hangs(work) == []
+    [batch] = [n for n, each in bench.running.items() if each.lane.kind is OpKind.REMOVE]
+    assert bench.hangs(batch) == []
     assert bench.run()[-1] == "loaded 1 to 1 done"
-    assert bench.late(work) == []
+    assert bench.late(batch) == []
     assert bench.is_clean
 
 
 # From outside
 
 
-def test_what_is_stuck_can_be_asked_for() -> None:
+def test_what_hangs_can_be_asked_for() -> None:
     bench = two_batches(MEMORY, DISK)
     bench.load(1, "a")
     bench.hangs(0)

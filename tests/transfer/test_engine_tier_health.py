@@ -34,7 +34,7 @@ def test_saves_skip_a_tier_that_has_gone_away() -> None:
     bench = two_batches(MEMORY, DISK, slots=8)
     bench.save(1, "a b c d")
     bench.run_but("put-0", "put-1")
-    assert sum(work.lane.tier == 0 for work in bench.running.values()) == 2
+    assert sum(batch.lane.tier == 0 for batch in bench.running.values()) == 2
     bench.health(0, up=False)
     told = bench.run()
     assert not any("put-0" in line for line in told)
@@ -104,7 +104,7 @@ def test_news_of_a_tier_may_come_twice() -> None:
     assert bench.load(1, "a") == ["0 get-0 a"]
 
 
-def test_a_call_that_is_stuck_does_not_end_the_hold_on_its_tier() -> None:
+def test_a_call_that_hangs_does_not_end_the_hold_on_its_tier() -> None:
     bench = two_batches(DISK)
     bench.load(1, "a b")
     bench.health(0, up=False)

@@ -573,7 +573,7 @@ def test_a_load_through_a_dying_lane_stops(rank: Rank, lane: str) -> None:
 
 
 @pytest.mark.usefixtures("mortal")
-def test_an_idle_lane_that_is_ended_from_outside_loses_no_work(rank: Rank) -> None:
+def test_an_idle_lane_that_is_ended_from_outside_loses_no_batch(rank: Rank) -> None:
     """It dies when it wakes up: with a batch in its hands that nobody else will do."""
     for job in range(1, 20, 2):
         throw_into(lane_thread(rank, "gather"))

@@ -417,7 +417,7 @@ def test_a_thread_that_dies_after_it_was_left_answers_by_that(ward: Ward, how: s
 def test_a_call_that_returns_while_it_is_looked_at_is_not_given_up(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its thread would go on with other works, and nobody would know of it."""
+    """Else its thread would go on with other batches, and nobody would know of it."""
     rank = ward.rank(gated=True)
     [lane] = [each for each in rank.executor._lanes if each.lane == GET]
     ward.gates.hangs.add(GET)

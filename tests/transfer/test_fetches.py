@@ -53,7 +53,7 @@ def met_a_bad_cell(*tiers: Tier) -> tuple[Bench, int]:
     bench.load(1, "a")
     bench.ends(0)
     bench.ends(1, CORRUPT)
-    [removal] = [n for n, work in bench.running.items() if str(work.lane) == "remove-0"]
+    [removal] = [n for n, batch in bench.running.items() if str(batch.lane) == "remove-0"]
     return bench, removal
 
 
@@ -92,7 +92,7 @@ def test_a_bad_cell_of_a_further_tier_is_not_asked_for_while_it_is_being_removed
     assert bench.is_clean
 
 
-def test_a_removal_that_is_stuck_does_not_hide_what_comes_back() -> None:
+def test_a_removal_that_hangs_does_not_hide_what_comes_back() -> None:
     bench, removal = met_a_bad_cell(DISK)
     bench.hangs(removal)
     bench.after(FIRST_PAUSE_S)
@@ -147,13 +147,13 @@ def test_a_remote_tier_is_tried_so_often_and_passed_over(outcome: CellOutcome) -
         assert at is not None
         due.append(at - now)
         [told] = bench.after(at - now)
-        work = int(told.split()[0])
-        assert told == f"{work} get-0 a"
-        assert bench.running[work].attempt == attempt + 1
+        batch = int(told.split()[0])
+        assert told == f"{batch} get-0 a"
+        assert bench.running[batch].attempt == attempt + 1
         # Others get through, so the tier is not left alone.
         bench.engine.context.breakers[0].succeeded()
-        told = bench.ends(work, outcome)
-    assert told == [f"{work + 1} get-1 a"]
+        told = bench.ends(batch, outcome)
+    assert told == [f"{batch + 1} get-1 a"]
     assert due == pytest.approx([retry_pause_s(n, 0.0) for n in range(1, MAX_TRIES)])
 
 
@@ -162,7 +162,7 @@ def test_every_remote_tier_is_tried_as_often() -> None:
     bench.load(1, "a")
     lanes = []
     while bench.running:
-        lanes += [str(work.lane) for work in bench.running.values()]
+        lanes += [str(batch.lane) for batch in bench.running.values()]
         told = bench.ends(max(bench.running), FAILED) or bench.after(LONG_S)
         for breaker in bench.engine.context.breakers:
             breaker.succeeded()
@@ -201,7 +201,7 @@ def test_a_load_does_not_wait_for_a_removal_beyond_its_deadline(met_by: int) -> 
     assert bench.is_clean
 
 
-def test_a_load_does_not_wait_for_a_removal_that_is_stuck() -> None:
+def test_a_load_does_not_wait_for_a_removal_that_hangs() -> None:
     bench, removal = met_a_bad_cell(DISK)
     assert bench.hangs(removal) == ["loaded 1 to 0 corrupt"]
     bench.late(removal)
@@ -241,7 +241,7 @@ def down(bench: Bench, *stuck: str) -> None:
     """Tier 0 fails, the others lack the cell, until tier 0 is left alone."""
     for job in range(FAILURES_TO_OPEN):
         bench.load(100 + job, "x")
-        while free := [n for n, work in bench.running.items() if str(work.lane) not in stuck]:
+        while free := [n for n, batch in bench.running.items() if str(batch.lane) not in stuck]:
             is_first = bench.running[free[0]].lane.tier == 0
             bench.ends(free[0], FAILED if is_first else MISSING)
     assert bench.counted("kvpool_tier_up", tier=bench.engine.context.tiers[0].name) == 0
@@ -332,14 +332,14 @@ def test_a_put_is_not_made_into_a_tier_that_has_gone_down_since_the_save_began(l
 def test_removes_are_not_made_in_a_tier_that_is_down() -> None:
     bench = Bench(DISK, MEMORY, slots=8, limits=SINGLE)
     bench.load(1, "a b c d e f")
-    while any(str(work.lane) == "get-0" for work in bench.running.values()):
+    while any(str(batch.lane) == "get-0" for batch in bench.running.values()):
         number = next(n for n, w in bench.running.items() if str(w.lane) == "get-0")
         bench.ends(number, CORRUPT)
-    removes = [n for n, work in bench.running.items() if str(work.lane) == "remove-0"]
+    removes = [n for n, batch in bench.running.items() if str(batch.lane) == "remove-0"]
     assert len(removes) == 2
     for number in removes:
         bench.ends(number, FAILED)
-    number = next(n for n, work in bench.running.items() if str(work.lane) == "remove-0")
+    number = next(n for n, batch in bench.running.items() if str(batch.lane) == "remove-0")
     told = bench.ends(number, UNREACHABLE)
     assert not any("remove" in line for line in told)
     assert not any(line.startswith("remove") for line in bench.run())

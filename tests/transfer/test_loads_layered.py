@@ -152,10 +152,10 @@ def test_any_order_and_any_bad_cells(
     spans: dict[int, set[str]] = {}
     while here.running:
         number = order.choice(sorted(here.running))
-        work = here.running[number]
-        keys = [cell.key for cell in work.cells]
-        is_get = work.lane.kind is OpKind.GET
-        if work.lane.kind is OpKind.SCATTER:
+        batch = here.running[number]
+        keys = [cell.key for cell in batch.cells]
+        is_get = batch.lane.kind is OpKind.GET
+        if batch.lane.kind is OpKind.SCATTER:
             scattered.update(keys)
         told = here.ends(number, *[outcomes.get(k, DONE) if is_get else DONE for k in keys])
         for line in told:

@@ -256,7 +256,7 @@ def test_no_more_is_fetched_ahead_of_the_others_than_may_stay() -> None:
     assert bench.cells() == "a b c d", "two here, two still to come"
     lend(bench, 1, "a")
     assert over(bench, 1)[0] == "loan 1 was held"
-    assert "get-0" in {str(work.lane) for work in bench.running.values()}, "the next one"
+    assert "get-0" in {str(batch.lane) for batch in bench.running.values()}, "the next one"
 
 
 def test_with_a_host_tier_it_is_that_which_keeps() -> None:
@@ -324,8 +324,8 @@ def test_every_loan_is_answered_once_and_no_slot_is_lost(
         elif what == "end" and bench.running:
             assert isinstance(first, int)
             assert isinstance(second, CellOutcome)
-            works = sorted(bench.running)
-            world.take(bench.ends(works[first % len(works)], second))
+            batches = sorted(bench.running)
+            world.take(bench.ends(batches[first % len(batches)], second))
         elif what == "after":
             assert isinstance(first, float)
             world.take(bench.after(first))

@@ -204,9 +204,9 @@ def test_a_gather_that_starts_renews_the_patience() -> None:
 def test_saves_that_still_wait_have_new_patience_once_one_of_them_starts() -> None:
     bench = Bench(DISK, slots=3, reserve=1, limits=SINGLE)
     bench.save(1, "a b")
-    for work in range(4):
-        bench.ends(work)
-    assert sorted(str(work.lane) for work in bench.running.values()) == ["put-0", "put-0"]
+    for batch in range(4):
+        bench.ends(batch)
+    assert sorted(str(batch.lane) for batch in bench.running.values()) == ["put-0", "put-0"]
     bench.save(2, "c d")
     bench.clock.advance(SAVE_STALL_S * 0.9)
     assert bench.ends(min(bench.running))[-1].endswith("gather c")
@@ -217,7 +217,7 @@ def test_saves_that_still_wait_have_new_patience_once_one_of_them_starts() -> No
     assert bench.run()[-1] == "saved 2: 1 full, 1 done"
 
 
-def test_loads_go_on_while_puts_are_stuck() -> None:
+def test_loads_go_on_while_puts_hang() -> None:
     bench = stuck()
     assert bench.load(3, "f") == ["3 get-0 f"]
     bench.ends(3)
@@ -231,8 +231,8 @@ def test_loads_through_the_reserve_do_not_renew_the_patience() -> None:
         first = 3 * (job - 2)
         bench.clock.advance(SAVE_STALL_S / 4)
         bench.load(job, "f")
-        for work in range(first, first + 3):
-            bench.ends(work)
+        for batch in range(first, first + 3):
+            bench.ends(batch)
     assert bench.engine.saves.num_open == 1
 
 
@@ -264,8 +264,8 @@ def test_a_save_drops_no_cell_for_a_slot_that_it_may_not_have() -> None:
     bench.ends(0)
     bench.ends(1)  # two slots are left for loads
     bench.load(2, "c")
-    for work in (3, 4, 5):
-        bench.ends(work)
+    for batch in (3, 4, 5):
+        bench.ends(batch)
     assert bench.save(3, "d") == []
     assert bench.after(SAVE_STALL_S / 2) == []
     assert bench.cells() == "a b c d"
