@@ -5,6 +5,7 @@ what it would have read anyhow.
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,23 @@ def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     found = metric(deployment, decode, "vllm:kvpool_hit_tokens_total") - hits
     assert found >= prompt - 2 * deployment.spec.chunk_tokens
     assert metric(deployment, prefill, "vllm:prompt_tokens_total") >= prompt
+
+
+def test_engines_say_what_their_cells_are_called_and_fit_each_other(
+    deployment: Deployment,
+) -> None:
+    complete(deployment.front, words(9, 150), max_tokens=2)
+    urls = [each["url"] for each in deployment.state()["replicas"]]
+    told = set()
+    for url in urls:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+        (line,) = re.findall(r"^vllm:kvpool_info\{.*\} 1\.0$", text, re.MULTILINE)
+        told.add((*re.findall(r'(?:chunk_tokens|namespace)="([^"]+)"', line),))
+    ((chunk_tokens, namespace),) = told
+    assert chunk_tokens == str(deployment.spec.chunk_tokens)
+    assert "@fmt:" in namespace
+    health = httpx.get(f"{deployment.front}/health", timeout=30).json()
+    assert (health["status"], health["mismatches"]) == ("ok", {})
 
 
 def test_what_is_not_streamed_and_chats_pass(deployment: Deployment) -> None:

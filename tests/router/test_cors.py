@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from tests.support.router_rig import CHAT, RouterRig, run
+from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
+from vllm_kvpool.router.dataplane.headers import answer_headers
 from vllm_kvpool.router.dataplane.server import preflight, shown_to
 
 PAGE, OTHER = "https://page.example", "https://other.example"
@@ -57,13 +58,19 @@ def test_a_browser_asks_first() -> None:
 
 def test_a_page_asks_and_reads_every_answer() -> None:
     async def main() -> None:
-        async with RouterRig(1, 1) as rig:
+        async with RouterRig(1, 1, config={"front": {"allowed_origins": ["*"]}}) as rig:
             ask: dict[str, Any] = {"headers": asked()}
             async with rig.session.options(rig.url + CHAT, **ask) as got:
                 assert got.status == 200
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
                 assert await got.read() == b""
             plain = {"headers": {"Origin": PAGE}}
+            asks = {**rig.body({"prompt": "hello", "max_tokens": 2})}
+            for is_stream in (True, False):
+                body = {**asks, "stream": is_stream}
+                async with rig.session.post(rig.url + COMPLETIONS, json=body, **plain) as got:
+                    assert got.headers["Access-Control-Allow-Origin"] == "*"
+                    await got.read()
             for path, status in (("/health", 200), ("/nothing", 404)):
                 async with rig.session.get(rig.url + path, **plain) as got:
                     assert got.status == status
@@ -80,6 +87,19 @@ def test_a_page_asks_and_reads_every_answer() -> None:
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
 
     run(main)
+
+
+def test_no_page_may_do_anything_unless_it_is_named() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            async with rig.session.options(rig.url + CHAT, headers=asked()) as got:
+                assert got.status == 405
+            async with rig.session.get(f"{rig.url}/health", headers={"Origin": PAGE}) as got:
+                assert "Access-Control-Allow-Origin" not in got.headers
+
+    run(main)
+    engines = CIMultiDict({"Access-Control-Allow-Origin": "*", "X-Request-Id": "1"})
+    assert dict(answer_headers(engines)) == {"X-Request-Id": "1"}, "whatever engines allow"
 
 
 def test_other_pages_are_refused() -> None:

@@ -94,7 +94,7 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """When the router is stopped, requests have so long to end."""
     access_log: bool = False
     """A line for each request that engines could be asked for."""
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = ()
     """Whose web pages may send requests (CORS)."""
     trust_clients: bool = False
     """Take `priority`, transfer parameters and the data-parallel rank from clients."""

@@ -6,6 +6,8 @@ engine that has.
 
 from collections.abc import Mapping
 
+from multidict import CIMultiDict
+
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, Response
 from vllm_kvpool.router.dataplane.request_body import error_body
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
@@ -26,7 +28,7 @@ class ClientGone(Exception):
 class Downstream:
     """One request's client. Owned by its task; what waits here may be cancelled and called again.
 
-    `own_headers` are added to answers that are the router's own.
+    `own_headers` are added to its answer, whoever it is from.
     """
 
     def __init__(
@@ -102,9 +104,11 @@ class Downstream:
             await self.send(status, own, body)
 
     def _shown(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        if headers.get("Server") == SERVER and self._own_headers:
-            return {**headers, **self._own_headers}
-        return headers
+        if not self._own_headers:
+            return headers
+        shown = CIMultiDict(headers)
+        shown.update(self._own_headers)
+        return shown
 
     async def drain(self) -> None:
         """Wait until it has taken most of what it was sent."""

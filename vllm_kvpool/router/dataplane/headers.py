@@ -19,7 +19,9 @@ _OF_THE_BODY = frozenset({"content-length", "content-encoding"})
 _OF_REQUESTS = _OF_ONE_CONNECTION | _OF_THE_BODY | {"host", "accept-encoding", "expect"}
 _RESERVED = frozenset({"x-data-parallel-rank", "x-vllm-priority"})
 """What only the router, or a client that is trusted, may tell an engine."""
-_OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY
+_OF_ORIGINS = frozenset({"access-control-allow-origin", "access-control-allow-credentials"})
+"""Which web pages may read an answer, the router says (cors.py); engines allow all by default."""
+_OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY | _OF_ORIGINS
 
 
 def request_headers(headers: Headers, *, is_trusted: bool = False) -> CIMultiDict[str]:

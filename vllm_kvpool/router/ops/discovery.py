@@ -26,7 +26,7 @@ DNS_TIMEOUT_S = 5.0
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
 
 
-class Endpoint(NamedTuple):
+class FoundEngine(NamedTuple):
     """An engine as a source names it."""
 
     replica_id: str
@@ -43,8 +43,8 @@ class Discovery:
         self._config = config
         self._every_s = every_s
         self._post = post
-        self._sources: dict[str, tuple[Endpoint, ...]] = {}
-        self._known: dict[str, Endpoint] = {}
+        self._sources: dict[str, tuple[FoundEngine, ...]] = {}
+        self._known: dict[str, FoundEngine] = {}
         """Those that have been added, by url."""
         self._refused: dict[str, str] = {}
         """Why those of a url cannot be added; they are tried again."""
@@ -97,7 +97,7 @@ class Discovery:
         self._say(
             "file",
             tuple(
-                Endpoint(each.id or _address(each.url), each.url.rstrip("/"), ROLES[each.role])
+                FoundEngine(each.id or _address(each.url), each.url.rstrip("/"), ROLES[each.role])
                 for each in found
             ),
         )
@@ -113,9 +113,9 @@ class Discovery:
             return
         self._refused.pop(name, None)
         urls = sorted({_url(str(address[4][0]), int(port)) for address in found})
-        self._say(name, tuple(Endpoint(_address(url), url, role) for url in urls))
+        self._say(name, tuple(FoundEngine(_address(url), url, role) for url in urls))
 
-    def _say(self, source: str, endpoints: tuple[Endpoint, ...]) -> None:
+    def _say(self, source: str, endpoints: tuple[FoundEngine, ...]) -> None:
         if len(endpoints) > MAX_REPLICAS:
             log.error(
                 "%s: the first %d of %d engines are used", source, MAX_REPLICAS, len(endpoints)
@@ -125,7 +125,7 @@ class Discovery:
 
     def _apply(self) -> None:
         """Post what has changed; what cannot be done now is tried again."""
-        wanted: dict[str, Endpoint] = {}
+        wanted: dict[str, FoundEngine] = {}
         for endpoints in self._sources.values():
             for each in endpoints:
                 wanted.setdefault(each.url, each)
@@ -153,10 +153,10 @@ class Discovery:
             log.warning("%s", why)
 
 
-def configured(config: RouterConfig) -> tuple[Endpoint, ...]:
+def configured(config: RouterConfig) -> tuple[FoundEngine, ...]:
     """The engines of `[[replicas]]`."""
     return tuple(
-        Endpoint(name, each.url.rstrip("/"), ROLES[each.role])
+        FoundEngine(name, each.url.rstrip("/"), ROLES[each.role])
         for name, each in zip(replica_ids(config), config.replicas, strict=True)
     )
 
