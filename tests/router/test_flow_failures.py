@@ -103,7 +103,7 @@ def test_an_answer_that_nobody_can_go_on_with_ends(steps: Steps) -> None:
 
 @pytest.mark.parametrize(("outcome", "status"), [(FAILED, 502), (Outcome.BUSY, 503)])
 def test_a_request_that_fails_everywhere_is_given_up(outcome: Outcome, status: int) -> None:
-    steps = Steps(Settings(max_attempts=3))
+    steps = Steps(Settings(max_attempts=3, max_lost=3))
     steps.fleet(decode="a b c d")
     [call] = steps.ask("r", 20)
     for _ in range(2):
@@ -176,3 +176,14 @@ def test_only_a_first_attempt_tells_how_long_a_start_takes(steps: Steps) -> None
     learned = steps.controller.desk.snapshot().local_prefill_s_per_token
     assert learned == pytest.approx(0.01 / 100)
     assert before.local_prefill_s_per_token == pytest.approx(0.0001)
+
+
+@pytest.mark.parametrize("outcome", [FAILED, Outcome.LOST, Outcome.CANCELLED])
+def test_what_may_end_engines_reaches_one_other_at_most(outcome: Outcome) -> None:
+    """As it answers 500 or nothing, or is found to have ended before its answer has."""
+    steps = Steps()
+    steps.fleet(decode="a b c d")
+    [call] = steps.ask("r", 20)
+    *_, again = steps.decoded("r", call.replica, outcome)
+    assert again.replica != call.replica
+    assert refused(steps.decoded("r", again.replica, outcome)) == [("r", 502)]

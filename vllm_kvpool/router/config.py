@@ -85,9 +85,9 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     max_wait_s: float = 120.0
     """A request that no engine has begun by then is refused."""
     engine_timeout_s: float = 120.0
-    """An engine that says nothing of a stream, or of a prompt, for so long counts as lost."""
+    """An engine that says nothing of a stream for so long counts as lost."""
     answer_timeout_s: float = 1800.0
-    """So does one that has not given an answer in one piece by then."""
+    """So does one that has not computed a prompt, or given an answer in one piece, by then."""
     client_timeout_s: float = 120.0
     """A client that takes nothing of its answer for so long is let go."""
     shutdown_timeout_s: float = 30.0
@@ -216,7 +216,7 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     max_attempts: int = 4
     """Replicas that may fail one request until it is given up."""
     max_lost: int = 2
-    """Those that may be lost with it before its first token: a request may be what ends them."""
+    """Those that may fail or be lost with it before its first token: it may be why."""
     resume_within_s: float = 60.0
     """A stream that has stopped is given up when no replica can go on with it for so long."""
     busy_pause_s: float = 1.0

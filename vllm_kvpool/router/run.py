@@ -121,7 +121,7 @@ class Router:
             learn=self._learn,
             others=self._others,
             expect_timeout_ms=config.front.expect_timeout_ms,
-            prefill_timeout_s=config.front.engine_timeout_s,
+            prefill_timeout_s=config.front.answer_timeout_s,
             named=self.prefetches.learn if self.prefetches.is_on else None,
         )
         keys = config.front.keys_file

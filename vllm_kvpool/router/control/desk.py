@@ -34,7 +34,7 @@ class Settings:
     max_attempts: int = 4
     """Replicas that may fail one request before it is given up."""
     max_lost: int = 2
-    """Replicas that may be lost with a request that has no token yet: it may be what ends them."""
+    """Replicas that may fail or be lost with a request that has no token yet: it may be why."""
     busy_pause_s: float = 1.0
     """How long a replica that has refused work is left alone."""
     retry_pause_s: float = 1.0

@@ -301,7 +301,9 @@ class Flow:
             if outcome is Outcome.UNREACHED and is_first:
                 return True  # it has not had it: nothing was tried
         request.attempts += 1
-        request.num_lost += outcome is Outcome.LOST and request.first_token is None
+        # Also where it answers 500, or is found to have ended: the request may be why.
+        may_have_run = outcome not in (Outcome.BUSY, Outcome.UNREACHED)
+        request.num_lost += may_have_run and request.first_token is None
         is_suspect = request.num_lost >= desk.settings.max_lost
         if request.attempts < desk.settings.max_attempts and not is_suspect:
             return True
